@@ -1,0 +1,29 @@
+"""vserve: an LLM inference server that speaks the OpenAI API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .server.llm import LLM
+    from .server.outputs import CompletionOutput, RequestOutput
+    from .server.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The offline API, imported when it is first asked for: the command line must not wait for it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f".server.{_HOMES[name]}", __name__), name)

@@ -1,0 +1,1 @@
+"""Data: presets, tuned kernel tables, the demo model."""

@@ -1,0 +1,1 @@
+"""Tokens: scheduling, cache blocks, model, sampling. No text, no HTTP."""

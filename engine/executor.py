@@ -1,0 +1,80 @@
+"""Runs plans and delivers their results on the event loop; waiting neither polls nor holds the GIL."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from .plan import StepPlan, StepResult
+from .runner import ModelRunner, Pending
+
+
+class Executor:
+    """On a GPU a step is launched on the loop's thread and a second thread blocks on its event.
+
+    On the CPU, where launching is computing, the second thread does both.
+    """
+
+    def __init__(self, runner: ModelRunner, *, num_threads: int | None = None) -> None:
+        self.runner = runner
+        self.asynchronous = runner.device.type == "cuda"
+        self.num_threads = num_threads
+        self._futures: deque[asyncio.Future[StepResult]] = deque()
+        self._work: queue.SimpleQueue[tuple[Callable[[], StepResult], asyncio.Future[StepResult]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="vserve-executor", daemon=True)
+        self._thread.start()
+
+    def execute(self, plan: StepPlan) -> None:
+        """Starts a step. Raises what the launch raises; the results come from `result`, oldest first."""
+        if self.asynchronous:
+            work: Callable[[], StepResult] = self._launch(plan).wait
+        else:
+
+            def work() -> StepResult:
+                return self._launch(plan).wait()
+
+        future = asyncio.get_running_loop().create_future()
+        self._futures.append(future)
+        self._work.put((work, future))
+
+    async def result(self) -> StepResult:
+        """Of the oldest step in flight. Raises what the step raised."""
+        return await self._futures.popleft()
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join(timeout=5)
+
+    def _launch(self, plan: StepPlan) -> Pending:
+        self.runner.execute(plan)
+        return self.runner.sample()
+
+    def _run(self) -> None:
+        if self.num_threads is not None:
+            torch.set_num_threads(self.num_threads)  # OpenMP keeps this number per thread
+        while (item := self._work.get()) is not None:
+            work, future = item
+            try:
+                result: StepResult | BaseException = work()
+            except BaseException as error:
+                result = error
+            try:
+                future.get_loop().call_soon_threadsafe(_deliver, future, result)
+            except RuntimeError:
+                return  # the loop is closed: nobody waits any more
+
+
+def _deliver(future: asyncio.Future[StepResult], result: StepResult | BaseException) -> None:
+    if future.cancelled():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -1,0 +1,151 @@
+"""The only place that multiplies by weights: its method says how, its rule how it is divided over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .weights import Placement
+
+ShardRule = Literal["replicated", "column", "row"]
+DUMMY_STD = 0.02  # of dummy weights: about what training starts from, so activations stay finite
+
+
+class LinearMethod(Protocol):
+    """How a Linear stores its weights and multiplies: plain today, quantized formats later."""
+
+    def create(self, layer: Linear) -> None:
+        """Allocate the layer's parameters for this rank's share."""
+        ...
+
+    def expected(self, layer: Linear, part: str) -> dict[str, tuple[int, ...]]:
+        """The tensors of `part` in a checkpoint: suffix → whole shape."""
+        ...
+
+    def load(self, layer: Linear, part: str, tensor: Tensor, kind: str) -> None: ...
+
+    def finish(self, layer: Linear) -> None: ...
+
+    def randomize(self, layer: Linear, generator: torch.Generator) -> None: ...
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        """[T, in] → [T, out] of this rank."""
+        ...
+
+
+class UnquantizedMethod:
+    """Weights as they are: y = x Wᵀ + b."""
+
+    def create(self, layer: Linear) -> None:
+        rows = sum(size for _, size in layer.spans.values())
+        layer.weight = layer.place.empty(rows, layer.input_span[1])
+        layer.bias = layer.place.empty(rows) if layer.has_bias else None
+
+    def expected(self, layer: Linear, part: str) -> dict[str, tuple[int, ...]]:
+        rows = layer.parts[part]
+        shapes: dict[str, tuple[int, ...]] = {"weight": (rows, layer.in_features)}
+        if layer.has_bias:
+            shapes["bias"] = (rows,)
+        return shapes
+
+    def load(self, layer: Linear, part: str, tensor: Tensor, kind: str) -> None:
+        start, size = layer.spans[part]
+        share = tensor.narrow(0, start, size)
+        if kind == "weight":
+            layer.weight.narrow(0, layer.offsets[part], size).copy_(share.narrow(1, *layer.input_span))
+            return
+        assert layer.bias is not None
+        target = layer.bias.narrow(0, layer.offsets[part], size)
+        if layer.rule == "row" and layer.place.tp_rank > 0:
+            target.zero_()  # the ranks' results are summed: only the first adds the bias
+        else:
+            target.copy_(share)
+
+    def finish(self, layer: Linear) -> None:
+        pass
+
+    def randomize(self, layer: Linear, generator: torch.Generator) -> None:
+        layer.weight.normal_(0.0, DUMMY_STD, generator=generator)
+        if layer.bias is not None:
+            layer.bias.normal_(0.0, DUMMY_STD, generator=generator)
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        return functional.linear(x, layer.weight, layer.bias)
+
+
+class TiedMethod(UnquantizedMethod):
+    """Multiplies by a weight that another module owns and loads (the output matrix tied to the embedding)."""
+
+    def __init__(self, owner: nn.Parameter) -> None:
+        self.owner = owner  # whole: [vocab, hidden]
+
+    def create(self, layer: Linear) -> None:
+        (start, size), *_ = layer.spans.values()
+        whole = size == self.owner.shape[0]
+        layer.weight = self.owner if whole else nn.Parameter(self.owner.narrow(0, start, size), requires_grad=False)
+        layer.bias = None
+
+    def expected(self, layer: Linear, part: str) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def randomize(self, layer: Linear, generator: torch.Generator) -> None:
+        pass  # its owner does
+
+
+class Linear(nn.Module):
+    """One matrix, or several that read the same input fused into one (q, k, v; gate, up).
+
+    parts: name → rows of the whole matrix, in their order in the output.
+    rule: "column" divides every part's rows over the ranks, "row" divides the input; `unit` rows (columns)
+    stay together.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        *,
+        place: Placement,
+        rule: ShardRule = "replicated",
+        unit: int = 1,
+        bias: bool = False,
+        method: LinearMethod | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.parts, self.has_bias = in_features, parts, bias
+        self.place, self.rule = place, rule
+        self.input_span = place.span(in_features, unit) if rule == "row" else (0, in_features)
+        self.spans: dict[str, tuple[int, int]] = {}  # part → (first row of the whole part, rows) that this rank holds
+        self.offsets: dict[str, int] = {}  # part → its first row here
+        offset = 0
+        for name, rows in parts.items():
+            self.spans[name] = place.span(rows, unit) if rule == "column" else (0, rows)
+            self.offsets[name] = offset
+            offset += self.spans[name][1]
+        self.adapter: Callable[[Linear, Tensor, Tensor], Tensor] | None = None  # (layer, input, output) → output
+        self.method: LinearMethod = method or UnquantizedMethod()
+        self.method.create(self)
+
+    def expected(self, part: str) -> dict[str, tuple[int, ...]]:
+        return self.method.expected(self, part)
+
+    def load(self, part: str, tensor: Tensor, kind: str = "weight") -> None:
+        self.method.load(self, part, tensor, kind)
+
+    def finish(self) -> None:
+        self.method.finish(self)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.method.randomize(self, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] → [T, out], in the weights' dtype; for the row rule this rank's summand."""
+        y = self.method.apply(self, x)
+        return y if self.adapter is None else self.adapter(self, x, y)

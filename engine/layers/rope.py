@@ -1,0 +1,93 @@
+"""Rotary position embedding (Su et al., arXiv:2104.09864) and the ways to stretch it, as transformers computes them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...kernels.rope import apply_rope, qk_norm_rope
+from ..model_config import RopeConfig
+
+
+class RotaryEmbedding:
+    """One table of cosines and sines for all layers.
+
+    cos_sin: fp32 [max_len, head_dim]: row p holds cos(p·f) for the head_dim/2 frequencies f, then sin(p·f).
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_len: int, device: torch.device) -> None:
+        frequencies, magnitude = inverse_frequencies(rope, head_dim, max_len)
+        positions = torch.arange(max_len, dtype=torch.float32, device=device)
+        angles = positions[:, None] * frequencies.to(device)
+        self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        if magnitude != 1.0:
+            self.cos_sin *= magnitude
+
+    def __call__(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
+        """Rotate query [T, H, D] and key [T, KV, D] in place; positions int32 [T]."""
+        apply_rope(query, key, positions, self.cos_sin)
+
+    def with_norm(
+        self, query: Tensor, key: Tensor, positions: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float
+    ) -> None:
+        """RMS-norm every head, then rotate, in place; the weights are [D]."""
+        qk_norm_rope(query, key, positions, self.cos_sin, query_weight, key_weight, eps)
+
+
+def inverse_frequencies(rope: RopeConfig, dim: int, max_len: int) -> tuple[Tensor, float]:
+    """Frequencies in radians a position, fp32 [dim / 2] on the CPU, and the factor on cosine and sine (yarn's
+    temperature). `max_len` fixes the base of the dynamic type: a key rotated once stays in the cache, so the
+    frequencies cannot follow the sequence's length as they do in transformers."""
+    base = rope.theta
+    if rope.type == "dynamic":  # NTK-aware scaling, by reddit users bloc97 and emozilla
+        length = max(max_len, rope.original_length)
+        base *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (dim / (dim - 2))
+    powers = base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    if rope.type == "linear":
+        return 1.0 / powers / rope.factor, 1.0
+    if rope.type == "llama3":
+        return _llama3(rope, 1.0 / powers), 1.0
+    if rope.type == "yarn":
+        return _yarn(rope, powers, dim), _yarn_magnitude(rope)
+    return 1.0 / powers, 1.0
+
+
+def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Llama 3.1: long waves are divided by the factor, short ones kept, those between are interpolated."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = rope.original_length / wavelengths  # within the original length
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > rope.original_length / rope.low_freq_factor, frequencies / rope.factor, between)
+    return torch.where(wavelengths < rope.original_length / rope.high_freq_factor, frequencies, scaled)
+
+
+def _yarn(rope: RopeConfig, powers: Tensor, dim: int) -> Tensor:
+    """YaRN (Peng et al., arXiv:2309.00071): fast dimensions are kept, slow ones interpolated, a ramp between."""
+
+    def dimension_of(turns: float) -> float:
+        return dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # a ramp needs a length
+    keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+
+def _yarn_magnitude(rope: RopeConfig) -> float:
+    """YaRN's attention temperature, folded into cosine and sine (so it acts on both query and key)."""
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)

@@ -1,0 +1,182 @@
+"""From a model's folder to a model on its device: found, checked by its headers, then copied tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .checkpoint import FLOATS, TensorInfo, and_more, one_line, read_headers
+from .layers.weights import Placement, WeightHolder
+from .model_config import ModelConfig, ModelError
+from .models.blocks import CausalLM
+from .models.registry import build_model
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+_LOADER_THREADS = 4  # page faults and host-to-device copies overlap; more only fight over the disk
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_SKIP = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights in other formats
+
+
+def resolve_model_path(name: str, revision: str | None = None) -> Path:
+    """A folder as it is; else a model of the Hugging Face hub, downloaded (or found in its cache, HF_HUB_OFFLINE=1)."""
+    if not name:
+        raise ModelError("no model was named: pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"{name} is a file: pass the folder of a Hugging Face model with safetensors weights")
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise ModelError(f"model {name!r} does not exist: pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B")
+    import huggingface_hub  # slow, and not needed for a folder
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIP
+            )
+        )
+    except Exception as error:  # one line whatever went wrong: network, name, licence, disk
+        wanted = f"{name} (revision {revision})" if revision else name
+        raise ModelError(
+            f"cannot get {wanted} from the hub ({type(error).__name__}: {one_line(error)}): check name, network and "
+            "HF_TOKEN, or pass a folder"
+        ) from error
+
+
+def load_model(
+    model_path: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    max_model_len: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """The model of `model_path` on `device`, its weights in `dtype`, frozen, ready for contexts up to `max_model_len`.
+
+    load_format "dummy" needs no weights: N(0, 0.02), norms 1, seeded. Raises ModelError, before anything is allocated
+    where the fault is in a file and before anything is copied where the checkpoint does not fit config.json.
+    """
+    place = Placement(dtype, torch.device(device))
+    report = progress or (lambda done, total: None)
+    headers = {} if load_format == "dummy" else read_headers(model_path)
+    with torch.no_grad():
+        model = build_model(config, place, max_model_len)
+        if load_format == "dummy":
+            _fill_with_noise(model, seed, report)
+        else:
+            _copy_weights(_match(model, headers), report)
+        for holder in _holders(model):
+            holder.finish()
+    return model.requires_grad_(False).eval()
+
+
+def _holders(model: CausalLM) -> list[WeightHolder]:
+    """Each module with weights once, though several parts of a checkpoint may go to it."""
+    return list({id(holder): holder for holder, _ in model.weight_map().values()}.values())
+
+
+def _fill_with_noise(model: CausalLM, seed: int, progress: Progress) -> None:
+    """Layer by layer on the device, always in the same order: a seed gives the same weights again."""
+    generator = torch.Generator(model.place.device).manual_seed(seed)
+    sizes: dict[int, int] = {}
+    for holder, part in model.weight_map().values():
+        num_elements = sum(prod(shape) for shape in holder.expected(part).values())
+        sizes[id(holder)] = sizes.get(id(holder), 0) + num_elements * model.place.dtype.itemsize
+    done, total = 0, sum(sizes.values())
+    progress(0, total)
+    for holder in _holders(model):
+        holder.randomize(generator)
+        done += sizes[id(holder)]
+        progress(done, total)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One tensor of the checkpoint and where it goes."""
+
+    name: str
+    info: TensorInfo
+    holder: WeightHolder
+    part: str
+    kind: str
+
+
+def _match(model: CausalLM, headers: dict[str, TensorInfo]) -> list[_Copy]:
+    """Pair what the model expects with what the checkpoint has; what is missing, left over or misshapen is an error."""
+    copies: list[_Copy] = []
+    missing: list[str] = []
+    for path, (holder, part) in model.weight_map().items():
+        for kind, shape in holder.expected(part).items():
+            name = f"{path}.{kind}"
+            info = headers.get(name)
+            if info is None:
+                missing.append(name)
+                continue
+            if info.shape != shape:
+                raise ModelError(
+                    f"{name} has shape {list(info.shape)} in {info.file.name}, config.json makes it {list(shape)}: the "
+                    "weights and the config are not of one model, download both again"
+                )
+            if info.dtype not in FLOATS:
+                raise ModelError(
+                    f"{name} is stored as {info.dtype}: quantized weights are not supported yet, use the unquantized "
+                    "checkpoint"
+                )
+            copies.append(_Copy(name, info, holder, part, kind))
+    if missing:
+        raise ModelError(
+            f"the checkpoint lacks {missing[0]}{and_more(missing)}: the weights are incomplete or do not fit "
+            "config.json, download both again"
+        )
+    taken = {copy.name for copy in copies}
+    extra = [name for name in headers if name not in taken and not model.is_ignorable(name)]
+    if extra:
+        raise ModelError(
+            f"the checkpoint has {extra[0]}{and_more(extra)}, which {model.config.architecture} has no place for: the "
+            "weights do not fit config.json, download both again"
+        )
+    return copies
+
+
+def _copy_weights(copies: list[_Copy], progress: Progress) -> None:
+    """Copy from the memory-mapped files straight into the model's parameters, a few tensors at a time."""
+    total = sum(copy.info.num_bytes for copy in copies)
+    handles = threading.local()
+
+    def copy_one(copy: _Copy) -> int:
+        opened: dict[Any, Any] = handles.__dict__  # one mapping a thread and file
+        file = copy.info.file
+        try:
+            if file not in opened:
+                opened[file] = safe_open(file, framework="pt", device="cpu")
+            tensor = opened[file].get_tensor(copy.name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"cannot read {copy.name} from {file} ({one_line(error)}): download it again") from None
+        with torch.no_grad():  # a thread's own setting
+            copy.holder.load(copy.part, tensor, copy.kind)
+        return copy.info.num_bytes
+
+    done = 0
+    progress(0, total)
+    with ThreadPoolExecutor(_LOADER_THREADS, thread_name_prefix="load-weights") as pool:
+        try:
+            for future in as_completed([pool.submit(copy_one, copy) for copy in copies]):
+                done += future.result()
+                progress(done, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -1,0 +1,113 @@
+"""Memory is planned before it is taken: what weights and a step need, what is left for the cache, what fits in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+import torch
+
+from .config import ConfigError, EngineConfig
+from .request import SamplingParams
+from .runner import ModelRunner
+
+GIB = 1 << 30
+CPU_CACHE_BYTES = 1 * GIB
+# The sampler at its most expensive: penalties and every filter.
+WORST_SAMPLING = SamplingParams(
+    max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1
+)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    total: int  # of the card (or the machine)
+    budget: int  # what vserve may use
+    weights: int
+    activations: int  # peak of the largest step, sampling included
+    other: int  # context, libraries, what others use of the card
+    cache: int
+    num_blocks: int  # the null block included
+    max_model_len: int
+    notices: tuple[str, ...] = ()
+
+    def table(self, block_size: int) -> str:
+        usable = (self.num_blocks - 1) * block_size
+        rows = [
+            ("weights", _size(self.weights)),
+            ("activations, at most", _size(self.activations)),
+            ("other", _size(self.other)),
+            ("KV cache", f"{_size(self.cache)} = {self.num_blocks - 1} blocks of {block_size} = {usable} tokens"),
+            ("in all", f"{_size(self.weights + self.activations + self.other + self.cache)} of {_size(self.budget)}"),
+            ("full-length requests", f"{usable / self.max_model_len:.1f} of {self.max_model_len} tokens"),
+        ]
+        return "\n".join(f"  {name:<22}{value}" for name, value in rows)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def weight_bytes(runner: ModelRunner) -> int:
+    seen = {p.data_ptr(): p.numel() * p.element_size() for p in runner.model.parameters()}
+    return sum(seen.values())
+
+
+def plan_memory(
+    runner: ModelRunner, config: EngineConfig, dtype: torch.dtype, max_num_batched_tokens: int
+) -> MemoryPlan:
+    """Profiles the largest step, then sizes the cache. Raises ConfigError when not even a short context fits."""
+    block_bytes = runner.block_bytes(dtype)
+    weights = weight_bytes(runner)
+    if runner.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        runner.dummy_step(runner.max_num_seqs, max_num_batched_tokens, WORST_SAMPLING)
+        torch.cuda.synchronize()
+        activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        budget = int(total * config.gpu_memory_utilization)
+        other = total - free - weights
+        available = budget - weights - activations - other
+        advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        budget, activations, other = total, 0, 0
+        # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.
+        wanted = 2 * runner.max_num_seqs * -(-runner.max_model_len // config.block_size) * block_bytes
+        available = min(CPU_CACHE_BYTES, wanted)
+        advice = "raise --kv-cache-memory-bytes"
+    if config.kv_cache_memory_bytes is not None:
+        available = config.kv_cache_memory_bytes
+        advice = f"raise --kv-cache-memory-bytes (now {config.kv_cache_memory_bytes})"
+    num_blocks = max(0, available) // block_bytes
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override + 1
+        advice = f"raise --num-gpu-blocks-override (now {config.num_gpu_blocks_override})"
+    return _fit(
+        runner, config, advice,
+        MemoryPlan(
+            total, budget, weights, activations, other, num_blocks * block_bytes, num_blocks, runner.max_model_len
+        ),
+    )  # fmt: skip
+
+
+def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPlan) -> MemoryPlan:
+    """Shrinks the context to what the cache holds, unless the user named a context: then that is an error."""
+    fits = (plan.num_blocks - 1) * config.block_size
+    if fits < min(config.block_size, runner.max_model_len):
+        raise ConfigError(
+            f"no memory is left for the KV cache: of {_size(plan.budget)}, weights take {_size(plan.weights)}, a step "
+            f"{_size(plan.activations)} and others {_size(plan.other)}; {advice}, or lower --max-num-batched-tokens or "
+            f"--max-num-seqs"
+        )
+    if fits >= runner.max_model_len:
+        return plan
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} does not fit: the KV cache holds {fits} tokens; {advice}, or set "
+            f"--max-model-len {fits} or less"
+        )
+    notice = f"context cut from {runner.max_model_len} to {fits} tokens, what the KV cache holds; for more, {advice}"
+    return dataclasses.replace(plan, max_model_len=fits, notices=(notice,))

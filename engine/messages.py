@@ -1,0 +1,106 @@
+"""What the API process and the engine process say to each other: msgpack over a Unix socket."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .plan import TokenLogprobs
+from .request import SamplingParams
+
+
+# ---- API process → engine ----
+class EngineStart(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    """The first message: the options of EngineConfig."""
+
+    options: dict[str, str | int | float | bool | None]
+
+
+class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    id: int  # the engine's own id, chosen by the API process, never the client's
+    token_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival: float = 0.0  # time.monotonic(), one clock for all processes of a host
+
+
+class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    ids: list[int]
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
+    """Leave now; what is open is dropped."""
+
+
+# ---- engine → API process ----
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """While starting: a phase, and how far it is (total 0 = unknown)."""
+
+    phase: str
+    done: int = 0
+    total: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="ready"):
+    """Sent once, when the engine can serve: every effective setting that others need."""
+
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int  # usable ones, the null block not counted
+    enable_prefix_caching: bool
+    scheduling_policy: str
+    max_logprobs: int
+    dtype: str
+    device: str
+    memory: dict[str, int] = {}  # bytes by purpose
+    startup_seconds: dict[str, float] = {}  # by phase
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
+    """The engine cannot go on (or cannot start): the cause and the remedy in one line, then it exits."""
+
+    message: str
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What a step brought to one request. The last output of a request has a finish reason; nothing follows it."""
+
+    id: int
+    token_ids: list[int]  # new ones; the stop token, when one ended it, is the last
+    finish_reason: str | None = None  # stop | length | abort | error
+    stop_reason: int | None = None  # the stop token id; None for EOS and length
+    logprobs: list[TokenLogprobs] | None = None  # one a new token, when asked
+    num_cached_tokens: int | None = None  # with the first output: prompt tokens taken from the prefix cache
+    first_scheduled: float | None = None  # with the first output: time.monotonic() when it left the queue
+    error: str | None = None  # with finish_reason "error"
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """State after a step; the counters are totals since start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0  # free ones that still hold a cached prefix included
+    num_preemptions: int = 0
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found
+    num_steps: int = 0
+    step_tokens: int = 0  # tokens computed by the step that this reports
+    prompt_tokens_computed: int = 0  # total, recomputation after preemption not counted
+    device_seconds: float = 0.0
+    host_seconds: float = 0.0
+
+
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
+    """One message a step."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+ToEngine = AddRequest | AbortRequests | Shutdown
+FromEngine = Progress | EngineInfo | Failure | StepOutputs

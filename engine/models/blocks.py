@@ -1,0 +1,191 @@
+"""The blocks decoder-only models are built from. A family's file says which it puts together, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from ...kernels.activation import silu_mul
+from ..layers.attention import Attention, AttentionBatch
+from ..layers.embedding import Embedding, LMHead
+from ..layers.linear import Linear
+from ..layers.norm import RMSNorm
+from ..layers.rope import RotaryEmbedding
+from ..layers.weights import Placement, WeightHolder
+from ..model_config import KVSpec, ModelConfig
+
+# Module path in the checkpoint → who takes its tensors, as which part.
+WeightMap = dict[str, tuple[WeightHolder, str]]
+
+
+class AttentionBlock(nn.Module):
+    """Fused q, k, v projection; head norm where the family has one; rotary; attention; output projection."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        rotary: RotaryEmbedding,
+        place: Placement,
+        *,
+        window: int = 0,
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        dim = config.head_dim
+        self.rotary = rotary
+        self.qkv = Linear(
+            config.hidden_size,
+            {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim},
+            place=place,
+            rule="column",
+            unit=dim,
+            bias=config.qkv_bias,
+        )
+        self.heads = [size // dim for _, size in self.qkv.spans.values()]  # of this rank: q, k, v
+        self.head_dim = dim
+        self.q_norm = RMSNorm(dim, config.norm_eps, place) if qk_norm else None
+        self.k_norm = RMSNorm(dim, config.norm_eps, place) if qk_norm else None
+        self.attention = Attention(self.heads[0], self.heads[1], dim, layer, scale=dim**-0.5, window=window)
+        self.output = Linear(
+            config.num_heads * dim,
+            {"out": config.hidden_size},
+            place=place,
+            rule="row",
+            unit=dim,
+            bias=config.output_bias,
+        )
+
+    def weight_map(self, prefix: str) -> WeightMap:
+        found: WeightMap = {f"{prefix}.{part}_proj": (self.qkv, part) for part in self.qkv.parts}
+        found[f"{prefix}.o_proj"] = (self.output, "out")
+        if self.q_norm is not None and self.k_norm is not None:
+            found |= {f"{prefix}.q_norm": (self.q_norm, ""), f"{prefix}.k_norm": (self.k_norm, "")}
+        return found
+
+    def forward(self, x: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        query, key, value = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_norm, k_norm = self.q_norm, self.k_norm
+            self.rotary.with_norm(query, key, positions, q_norm.weight, k_norm.weight, q_norm.eps)
+        else:
+            self.rotary(query, key, positions)
+        return self.output(self.attention(query, key, value, batch))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) · up(x)), gate and up fused into one product."""
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = Linear(hidden, {"gate": inner, "up": inner}, place=place, rule="column", bias=bias)
+        self.down = Linear(inner, {"out": hidden}, place=place, rule="row", bias=bias)
+
+    def weight_map(self, prefix: str) -> WeightMap:
+        return {
+            f"{prefix}.gate_proj": (self.gate_up, "gate"),
+            f"{prefix}.up_proj": (self.gate_up, "up"),
+            f"{prefix}.down_proj": (self.down, "out"),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual layer: attention, then MLP. The residual stream travels beside the activations, so that each
+    addition is fused with the norm that follows it."""
+
+    def __init__(self, attention: AttentionBlock, mlp: MLP, config: ModelConfig, place: Placement) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, place)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, place)
+        self.mlp = mlp
+
+    def weight_map(self, prefix: str) -> WeightMap:
+        return {
+            f"{prefix}.input_layernorm": (self.attention_norm, ""),
+            f"{prefix}.post_attention_layernorm": (self.mlp_norm, ""),
+            **self.attention.weight_map(f"{prefix}.self_attn"),
+            **self.mlp.weight_map(f"{prefix}.mlp"),
+        }
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x = self.attention(x, positions, batch)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class CausalLM(nn.Module):
+    """Embedding, layers, final norm; the output matrix is a call of its own because only sampled rows need logits.
+
+    A family overrides `make_attention` (and `make_layer`, `weight_map` where it differs more). `max_len` is the longest
+    context served: the rotary table ends there.
+    """
+
+    def __init__(self, config: ModelConfig, place: Placement, max_len: int) -> None:
+        super().__init__()
+        self.config, self.place = config, place
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_len, place.device)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, place)
+        self.layers = nn.ModuleList(self.make_layer(index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, place)
+        tied = self.embedding if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied)
+        self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
+        self.eval()
+
+    def make_attention(self, layer: int) -> AttentionBlock:
+        return AttentionBlock(self.config, layer, self.rotary, self.place)
+
+    def make_layer(self, layer: int) -> DecoderLayer:
+        return DecoderLayer(self.make_attention(layer), MLP(self.config, self.place), self.config, self.place)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, embeddings: Tensor | None = None
+    ) -> Tensor:
+        """input_ids and positions int32 [T] → hidden states [T, hidden] after the final norm.
+
+        `embeddings` [T, hidden] take the place of the ids' own (images, audio); they are left unchanged.
+        """
+        # The residual stream is updated in place from here on, so the caller's embeddings are copied.
+        x = self.embedding(input_ids) if embeddings is None else embeddings.clone()
+        residual: Tensor | None = None
+        for layer in self._layers:
+            x, residual = layer(x, residual, positions, batch)
+        return self.norm(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] → fp32 [N, vocab]."""
+        return self.lm_head(hidden)
+
+    def kv_specs(self) -> list[KVSpec]:
+        """What each layer of this rank keeps in the KV cache."""
+        return [attention.spec for attention in self.attention_layers()]
+
+    def attention_layers(self) -> list[Attention]:
+        return [layer.attention.attention for layer in self._layers]
+
+    def weight_map(self) -> WeightMap:
+        """Every module path of the checkpoint whose tensors must be loaded."""
+        found: WeightMap = {"model.embed_tokens": (self.embedding, ""), "model.norm": (self.norm, "")}
+        for index, layer in enumerate(self._layers):
+            found |= layer.weight_map(f"model.layers.{index}")
+        if not self.config.tie_word_embeddings:
+            found["lm_head"] = (self.lm_head, "out")
+        return found
+
+    def is_ignorable(self, name: str) -> bool:
+        """Tensors some checkpoints carry that nothing needs: rotary tables, a copy of the tied output matrix."""
+        return name.endswith(".rotary_emb.inv_freq") or (self.config.tie_word_embeddings and name == "lm_head.weight")
+
+    def _decoder_layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer

@@ -1,0 +1,192 @@
+"""The runner owns the device: model, cache, rows. It turns a plan into sampled tokens without waiting for them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.attention import DecodeWorkspace
+from .batch import LAST_TOKEN, Batch, BatchBuilder, SampleBatch
+from .graphs import DecodeGraphs
+from .layers.attention import KVSpec
+from .models.blocks import CausalLM
+from .plan import NewRow, StepPlan, StepResult, TokenLogprobs
+from .request import SamplingParams
+from .rows import RowTables
+from .sampler import Sampler, Samples
+
+
+@dataclass
+class Pending:
+    """A step on its way. The device tensors are held until the copies out of them have been made."""
+
+    plan: StepPlan
+    host: list[Tensor]
+    samples: Samples
+    started: float
+    events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None = None  # start, end, copied
+    held: list[Tensor] | None = None
+
+    def wait(self) -> StepResult:
+        """Blocks (without the GIL) until the step is over. May be called on any thread."""
+        if self.events is not None:
+            self.events[2].synchronize()
+            seconds = self.events[0].elapsed_time(self.events[1]) / 1e3
+        else:
+            seconds = time.perf_counter() - self.started
+        tokens, finite = self.host[0].tolist(), self.host[1].numpy()
+        errors = {}
+        if not finite.all():
+            for i in np.flatnonzero(~finite):
+                errors[int(i)] = "the model computed NaN or infinite values for this request"
+        logprobs: list[TokenLogprobs | None] | None = None
+        if self.samples.logprob_rows is not None:
+            logprobs = [None] * len(tokens)
+            values, ranks, ids, tops = (t.tolist() for t in self.host[2:])
+            for j, i in enumerate(self.samples.logprob_rows):
+                logprobs[i] = TokenLogprobs(values[j], ranks[j], ids[j], tops[j])
+        return StepResult(self.plan.step, tokens, logprobs, errors, seconds)
+
+
+@dataclass
+class Launched:
+    """A step between `execute` and `sample`."""
+
+    header: Tensor
+    num_rows: int
+    samples: SampleBatch
+    hidden: Tensor  # [S, hidden]
+    started: float
+    event: torch.cuda.Event | None
+
+
+class ModelRunner:
+    def __init__(
+        self, model: CausalLM, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.specs: list[KVSpec] = model.kv_specs()
+        self.num_groups = 1 + max(spec.group for spec in self.specs)
+        self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.workspace = self._make_workspace() if device.type == "cuda" else None
+        self.graphs: DecodeGraphs | None = None
+        self.num_graph_misses = 0
+        self._launched: Launched | None = None
+        self.make_rows(max_model_len)
+
+    def make_rows(self, max_model_len: int) -> None:
+        """(Re)makes the row tables: their width is the context, which may shrink when memory has been planned."""
+        self.max_model_len = max_model_len
+        max_blocks = -(-max_model_len // self.block_size)
+        self.tables = RowTables(self.max_num_seqs, max_model_len, max_blocks, self.num_groups, self.device)
+        self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
+        self.sampler = Sampler(self.tables)
+
+    # ---- a step: execute, then sample ----
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> None:
+        """Launches the forward pass. `sample` must follow: two calls, so that a mask can be made in between."""
+        started, event = time.perf_counter(), self._record()
+        builder = self.builder
+        builder.write_rows(plan)
+        graph = self.graphs.find(plan) if self.graphs is not None else None
+        if graph is not None:
+            host = builder.header(plan, graph.num_rows)
+            header = graph.header.copy_(host, non_blocking=True)
+            graph.graph.replay()
+            batch, hidden, num_rows = graph.batch, graph.hidden, graph.num_rows
+        else:
+            num_rows = len(plan.rows)
+            host = builder.header(plan, num_rows)
+            header = host.to(self.device, non_blocking=True)
+            others = plan.num_tokens[plan.num_decodes :]
+            batch = builder.gather(header, num_rows, plan.total_tokens, plan.num_decodes, max(others, default=0))
+            hidden = self.forward(batch)
+            self.num_graph_misses += self.graphs is not None and not others
+        # Logits only where a token is sampled.
+        hidden = hidden.index_select(0, header[LAST_TOKEN, : len(plan.sampled)])
+        self._launched = Launched(header, num_rows, builder.samples(plan, header, host, batch), hidden, started, event)
+
+    @torch.inference_mode()
+    def sample(self) -> Pending:
+        assert self._launched is not None, "sample() without execute()"
+        step, self._launched = self._launched, None
+        # A non-finite hidden state is what makes logits NaN; it is thousands of times smaller to look at.
+        finite = step.hidden.float().sum(dim=-1).isfinite()
+        samples = self.sampler(self.model.logits(step.hidden), step.samples)
+        self.builder.commit(step.header, step.num_rows, samples.tokens)
+        plan, outputs = step.samples.plan, [samples.tokens, finite, *(samples.logprobs or ())]
+        if self.copy_stream is None:
+            return Pending(plan, outputs, samples, step.started)
+        end = self._record()
+        assert step.event is not None and end is not None
+        with torch.cuda.stream(self.copy_stream):
+            self.copy_stream.wait_event(end)
+            host = [t.to("cpu", non_blocking=True) for t in outputs]
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(self.copy_stream)
+        return Pending(plan, host, samples, step.started, (step.event, end, copied), outputs)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.model(batch.input_ids, batch.positions, batch.attention)
+
+    def _record(self) -> torch.cuda.Event | None:
+        if self.copy_stream is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    # ---- cache and warm-up ----
+
+    def bind_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
+        """Allocates the paged cache, (blocks, page, kv heads, head size) for K and for V of each layer."""
+        for layer in self.model.attention_layers():
+            shape = (num_blocks, self.block_size, layer.spec.num_kv_heads)
+            layer.bind(
+                torch.zeros(*shape, layer.spec.head_dim, dtype=dtype, device=self.device),
+                torch.zeros(*shape, layer.spec.value_dim, dtype=dtype, device=self.device),
+            )
+
+    def block_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one block over all layers."""
+        return sum(self.block_size * s.num_kv_heads * (s.head_dim + s.value_dim) * dtype.itemsize for s in self.specs)
+
+    def capture_graphs(self, largest: int) -> None:
+        """Decode steps of up to `largest` requests replay a graph from here on."""
+        graphs = DecodeGraphs(self.builder, self.forward, min(largest, self.max_num_seqs))
+        graphs.capture()
+        self.graphs = graphs
+
+    def dummy_step(self, num_seqs: int, num_tokens: int, sampling: SamplingParams) -> StepResult:
+        """A step through the real path that leaves nothing behind: its block tables point to the null block."""
+        num_seqs = min(num_seqs, num_tokens, self.max_num_seqs)
+        lengths = [
+            min(num_tokens // num_seqs + (i < num_tokens % num_seqs), self.max_model_len) for i in range(num_seqs)
+        ]
+        lengths.sort(key=lambda n: n != 1)
+        rows = [NewRow(i, 0, [0] * n, n, 0, sampling) for i, n in enumerate(lengths)]
+        plan = StepPlan(
+            -1, list(range(num_seqs)), lengths, [0] * num_seqs, list(range(num_seqs)), lengths.count(1), rows,
+            [[] for _ in range(self.num_groups)],
+        )  # fmt: skip
+        self.execute(plan)
+        return self.sample().wait()
+
+    def _make_workspace(self) -> DecodeWorkspace:
+        layers = self.model.attention_layers()
+        return DecodeWorkspace.create(
+            self.max_num_seqs,
+            max(layer.num_heads for layer in layers),
+            max(layer.spec.value_dim for layer in layers),
+            self.device,
+        )

@@ -1,0 +1,394 @@
+"""Decides which request computes how many tokens in the next step, and takes in what a step has sampled.
+
+One number drives it: a step gives a request some tokens so that `num_computed_tokens` catches up with `target`.
+Prefill, chunk, decode, prefix hit and resuming after a preemption are all that subtraction.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from .config import SchedulerConfig
+from .kv_cache import KVCacheManager, Registered
+from .messages import EngineStats, RequestOutput
+from .plan import BlockWrite, NewRow, StepPlan, StepResult, TokenLogprobs
+from .request import FinishReason, Request, Status
+
+logger = logging.getLogger(__name__)
+
+Logprobs = list[TokenLogprobs] | None
+Entry = tuple[int, float, int, Request]  # sorts by (priority, arrival, order of add): smaller runs first
+
+RUNNING, FINISHED = Status.RUNNING, Status.FINISHED
+
+
+class Step:
+    """A plan while it is made, and what its result will need while it is in flight."""
+
+    __slots__ = ("admitted", "appended", "budget", "filled", "index", "registered", "sampled", "scheduled", "total")
+
+    def __init__(self, index: int, budget: int) -> None:
+        self.index = index
+        self.budget = budget  # tokens left
+        self.total = 0  # tokens planned
+        self.scheduled: dict[Request, int] = {}  # → query length, in the order of the passes
+        self.appended: dict[Request, int] = {}  # → entries appended to its block table, hits included
+        self.filled: list[Request] = []  # may complete a block in this step
+        self.admitted: dict[Request, int] = {}  # → tokens of its prefix hit
+        self.sampled: list[Request | None] = []  # None: its sample is to be thrown away
+        self.registered: Registered = []
+
+
+class Scheduler:
+    """Continuous batching over a paged cache: decodes first, then unfinished prefills, then the waiting queue."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        assert config.max_num_seqs <= config.max_num_batched_tokens, "every running request must be able to decode"
+        assert config.policy in ("fcfs", "priority") and config.depth >= 1
+        self.config = config
+        self.kv = KVCacheManager(config)
+        self.entries: dict[int, Entry] = {}  # of all unfinished requests, by id
+        self.waiting: list[Entry] = []  # sorted; a preempted request sorts before all that came after it
+        self.running: dict[int, Request] = {}  # in the order of admission
+        self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self.in_flight: deque[Step] = deque()
+        self._undelivered: list[RequestOutput] = []  # of requests refused on arrival
+        # Beyond this many tokens, the last one's value is needed before the request can go on, if it can at all.
+        self._stop = min(config.max_model_len - 1, self.kv.max_tokens)
+        self.num_added = 0
+        self.num_preemptions = 0
+        self.num_scheduled_steps = 0
+        self.num_steps = 0  # that have returned
+        self.step_tokens = 0  # of the last one that has returned
+        self.prompt_tokens_computed = 0
+
+    # ---- arrivals and departures ----
+    def add(self, request: Request) -> None:
+        """Queue a request of validated lengths. One that the cache can never hold ends with the next result: error."""
+        assert request.id not in self.entries, f"request id {request.id} is in use"
+        assert 0 < request.num_prompt_tokens < self.config.max_model_len, "prompt leaves no room for a token"
+        assert request.sampling.max_tokens >= 1, "max_tokens must be at least 1"
+        if not self.config.enable_chunked_prefill:
+            assert request.num_prompt_tokens <= self.config.max_num_batched_tokens, "prompt longer than a step"
+        rank = (request.priority, request.arrival) if self.config.policy == "priority" else (0, 0.0)
+        entry = (*rank, self.num_added, request)
+        self.num_added += 1
+        self.entries[request.id] = entry
+        insort(self.waiting, entry)
+        if request.num_tokens > self.kv.max_tokens:
+            self._undelivered.append(self._finish(request, FinishReason.ERROR, error=self.kv.too_small(request)))
+        else:
+            self.kv.extend_hashes(request)
+
+    def abort(self, ids: Iterable[int]) -> list[RequestOutput]:
+        """End these requests now; results still in flight for them are ignored. Unknown and finished ids are too."""
+        live = [self.entries[id][3] for id in dict.fromkeys(ids) if id in self.entries]
+        return [self._finish(request, FinishReason.ABORT) for request in live]
+
+    def has_unfinished(self) -> bool:
+        return bool(self.entries or self._undelivered)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.in_flight)
+
+    # ---- building a step ----
+    def schedule(self) -> StepPlan | None:
+        """The next plan; None when there is nothing to compute now: idle, or all wait for results in flight.
+
+        A plan without rows is there to bring the refusals of `add` with its result.
+        """
+        if len(self.in_flight) >= self.config.depth or not self.has_unfinished():
+            return None
+        step = Step(self.num_scheduled_steps, self.config.max_num_batched_tokens)
+        num_preemptions = self.num_preemptions
+        self._schedule_prefills(step, self._schedule_decodes(step))
+        # Only now, when no request of this step can be preempted any more; and before the look-ups of admission, which
+        # may hit blocks of this very step: in every layer, the whole batch writes its KV before it attends.
+        for request in step.filled:
+            if request in step.scheduled:
+                self.kv.register(request, request.num_computed_tokens + step.scheduled[request], step.registered)
+        if self.num_preemptions == num_preemptions:
+            self._admit(step)
+        if not step.scheduled and (self.in_flight or not self._undelivered):
+            return None
+        self.num_scheduled_steps += 1
+        self.in_flight.append(step)
+        return self._plan(step)
+
+    def _schedule_decodes(self, step: Step) -> list[Request]:
+        """Pass 1: one token for each running request that lacks just one. Returns the others."""
+        block_size, stop, scheduled = self.config.block_size, self._stop, step.scheduled
+        prefills = []
+        for request in list(self.running.values()):
+            computed = request.num_computed_tokens
+            total = len(request.token_ids) + request.num_in_flight_tokens
+            if total - computed != 1:
+                prefills.append(request)
+                continue
+            if total > stop or total - request.num_prompt_tokens >= request.sampling.max_tokens:
+                continue  # a sure end: the sample in flight is its last
+            if request.status is not RUNNING:
+                continue  # preempted a moment ago
+            offset = computed % block_size
+            if offset == 0 and not self._grow(step, request, total):
+                continue
+            if offset == block_size - 1:
+                step.filled.append(request)
+            scheduled[request] = 1
+        step.budget = self.config.max_num_batched_tokens - len(scheduled)
+        return prefills
+
+    def _schedule_prefills(self, step: Step, prefills: list[Request]) -> None:
+        """Pass 2: prompts (and all tokens of resumed requests) begun in an earlier step, in the order of admission."""
+        for request in prefills:
+            num_new = min(request.target - request.num_computed_tokens, step.budget)
+            if request.status is not RUNNING or not num_new:
+                continue
+            if self._grow(step, request, request.num_computed_tokens + num_new):
+                step.filled.append(request)
+                step.scheduled[request] = num_new
+                step.budget -= num_new
+
+    def _admit(self, step: Step) -> None:
+        """Pass 3: the waiting queue, strictly in order; who does not fit holds up those behind.
+
+        Budget is left only when no prefill remains unfinished, so blocks of a prompt admitted as a whole but allocated
+        by chunks are never promised twice.
+        """
+        whole = 0 if self.config.enable_chunked_prefill else self.config.max_num_batched_tokens
+        now = time.monotonic() if self.waiting else 0.0
+        while self.waiting and self.free_rows and step.budget:
+            request = self.waiting[0][3]
+            if request.num_in_flight_steps:
+                break  # preempted, and a sample of it may be on its way: it has to know all its tokens to start over
+            num_new = self.kv.admit(request, step.budget, whole)
+            if not num_new:
+                break
+            del self.waiting[0]
+            request.status, request.row = RUNNING, self.free_rows.pop()
+            request.first_scheduled = request.first_scheduled or now
+            self.running[request.id] = request
+            step.admitted[request] = request.num_computed_tokens
+            step.appended[request] = len(self.kv.tables[request.id].groups[0])
+            step.scheduled[request] = num_new
+            step.budget -= num_new
+            self.kv.register(request, request.num_computed_tokens + num_new, step.registered)
+
+    def _plan(self, step: Step) -> StepPlan:
+        """Freeze the step, and count what it computes as computed."""
+        scheduled = step.scheduled
+        batch = [request for request, num_new in scheduled.items() if num_new == 1]
+        num_decodes = len(batch)
+        if num_decodes < len(scheduled):
+            batch += [request for request, num_new in scheduled.items() if num_new != 1]
+        new_rows = [
+            NewRow(_row(r), r.id, r.token_ids.copy(), r.num_prompt_tokens, r.num_computed_tokens, r.sampling)
+            for r in step.admitted
+        ]
+        new_blocks: list[list[BlockWrite]] = [[] for _ in range(self.kv.num_groups)]
+        for request, count in step.appended.items():
+            for writes, blocks in zip(new_blocks, self.kv.tables[request.id].groups, strict=True):
+                start = len(blocks) - count
+                writes.append(BlockWrite(_row(request), start, blocks[start:]))
+        rows: list = []  # of int, every scheduled request has a row; the type checker is not worth a call each
+        num_tokens, num_computed, sampled = [], [], []
+        for index, request in enumerate(batch):
+            num_new, computed = scheduled[request], request.num_computed_tokens
+            rows.append(request.row)
+            num_tokens.append(num_new)
+            num_computed.append(computed)
+            request.num_computed_tokens = computed = computed + num_new
+            request.num_in_flight_steps += 1
+            if computed == len(request.token_ids) + request.num_in_flight_tokens:
+                sampled.append(index)
+                step.sampled.append(request)
+                request.num_in_flight_tokens += 1
+        step.total = self.config.max_num_batched_tokens - step.budget
+        return StepPlan(step.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks)
+
+    def _grow(self, step: Step, request: Request, num_tokens: int) -> bool:
+        """Blocks for this many tokens, preempting the least important requests as long as there is no room.
+
+        False when that was the request itself. It never is for the most important one: alone, every request fits.
+        """
+        while (appended := self.kv.grow(request, num_tokens)) < 0:
+            victim = max(self.entries[id] for id in self.running)[3]
+            self._preempt(step, victim)
+            if victim is request:
+                return False
+        if appended:
+            step.appended[request] = appended
+        return True
+
+    def _preempt(self, step: Step, victim: Request) -> None:
+        """Back to the queue; what this step had planned for it is handed back. Samples in flight will be kept."""
+        step.budget += step.scheduled.pop(victim, 0)
+        step.appended.pop(victim, None)
+        self._requeue(victim)
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        if self.num_preemptions & (self.num_preemptions - 1) == 0:
+            logger.warning(
+                "KV cache full (%d blocks): request %d preempted, to be recomputed later; %d preemptions so far. Raise "
+                "--gpu-memory-utilization or --kv-cache-memory-bytes, or lower --max-num-seqs or "
+                "--max-num-batched-tokens",
+                self.config.num_blocks - 1, victim.id, self.num_preemptions,
+            )  # fmt: skip
+
+    # ---- taking in results ----
+    def update(self, result: StepResult) -> list[RequestOutput]:
+        """Append what the oldest plan in flight has sampled and end the requests that are done."""
+        step = self.in_flight.popleft()
+        assert step.index == result.step, f"result of step {result.step}, but the oldest in flight is {step.index}"
+        assert len(step.sampled) == len(result.token_ids), "one sample for each sampled row"
+        self.num_steps += 1
+        self.step_tokens = step.total
+        for planned in step.scheduled:
+            planned.num_in_flight_steps -= 1
+        outputs, self._undelivered = self._undelivered, []
+        block_size, max_model_len, logprobs = self.config.block_size, self.config.max_model_len, result.logprobs
+        for index, (request, token) in enumerate(zip(step.sampled, result.token_ids, strict=True)):
+            if request is None:
+                continue
+            request.num_in_flight_tokens -= 1
+            if request.status is FINISHED:
+                continue
+            if index in result.errors:
+                # Its cached blocks may be the cause: whoever hit them would fail as well, and so for ever.
+                self.kv.distrust(request)
+                outputs.append(self._finish(request, FinishReason.ERROR, error=result.errors[index]))
+                continue
+            tokens, sampling = request.token_ids, request.sampling
+            tokens.append(token)
+            num_outputs = len(tokens) - request.num_prompt_tokens
+            if num_outputs == 1:
+                self.prompt_tokens_computed += request.num_prompt_tokens - (request.num_cached_tokens or 0)
+            if len(tokens) % block_size == 0:
+                self.kv.extend_hashes(request)
+                if request.num_computed_tokens >= len(tokens):
+                    # By some plan in flight. Which one does not matter: `fail` revokes what later ones registered, too.
+                    self.kv.register(request, len(tokens), self.in_flight[-1].registered)
+            reason, error = None, ""
+            if num_outputs >= sampling.min_tokens and token in sampling.eos_token_ids and not sampling.ignore_eos:
+                reason = FinishReason.STOP
+            elif num_outputs >= sampling.min_tokens and token in sampling.stop_token_ids:
+                reason, request.stop_reason = FinishReason.STOP, token
+            elif num_outputs >= sampling.max_tokens or len(tokens) >= max_model_len:
+                reason = FinishReason.LENGTH
+            elif len(tokens) > self._stop:
+                reason, error = FinishReason.ERROR, self.kv.too_small(request)
+            entry = [chosen] if logprobs and (chosen := logprobs[index]) else None
+            if reason is not None:
+                outputs.append(self._finish(request, reason, [token], entry, error))
+            elif num_outputs == 1:
+                outputs.append(self._output(request, [token], entry))
+            else:
+                outputs.append(RequestOutput(request.id, [token], None, None, entry))
+        return outputs
+
+    def fail(self, step: int, message: str) -> list[RequestOutput]:
+        """A step in flight raised: its requests end with this error.
+
+        Nothing that was registered since can be found again. A request admitted since with a prefix hit may have read
+        what the step never wrote: it starts over, its samples in flight are thrown away. Later plans are drained as
+        ever.
+        """
+        failed = next(planned for planned in self.in_flight if planned.index == step)
+        later = [planned for planned in self.in_flight if planned.index > step]
+        self.in_flight.remove(failed)
+        self.num_steps += 1
+        for request in failed.scheduled:
+            request.num_in_flight_steps -= 1
+        for sampled in filter(None, failed.sampled):
+            sampled.num_in_flight_tokens -= 1
+        for planned in (failed, *later):
+            self.kv.revoke(planned.registered)
+        outputs, self._undelivered = self._undelivered, []
+        for request in failed.scheduled:
+            if not request.finished:
+                outputs.append(self._finish(request, FinishReason.ERROR, error=message))
+        for planned in later:
+            for request, num_hit_tokens in planned.admitted.items():
+                if num_hit_tokens and not request.finished:
+                    self._restart(request, later)
+        return outputs
+
+    def _restart(self, request: Request, later: list[Step]) -> None:
+        for planned in later:
+            planned.sampled = [None if sampled is request else sampled for sampled in planned.sampled]
+        request.num_in_flight_tokens = 0
+        if not request.num_output_tokens:
+            request.num_cached_tokens = None
+        if request.status is RUNNING:
+            self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        self._stop_running(request)
+        request.num_computed_tokens = 0
+        request.status = Status.WAITING
+        insort(self.waiting, self.entries[request.id])
+
+    def _stop_running(self, request: Request) -> None:
+        """Row and blocks are free at once: whoever gets them is computed after the plans in flight (stream order)."""
+        del self.running[request.id]
+        self.kv.free(request)
+        self.free_rows.append(_row(request))
+        request.row = None
+
+    def _finish(
+        self, request: Request, reason: FinishReason, tokens: Sequence[int] = (), logprobs: Logprobs = None,
+        error: str = "",
+    ) -> RequestOutput:  # fmt: skip
+        """The one place where a request ends; what it returns is the last that is said about it."""
+        if request.status is RUNNING:
+            self._stop_running(request)
+        else:
+            del self.waiting[bisect_left(self.waiting, self.entries[request.id])]
+        del self.entries[request.id]
+        request.status, request.finish_reason = FINISHED, reason
+        return self._output(request, list(tokens), logprobs, error)
+
+    def _output(self, request: Request, tokens: list[int], logprobs: Logprobs, error: str = "") -> RequestOutput:
+        first = request.num_output_tokens == len(tokens)
+        cached, since = (request.num_cached_tokens, request.first_scheduled) if first else (None, None)
+        reason = request.finish_reason and request.finish_reason.value
+        return RequestOutput(request.id, tokens, reason, request.stop_reason, logprobs, cached, since, error or None)
+
+    # ---- looking in ----
+    def stats(self, device_seconds: float = 0.0, host_seconds: float = 0.0) -> EngineStats:
+        """State after the last `update`; the seconds are the caller's to measure."""
+        return EngineStats(
+            len(self.running), len(self.waiting), self.config.num_blocks - 1, self.kv.num_free_blocks,
+            self.num_preemptions, self.kv.prefix_queries, self.kv.prefix_hits, self.num_steps, self.step_tokens,
+            self.prompt_tokens_computed, device_seconds, host_seconds,
+        )  # fmt: skip
+
+    def check_invariants(self, thorough: bool = False) -> None:
+        """Raises AssertionError where the books do not balance, busy or idle. O(requests); `thorough`: O(blocks)."""
+        self.kv.check_invariants(self.running, thorough)
+        waiting = [entry[3] for entry in self.waiting]
+        assert self.waiting == sorted(self.waiting), "queue out of order"
+        assert sorted(self.entries) == sorted([*self.running, *(r.id for r in waiting)]), "lost, or in two places"
+        rows = [_row(request) for request in self.running.values()] + self.free_rows
+        assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row was lost or given out twice"
+        steps = Counter(request for step in self.in_flight for request in step.scheduled)
+        samples = Counter(request for step in self.in_flight for request in step.sampled if request)
+        for request in waiting:
+            assert request.status is Status.WAITING and request.row is None and request.num_computed_tokens == 0
+        for request in self.running.values():
+            computed = request.num_computed_tokens
+            assert request.status is RUNNING and computed < request.target, f"{request}: nothing left to compute"
+            assert not request.num_in_flight_tokens or computed == request.target - 1, f"{request}: not one behind"
+        for request in [*waiting, *self.running.values()]:
+            assert (request.num_in_flight_steps, request.num_in_flight_tokens) == (steps[request], samples[request])
+            assert request.num_tokens <= self._stop, f"{request}: should have ended"
+
+
+def _row(request: Request) -> int:
+    assert request.row is not None, f"{request} has no row"
+    return request.row

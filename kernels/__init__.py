@@ -1,0 +1,1 @@
+"""Arrays: Triton kernels, each beside its plain-torch twin."""

@@ -1,0 +1,370 @@
+"""Decode attention over the paged KV cache: split-KV ("flash decoding") in Triton.
+
+Every request brings the same small number of query tokens (1, or 1 + drafts), so the time goes into reading its keys
+and values once. The query heads that share a KV head, times the query tokens, are packed into one matrix tile; long
+contexts are cut into splits that run side by side, and a second kernel merges their results.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# The running maximum starts at a finite value, so that a row that has seen no key yet gives exp2(-inf - LOWEST) = 0
+# instead of the NaN of exp2(-inf - -inf).
+LOWEST = tl.constexpr(-1e30)
+
+MAX_SPLITS = 64
+
+
+@triton.jit
+def soft_cap_scores(scores, cap):
+    """cap * tanh(scores / cap), tanh written with exp2 so that it cannot overflow (x -> inf gives 1 - 2/inf)."""
+    return cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / cap))))
+
+
+@triton.jit
+def _visible_keys(seq_len, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key that any query token of the request sees, and how many there are from there on."""
+    first_key = seq_len * 0
+    if WINDOW > 0:
+        first_key = tl.maximum(seq_len - QUERY_LEN - WINDOW + 1, 0)
+    return first_key, seq_len - first_key
+
+
+@triton.jit
+def _split_size(num_keys, num_splits, min_split_tokens, BLOCK_N: tl.constexpr):
+    """Keys per split: at least min_split_tokens, a multiple of BLOCK_N, and at most num_splits splits in all."""
+    wanted = tl.minimum(tl.maximum(num_keys // min_split_tokens, 1), num_splits)
+    blocks = (num_keys + wanted * BLOCK_N - 1) // (wanted * BLOCK_N)
+    return tl.maximum(blocks, 1) * BLOCK_N
+
+
+@triton.jit(
+    do_not_specialize=["min_split_tokens", "stride_table"],
+    do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "seq_lens_ptr", "sinks_ptr"],
+)
+def _decode_kernel(
+    out_ptr, partial_out_ptr, partial_lse_ptr,
+    query_ptr, key_ptr, value_ptr, table_ptr, rows_ptr, seq_lens_ptr, sinks_ptr,
+    scale, min_split_tokens, stride_table,
+    stride_query_token, stride_query_head, stride_key_block, stride_key_slot, stride_key_head,
+    stride_value_block, stride_value_slot, stride_value_head, stride_out_token, stride_out_head,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY_LEN: tl.constexpr, PAGE: tl.constexpr,
+    KEY_SIZE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    SPLIT: tl.constexpr, ROW_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # KV heads are the fastest axis: the programs that run together read whole pages, not every eighth row. Splits are
+    # the slowest, so the surplus ones of short requests exit in the shadow of real work.
+    kv_head = tl.program_id(0) // ROW_BLOCKS
+    request = tl.program_id(1)
+    split = tl.program_id(2)
+
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_key, num_keys = _visible_keys(seq_len, QUERY_LEN, WINDOW)
+    start_key = first_key
+    end_key = seq_len
+    if SPLIT:
+        split_size = _split_size(num_keys, tl.num_programs(2), min_split_tokens, BLOCK_N)
+        start_key = first_key + split * split_size
+        end_key = tl.minimum(start_key + split_size, seq_len)
+        # Split 0 always runs: a padding row (seq_len 0) must write zeros.
+        if (split > 0) & (start_key >= seq_len):
+            return
+
+    # Row r of the tile is query token r // GROUP, head r % GROUP of this KV head's group.
+    row = (tl.program_id(0) % ROW_BLOCKS) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_exists = row < GROUP * QUERY_LEN
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    position = seq_len - QUERY_LEN + token
+    key_column = tl.arange(0, KEY_PAD)
+    value_column = tl.arange(0, VALUE_PAD)
+    token_index = request.to(tl.int64) * QUERY_LEN + token
+    query = tl.load(
+        query_ptr + (token_index * stride_query_token + head * stride_query_head)[:, None] + key_column[None, :],
+        mask=row_exists[:, None] & (key_column < KEY_SIZE)[None, :],
+        other=0.0,
+    )
+
+    exp_scale = scale * LOG2E
+    if SOFT_CAP > 0:
+        exp_scale = LOG2E
+    running_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    if HAS_SINKS:
+        # The sink is one more logit without a value; it must be counted once, so split 0 takes it.
+        sink = tl.load(sinks_ptr + head, mask=row_exists & (split == 0), other=float("-inf")).to(tl.float32) * LOG2E
+        running_max = tl.maximum(running_max, sink)
+    # One sum a lane, added up after the loop: warps share the rows, and every sum across them costs a barrier.
+    lane_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+
+    table_row_ptr = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * stride_table
+    key_ptr += kv_head * stride_key_head
+    value_ptr += kv_head * stride_value_head
+    # One loop with masks rather than a bare one and an edge tile: the masks touch 16 rows and hide behind the loads,
+    # whereas a second loop would drain the load pipeline once more. Lanes past the end re-read the last key, so memory
+    # that was never written (NaN, perhaps) is never read.
+    lane = tl.arange(0, BLOCK_N)
+    last_key = tl.maximum(end_key - 1, 0)
+    next_block = tl.load(table_row_ptr + tl.minimum(start_key + lane, last_key).to(tl.uint32) // PAGE)
+    for tile_start in tl.range(start_key, end_key, BLOCK_N):
+        key_position = tile_start + lane
+        slot = tl.minimum(key_position, last_key).to(tl.uint32) % PAGE
+        block = next_block.to(tl.int64)
+        next_block = tl.load(table_row_ptr + tl.minimum(key_position + BLOCK_N, last_key).to(tl.uint32) // PAGE)
+
+        key_offset = block * stride_key_block + slot * stride_key_slot
+        value_offset = key_offset
+        if not SAME_STRIDES:
+            value_offset = block * stride_value_block + slot * stride_value_slot
+
+        key_ptrs = key_ptr + key_offset[:, None] + key_column[None, :]
+        if KEY_SIZE == KEY_PAD:
+            key = tl.load(key_ptrs)
+        else:
+            key = tl.load(key_ptrs, mask=(key_column < KEY_SIZE)[None, :], other=0.0)
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        if SOFT_CAP > 0:
+            scores = soft_cap_scores(scores * scale, SOFT_CAP)
+        visible = (key_position < end_key)[None, :]
+        if QUERY_LEN > 1:
+            visible = visible & (key_position[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+
+        new_max = tl.maximum(running_max, tl.max(scores, 1) * exp_scale)
+        decay = tl.exp2(running_max - new_max)
+        weights = tl.exp2(scores * exp_scale - new_max[:, None])
+        lane_sums = lane_sums * decay[:, None] + weights
+        running_max = new_max
+
+        value_ptrs = value_ptr + value_offset[:, None] + value_column[None, :]
+        if VALUE_SIZE == VALUE_PAD:
+            value = tl.load(value_ptrs)
+        else:
+            value = tl.load(value_ptrs, mask=(value_column < VALUE_SIZE)[None, :], other=0.0)
+        acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * decay[:, None], input_precision="ieee")
+
+    running_sum = tl.sum(lane_sums, 1)
+    if HAS_SINKS:
+        running_sum += tl.exp2(sink - running_max)
+    running_sum = tl.where(running_sum > 0, running_sum, 1.0)  # rows that see nothing: acc is 0, and so is the result
+    result = acc / running_sum[:, None]
+    store_mask = row_exists[:, None] & (value_column < VALUE_SIZE)[None, :]
+    out_ptrs = out_ptr + (token_index * stride_out_token + head * stride_out_head)[:, None] + value_column[None, :]
+    if SPLIT:
+        if split_size < num_keys:
+            # Base-2 log-sum-exp; a row that sees nothing in this split has LOWEST and thereby weight 0 in the merge.
+            lse = running_max + tl.log2(running_sum)
+            partial = (token_index * NUM_HEADS + head) * tl.num_programs(2) + split
+            tl.store(partial_lse_ptr + partial, lse, mask=row_exists)
+            partial_ptrs = partial_out_ptr + (partial * VALUE_SIZE)[:, None] + value_column[None, :]
+            tl.store(partial_ptrs, result, mask=store_mask)
+        else:
+            tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=store_mask)
+    else:
+        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=store_mask)
+
+
+@triton.jit(
+    do_not_specialize=["min_split_tokens", "num_splits"],
+    do_not_specialize_on_alignment=["seq_lens_ptr"],
+)
+def _merge_kernel(
+    out_ptr, partial_out_ptr, partial_lse_ptr, seq_lens_ptr,
+    min_split_tokens, num_splits, stride_out_token, stride_out_head,
+    NUM_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + token // QUERY_LEN)
+    _, num_keys = _visible_keys(seq_len, QUERY_LEN, WINDOW)
+    split_size = _split_size(num_keys, num_splits, min_split_tokens, BLOCK_N)
+    if split_size >= num_keys:  # a single split: the decode kernel has written the result itself
+        return
+
+    split = tl.arange(0, SPLITS_PAD)
+    column = tl.arange(0, VALUE_PAD)
+    split_ran = split * split_size < num_keys
+    partial = (token.to(tl.int64) * NUM_HEADS + head) * num_splits + split
+    lse = tl.load(partial_lse_ptr + partial, mask=split_ran, other=float("-inf"))
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    result = tl.load(
+        partial_out_ptr + (partial * VALUE_SIZE)[:, None] + column[None, :],
+        mask=split_ran[:, None] & (column < VALUE_SIZE)[None, :],
+        other=0.0,
+    )
+    result = tl.sum(result * weights[:, None], 0) / tl.sum(weights, 0)
+    out_ptrs = out_ptr + token.to(tl.int64) * stride_out_token + head * stride_out_head + column
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=column < VALUE_SIZE)
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """block_n: keys per step; warps, stages: Triton's num_warps and num_stages."""
+
+    block_n: int
+    warps: int
+    stages: int
+
+
+# (bytes per element, larger padded head size) -> tile. Head sizes above 256 take the entry of 512.
+_TILES: dict[tuple[int, int], DecodeTile] = {
+    (2, 64): DecodeTile(64, 4, 4),
+    (2, 128): DecodeTile(32, 4, 4),
+    (2, 256): DecodeTile(32, 4, 3),
+    (2, 512): DecodeTile(32, 8, 2),
+    (4, 64): DecodeTile(32, 4, 3),
+    (4, 128): DecodeTile(16, 4, 3),
+    (4, 256): DecodeTile(16, 4, 3),
+    (4, 512): DecodeTile(16, 8, 2),
+}
+
+
+def decode_tile(dtype: torch.dtype, head_size: int) -> DecodeTile:
+    """The tile for this dtype and the larger of key and value size."""
+    size = min(max(triton.next_power_of_2(head_size), 64), 512)
+    return _TILES[(4 if dtype == torch.float32 else 2, size)]
+
+
+@lru_cache
+def _num_sms(device: torch.device) -> int:
+    # Off the GPU (interpreter tests) the H200's count stands in.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@lru_cache(maxsize=4096)
+def choose_splits(num_requests: int, num_kv_heads: int, num_sms: int, max_context: int) -> tuple[int, int]:
+    """How many splits to launch, and the fewest keys worth a split of their own.
+
+    Depends on host constants only, so that a captured CUDA graph stays right for any lengths. Splits are as short as it
+    takes for contexts of 1k to fill the card (4 programs an SM), at least 64 keys; longer contexts get more splits, up
+    to 8 programs an SM. More would balance uneven lengths better, but surplus programs cost time too. How many of the
+    splits do work, the kernel decides from the request's length.
+    """
+    programs = num_requests * num_kv_heads
+    min_split_tokens = min(max(triton.next_power_of_2(programs * 256 // num_sms), 64), 1024)
+    fill = max(8 * num_sms // programs, 1)
+    num_splits = min(fill, MAX_SPLITS, max(max_context // min_split_tokens, 1))
+    return 1 << (num_splits.bit_length() - 1), min_split_tokens
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Scratch for the partial results of split-KV decoding, made once and used by every layer.
+
+    partial_out: flat fp32, [tokens, heads, splits, value_size] of the call that uses it; partial_lse: the same without
+    value_size.
+    """
+
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+
+    @classmethod
+    def create(
+        cls,
+        max_rows: int,
+        num_heads: int,
+        value_size: int,
+        device: torch.device | str,
+        max_query_len: int = 1,
+        num_kv_heads: int = 1,
+    ) -> "DecodeWorkspace":
+        """Scratch for decode batches of up to max_rows requests with up to max_query_len query tokens each.
+
+        num_kv_heads may be left at 1, the safe side: fewer KV heads mean more splits.
+        """
+        device = torch.device(device)
+        sms = _num_sms(device)
+        splits = [choose_splits(rows, num_kv_heads, sms, 1 << 31)[0] for rows in range(1, max_rows + 1)]
+        partials = max((rows * count for rows, count in enumerate(splits, 1) if count > 1), default=0)
+        return cls._allocate(partials * max_query_len * num_heads, value_size, device)
+
+    @classmethod
+    def _allocate(cls, num_partials: int, value_size: int, device: torch.device) -> "DecodeWorkspace":
+        return cls(
+            torch.empty(num_partials * value_size, dtype=torch.float32, device=device),
+            torch.empty(num_partials, dtype=torch.float32, device=device),
+        )
+
+
+def decode_attention_triton(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    query_len: int = 1,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
+    out: torch.Tensor | None = None,
+    block_n: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    num_splits: int | None = None,
+    min_split_tokens: int | None = None,
+) -> torch.Tensor:
+    """`decode_attention` (see attention.py) on Triton; the arguments after `out` override the tile and the splits."""
+    num_tokens, num_heads, key_size = query.shape
+    _, page, num_kv_heads, value_size = value_cache.shape
+    num_requests = rows.shape[0]
+    if out is None:
+        out = query.new_empty(num_tokens, num_heads, value_size)
+    if num_requests == 0:
+        return out
+
+    tile = decode_tile(query.dtype, max(key_size, value_size))
+    block_n = block_n or tile.block_n
+    default_splits, default_min_tokens = choose_splits(
+        num_requests, num_kv_heads, _num_sms(query.device), block_table.shape[1] * page
+    )
+    num_splits = num_splits or default_splits
+    min_split_tokens = min_split_tokens or default_min_tokens
+    num_partials = num_tokens * num_heads * num_splits if num_splits > 1 else 0
+    if workspace is None:
+        workspace = DecodeWorkspace._allocate(num_partials, value_size, query.device)
+    if workspace.partial_lse.numel() < num_partials or workspace.partial_out.numel() < num_partials * value_size:
+        raise ValueError(
+            f"decode workspace holds {workspace.partial_lse.numel()} partial results, {num_requests} requests x "
+            f"{query_len} tokens x {num_heads} heads x {num_splits} splits need {num_partials}: "
+            "create it with larger max_rows, max_query_len or heads"
+        )
+
+    group = num_heads // num_kv_heads
+    tile_rows = group * query_len
+    block_m = min(max(triton.next_power_of_2(tile_rows), 16), 64)
+    row_blocks = triton.cdiv(tile_rows, block_m)
+    value_pad = max(triton.next_power_of_2(value_size), 16)
+    _decode_kernel[(num_kv_heads * row_blocks, num_requests, num_splits)](
+        out, workspace.partial_out, workspace.partial_lse,
+        query, key_cache, value_cache, block_table, rows, seq_lens, query if sinks is None else sinks,
+        float(scale), min_split_tokens, block_table.stride(0),
+        *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2],
+        NUM_HEADS=num_heads, GROUP=group, QUERY_LEN=query_len, PAGE=page,
+        KEY_SIZE=key_size, KEY_PAD=max(triton.next_power_of_2(key_size), 16),
+        VALUE_SIZE=value_size, VALUE_PAD=value_pad,
+        WINDOW=window, SOFT_CAP=float(soft_cap), HAS_SINKS=sinks is not None,
+        SAME_STRIDES=key_cache.stride() == value_cache.stride(),
+        SPLIT=num_splits > 1, ROW_BLOCKS=row_blocks, BLOCK_M=block_m, BLOCK_N=block_n,
+        num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        _merge_kernel[(num_tokens, num_heads)](
+            out, workspace.partial_out, workspace.partial_lse, seq_lens,
+            min_split_tokens, num_splits, *out.stride()[:2],
+            NUM_HEADS=num_heads, QUERY_LEN=query_len, VALUE_SIZE=value_size, VALUE_PAD=value_pad,
+            WINDOW=window, BLOCK_N=block_n, SPLITS_PAD=triton.next_power_of_2(num_splits), num_warps=4,
+        )  # fmt: skip
+    return out

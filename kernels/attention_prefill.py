@@ -1,0 +1,202 @@
+"""Prefill attention over the paged KV cache in Triton: causal, ragged, large row tiles."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_decode import LOG2E, LOWEST, soft_cap_scores
+
+
+@triton.jit(
+    do_not_specialize=["stride_table"],
+    do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "seq_lens_ptr", "query_start_ptr", "sinks_ptr"],
+)
+def _prefill_kernel(
+    out_ptr, query_ptr, key_ptr, value_ptr, table_ptr, rows_ptr, seq_lens_ptr, query_start_ptr, sinks_ptr,
+    scale, stride_table,
+    stride_query_token, stride_query_head, stride_key_block, stride_key_slot, stride_key_head,
+    stride_value_block, stride_value_slot, stride_value_head, stride_out_token, stride_out_head,
+    GROUP: tl.constexpr, PAGE: tl.constexpr,
+    KEY_SIZE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(1)
+    request = tl.program_id(2)
+    query_start = tl.load(query_start_ptr + request)
+    query_len = tl.load(query_start_ptr + request + 1) - query_start
+    # A request's last block sees the most keys, so it starts first: causal work then ends in small pieces. Blocks of
+    # one KV head are neighbours in the grid and share its keys in L2.
+    query_block = tl.cdiv(query_len, BLOCK_Q) - 1 - tl.program_id(0)
+    if query_block < 0:
+        return
+
+    # Row r of the tile is query token r // GROUP of the block, head r % GROUP of this KV head's group.
+    row = tl.arange(0, BLOCK_M)
+    first_token = query_block * BLOCK_Q
+    token = first_token + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_exists = (row < BLOCK_Q * GROUP) & (token < query_len)
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_position = seq_len - query_len + first_token
+    last_position = tl.minimum(first_position + BLOCK_Q, seq_len) - 1
+    position = first_position + row // GROUP
+    key_column = tl.arange(0, KEY_PAD)
+    value_column = tl.arange(0, VALUE_PAD)
+    token_index = (query_start + token).to(tl.int64)
+    query = tl.load(
+        query_ptr + (token_index * stride_query_token + head * stride_query_head)[:, None] + key_column[None, :],
+        mask=row_exists[:, None] & (key_column < KEY_SIZE)[None, :],
+        other=0.0,
+    )
+
+    running_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=row_exists, other=0.0).to(tl.float32) * LOG2E
+        running_max = tl.maximum(running_max, sink)
+        running_sum = tl.exp2(sink - running_max)
+    acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+
+    table_row_ptr = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * stride_table
+    key_ptr += kv_head * stride_key_head
+    value_ptr += kv_head * stride_value_head
+    start_key = first_position * 0
+    if WINDOW > 0:
+        start_key = tl.maximum(first_position - WINDOW + 1, 0)
+    exp_scale = scale * LOG2E
+    if SOFT_CAP > 0:
+        exp_scale = LOG2E
+
+    # The page numbers are fetched one tile ahead, so that the loads of keys and values never wait for them and can be
+    # pipelined. Lanes past the last key re-read it: memory that was never written (NaN, perhaps) is never read.
+    lane = tl.arange(0, BLOCK_N)
+    next_block = tl.load(table_row_ptr + tl.minimum(start_key + lane, last_position).to(tl.uint32) // PAGE)
+    for tile_start in tl.range(start_key, last_position + 1, BLOCK_N):
+        key_position = tile_start + lane
+        slot = tl.minimum(key_position, last_position).to(tl.uint32) % PAGE
+        block = next_block.to(tl.int64)
+        next_block = tl.load(table_row_ptr + tl.minimum(key_position + BLOCK_N, last_position).to(tl.uint32) // PAGE)
+
+        key_offset = block * stride_key_block + slot * stride_key_slot
+        value_offset = key_offset
+        if not SAME_STRIDES:
+            value_offset = block * stride_value_block + slot * stride_value_slot
+
+        key_ptrs = key_ptr + key_offset[:, None] + key_column[None, :]
+        if KEY_SIZE == KEY_PAD:
+            key = tl.load(key_ptrs)
+        else:
+            key = tl.load(key_ptrs, mask=(key_column < KEY_SIZE)[None, :], other=0.0)
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        if SOFT_CAP > 0:
+            scores = soft_cap_scores(scores * scale, SOFT_CAP)
+        # Most tiles lie before the first row's position (and after the last row's window limit): every row sees all of
+        # them. A branch inside the one loop keeps the load pipeline full where a second loop would drain it.
+        edge = tile_start + BLOCK_N > first_position + 1
+        if WINDOW > 0:
+            edge = edge | (tile_start <= last_position - WINDOW)
+        if edge:
+            visible = key_position[None, :] <= position[:, None]
+            if WINDOW > 0:
+                visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+
+        new_max = tl.maximum(running_max, tl.max(scores, 1) * exp_scale)
+        decay = tl.exp2(running_max - new_max)
+        weights = tl.exp2(scores * exp_scale - new_max[:, None])
+        running_sum = running_sum * decay + tl.sum(weights, 1)
+        running_max = new_max
+
+        value_ptrs = value_ptr + value_offset[:, None] + value_column[None, :]
+        if VALUE_SIZE == VALUE_PAD:
+            value = tl.load(value_ptrs)
+        else:
+            value = tl.load(value_ptrs, mask=(value_column < VALUE_SIZE)[None, :], other=0.0)
+        acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * decay[:, None], input_precision="ieee")
+
+    result = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
+    out_ptrs = out_ptr + (token_index * stride_out_token + head * stride_out_head)[:, None] + value_column[None, :]
+    store_mask = row_exists[:, None] & (value_column < VALUE_SIZE)[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=store_mask)
+
+
+@dataclass(frozen=True)
+class PrefillTile:
+    """block_m: rows (query tokens x grouped heads); block_n: keys per step; warps, stages: Triton's options."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+# (bytes per element, larger padded head size) -> the tiles for ever more rows; a call takes the first that holds all
+# its rows, else the last. Head sizes above 256 take the entry of 512.
+_TILES: dict[tuple[int, int], tuple[PrefillTile, ...]] = {
+    (2, 64): (PrefillTile(16, 64, 4, 3), PrefillTile(64, 64, 4, 3), PrefillTile(128, 64, 8, 3)),
+    (2, 128): (PrefillTile(16, 64, 4, 3), PrefillTile(64, 64, 4, 3), PrefillTile(128, 64, 8, 3)),
+    (2, 256): (PrefillTile(16, 32, 4, 3), PrefillTile(64, 32, 4, 3), PrefillTile(128, 32, 8, 3)),
+    (2, 512): (PrefillTile(16, 32, 4, 2), PrefillTile(64, 32, 8, 2)),
+    (4, 64): (PrefillTile(16, 32, 4, 2), PrefillTile(64, 32, 4, 2)),
+    (4, 128): (PrefillTile(16, 32, 4, 2), PrefillTile(32, 32, 4, 2)),
+    (4, 256): (PrefillTile(16, 16, 4, 2), PrefillTile(32, 16, 8, 2)),
+    (4, 512): (PrefillTile(16, 16, 8, 1),),
+}
+
+
+def prefill_tile(dtype: torch.dtype, head_size: int, num_rows: int) -> PrefillTile:
+    """The tile for this dtype, the larger of key and value size, and max_query_len x grouped heads rows."""
+    size = min(max(triton.next_power_of_2(head_size), 64), 512)
+    tiles = _TILES[(4 if dtype == torch.float32 else 2, size)]
+    return next((tile for tile in tiles if tile.block_m >= num_rows), tiles[-1])
+
+
+def prefill_attention_triton(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+) -> torch.Tensor:
+    """`prefill_attention` (see attention.py) on Triton; the arguments after `out` override the tile."""
+    num_tokens, num_heads, key_size = query.shape
+    _, page, num_kv_heads, value_size = value_cache.shape
+    num_requests = rows.shape[0]
+    if out is None:
+        out = query.new_empty(num_tokens, num_heads, value_size)
+    if num_requests == 0 or max_query_len == 0:
+        return out
+
+    group = num_heads // num_kv_heads
+    tile = prefill_tile(query.dtype, max(key_size, value_size), max_query_len * group)
+    block_m = max(block_m or tile.block_m, triton.next_power_of_2(group))
+    _prefill_kernel[(triton.cdiv(max_query_len, block_m // group), num_kv_heads, num_requests)](
+        out, query, key_cache, value_cache, block_table, rows, seq_lens, query_start, query if sinks is None else sinks,
+        float(scale), block_table.stride(0),
+        *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2],
+        GROUP=group, PAGE=page,
+        KEY_SIZE=key_size, KEY_PAD=max(triton.next_power_of_2(key_size), 16),
+        VALUE_SIZE=value_size, VALUE_PAD=max(triton.next_power_of_2(value_size), 16),
+        WINDOW=window, SOFT_CAP=float(soft_cap), HAS_SINKS=sinks is not None,
+        SAME_STRIDES=key_cache.stride() == value_cache.stride(),
+        BLOCK_M=block_m, BLOCK_N=block_n or tile.block_n,
+        num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages,
+    )  # fmt: skip
+    return out

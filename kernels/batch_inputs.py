@@ -1,0 +1,247 @@
+"""A step's inputs, gathered on the device from the stable request rows, and the sampled tokens written back to them.
+
+The tables, all int32 on one device: token_ids [R + 1, L] (a request's prompt and output), num_computed [R + 1] (tokens
+whose keys and values are in the cache), block_table [R + 1, max_blocks]. Row R is the dummy that padding points at.
+A step names its requests by rows int32 [B] and query_start int32 [B + 1], non-decreasing: request i computes
+query_start[i + 1] - query_start[i] tokens, none if it is padding. Launch grids depend on B alone (CUDA graphs).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+
+
+def scatter_rows(
+    table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Write i puts values[offsets[i] : offsets[i + 1]] into table[rows[i]], from column starts[i] on.
+
+    table int32 [R + 1, L]; rows and starts int32 [n], offsets int32 [n + 1] and non-decreasing, values int32 [at least
+    offsets[n]], all on table's device. Writes must stay inside their row. Which of two writes to one cell wins is not
+    defined.
+    """
+    (scatter_rows_triton if table.is_cuda else scatter_rows_torch)(table, rows, starts, offsets, values)
+
+
+def build_inputs(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor,
+) -> None:  # fmt: skip
+    """Fills input_ids and positions int32 [T] and seq_lens int32 [B], every element.
+
+    Token j of request i is at position num_computed[rows[i]] + j and its id comes from token_ids (0 at positions from L
+    on); seq_lens[i] is the length with this step's tokens, 0 for padding rows. Tokens from query_start[B] on get id and
+    position 0.
+    """
+    (build_inputs_triton if token_ids.is_cuda else build_inputs_torch)(
+        token_ids, num_computed, rows, query_start, input_ids, positions, seq_lens
+    )
+
+
+def build_slots(
+    block_table: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor,
+    slots: torch.Tensor, page_size: int,
+) -> None:  # fmt: skip
+    """Fills slots int32 [T]: block_table[row, position // page_size] · page_size + position % page_size.
+
+    positions int32 [T] from build_inputs. Padding tokens, and positions beyond the table's width, get -1: not written.
+    """
+    (build_slots_triton if block_table.is_cuda else build_slots_torch)(
+        block_table, rows, query_start, positions, slots, page_size
+    )
+
+
+def commit_tokens(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    sampled: torch.Tensor, sample_index: torch.Tensor,
+) -> None:  # fmt: skip
+    """Ends a step: num_computed[rows[i]] += request i's tokens, then its sample becomes the next token of its row.
+
+    sampled int32 [S]; sample_index int32 [B], request i's place in sampled or -1 for none. A sample whose position is L
+    or more is dropped. Rows of no tokens change nothing; the other rows must differ from each other.
+    """
+    (commit_tokens_triton if token_ids.is_cuda else commit_tokens_torch)(
+        token_ids, num_computed, rows, query_start, sampled, sample_index
+    )
+
+
+def scatter_rows_torch(
+    table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
+) -> None:
+    begin, end = int(offsets[0]), int(offsets[-1])
+    write, index = _expand(offsets, end - begin)
+    table[rows[write], index + (starts - offsets[:-1])[write] + begin] = values[begin:end]
+
+
+def build_inputs_torch(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor,
+) -> None:  # fmt: skip
+    total, limit = int(query_start[-1]), token_ids.shape[1]
+    computed, lengths = num_computed[rows], query_start.diff()
+    request, index = _expand(query_start, total)
+    position = index + (computed - query_start[:-1])[request]
+    ids = token_ids[rows[request], position.clamp(max=limit - 1)]
+    input_ids[:total] = ids.masked_fill_(position >= limit, 0)
+    input_ids[total:] = 0
+    positions[:total] = position
+    positions[total:] = 0
+    torch.mul(computed + lengths, lengths > 0, out=seq_lens)
+
+
+def build_slots_torch(
+    block_table: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor,
+    slots: torch.Tensor, page_size: int,
+) -> None:  # fmt: skip
+    total, limit = int(query_start[-1]), block_table.shape[1]
+    request, _ = _expand(query_start, total)
+    position = positions[:total]
+    page = torch.div(position, page_size, rounding_mode="floor")
+    block = block_table[rows[request], page.clamp(max=limit - 1)]
+    slots[:total] = (block * page_size + position % page_size).masked_fill_(page >= limit, -1)
+    slots[total:] = -1
+
+
+def commit_tokens_torch(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    sampled: torch.Tensor, sample_index: torch.Tensor,
+) -> None:  # fmt: skip
+    lengths = query_start.diff()
+    num_computed.index_add_(0, rows, lengths)
+    position = num_computed[rows]
+    keep = ((lengths > 0) & (sample_index >= 0) & (position < token_ids.shape[1])).nonzero().squeeze(1)
+    token_ids[rows[keep], position[keep]] = sampled[sample_index[keep]]
+
+
+def _expand(offsets: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """→ for each of the total elements that offsets cut into ragged runs: its run, and its place after offsets[0]."""
+    run = torch.repeat_interleave(offsets.diff(), output_size=total)
+    return run, torch.arange(total, dtype=torch.int32, device=offsets.device)
+
+
+def scatter_rows_triton(
+    table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
+) -> None:
+    num_writes = rows.shape[0]
+    if num_writes:
+        # Several programs share a write, so that one long prompt does not go through a single processor.
+        sharers = min(16, triton.cdiv(max(1, values.shape[0]), _BLOCK))
+        _scatter_rows_kernel[(num_writes, sharers)](
+            table, rows, starts, offsets, values, table.stride(0), BLOCK=_BLOCK, num_warps=4
+        )
+
+
+def build_inputs_triton(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor,
+) -> None:  # fmt: skip
+    _build_inputs_kernel[(rows.shape[0] + 1,)](
+        token_ids, num_computed, rows, query_start, input_ids, positions, seq_lens,
+        token_ids.stride(0), token_ids.shape[1], input_ids.shape[0], BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+def build_slots_triton(
+    block_table: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor,
+    slots: torch.Tensor, page_size: int,
+) -> None:  # fmt: skip
+    _build_slots_kernel[(rows.shape[0] + 1,)](
+        block_table, rows, query_start, positions, slots, block_table.stride(0), block_table.shape[1], slots.shape[0],
+        PAGE=page_size, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+def commit_tokens_triton(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    sampled: torch.Tensor, sample_index: torch.Tensor,
+) -> None:  # fmt: skip
+    num_rows = rows.shape[0]
+    if num_rows:
+        _commit_tokens_kernel[(triton.cdiv(num_rows, 128),)](
+            token_ids, num_computed, rows, query_start, sampled, sample_index,
+            token_ids.stride(0), token_ids.shape[1], num_rows, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _scatter_rows_kernel(table_ptr, rows_ptr, starts_ptr, offsets_ptr, values_ptr, table_stride, BLOCK: tl.constexpr):
+    write, sharer = tl.program_id(0), tl.program_id(1)
+    begin, end = tl.load(offsets_ptr + write), tl.load(offsets_ptr + write + 1)
+    target = table_ptr + tl.load(rows_ptr + write).to(tl.int64) * table_stride + tl.load(starts_ptr + write)
+    for first in range(begin + sharer * BLOCK, end, tl.num_programs(1) * BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        tl.store(target + (index - begin), tl.load(values_ptr + index, mask=index < end), mask=index < end)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _build_inputs_kernel(
+    token_ids_ptr, num_computed_ptr, rows_ptr, query_start_ptr, input_ids_ptr, positions_ptr, seq_lens_ptr,
+    token_stride, max_len, num_tokens, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    num_requests = tl.num_programs(0) - 1
+    begin = tl.load(query_start_ptr + request)
+    if request == num_requests:  # the last program fills the padding
+        for first in range(begin, num_tokens, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            tl.store(input_ids_ptr + token, 0, mask=token < num_tokens)
+            tl.store(positions_ptr + token, 0, mask=token < num_tokens)
+    else:
+        end = tl.load(query_start_ptr + request + 1)
+        row = tl.load(rows_ptr + request).to(tl.int64)
+        computed = tl.load(num_computed_ptr + row)
+        tl.store(seq_lens_ptr + request, tl.where(end > begin, computed + end - begin, 0))
+        for first in range(begin, end, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            position = computed + token - begin
+            ids = tl.load(
+                token_ids_ptr + row * token_stride + position, mask=(token < end) & (position < max_len), other=0
+            )
+            tl.store(input_ids_ptr + token, ids, mask=token < end)
+            tl.store(positions_ptr + token, position, mask=token < end)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _build_slots_kernel(
+    block_table_ptr, rows_ptr, query_start_ptr, positions_ptr, slots_ptr, table_stride, max_blocks, num_tokens,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    num_requests = tl.num_programs(0) - 1
+    begin = tl.load(query_start_ptr + request)
+    if request == num_requests:
+        for first in range(begin, num_tokens, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            tl.store(slots_ptr + token, -1, mask=token < num_tokens)
+    else:
+        end = tl.load(query_start_ptr + request + 1)
+        table = block_table_ptr + tl.load(rows_ptr + request).to(tl.int64) * table_stride
+        for first in range(begin, end, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            position = tl.load(positions_ptr + token, mask=token < end, other=0)
+            inside = (token < end) & (position // PAGE < max_blocks)
+            block = tl.load(table + position // PAGE, mask=inside, other=0)
+            tl.store(slots_ptr + token, tl.where(inside, block * PAGE + position % PAGE, -1), mask=token < end)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _commit_tokens_kernel(
+    token_ids_ptr, num_computed_ptr, rows_ptr, query_start_ptr, sampled_ptr, sample_index_ptr,
+    token_stride, max_len, num_rows, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = request < num_rows
+    row = tl.load(rows_ptr + request, mask=inside, other=0).to(tl.int64)
+    begin = tl.load(query_start_ptr + request, mask=inside, other=0)
+    length = tl.load(query_start_ptr + request + 1, mask=inside, other=0) - begin
+    active = inside & (length > 0)
+    position = tl.load(num_computed_ptr + row, mask=active, other=0) + length
+    tl.store(num_computed_ptr + row, position, mask=active)
+    index = tl.load(sample_index_ptr + request, mask=active, other=-1)
+    keep = active & (index >= 0) & (position < max_len)
+    token = tl.load(sampled_ptr + index, mask=keep, other=0)
+    tl.store(token_ids_ptr + row * token_stride + position, token, mask=keep)

@@ -1,0 +1,122 @@
+"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), alone and fused with the residual addition before it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in fp32, rounded once to x's dtype.
+
+    x [D], [T, D] or [T, heads, D]: any strides but 1 in the last dimension (a view into a fused projection is fine).
+    weight [D], any float dtype. out like x, may be x itself; made contiguous when absent.
+    """
+    if x.is_cuda:
+        return rms_norm_triton(x, weight, eps, out)
+    return rms_norm_torch(x, weight, eps, out)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual += x, rounded to residual's dtype; then rms_norm of that sum. → (normed, residual)
+
+    x and residual [T, D], last dimension contiguous. residual is updated in place. normed has x's dtype and may occupy
+    x's memory: x must not be used afterwards.
+    """
+    if x.is_cuda:
+        return add_rms_norm_triton(x, residual, weight, eps)
+    return add_rms_norm_torch(x, residual, weight, eps)
+
+
+def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return normed.to(x.dtype) if out is None else out.copy_(normed)
+
+
+def add_rms_norm_torch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    residual.add_(x)
+    normed = F.rms_norm(residual.float(), weight.shape, weight.float(), eps)
+    return normed.to(x.dtype), residual
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tokens, heads, x_token, x_head = _row_layout(x)
+    _, _, out_token, out_head = _row_layout(out)
+    dim, num_rows = x.shape[-1], tokens * heads
+    if num_rows == 0:
+        return out
+    block, rows, warps = _tile(dim)
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x, out, x, weight, num_rows, heads, x_token, x_head, out_token, out_head, 0, eps,
+        DIM=dim, BLOCK=block, ROWS=rows, ADD=False, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm_triton(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, dim = x.shape
+    if num_rows:
+        block, rows, warps = _tile(dim)
+        _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+            x, x, residual, weight, num_rows, 1, x.stride(0), 0, x.stride(0), 0, residual.stride(0), eps,
+            DIM=dim, BLOCK=block, ROWS=rows, ADD=True, num_warps=warps,
+        )  # fmt: skip
+    return x, residual
+
+
+def _row_layout(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """→ (tokens, heads, token stride, head stride) of the rows of x."""
+    if x.stride(-1) != 1:
+        raise ValueError(f"rms_norm needs a last dimension of stride 1, got strides {x.stride()}: call contiguous()")
+    if x.ndim == 3:
+        return x.shape[0], x.shape[1], x.stride(0), x.stride(1)
+    if x.ndim == 2:
+        return x.shape[0], 1, x.stride(0), 0
+    if x.ndim == 1:
+        return 1, 1, x.shape[0], 0
+    raise ValueError(f"rms_norm takes 1 to 3 dimensions, got shape {tuple(x.shape)}: view it as [T, heads, D]")
+
+
+def _tile(dim: int) -> tuple[int, int, int]:
+    """→ (block, rows a program, warps). A thread holds 16 values; short rows share a program to fill its warps.
+
+    It depends on the row's length alone, so that a row is summed in the same order in every batch.
+    """
+    block = triton.next_power_of_2(dim)
+    rows = max(1, 2048 // block)
+    return block, rows, min(32, max(4, block // 512))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x_ptr, out_ptr, residual_ptr, weight_ptr, num_rows, heads,
+    x_token, x_head, out_token, out_head, residual_token, eps,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = (rows // heads).to(tl.int64)[:, None]
+    head = (rows % heads).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (rows[:, None] < num_rows) & (column < DIM)
+
+    values = tl.load(x_ptr + token * x_token + head * x_head + column, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        place = residual_ptr + token * residual_token + column
+        total = (values + tl.load(place, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        tl.store(place, total, mask=mask)
+        # The norm sees what the next layer will see: the rounded sum.
+        values = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=1) / DIM + eps)
+    gain = tl.load(weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
+    normed = values * scale[:, None] * gain
+    tl.store(out_ptr + token * out_token + head * out_head + column, normed.to(out_ptr.dtype.element_ty), mask=mask)

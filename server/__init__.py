@@ -1,0 +1,1 @@
+"""People: HTTP, text, chat templates, command line, metrics page. No tensors."""

@@ -1,0 +1,237 @@
+"""serve a model over HTTP"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import socket
+import sys
+import time
+import types
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import __version__
+from ...engine.config import ConfigError, EngineConfig, flag
+from ...engine.messages import Progress
+from ..config import ServerConfig
+from ..engine_client import EngineClient, EngineDeadError
+
+if TYPE_CHECKING:
+    from ..tokenizer import TextModel
+
+logger = logging.getLogger("vserve")
+DEMO = Path(__file__).parents[2] / "configs" / "demo"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="folder of a Hugging Face model, or its name on the hub")
+    groups: dict[str, Any] = {}
+    for config in (EngineConfig, ServerConfig):
+        hints = typing.get_type_hints(config)
+        for spec in dataclasses.fields(config):
+            group = spec.metadata["group"]
+            if group not in groups:
+                groups[group] = parser.add_argument_group(group)
+            _add_flag(groups[group], spec, hints[spec.name])
+
+
+def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
+    names = [flag(spec.name)]
+    help = spec.metadata["help"]
+    default = spec.default
+    if default is not dataclasses.MISSING and default not in (None, "", (), True, False):
+        help += f" (default: {default})"
+    options: dict[str, Any] = {"help": help.replace("%", "%%"), "dest": f"opt_{spec.name}", "default": None}
+    arguments = [a for a in typing.get_args(hint) if a is not type(None)]
+    kind = arguments[0] if isinstance(hint, types.UnionType) else hint
+    if kind is bool:
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
+    elif typing.get_origin(kind) is tuple:
+        group.add_argument(*names, nargs="+", metavar="NAME", **options)
+    else:
+        choices = spec.metadata["choices"]
+        metavar = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
+        group.add_argument(*names, type=kind, choices=choices, metavar=metavar, **options)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        engine_config, server_config = _configs(arguments)
+        sock = _bind(server_config)
+    except ConfigError as error:
+        print(f"vserve: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=server_config.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    main = _serve(engine_config, server_config, sock)
+    try:
+        import uvloop
+
+        return uvloop.run(main)
+    except ImportError:
+        return asyncio.run(main)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    given = {
+        name[4:]: value for name, value in vars(arguments).items() if name.startswith("opt_") and value is not None
+    }
+    if arguments.model:
+        if given.get("model", arguments.model) != arguments.model:
+            raise ConfigError(
+                f"two models are named, {arguments.model!r} and --model {given['model']!r}: leave one out"
+            )
+        given["model"] = arguments.model
+    demo = "model" not in given
+    if demo:
+        given["model"] = str(DEMO)
+    parts = []
+    for config in (EngineConfig, ServerConfig):
+        names = {spec.name for spec in dataclasses.fields(config)}
+        parts.append({k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in names})
+    engine, server = EngineConfig(**parts[0]), ServerConfig(**parts[1])
+    if not server.served_model_name:
+        # The folder's name is what people want to type; the path as given works too.
+        path = Path(engine.model)
+        names = ("demo",) if demo else (path.resolve().name, engine.model) if path.is_dir() else (engine.model,)
+        server = dataclasses.replace(server, served_model_name=tuple(dict.fromkeys(names)))
+    return engine, server
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    """Takes the port before the model is loaded: a port in use is said at once, not after minutes."""
+    if config.uds is not None:
+        return _bind_uds(config.uds)
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port} ({error}); choose another with --port or --host"
+        ) from None
+    return sock
+
+
+def _bind_uds(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+            sock.connect(path)
+            raise ConfigError(f"--uds {path!r}: another server listens on it; stop that one or name another path")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # left by a server that was killed
+        sock.bind(path)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on --uds {path!r} ({error}); name a path in a folder you can write") from None
+    return sock
+
+
+async def _serve(engine_config: EngineConfig, server_config: ServerConfig, sock: socket.socket) -> int:
+    import uvicorn
+
+    started = time.monotonic()
+    client = EngineClient(engine_config)
+    progress = ProgressLine()
+    client.progress_listeners.append(progress)
+    loading = asyncio.create_task(asyncio.to_thread(_load_text, engine_config, server_config))
+    try:
+        await client.start()
+        progress.done()
+        model = await loading
+    except Exception as error:  # the last line is the cause
+        progress.done()
+        loading.cancel()
+        await client.close()
+        if not isinstance(error, EngineDeadError | ConfigError):
+            logger.error("start-up failed", exc_info=error)
+        print(f"vserve: {error}", file=sys.stderr)
+        return 1
+    from ..app import create_app
+
+    app = create_app(client, server_config, model)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, loop="none", lifespan="on", ws="none",
+            timeout_graceful_shutdown=30, h11_max_incomplete_event_size=64 << 10,
+        )
+    )  # fmt: skip
+    client.death_listeners.append(lambda _: setattr(server, "should_exit", True))
+    gc.collect()
+    gc.freeze()
+    _announce(client, server_config, sock, time.monotonic() - started)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            await server.serve(sockets=[sock])
+    finally:
+        await client.close()
+    if client.dead is not None:
+        print(f"vserve: the engine died: {client.dead}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _load_text(engine: EngineConfig, server: ServerConfig) -> TextModel:
+    from ..tokenizer import load_text_model  # imports transformers: on a thread, while the engine starts
+
+    return load_text_model(engine.model, server, engine.revision)
+
+
+def _announce(client: EngineClient, config: ServerConfig, sock: socket.socket, seconds: float) -> None:
+    info = client.info
+    phases = ", ".join(f"{name} {spent:.1f}" for name, spent in info.startup_seconds.items())
+    if config.uds is not None:
+        url, curl = f"unix:{config.uds}", f"--unix-socket {config.uds} http://localhost"
+    else:
+        host = "localhost" if config.host in ("0.0.0.0", "::", "127.0.0.1") else config.host
+        url = curl = f"http://{host}:{sock.getsockname()[1]}"
+    name = config.served_model_name[0]
+    print(
+        f"vserve {__version__} serves {name} on {info.device} in {info.dtype}, context {info.max_model_len} tokens; "
+        f"ready in {seconds:.1f} s ({phases})\n"
+        f"{url}   try:\n"
+        f"  curl {curl}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f'    -d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
+        flush=True,
+    )
+
+
+class ProgressLine:
+    """One line on a terminal that says how far start-up is; plain log lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._phase = ""
+        self._shown = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        if not self._terminal:
+            if progress.phase != self._phase:
+                logger.info("starting: %s", progress.phase)
+            self._phase = progress.phase
+            return
+        now = time.monotonic()
+        if progress.phase == self._phase and progress.done < progress.total and now - self._shown < 0.05:
+            return
+        self._phase, self._shown = progress.phase, now
+        text = f"starting: {progress.phase}"
+        if progress.total:
+            share = progress.done / progress.total
+            bar = "█" * int(30 * share) + "░" * (30 - int(30 * share))
+            text += f" {bar} {share:4.0%}  {progress.done / 1e9:.1f} of {progress.total / 1e9:.1f} GB"
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def done(self) -> None:
+        if self._terminal and self._phase:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self._phase = ""

@@ -1,0 +1,139 @@
+"""One exception, one error body: everything that goes wrong reaches the client in OpenAI's shape."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from .engine_client import EngineDeadError
+
+
+class ApiError(Exception):
+    """An answer that is not 200. The message is one short sentence for the person who sent the request."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+class ClientDisconnected(Exception):
+    """The client left before its answer was ready; nobody reads what is returned now."""
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, what: str | None = None) -> ApiError:
+    """For what would change the answer and is not built: better refused than silently ignored."""
+    return bad_request(f"{what or repr(param)} is not supported by this server.", param, "unsupported_parameter")
+
+
+def model_not_found(name: str) -> ApiError:
+    return ApiError(404, f"The model `{shorten(name)}` does not exist.", param="model", code="model_not_found")
+
+
+def context_length_exceeded(limit: int, num_prompt: int, num_output: int | None, param: str) -> ApiError:
+    # Agent frameworks match the opening words to shorten their history and try again.
+    message = f"This model's maximum context length is {limit} tokens. However, "
+    if num_output is None:
+        message += f"your prompt contains {num_prompt} input tokens. Please reduce the length of the input prompt."
+    else:
+        message += (
+            f"you requested {num_output} output tokens and your prompt contains {num_prompt} input tokens, for a total "
+            f"of {num_prompt + num_output} tokens. Please reduce the length of the input prompt or the number of "
+            "requested output tokens."
+        )
+    return bad_request(message, param, "context_length_exceeded")
+
+
+def engine_dead(cause: str) -> ApiError:
+    return ApiError(503, f"The engine died: {cause}", type="service_unavailable_error", code="engine_dead")
+
+
+def still_loading(phase: str) -> ApiError:
+    return ApiError(
+        503,
+        f"The model is still loading ({phase}).",
+        type="service_unavailable_error",
+        code="model_loading",
+        headers={"retry-after": "1"},
+    )
+
+
+def internal_error(request_id: str) -> ApiError:
+    return ApiError(500, f"Internal error; the server's log has more under request {request_id}.", type="server_error")
+
+
+def shorten(value: Any, limit: int = 60) -> str:
+    """A value as it may appear in a one-line message."""
+    text = value if isinstance(value, str) else repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def dead_engine(request: Request, error: Exception) -> Response:
+        return engine_dead(str(error)).response()
+
+    async def disconnected(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path
+        code = None
+        if error.status_code == 404:
+            message, code = f"Unknown path {shorten(path)}.", "unknown_url"
+            if near := difflib.get_close_matches(path[:200], app.openapi()["paths"], n=1, cutoff=0.7):
+                message = f"Unknown path {shorten(path)}; did you mean {near[0]}?"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            message, code = f"{request.method} is not allowed for {shorten(path)}; use {allowed}.", "method_not_allowed"
+        else:
+            message = str(error.detail)
+        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:]) or None
+        return bad_request(f"Invalid value for '{param}': {first['msg']}.", param).response()
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(EngineDeadError, dead_engine)
+    app.add_exception_handler(ClientDisconnected, disconnected)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, invalid)

@@ -1,0 +1,56 @@
+"""What the offline API returns, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer to a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # the one that ended it included
+    cumulative_logprob: float | None = None  # with logprobs
+    logprobs: list[dict[int, Logprob]] | None = None  # one a token: of the sampled one, and of the most likely ones
+    finish_reason: str | None = None  # stop | length | error
+    stop_reason: int | str | None = None  # the stop token id or string; None for EOS and length; the cause of an error
+    lora_request: None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """time.monotonic() of the first answer's events; None = did not happen."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its answers."""
+
+    request_id: str
+    prompt: str | None  # None where token ids were given
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache
+    prompt_logprobs: None = None
+    lora_request: None = None
+    kv_transfer_params: None = None

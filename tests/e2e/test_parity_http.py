@@ -1,0 +1,144 @@
+"""Over HTTP, every family and RoPE type gives transformers' greedy tokens and log-probabilities (fp32, CPU)."""
+
+from __future__ import annotations
+
+import random
+
+import httpx
+import pytest
+import torch
+
+TOKENS = 24
+TOP = 5
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=64)  # fmt: skip
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+CASES = {
+    "llama": ("llama", {}),
+    "llama-linear": ("llama", dict(rope_scaling=dict(rope_type="linear", factor=4.0))),
+    "llama-llama3": ("llama", dict(rope_scaling=LLAMA3)),
+    "llama-yarn": ("llama", dict(rope_scaling=YARN)),
+    "llama-dynamic": ("llama", dict(rope_scaling=dict(rope_type="dynamic", factor=2.0))),
+    "llama-tied-biased": ("llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
+    "llama-wide-heads": ("llama", dict(head_dim=32, num_key_value_heads=1)),
+    "mistral-window": ("mistral", dict(sliding_window=24)),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", dict(use_sliding_window=True, sliding_window=24, max_window_layers=1)),
+    "qwen3": ("qwen3", dict(head_dim=32)),
+    "qwen3-tied": ("qwen3", dict(tie_word_embeddings=True)),
+}
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    return [[rng.randrange(5, 290) for _ in range(length)] for length in lengths]
+
+
+def mismatches(url: str, folder, prompts: list[list[int]]) -> list[str]:
+    """Where the server's answers differ from transformers', in words; empty when they are the same."""
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    body = dict(model="tiny", prompt=prompts, max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=TOP,
+                return_token_ids=True)  # fmt: skip
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+    assert len(choices) == len(prompts)
+    found = []
+    for prompt, choice in zip(prompts, choices, strict=True):
+        tokens = choice["token_ids"]
+        assert len(tokens) == TOKENS
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1)
+        for i, token in enumerate(tokens):
+            best = expected[i].topk(TOP)
+            margin = float(best.values[0] - best.values[1])
+            if margin > 1e-3 and token != int(best.indices[0]):
+                found.append(f"token {i} is {token}, transformers says {int(best.indices[0])}, margin {margin:.4f}")
+            error = abs(choice["logprobs"]["token_logprobs"][i] - float(expected[i, token]))
+            if not error < 1e-3:
+                found.append(f"log-probability of token {i} is off by {error}")
+            ours = sorted(choice["logprobs"]["top_logprobs"][i].values(), reverse=True)[:TOP]
+            worst = max(abs(a - float(b)) for a, b in zip(ours, best.values, strict=False))
+            if not worst < 1e-3:
+                found.append(f"top log-probabilities of token {i} are off by {worst}")
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_those_of_transformers(case, tiny_model, live_server):
+    family, overrides = CASES[case]
+    folder = tiny_model(family, **overrides)
+    # Within the original length: beyond it, transformers' dynamic RoPE depends on the calls before.
+    with live_server(folder, max_num_batched_tokens=48, max_model_len=256) as url:
+        assert mismatches(url, folder, random_prompts(5, 16, 33, 90)) == []
+
+
+def broken_rope(monkeypatch):
+    from vserve.engine.layers.rope import RotaryEmbedding
+
+    monkeypatch.setattr(RotaryEmbedding, "__call__", lambda self, query, key, positions: None)
+
+
+def shifted_positions(monkeypatch):
+    """One on for every token but the first: RoPE sees only differences, so moving them all would change nothing."""
+    from vserve.engine.layers.rope import RotaryEmbedding
+
+    real = RotaryEmbedding.__call__
+    monkeypatch.setattr(
+        RotaryEmbedding, "__call__", lambda self, q, k, positions: real(self, q, k, positions + (positions > 0).int())
+    )
+
+
+def wrong_page(monkeypatch):
+    from vserve.engine.layers import attention
+
+    real = attention.write_kv
+
+    def elsewhere(key, value, key_cache, value_cache, slots):
+        real(key, value, key_cache, value_cache, torch.where(slots >= 32, slots - 16, slots))
+
+    monkeypatch.setattr(attention, "write_kv", elsewhere)
+
+
+def no_window(monkeypatch):
+    from vserve.engine.layers.attention import Attention
+
+    real = Attention.__init__
+
+    def unlimited(self, *arguments, **options):
+        real(self, *arguments, **(options | {"window": 0}))
+
+    monkeypatch.setattr(Attention, "__init__", unlimited)
+
+
+def no_qk_norm(monkeypatch):
+    from vserve.engine.layers.rope import RotaryEmbedding
+
+    monkeypatch.setattr(
+        RotaryEmbedding, "with_norm", lambda self, q, k, positions, *_: RotaryEmbedding.__call__(self, q, k, positions)
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "breakage"),
+    [
+        ("llama", broken_rope),
+        ("llama", shifted_positions),
+        ("llama", wrong_page),
+        ("mistral-window", no_window),
+        ("qwen2-window", no_window),
+        ("qwen3", no_qk_norm),
+    ],
+)
+def test_the_comparison_notices(case, breakage, tiny_model, live_server, monkeypatch):
+    """Each of these must make the test above fail."""
+    family, overrides = CASES[case]
+    folder = tiny_model(family, **overrides)
+    breakage(monkeypatch)
+    with live_server(folder) as url:
+        assert mismatches(url, folder, random_prompts(33, 90))

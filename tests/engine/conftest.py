@@ -1,0 +1,72 @@
+"""Runs requests through the real engine loop, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from vserve.engine.config import EngineConfig
+from vserve.engine.messages import EngineStats
+from vserve.engine.plan import TokenLogprobs
+from vserve.engine.request import SamplingParams
+from vserve.server.engine_client import EngineClient
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: str
+    stop_reason: int | None
+    num_cached_tokens: int
+    error: str | None
+
+
+async def collect(client: EngineClient, prompt: list[int], sampling: SamplingParams, **options) -> Answer:
+    mailbox = client.submit(prompt, sampling, **options)
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    cached = 0
+    while True:
+        output = await mailbox.get()
+        tokens += output.token_ids
+        logprobs += output.logprobs or []
+        cached = output.num_cached_tokens if output.num_cached_tokens is not None else cached
+        if output.finish_reason is not None:
+            return Answer(tokens, logprobs, output.finish_reason, output.stop_reason, cached, output.error)
+
+
+@dataclass
+class Engine:
+    """`waves` of requests; those of a wave run at once, each wave after the last."""
+
+    folder: str
+
+    def run(self, *waves: list[tuple[list[int], SamplingParams]], **options) -> tuple[list[list[Answer]], EngineStats]:
+        async def main():
+            options.setdefault("cpu_threads", 1)
+            client = EngineClient(EngineConfig(str(self.folder), device="cpu", engine_in_process=True, **options))
+            await client.start()
+            try:
+                answers = [
+                    await asyncio.gather(*(collect(client, prompt, sampling) for prompt, sampling in wave))
+                    for wave in waves
+                ]
+                # The last answer is seen a moment before the step that brought it has been accounted for.
+                await asyncio.sleep(0.01)
+                return answers, client.stats
+            finally:
+                await client.close()
+
+        answers, stats = asyncio.run(main())
+        assert stats.num_free_blocks == stats.num_blocks, "blocks leaked"
+        assert stats.num_running == stats.num_waiting == 0
+        return answers, stats
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model) -> Engine:
+    """The real engine over a tiny random Llama in float32."""
+    return Engine(tiny_model("llama"))

@@ -1,0 +1,59 @@
+"""Framing over a real socket pair."""
+
+import asyncio
+import socket
+
+import pytest
+
+from vserve.engine.connection import LENGTH, Connection
+from vserve.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineStats,
+    FromEngine,
+    RequestOutput,
+    StepOutputs,
+    ToEngine,
+)
+from vserve.engine.request import SamplingParams
+
+
+def test_messages_arrive_whole_and_in_order_whatever_the_frames():
+    async def run():
+        left, right = socket.socketpair()
+        received = []
+        lost = asyncio.get_running_loop().create_future()
+        ours = await Connection.open(left, FromEngine, received.append, lambda _: None)
+        theirs = await Connection.open(right, ToEngine, received.append, lost.set_result)
+        sent = [AddRequest(i, list(range(i * 1000)), SamplingParams(max_tokens=i + 1, seed=i)) for i in range(50)]
+        for i, message in enumerate(sent):
+            ours.send(message)
+            if i % 7 == 0:
+                await asyncio.sleep(0)
+        ours.send(AbortRequests([1, 2]))
+        while len(received) < 51:
+            await asyncio.sleep(0.001)
+        assert received[:50] == sent
+        assert received[50] == AbortRequests([1, 2])
+        ours.close()
+        await asyncio.wait_for(lost, 5)
+        theirs.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("cut", [1, 3, 7])
+def test_a_frame_may_arrive_in_any_pieces(cut):
+    async def run():
+        import msgspec
+
+        received = []
+        connection = Connection(FromEngine, received.append, lambda _: None)
+        messages = [StepOutputs([RequestOutput(1, [2, 3], "stop", 3)], EngineStats(num_running=1))] * 3
+        frame = msgspec.msgpack.encode(messages)
+        stream = (LENGTH.pack(len(frame)) + frame) * 4
+        for start in range(0, len(stream), cut):
+            connection.data_received(stream[start : start + cut])
+        assert received == messages * 4
+
+    asyncio.run(run())

@@ -1,0 +1,243 @@
+"""Block tables, hash chains, and admission as one decision."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import pytest
+
+from vserve.engine.config import SchedulerConfig
+from vserve.engine.kv_cache import KVCacheManager
+from vserve.engine.request import Request, SamplingParams
+
+
+def make(num_blocks: int = 11, block_size: int = 4, **options) -> KVCacheManager:
+    return KVCacheManager(
+        SchedulerConfig(
+            max_model_len=1000, max_num_batched_tokens=64, max_num_seqs=8, block_size=block_size,
+            num_blocks=num_blocks, **options,
+        )
+    )  # fmt: skip
+
+
+def request(id: int, prompt, salt: str | None = None) -> Request:
+    return Request(id, prompt, SamplingParams(max_tokens=10), cache_salt=salt)
+
+
+def admit(kv: KVCacheManager, req: Request, budget: int = 64, whole: int = 0) -> int:
+    """As the scheduler does it: hash, match and allocate, register what the step will compute."""
+    kv.extend_hashes(req)
+    num_new = kv.admit(req, budget, whole)
+    if num_new:
+        kv.register(req, req.num_computed_tokens + num_new, [])
+        req.num_computed_tokens += num_new
+    return num_new
+
+
+def blocks(kv: KVCacheManager, req: Request, group: int = 0) -> list[int]:
+    return kv.tables[req.id].groups[group]
+
+
+# ---- hashes ----
+def test_hash_chain_is_sha256_of_parent_tokens_and_salt() -> None:
+    kv = make()
+    tokens = [5, 0, 70_000, 1, 2, 3, 4, 2**31 - 1, 9]
+    req = request(1, tokens, "pepper")
+    kv.extend_hashes(req)
+    first = hashlib.sha256(kv.seed + struct.pack("<4i", *tokens[:4]) + b"salt" + b"pepper").digest()
+    second = hashlib.sha256(first + struct.pack("<4i", *tokens[4:8])).digest()
+    assert req.block_hashes == [first, second]
+
+
+def test_hashes_grow_with_the_tokens() -> None:
+    kv = make()
+    tokens = list(range(23))
+    at_once, bit_by_bit = request(1, tokens, "s"), request(2, tokens[:3], "s")
+    kv.extend_hashes(at_once)
+    for token in tokens[3:]:
+        kv.extend_hashes(bit_by_bit)
+        bit_by_bit.token_ids.append(token)
+    kv.extend_hashes(bit_by_bit)
+    assert bit_by_bit.block_hashes == at_once.block_hashes and len(at_once.block_hashes) == 5
+
+
+def test_hashes_differ_by_salt_prefix_and_process() -> None:
+    kv = make()
+    seen = set()
+    for salt in (None, "", "a", "b", "\ud800"):  # a lone surrogate is legal JSON
+        req = request(1, [1, 2, 3, 4] * 2, salt)
+        kv.extend_hashes(req)
+        seen.update(req.block_hashes)
+    assert len(seen) == 10
+    assert kv.seed != make().seed and len(kv.seed) == 32
+
+
+def test_no_hashing_without_prefix_caching(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make(enable_prefix_caching=False)
+    monkeypatch.setattr("vserve.engine.kv_cache.sha256", None)
+    first, second = request(1, range(12)), request(2, range(12))
+    assert admit(kv, first) == 12 and admit(kv, second) == 12
+    assert first.block_hashes == [] and kv.prefix_queries == 0 and not kv.pool.by_key
+    assert second.num_cached_tokens == 0
+
+
+# ---- admission ----
+def test_prefix_hit_shares_blocks_and_computes_the_rest() -> None:
+    kv = make()
+    first, second = request(1, range(10)), request(2, [*range(9), 99, 98])
+    assert admit(kv, first) == 10
+    assert admit(kv, second) == 3 and second.num_cached_tokens == 8
+    assert blocks(kv, second)[:2] == blocks(kv, first)[:2] and blocks(kv, second)[2] != blocks(kv, first)[2]
+    assert (kv.prefix_queries, kv.prefix_hits) == (21, 8)
+    kv.check_invariants({1: first, 2: second}, True)
+
+
+@pytest.mark.parametrize("length, hit", [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_hit_leaves_at_least_one_token_to_compute(length: int, hit: int) -> None:
+    kv = make()
+    first, second = request(1, range(length)), request(2, range(length))
+    admit(kv, first)
+    assert admit(kv, second) == length - hit and second.num_cached_tokens == hit
+
+
+def test_salts_do_not_share() -> None:
+    kv = make(num_blocks=20)
+    for id, salt in enumerate([None, "", "a", "b"]):
+        assert admit(kv, request(id, range(9), salt)) == 9
+    assert admit(kv, request(9, range(9), "a")) == 1
+
+
+def test_whole_prompt_must_fit_although_a_chunk_is_allocated() -> None:
+    kv = make(num_blocks=4)  # 12 tokens
+    assert admit(kv, request(1, range(13)), budget=4) == 0
+    assert kv.num_free_blocks == 3 and not kv.tables
+    small = request(2, range(12))
+    assert admit(kv, small, budget=5) == 5
+    assert len(blocks(kv, small)) == 2 and kv.num_free_blocks == 1
+
+
+def test_free_hits_count_as_consumption() -> None:
+    kv = make(num_blocks=4)
+    first = request(1, range(9))
+    admit(kv, first)
+    kv.free(first)
+    holder = request(2, [50, 51])
+    admit(kv, holder)
+    assert blocks(kv, holder) == [3], "a block without content is taken before the cached ones"
+    second = request(3, range(9))  # needs 3 blocks; its 2 hits are the only free ones
+    assert admit(kv, second) == 0 and kv.num_free_blocks == 2
+    assert second.num_computed_tokens == 0 and second.num_cached_tokens is None and kv.prefix_queries == 11
+    kv.free(holder)
+    assert admit(kv, second) == 1 and second.num_cached_tokens == 8
+
+
+def test_prompt_is_not_cut_without_chunks_unless_it_can_never_fit() -> None:
+    kv = make(num_blocks=40)
+    assert admit(kv, request(1, range(10)), budget=9, whole=64) == 0
+    assert admit(kv, request(2, range(100, 110)), budget=10, whole=64) == 10
+    assert admit(kv, request(3, range(200, 265)), budget=9, whole=64) == 9  # resumed, has outgrown a step of 64
+
+
+def test_resumed_request_does_not_count_as_query_again() -> None:
+    kv = make()
+    req = request(1, range(9))
+    admit(kv, req)
+    kv.free(req)
+    req.num_computed_tokens = 0
+    assert kv.admit(req, 64, 0) == 1
+    assert req.num_cached_tokens == 0, "of the first admission"
+    assert (kv.prefix_queries, kv.prefix_hits) == (9, 0)
+
+
+# ---- tables ----
+def test_grow_is_all_or_nothing() -> None:
+    kv = make(num_blocks=5, num_groups=2)
+    req = request(1, range(4))
+    assert admit(kv, req) == 4
+    assert kv.grow(req, 4) == 0 and kv.grow(req, 9) == -1 and kv.num_free_blocks == 2
+    assert kv.grow(req, 8) == 1 and kv.num_free_blocks == 0
+    kv.check_invariants({1: req}, True)
+
+
+def test_hit_is_the_longest_that_all_groups_hold() -> None:
+    kv = make(num_blocks=40, num_groups=2)
+    first = request(1, range(13))
+    admit(kv, first)
+    assert set(blocks(kv, first, 0)).isdisjoint(blocks(kv, first, 1))
+    kv.pool.revoke(blocks(kv, first, 1)[2])
+    second = request(2, range(13))
+    assert admit(kv, second) == 5 and second.num_cached_tokens == 8
+    for group in (0, 1):
+        assert blocks(kv, second, group)[:2] == blocks(kv, first, group)[:2]
+
+
+def test_only_full_blocks_of_known_tokens_are_registered() -> None:
+    kv = make()
+    req = request(1, range(7))
+    admit(kv, req, budget=3)
+    assert not kv.pool.by_key
+    kv.grow(req, 9)
+    registered: list = []
+    kv.register(req, 9, registered)  # two more are computed than have values
+    assert [block for block, _ in registered] == blocks(kv, req)[:1]
+    kv.register(req, 9, registered)
+    assert len(registered) == 1
+
+
+def test_equal_blocks_are_not_merged() -> None:
+    kv = make()
+    first, second = request(1, range(8)), request(2, range(8))
+    for req in (first, second):
+        kv.extend_hashes(req)
+        assert kv.admit(req, 64, 0) == 8  # registered only after both were admitted
+    for req in (first, second):
+        kv.register(req, 8, [])
+        req.num_computed_tokens = 8
+    assert set(blocks(kv, first)).isdisjoint(blocks(kv, second))
+    kv.free(first)
+    third = request(3, range(9))
+    assert admit(kv, third) == 1
+    kv.check_invariants({2: second, 3: third}, True)
+
+
+def test_heads_outlive_tails() -> None:
+    kv = make(num_blocks=6)
+    req = request(1, range(20))
+    admit(kv, req)
+    kv.free(req)
+    admit(kv, request(2, range(50, 62)))  # takes three blocks: the tail of the first
+    probe = request(3, range(8))
+    kv.extend_hashes(probe)
+    assert len(kv._match(probe, 2)[0]) == 2
+
+
+def test_revoke_spares_a_block_with_a_new_key() -> None:
+    kv = make(num_blocks=3)
+    old, new = request(1, range(8)), request(2, range(50, 58))
+    kv.extend_hashes(old)
+    kv.admit(old, 64, 0)
+    registered: list = []
+    kv.register(old, 8, registered)
+    kv.free(old)
+    admit(kv, new)
+    kv.revoke(registered)
+    assert len(kv.pool.by_key) == 2
+    kv.distrust(new)
+    assert not kv.pool.by_key
+    kv.distrust(old)  # holds no blocks: nothing to forget
+    kv.check_invariants({2: new}, True)
+
+
+def test_invariants_notice_a_leak() -> None:
+    kv = make()
+    req = request(1, range(8))
+    admit(kv, req)
+    with pytest.raises(AssertionError, match="do not run"):
+        kv.check_invariants({}, False)
+    kv.pool.refs[blocks(kv, req)[0]] += 1
+    with pytest.raises(AssertionError, match="reference counts"):
+        kv.check_invariants({1: req}, True)
+    kv.tables.clear()
+    with pytest.raises(AssertionError, match="blocks are referenced"):
+        kv.check_invariants({}, False)

@@ -1,0 +1,516 @@
+"""Random workloads against a device that checks every cache slot it reads, and a model that needs no batch.
+
+The "language model" is a chain of hashes: the state after a prefix decides the next token. The device stores in each
+cache slot the state of the prefix it was written for, and compares the whole context of every row it computes: a wrong
+page, a poisoned prefix hit, a block freed too early or a stale row shows at once, and so does a token too many or few.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import pytest
+
+import vserve.engine.block_pool as block_pool_module
+import vserve.engine.kv_cache as kv_cache_module
+import vserve.engine.scheduler as scheduler_module
+from vserve.engine.config import SchedulerConfig
+from vserve.engine.messages import RequestOutput
+from vserve.engine.plan import NewRow, StepPlan, StepResult
+from vserve.engine.request import Request, SamplingParams, Status
+from vserve.engine.scheduler import Scheduler
+
+VOCAB = 11
+GARBAGE = -1  # what a failed step leaves behind: states of no prefix, and the tokens sampled from them
+TOTAL_STEPS = int(os.environ.get("VSERVE_PROPERTY_STEPS", "100000"))
+PARTS = 5
+ROOMS = {"scheduler": scheduler_module, "kv_cache": kv_cache_module, "block_pool": block_pool_module}
+
+
+# ---- the model, unbatched ----
+def first_state(salt: str | None) -> int:
+    return hash((0, sum(salt.encode()) if salt is not None else -7))
+
+
+def next_state(state: int, token: int) -> int:
+    return hash((state, token)) | 1  # never GARBAGE, never None
+
+
+def next_token(state: int, banned: tuple[int, ...]) -> int:
+    token = (state >> 5) % VOCAB
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def banned_tokens(sampling: SamplingParams, num_outputs: int) -> tuple[int, ...]:
+    if num_outputs >= sampling.min_tokens:
+        return ()
+    return sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
+
+
+def oracle(
+    prompt: list[int], salt: str | None, sampling: SamplingParams, max_model_len: int, capacity: int
+) -> tuple[list[int], str, int | None]:
+    """The tokens that a request must get, its finish reason and stop reason."""
+    outputs: list[int] = []
+    state = first_state(salt)
+    for token in prompt:
+        state = next_state(state, token)
+    if len(prompt) > capacity:
+        return outputs, "error", None
+    while True:
+        token = next_token(state, banned_tokens(sampling, len(outputs)))
+        outputs.append(token)
+        state = next_state(state, token)
+        if token in sampling.eos_token_ids and not sampling.ignore_eos:
+            return outputs, "stop", None
+        if token in sampling.stop_token_ids:
+            return outputs, "stop", token
+        if len(outputs) == sampling.max_tokens or len(prompt) + len(outputs) == max_model_len:
+            return outputs, "length", None
+        if len(prompt) + len(outputs) > capacity:
+            return outputs, "error", None
+
+
+# ---- the device ----
+class Row:
+    def __init__(self, new: NewRow, salt: str | None, num_groups: int) -> None:
+        self.request_id = new.request_id
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.sampling = new.sampling
+        self.computed = new.num_computed_tokens
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.seed = first_state(salt)
+        self.states: list[int] = []  # states[i]: after token i
+        self.tainted = False  # has read garbage: nothing it computes is worth anything
+        for token in new.token_ids:
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        before = self.states[-1] if self.states else self.seed
+        self.states.append(GARBAGE if token == GARBAGE or before == GARBAGE else next_state(before, token))
+
+
+class Device:
+    """Executes plans in order, knowing of a request only what plans have said."""
+
+    def __init__(self, config: SchedulerConfig, salts: dict[int, str | None]) -> None:
+        self.config = config
+        self.salts = salts
+        self.rows: dict[int, Row] = {}
+        self.cache = [[0] * config.block_size for _ in range(config.num_blocks)]
+
+    def execute(self, plan: StepPlan, rng: random.Random, nan_rate: float, fails: bool) -> StepResult | None:
+        self.apply_diffs(plan)
+        self.check_shape(plan)
+        batch = [self.rows[row] for row in plan.rows]
+        for row, num_new in zip(batch, plan.num_tokens, strict=True):  # KV of the whole batch first, as the kernels do
+            self.write(row, num_new, fails)
+        for row, num_new in zip(batch, plan.num_tokens, strict=True):
+            row.tainted = row.tainted or fails
+            self.attend(row, row.computed + num_new)
+            row.computed += num_new
+        tokens, errors = [], {}
+        sampling_rows = {index for index, row in enumerate(batch) if row.computed == len(row.states)}
+        assert sampling_rows == set(plan.sampled), "rows that reach their last token are not those that sample"
+        for i, index in enumerate(plan.sampled):
+            row = batch[index]
+            num_outputs = len(row.states) - row.num_prompt_tokens
+            assert num_outputs < row.sampling.max_tokens, "scheduled past max_tokens"
+            assert len(row.states) < self.config.max_model_len, "scheduled past max_model_len"
+            if not row.tainted and rng.random() < nan_rate:
+                errors[i] = "NaN"
+                row.tainted = True
+            token = GARBAGE if row.tainted else next_token(row.states[-1], banned_tokens(row.sampling, num_outputs))
+            row.push(token)
+            tokens.append(token)
+        return None if fails else StepResult(plan.step, tokens, None, errors)
+
+    def apply_diffs(self, plan: StepPlan) -> None:
+        for new in plan.new_rows:
+            assert new.num_computed_tokens < len(new.token_ids)
+            self.rows[new.row] = Row(new, self.salts[new.request_id], self.config.num_groups)
+        for group, writes in enumerate(plan.new_blocks):
+            for write in writes:
+                table = self.rows[write.row].tables[group]
+                assert write.start == len(table) and 0 not in write.block_ids
+                table += write.block_ids
+
+    def check_shape(self, plan: StepPlan) -> None:
+        assert len(set(plan.rows)) == len(plan.rows) == len(plan.num_tokens) == len(plan.num_computed)
+        assert plan.total_tokens <= self.config.max_num_batched_tokens
+        assert all(n == 1 for n in plan.num_tokens[: plan.num_decodes])
+        assert all(n > 1 for n in plan.num_tokens[plan.num_decodes :])
+        assert plan.num_computed == [self.rows[row].computed for row in plan.rows], "host and device count differently"
+
+    def write(self, row: Row, num_new: int, fails: bool) -> None:
+        size = self.config.block_size
+        for group, table in enumerate(row.tables):
+            for position in range(row.computed, row.computed + num_new):
+                state = row.states[position]  # IndexError: asked to compute a token that does not exist
+                spoilt = fails or row.tainted or state == GARBAGE
+                self.cache[table[position // size]][position % size] = GARBAGE if spoilt else state + group
+
+    def attend(self, row: Row, end: int) -> None:
+        size = self.config.block_size
+        for group, table in enumerate(row.tables):
+            states = [state + group for state in row.states] if group else row.states
+            for index in range(-(-end // size)):
+                count = min(size, end - index * size)
+                seen, wanted = self.cache[table[index]], states[index * size : index * size + count]
+                if seen[:count] == wanted or row.tainted:
+                    continue
+                assert GARBAGE in seen[:count], f"request {row.request_id} reads another prefix in block {table[index]}"
+                row.tainted = True
+
+
+# ---- a workload ----
+@dataclass
+class Client:
+    """What the outside knows of a request."""
+
+    prompt: list[int]
+    salt: str | None
+    sampling: SamplingParams
+    outputs: list[int] = field(default_factory=list)
+    reason: str | None = None
+    stop_reason: int | None = None
+    spoilt: bool = False  # an error was injected
+    aborted: bool = False
+
+
+def random_config(rng: random.Random) -> SchedulerConfig:
+    block_size = rng.choice([1, 2, 4, 8, 16])
+    num_groups = rng.choice([1, 1, 1, 1, 2])
+    max_num_seqs = rng.choice([1, 2, 3, 4, 8])
+    roomy = rng.random() < 0.3
+    return SchedulerConfig(
+        max_model_len=rng.choice([4, 12, 24, 48, 48]),
+        max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 2, 5, 12, 60]),
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        num_blocks=1 + num_groups * (rng.randint(20, 60) if roomy else rng.randint(1, 3 + 24 // block_size)),
+        num_groups=num_groups,
+        enable_prefix_caching=rng.random() < 0.75,
+        enable_chunked_prefill=rng.random() < 0.75,
+        policy=rng.choice(["fcfs", "priority"]),
+        depth=rng.randint(1, 3),
+    )
+
+
+class Simulation:
+    def __init__(self, seed: int, *, check: bool = True, device: type[Device] = Device) -> None:
+        """`check` = assert the scheduler's own invariants, too."""
+        self.rng = rng = random.Random(seed)
+        self.config = config = random_config(rng)
+        self.scheduler = Scheduler(config)
+        self.capacity = (config.num_blocks - 1) // config.num_groups * config.block_size
+        self.check = check
+        self.salts: dict[int, str | None] = {}
+        self.device = device(config, self.salts)
+        self.clients: dict[int, Client] = {}
+        self.results: deque[tuple[int, list[int], StepResult | None]] = deque()
+        self.seen: Counter[str] = Counter()
+        self.num_plans = 0
+        self.quiet = 0  # plans since the last output
+        self.nan_rate = rng.choice([0, 0, 0.01])
+        self.fail_rate = rng.choice([0, 0, 0.03, 0.15])
+        self.abort_rate = rng.choice([0, 0.02, 0.1])
+        self.late = rng.choice([rng.randrange, lambda depth: depth - 1])  # how many results to leave in flight
+        self.arrival_rate = rng.choice([0.1, 0.3, 0.8])
+        self.stems = [self.tokens(rng.randint(1, config.max_model_len)) for _ in range(3)]
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCAB) for _ in range(count)]
+
+    def run(self, num_steps: int) -> None:
+        while self.num_plans < num_steps:
+            if self.rng.random() < self.arrival_rate and len(self.scheduler.waiting) < 12:
+                self.arrive()
+            if self.rng.random() < self.abort_rate and self.clients:
+                self.abort()
+            self.turn()
+        while self.scheduler.has_unfinished() or self.results:
+            self.turn()
+        self.check_end()
+
+    def turn(self) -> None:
+        """What the engine loop does: launch a step if there is one, then take in results, more or fewer of them."""
+        launched = self.launch()
+        allowed = self.late(self.config.depth) if launched else len(self.results) - 1
+        while len(self.results) > max(0, allowed):
+            self.take_result()
+        if not launched and not self.results and self.scheduler.has_unfinished():
+            assert self.launch(), "nothing is in flight and nothing can be scheduled: stuck"
+        if not self.scheduler.has_unfinished() and not self.results:
+            self.num_plans += 1  # an idle turn counts, lest a sparse workload never ends
+
+    def arrive(self) -> None:
+        rng, config = self.rng, self.config
+        longest = config.max_model_len - 1
+        if not config.enable_chunked_prefill:
+            longest = min(longest, config.max_num_batched_tokens)
+        stem = rng.choice(self.stems)
+        prompt = stem[: rng.randint(0, len(stem))] + self.tokens(rng.choice([0, 1, 1, 3, 8]))
+        if rng.random() < 0.1 and self.clients:  # a chat goes on
+            earlier = rng.choice(list(self.clients.values()))
+            prompt = earlier.prompt + earlier.outputs + self.tokens(rng.randint(0, 3))
+        prompt = prompt[:longest] or self.tokens(1)
+        salt = rng.choice([None, None, None, "", "a", "b"])
+        for _ in range(rng.choice([1, 1, 1, 1, 2, 5])):
+            max_tokens = rng.choice([1, 2, 5, 12, 40])
+            sampling = SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=rng.choice([0, 0, 0, rng.randint(0, max_tokens)]),
+                eos_token_ids=rng.choice([(), (), (0,), (0, 1)]),
+                stop_token_ids=rng.choice([(), (), (), (1, 2)]),
+                ignore_eos=rng.random() < 0.3,
+            )
+            id = len(self.clients) + 1000
+            self.salts[id] = salt
+            self.clients[id] = Client(prompt, salt, sampling)
+            self.scheduler.add(
+                Request(id, prompt, sampling, priority=rng.choice([0, 0, 1, -2]), cache_salt=salt, arrival=rng.random())
+            )
+        self.check_books()
+
+    def abort(self) -> None:
+        ids = self.rng.sample(list(self.clients), min(len(self.clients), self.rng.choice([1, 1, 3])))
+        live = {id for id in ids if self.clients[id].reason is None and id in self.scheduler.entries}
+        for id in live:
+            self.seen["abort in flight"] += self.scheduler.entries[id][3].num_in_flight_steps > 0
+        outputs = self.scheduler.abort([*ids, ids[0], 1, 2])
+        assert {output.id for output in outputs} == live
+        assert all(output.finish_reason == "abort" and not output.token_ids for output in outputs)
+        for id in live:
+            self.clients[id].aborted = True
+        self.receive(outputs)
+        self.check_books()
+
+    def launch(self) -> bool:
+        scheduler, rng = self.scheduler, self.rng
+        ready = [request for request in scheduler.running.values() if self.is_ready(request)]
+        plan = scheduler.schedule()
+        self.check_books()
+        if plan is None:
+            return False
+        self.num_plans += 1
+        self.quiet += 1
+        assert self.quiet <= self.config.max_model_len + 2 * self.config.depth + 2, "steps go by, but nobody gets on"
+        planned = set(plan.rows)
+        for request in ready:
+            assert request.row in planned or request.status is Status.WAITING, f"{request} was ready, but left out"
+        if plan.new_rows:
+            kv, size = scheduler.kv, self.config.block_size
+            wanted = [-(-request.num_tokens // size) for request in scheduler.running.values()]
+            held = [len(kv.tables[id].groups[0]) for id in scheduler.running]
+            missing = sum(max(0, w - h) for w, h in zip(wanted, held, strict=True))
+            assert missing * self.config.num_groups <= kv.num_free_blocks, (
+                "admitted into blocks that others will need for their prompts"
+            )
+        new_ids = {new.row: new.request_id for new in plan.new_rows}
+        ids = [new_ids[row] if row in new_ids else self.device.rows[row].request_id for row in plan.rows]
+        assert all(self.clients[id].reason is None for id in ids), "scheduled after its end"
+        self.seen["mixed step"] += 0 < plan.num_decodes < len(plan.rows)
+        self.seen["overlapped decode"] += len(self.results) > 0 and plan.num_decodes > 0
+        self.seen["hit"] += sum(new.num_computed_tokens > 0 for new in plan.new_rows)
+        if rng.random() < self.fail_rate / 2:  # the launch raises: nothing of the plan reaches the device
+            self.fail(plan.step, ids)
+            return True
+        result = self.device.execute(plan, rng, self.nan_rate, fails := rng.random() < self.fail_rate)
+        for i in result.errors if result else ():
+            self.clients[ids[plan.sampled[i]]].spoilt = True
+        self.results.append((plan.step, ids if fails else [], result))
+        return True
+
+    def is_ready(self, request: Request) -> bool:
+        total = request.num_tokens + request.num_in_flight_tokens
+        return (
+            total - request.num_computed_tokens == 1
+            and total - request.num_prompt_tokens < request.sampling.max_tokens
+            and total < self.config.max_model_len
+            and total <= self.capacity
+        )
+
+    def take_result(self) -> None:
+        step, failed_ids, result = self.results.popleft()
+        if result is None:
+            self.fail(step, failed_ids)
+            return
+        self.receive(self.scheduler.update(result))
+        self.check_books()
+
+    def fail(self, step: int, ids: list[int]) -> None:
+        for id in ids:
+            self.clients[id].spoilt = True
+        restarts = sum(step.sampled.count(None) for step in self.scheduler.in_flight)
+        outputs = self.scheduler.fail(step, "device lost")
+        assert {o.id for o in outputs if o.error == "device lost"} == {i for i in ids if self.clients[i].reason is None}
+        self.quiet = 0
+        self.seen["failed step"] += 1
+        self.seen["thrown away"] += sum(step.sampled.count(None) for step in self.scheduler.in_flight) > restarts
+        self.receive(outputs)
+        self.check_books()
+
+    def receive(self, outputs: list[RequestOutput]) -> None:
+        assert len({output.id for output in outputs}) == len(outputs), "two outputs of one request in one step"
+        for output in outputs:
+            client = self.clients[output.id]
+            assert client.reason is None, "an output after the last"
+            assert GARBAGE not in output.token_ids, "a token that was sampled from garbage"
+            assert output.token_ids or output.finish_reason
+            assert (output.error is not None) == (output.finish_reason == "error")
+            if client.outputs:
+                assert output.num_cached_tokens is None and output.first_scheduled is None
+            elif output.token_ids:
+                assert output.first_scheduled is not None and 0 <= output.num_cached_tokens < len(client.prompt)
+            client.outputs += output.token_ids
+            client.reason, client.stop_reason = output.finish_reason, output.stop_reason
+            self.quiet = 0
+
+    def check_books(self) -> None:
+        if self.check:
+            self.scheduler.check_invariants(thorough=True)
+
+    def check_end(self) -> None:
+        scheduler = self.scheduler
+        scheduler.check_invariants(thorough=True)
+        assert scheduler.num_in_flight == 0 and scheduler.schedule() is None and not scheduler.waiting
+        assert len(scheduler.free_rows) == self.config.max_num_seqs, "idle, but rows are taken"
+        assert scheduler.kv.num_free_blocks == self.config.num_blocks - 1, "idle, but blocks are referenced"
+        for id, client in self.clients.items():
+            wanted = oracle(client.prompt, client.salt, client.sampling, self.config.max_model_len, self.capacity)
+            self.seen[str(client.reason)] += 1
+            if client.aborted or (client.reason == "error" and client.spoilt):
+                assert client.reason == ("abort" if client.aborted else "error")
+                assert client.outputs == wanted[0][: len(client.outputs)], f"request {id}: other tokens than alone"
+            else:
+                assert (client.outputs, client.reason, client.stop_reason) == wanted, f"request {id}: not as alone"
+        stats = scheduler.stats()
+        assert stats.num_running == stats.num_waiting == 0 and stats.prefix_hits <= stats.prefix_queries
+        assert self.config.enable_prefix_caching or not self.seen["hit"]
+        self.seen["preemption"] += stats.num_preemptions
+
+
+def simulate(seed: int, num_steps: int, **options) -> Simulation:
+    simulation = Simulation(seed, **options)
+    try:
+        simulation.run(num_steps)
+    except Exception as error:
+        raise AssertionError(f"seed {seed}, {simulation.config}: {error!r}") from error
+    return simulation
+
+
+# ---- the tests ----
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("ERROR", logger="vserve.engine.scheduler")  # caches are tiny: thousands of preemptions
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_any_workload_gives_what_each_request_gets_alone(part: int) -> None:
+    num_steps, seen, seed = 0, Counter[str](), part * 1_000_000
+    while num_steps < TOTAL_STEPS / PARTS:
+        simulation = simulate(seed, 60)
+        num_steps += simulation.scheduler.num_scheduled_steps
+        seen += simulation.seen
+        seed += 1
+    rare = 0.5 * num_steps / 20_000  # every way through the scheduler was taken, not once but often
+    for event, count in {
+        "preemption": 500, "hit": 500, "mixed step": 500, "overlapped decode": 2000, "abort in flight": 50,
+        "failed step": 100, "thrown away": 4, "error": 50, "stop": 500, "length": 500, "abort": 100,
+    }.items():  # fmt: skip
+        assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
+
+
+class TwoStreams(Device):
+    """A device out of stream order: what a plan wrote lands once more, after the next plan has run."""
+
+    def __init__(self, config: SchedulerConfig, salts: dict[int, str | None]) -> None:
+        super().__init__(config, salts)
+        self.written: list[tuple[int, int, int]] = []
+
+    def write(self, row: Row, num_new: int, fails: bool) -> None:
+        super().write(row, num_new, fails)
+        size = self.config.block_size
+        for table in row.tables:
+            for position in range(row.computed, row.computed + num_new):
+                block, offset = table[position // size], position % size
+                self.written.append((block, offset, self.cache[block][offset]))
+
+    def execute(self, plan: StepPlan, rng: random.Random, nan_rate: float, fails: bool) -> StepResult | None:
+        late, self.written = self.written, []
+        result = super().execute(plan, rng, nan_rate, fails)
+        for block, offset, state in late:
+            self.cache[block][offset] = state
+        return result
+
+
+def caught(num_seeds: int, **options) -> str:
+    """How the first of some workloads fails, the scheduler's own checks off; "" when none does."""
+    for seed in range(num_seeds):
+        try:
+            simulate(seed, 60, check=False, **options)
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+FORGET = "        if self.keys[block] is not None:\n            self.revoke"
+REGISTRABLE = "min(num_tokens // self.block_size, len(hashes))"
+FIRST_CHUNK = "self.num_blocks_for(num_hits * size + num_new) -"
+MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
+    "hit up to the last token": ("kv_cache", "(num_tokens - 1) // size", "num_tokens // size"),
+    "hash without its parent": ("kv_cache", "content = parent +", "content = self.seed +"),
+    "salt left out": ("kv_cache", "if not hashes and request.cache_salt is not None:", "if False:"),
+    "hits not counted as consumption": ("kv_cache", "* self.num_groups + free_hits", "* self.num_groups"),
+    "admitted on the first chunk": ("kv_cache", "self.num_blocks_for(num_tokens) -", FIRST_CHUNK),
+    "hit blocks not referenced": ("kv_cache", "pool.share(block)", "pass"),
+    "hits unlike in the groups": ("kv_cache", "self.pool.find(key + suffix)", "self.pool.find(key)"),
+    "keys never revoked": ("kv_cache", "if self.pool.keys[block] == key:", "if False:"),
+    "registered beyond what is computed": ("kv_cache", REGISTRABLE, "len(hashes)"),
+    "content forgotten too late": ("block_pool", FORGET, FORGET.replace("self.keys[block] is not None", "False")),
+    "shared blocks freed by one": ("block_pool", "            if refs[block]:\n", "            if refs[block] < 0:\n"),
+    "registered before preemption is over": ("scheduler", "if request in step.scheduled:\n", "if True:\n"),
+    "late keys not revoked": ("scheduler", "for planned in (failed, *later):", "for planned in (failed,):"),
+    "built on a failed step": ("scheduler", "if num_hit_tokens and not request.finished:", "if False:"),
+    "thrown-away samples kept": ("scheduler", "[None if sampled is request else sampled for", "[sampled for"),
+    "resumed with a sample in flight": ("scheduler", "if request.num_in_flight_steps:", "if False:"),
+    "plan of a victim kept": ("scheduler", "step.scheduled.pop(victim, 0)", "0"),
+    "blocks of a victim kept": ("scheduler", "step.appended.pop(victim, None)", "pass"),
+    "not started over": ("scheduler", "        request.num_computed_tokens = 0\n", ""),
+    "past a sure end": ("scheduler", "if total > stop or total -", "if total -"),
+    "past max_tokens": ("scheduler", "total - request.num_prompt_tokens >= request.sampling.max_tokens", "False"),
+    "tokens of finished requests": ("scheduler", "if request.status is FINISHED:", "if False:"),
+    "batch order": ("scheduler", "request, num_new in scheduled.items() if num_new == 1]", "request in scheduled]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, right, wrong = MUTATIONS[mutation]
+    source = inspect.getsource(ROOMS[room])
+    assert source.count(right) == 1, f"the line to break is in {room}.py {source.count(right)} times"
+    broken = ModuleType(f"vserve.engine.{room}")
+    exec(compile(source.replace(right, wrong), f"broken {room}.py", "exec"), broken.__dict__)
+    if room == "scheduler":
+        monkeypatch.setitem(globals(), "Scheduler", broken.Scheduler)
+    elif room == "kv_cache":
+        monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)
+    else:
+        monkeypatch.setattr(kv_cache_module, "BlockPool", broken.BlockPool)
+    assert caught(800), "nothing noticed"
+
+
+def test_oracle_sees_a_device_out_of_stream_order() -> None:
+    assert "reads another prefix" in caught(200, device=TwoStreams)
+
+
+def test_unbroken_scheduler_passes_what_the_broken_ones_fail() -> None:
+    assert caught(100) == ""

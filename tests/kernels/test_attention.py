@@ -1,0 +1,532 @@
+"""Paged attention, decode and prefill: the torch twins and the Triton kernels against plain loops in float64."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vserve.kernels.attention import (
+    DecodeWorkspace,
+    decode_attention,
+    decode_attention_torch,
+    prefill_attention,
+    prefill_attention_torch,
+)
+from vserve.kernels.attention_decode import choose_splits, decode_attention_triton
+from vserve.kernels.attention_prefill import prefill_attention_triton
+
+CUDA = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])  # the interpreter's bf16 dot is wrong
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DECODE: dict[str, Callable[..., Tensor]] = {
+    "torch": decode_attention_torch,
+    "triton": decode_attention_triton,
+    "public": decode_attention,
+}
+PREFILL: dict[str, Callable[..., Tensor]] = {
+    "torch": lambda *args, max_query_len, **options: prefill_attention_torch(*args, **options),
+    "triton": prefill_attention_triton,
+    "public": prefill_attention,
+}
+requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+
+
+@dataclass
+class Batch:
+    """Requests with their keys and values in a paged cache, in which everything else is NaN."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    rows: Tensor
+    seq_lens: Tensor
+    query_start: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.query, self.key_cache, self.value_cache, self.block_table, self.rows, self.seq_lens
+
+    @property
+    def poisoned_out(self) -> Tensor:
+        return self.query.new_full((*self.query.shape[:2], self.value_cache.shape[3]), float("nan"))
+
+
+def make_batch(
+    rng: torch.Generator,
+    device: str,
+    dtype: torch.dtype,
+    lengths: list[int],
+    query_lens: list[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    size: int = 64,
+    value_size: int | None = None,
+    page: int = 16,
+    before: int = 0,
+    behind: int = 0,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: bool = False,
+    scale: float | None = None,
+    spread: float = 1.0,
+) -> Batch:
+    """Requests of the given context and query lengths; `before` and `behind`: query tokens that belong to none of them.
+
+    The query is a slice of a fused qkv product; blocks are shuffled over the cache, requests over the rows of the
+    table; unused cache slots and unused table entries (block 0) hold NaN.
+    """
+    value_size = value_size or size
+    num_tokens = before + sum(query_lens) + behind
+    fused = torch.randn(num_tokens, heads * size + kv_heads * (size + value_size), generator=rng) * spread
+    query = fused.to(device, dtype)[:, : heads * size].view(num_tokens, heads, size)
+
+    blocks_each = [-(-length // page) for length in lengths]
+    num_blocks = sum(blocks_each) + 3
+    block_ids = (torch.randperm(num_blocks - 1, generator=rng) + 1).tolist()
+    num_rows = len(lengths) + 2
+    rows = torch.randperm(num_rows, generator=rng)[: len(lengths)]
+    table = torch.zeros(num_rows, max([*blocks_each, 1]) + 2, dtype=torch.int32)
+    key_cache = torch.full((num_blocks, page, kv_heads, size), float("nan"))
+    value_cache = torch.full((num_blocks, page, kv_heads, value_size), float("nan"))
+    for row, length, count in zip(rows.tolist(), lengths, blocks_each, strict=True):
+        blocks = [block_ids.pop() for _ in range(count)]
+        table[row, :count] = torch.tensor(blocks, dtype=torch.int32)
+        for index, block in enumerate(blocks):
+            used = min(length - index * page, page)
+            key_cache[block, :used] = torch.randn(used, kv_heads, size, generator=rng) * spread
+            value_cache[block, :used] = torch.randn(used, kv_heads, value_size, generator=rng)
+    query_start = torch.tensor([0, *query_lens]).cumsum(0) + before
+    return Batch(
+        query=query,
+        key_cache=key_cache.to(device, dtype),
+        value_cache=value_cache.to(device, dtype),
+        block_table=table.to(device),
+        rows=rows.to(device, torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        query_start=query_start.to(device, torch.int32),
+        options={
+            "scale": scale or size**-0.5,
+            "window": window,
+            "soft_cap": soft_cap,
+            "sinks": (torch.randn(heads, generator=rng) * 2).to(device) if sinks else None,
+        },
+    )
+
+
+def reference_attention(batch: Batch) -> Tensor:
+    """Float64, one query token and head at a time. Rows that belong to no request are NaN."""
+    options = batch.options
+    page, kv_heads, value_size = batch.value_cache.shape[1:]
+    tokens, heads, _ = batch.query.shape
+    query, key_cache, value_cache = (t.double().cpu() for t in (batch.query, batch.key_cache, batch.value_cache))
+    table, rows, seq_lens, starts = (
+        t.tolist() for t in (batch.block_table, batch.rows, batch.seq_lens, batch.query_start)
+    )
+    out = torch.full((tokens, heads, value_size), float("nan"), dtype=torch.float64)
+    for request, length in enumerate(seq_lens):
+        slots = [(table[rows[request]][p // page], p % page) for p in range(length)]
+        keys = [key_cache[block, offset] for block, offset in slots]
+        values = [value_cache[block, offset] for block, offset in slots]
+        start, end = starts[request], starts[request + 1]
+        for token in range(start, end):
+            position = length - (end - token)
+            first = max(0, position - options["window"] + 1) if options["window"] else 0
+            if position < 0:
+                out[token] = 0
+                continue
+            key, value = torch.stack(keys[first : position + 1]), torch.stack(values[first : position + 1])
+            for head in range(heads):
+                kv_head = head * kv_heads // heads
+                scores = key[:, kv_head] @ query[token, head] * options["scale"]
+                if options["soft_cap"]:
+                    scores = options["soft_cap"] * torch.tanh(scores / options["soft_cap"])
+                weights = torch.exp(scores - scores.max())
+                total = weights.sum()
+                if options["sinks"] is not None:
+                    total += torch.exp(options["sinks"][head].double().cpu() - scores.max())
+                out[token, head] = weights @ value[:, kv_head] / total
+    return out
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    actual = actual.double().cpu()
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all(), "NaN or infinity from unused memory or an empty row"
+    error = (actual - expected).norm() / expected.norm().clamp(min=1e-30)
+    assert error < TOLERANCE[dtype], f"relative error {error:.2e}"
+
+
+# Context lengths straddle pages (16) and tiles (16 to 64 keys).
+DECODE_CASES: dict[str, dict[str, Any]] = {
+    "one_request": {"lengths": [137]},
+    "one_token": {"lengths": [1]},
+    "page_edges": {"lengths": [15, 16, 17, 33]},
+    "tile_edges": {"lengths": [31, 32, 65, 128]},
+    "padding_rows": {"lengths": [0, 40, 0]},
+    "only_padding": {"lengths": [0]},
+    "mha": {"lengths": [50, 3], "heads": 2},
+    "gqa2_size128": {"lengths": [100, 17], "heads": 2, "kv_heads": 1, "size": 128},
+    "gqa7_size80": {"lengths": [45, 70], "heads": 14, "size": 80},
+    "gqa8_size256": {"lengths": [40], "heads": 8, "kv_heads": 1, "size": 256},
+    "gqa16": {"lengths": [75, 20], "heads": 32},
+    "value_smaller": {"lengths": [75, 20], "size": 96, "value_size": 64},
+    "value_larger": {"lengths": [33], "size": 32, "value_size": 48},
+    "page_not_power_of_two": {"lengths": [50, 11], "page": 12},
+    "page_64": {"lengths": [130, 64], "page": 64},
+    "window": {"lengths": [100, 5, 33], "window": 32},
+    "window_1": {"lengths": [50, 1], "window": 1},
+    "window_longer_than_context": {"lengths": [50, 20], "window": 999},
+    "soft_cap": {"lengths": [70, 8], "soft_cap": 3.0, "spread": 2.0},
+    "sinks": {"lengths": [70, 0, 8], "sinks": True},
+    "scale": {"lengths": [70], "scale": 1.0},
+    "drafts_1": {"lengths": [64, 33, 2], "query_len": 2},
+    "drafts_2_window": {"lengths": [90, 18], "query_len": 3, "window": 17},
+    "drafts_3_gqa7": {"lengths": [35, 0], "query_len": 4, "heads": 14},
+    "drafts_4_sinks": {"lengths": [66, 5], "query_len": 5, "sinks": True},
+    "drafts_beyond_length": {"lengths": [2, 40, 4], "query_len": 4},
+    "rows_beyond_a_tile": {"lengths": [40], "query_len": 5, "heads": 32},
+    "everything": {"lengths": [99, 0], "query_len": 2, "window": 40, "soft_cap": 5.0, "sinks": True, "value_size": 32},
+}
+
+
+def decode_batch(rng: torch.Generator, device: str, dtype: torch.dtype, **case: Any) -> tuple[Batch, int]:
+    query_len = case.pop("query_len", 1)
+    lengths = case.pop("lengths")
+    return make_batch(rng, device, dtype, lengths, [query_len] * len(lengths), **case), query_len
+
+
+@pytest.mark.parametrize("implementation", DECODE)
+@pytest.mark.parametrize("case", DECODE_CASES)
+def test_decode(case: str, implementation: str, rng: torch.Generator, device: str) -> None:
+    device = "cpu" if implementation == "torch" else device
+    for dtype in DTYPES if implementation != "public" else DTYPES[:1]:
+        batch, query_len = decode_batch(rng, device, dtype, **DECODE_CASES[case])
+        out = batch.poisoned_out
+        result = DECODE[implementation](*batch.inputs, query_len=query_len, out=out, **batch.options)
+        assert result is out
+        assert_close(out, reference_attention(batch), dtype)
+        if implementation == "public":
+            fresh = decode_attention(*batch.inputs, query_len=query_len, **batch.options)
+            torch.testing.assert_close(fresh, out, rtol=0, atol=0)
+
+
+SPLIT_CASES: dict[str, dict[str, Any]] = {
+    "short_and_long": {"lengths": [1, 63, 64, 300]},
+    "split_edges": {"lengths": [127, 128, 129, 0]},
+    "window": {"lengths": [257, 90], "window": 100},
+    "drafts": {"lengths": [129, 193, 3], "query_len": 3},
+    "drafts_window_sinks": {"lengths": [160, 70], "query_len": 2, "window": 66, "sinks": True},
+    "value_size_gqa7": {"lengths": [200], "heads": 7, "kv_heads": 1, "size": 80, "value_size": 48},
+    "soft_cap": {"lengths": [140], "soft_cap": 4.0},
+    "many": {"lengths": [150, 300], "heads": 2, "kv_heads": 1, "num_splits": 16},
+}
+
+
+@pytest.mark.parametrize("num_splits", [2, 5])
+@pytest.mark.parametrize("case", SPLIT_CASES)
+def test_split_decode(case: str, num_splits: int, rng: torch.Generator, device: str) -> None:
+    """Splits of 32 keys and more, merged, from scratch memory that holds NaN."""
+    for dtype in DTYPES:
+        options = dict(SPLIT_CASES[case])
+        num_splits = options.pop("num_splits", num_splits)
+        batch, query_len = decode_batch(rng, device, dtype, **options)
+        num_partials = batch.query.shape[0] * batch.query.shape[1] * num_splits
+        workspace = DecodeWorkspace(
+            torch.full((num_partials * batch.value_cache.shape[3],), float("nan"), device=device),
+            torch.full((num_partials,), float("nan"), device=device),
+        )
+        out = decode_attention_triton(
+            *batch.inputs, query_len=query_len, workspace=workspace, out=batch.poisoned_out, block_n=32,
+            num_splits=num_splits, min_split_tokens=32, **batch.options,
+        )  # fmt: skip
+        assert_close(out, reference_attention(batch), dtype)
+        if max(batch.seq_lens.tolist()) >= 64 and not batch.options["window"]:
+            assert torch.isfinite(workspace.partial_lse).any(), "this case was meant to split"
+
+
+def test_default_splits_use_the_workspace(rng: torch.Generator, device: str) -> None:
+    batch, _ = decode_batch(rng, device, torch.float32, lengths=[290, 7])
+    workspace = DecodeWorkspace.create(2, 4, 64, device)
+    workspace.partial_lse.fill_(float("nan"))
+    out = decode_attention(*batch.inputs, workspace=workspace, **batch.options)
+    assert_close(out, reference_attention(batch), torch.float32)
+    triton_out = decode_attention_triton(*batch.inputs, workspace=workspace, **batch.options)
+    assert_close(triton_out, reference_attention(batch), torch.float32)
+    assert torch.isfinite(workspace.partial_lse).any()
+
+
+def test_small_workspace_is_refused(rng: torch.Generator, device: str) -> None:
+    batch, _ = decode_batch(rng, device, torch.float32, lengths=[290, 7])
+    with pytest.raises(ValueError, match=r"holds 4 partial results.*need 32"):
+        decode_attention_triton(
+            *batch.inputs, workspace=DecodeWorkspace(torch.empty(256), torch.empty(4)), num_splits=4, **batch.options
+        )
+
+
+@pytest.mark.parametrize("num_sms", [8, 108, 132])
+@pytest.mark.parametrize("kv_heads", [1, 4, 8])
+def test_split_choice(num_sms: int, kv_heads: int) -> None:
+    for requests in range(1, 600):
+        for max_context in (16, 1000, 8192, 131072):
+            splits, min_tokens = choose_splits(requests, kv_heads, num_sms, max_context)
+            assert 1 <= splits <= 64
+            assert splits & (splits - 1) == 0
+            assert splits == 1 or splits * min_tokens <= max_context, "a split that no context can fill"
+            assert splits == 1 or splits * requests * kv_heads <= 8 * num_sms
+    assert choose_splits(1, 8, 132, 131072)[0] == 64, "a lone long context must fill the card"
+    assert choose_splits(256, 8, 132, 131072)[0] == 1, "a batch that fills the card needs no merge"
+
+
+def test_workspace_holds_every_smaller_batch() -> None:
+    workspace = DecodeWorkspace.create(300, 32, 128, "cpu", max_query_len=3, num_kv_heads=8)
+    for requests in range(1, 301):
+        splits, _ = choose_splits(requests, 8, 132, 1 << 20)
+        if splits > 1:
+            assert requests * 3 * 32 * splits <= workspace.partial_lse.numel()
+    assert workspace.partial_out.numel() == workspace.partial_lse.numel() * 128
+    assert workspace.partial_out.nbytes < 16 << 20
+
+
+# (context lengths, query lengths); the rest as for decode. `block_m` forces small row tiles on the Triton kernel.
+PREFILL_CASES: dict[str, dict[str, Any]] = {
+    "fresh": {"lengths": [37], "query_lens": [37]},
+    "one_token": {"lengths": [1], "query_lens": [1]},
+    "page_and_tile_edges": {"lengths": [16, 33, 64], "query_lens": [16, 33, 64]},
+    "chunks": {"lengths": [100, 48, 70], "query_lens": [20, 16, 1]},
+    "padding_rows": {"lengths": [0, 20, 0], "query_lens": [0, 20, 0]},
+    "mixed_batch": {"lengths": [30, 64], "query_lens": [30, 8], "before": 3, "behind": 5},
+    "small_row_tiles": {"lengths": [70, 90], "query_lens": [33, 18], "block_m": 16},
+    "small_tiles_chunk": {"lengths": [128], "query_lens": [32], "block_m": 16, "block_n": 32},
+    "mha": {"lengths": [40], "query_lens": [24], "heads": 2},
+    "gqa4_size128": {"lengths": [50], "query_lens": [20], "heads": 4, "kv_heads": 1, "size": 128},
+    "gqa7_size80": {"lengths": [45, 30], "query_lens": [20, 30], "heads": 7, "kv_heads": 1, "size": 80},
+    "gqa8_size256": {"lengths": [40], "query_lens": [9], "heads": 8, "kv_heads": 1, "size": 256},
+    "gqa16": {"lengths": [35], "query_lens": [11], "heads": 16, "kv_heads": 1},
+    "value_smaller": {"lengths": [50], "query_lens": [30], "size": 96, "value_size": 64},
+    "page_not_power_of_two": {"lengths": [50, 11], "query_lens": [26, 11], "page": 12},
+    "window": {"lengths": [100, 20], "query_lens": [40, 20], "window": 24, "block_m": 32, "block_n": 16},
+    "window_1": {"lengths": [40], "query_lens": [20], "window": 1},
+    "window_of_full_tiles": {"lengths": [150], "query_lens": [20], "window": 100, "block_m": 16, "block_n": 16},
+    "window_longer_than_context": {"lengths": [50], "query_lens": [30], "window": 999},
+    "soft_cap": {"lengths": [50], "query_lens": [30], "soft_cap": 3.0, "spread": 2.0},
+    "sinks": {"lengths": [50, 12], "query_lens": [30, 12], "sinks": True},
+    "everything": {
+        "lengths": [80, 9], "query_lens": [25, 9], "before": 2, "behind": 2, "window": 40, "soft_cap": 5.0,
+        "sinks": True, "value_size": 32,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", PREFILL)
+@pytest.mark.parametrize("case", PREFILL_CASES)
+def test_prefill(case: str, implementation: str, rng: torch.Generator, device: str) -> None:
+    device = "cpu" if implementation == "torch" else device
+    options = dict(PREFILL_CASES[case])
+    tile = {name: options.pop(name) for name in ("block_m", "block_n") if name in options}
+    for dtype in DTYPES if implementation != "public" else DTYPES[:1]:
+        batch = make_batch(rng, device, dtype, options["lengths"], options["query_lens"],
+                           **{k: v for k, v in options.items() if k not in ("lengths", "query_lens")})  # fmt: skip
+        out = batch.poisoned_out
+        result = PREFILL[implementation](
+            *batch.inputs, batch.query_start, max_query_len=max(options["query_lens"]), out=out,
+            **batch.options, **(tile if implementation == "triton" else {}),
+        )  # fmt: skip
+        assert result is out
+        owned = slice(int(batch.query_start[0]), int(batch.query_start[-1]))
+        assert_close(out[owned], reference_attention(batch)[owned], dtype)
+        out[owned] = float("nan")
+        assert torch.isnan(out).all(), "wrote rows that belong to no request"
+
+
+def test_prefill_of_the_tail_of_a_mixed_batch(rng: torch.Generator, device: str) -> None:
+    """The caller's way: one batch, decodes first, each kernel given its slice of the same tensors."""
+    batch = make_batch(rng, device, torch.float32, [40, 77, 50, 30], [1, 1, 9, 30], behind=2)
+    expected = reference_attention(batch)
+    for decode, prefill in (("public", "public"), ("triton", "triton")):
+        out = batch.poisoned_out
+        query, *caches = batch.inputs[:4]
+        DECODE[decode](query[:2], *caches, batch.rows[:2], batch.seq_lens[:2], out=out[:2], **batch.options)
+        PREFILL[prefill](
+            query, *caches, batch.rows[2:], batch.seq_lens[2:], batch.query_start[2:], max_query_len=100, out=out,
+            **batch.options,
+        )  # fmt: skip
+        assert_close(out[:41], expected[:41], torch.float32)
+        assert torch.isnan(out[41:]).all()
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_strided_caches(implementation: str, rng: torch.Generator, device: str) -> None:
+    """Keys and values interleaved in one buffer, heads before slots: only the last dimension is contiguous."""
+    device = "cpu" if implementation == "torch" else device
+    batch = make_batch(rng, device, torch.float32, [70, 20, 9], [20, 5, 1])
+    blocks, page, kv_heads, size = batch.key_cache.shape
+    buffer = torch.full((blocks, 2, kv_heads, page, size), float("nan"), device=device)
+    buffer[:, 0] = batch.key_cache.transpose(1, 2)
+    buffer[:, 1] = batch.value_cache.transpose(1, 2)
+    batch.key_cache, batch.value_cache = buffer[:, 0].transpose(1, 2), buffer[:, 1].transpose(1, 2)
+    last = batch.query_start[1:].long() - 1
+    expected = reference_attention(batch)
+    out = PREFILL[implementation](*batch.inputs, batch.query_start, max_query_len=20, **batch.options)
+    assert_close(out, expected, torch.float32)
+    out = DECODE[implementation](batch.query[last], *batch.inputs[1:], **batch.options)
+    assert_close(out, expected[last.cpu()], torch.float32)
+
+
+def test_empty_batch(device: str) -> None:
+    query = torch.empty(0, 4, 64, device=device)
+    cache = torch.empty(2, 16, 2, 64, device=device)
+    table = torch.zeros(1, 2, dtype=torch.int32, device=device)
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    start = torch.zeros(1, dtype=torch.int32, device=device)
+    for decode in DECODE.values():
+        assert decode(query, cache, cache, table, none, none, scale=1.0).shape == (0, 4, 64)
+    for prefill in PREFILL.values():
+        assert prefill(query, cache, cache, table, none, none, start, max_query_len=0, scale=1.0).shape == (0, 4, 64)
+
+
+@pytest.mark.gpu
+@requires_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("requests", "longest"), [(1, 8000), (64, 1100), (256, 300)])
+def test_large_decode(requests: int, longest: int, dtype: torch.dtype, rng: torch.Generator, device: str) -> None:
+    lengths = torch.randint(longest // 2, longest, (requests,), generator=rng).tolist()
+    for query_len, window in ((1, 0), (3, 0), (1, 512)):
+        batch = make_batch(rng, device, dtype, lengths, [query_len] * requests, heads=32, kv_heads=8, size=128,
+                           window=window)  # fmt: skip
+        out = decode_attention(*batch.inputs, query_len=query_len, out=batch.poisoned_out, **batch.options)
+        query, key_cache, value_cache, *tables = batch.inputs
+        expected = DECODE["torch"](
+            query.double(), key_cache.double(), value_cache.double(), *tables, query_len=query_len, **batch.options,
+        )  # fmt: skip
+        assert_close(out, expected.cpu(), dtype)
+
+
+@pytest.mark.gpu
+@requires_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_large_prefill(size: int, dtype: torch.dtype, rng: torch.Generator, device: str) -> None:
+    for lengths, query_lens, window in (([2048, 2048], [2048, 2048], 0), ([3000, 500], [1000, 500], 0),
+                                        ([2500], [2000], 700)):  # fmt: skip
+        batch = make_batch(rng, device, dtype, lengths, query_lens, heads=32, kv_heads=8, size=size, window=window)
+        out = prefill_attention(*batch.inputs, batch.query_start, max_query_len=max(query_lens), **batch.options)
+        query, key_cache, value_cache, *tables = batch.inputs
+        expected = PREFILL["torch"](
+            query.double(), key_cache.double(), value_cache.double(), *tables, batch.query_start,
+            max_query_len=0, **batch.options,
+        )  # fmt: skip
+        assert_close(out, expected.cpu(), dtype)
+
+
+@pytest.mark.gpu
+@requires_cuda
+def test_decode_in_a_cuda_graph(rng: torch.Generator, device: str) -> None:
+    """A graph captured at length 1 must be right for any length within the block table."""
+    batch, _ = decode_batch(rng, device, torch.bfloat16, lengths=[900, 0, 33, 1500], heads=32, kv_heads=8, size=128)
+    lengths = batch.seq_lens.clone()
+    out = batch.poisoned_out
+    workspace = DecodeWorkspace.create(4, 32, 128, device)
+    decode_attention(*batch.inputs, workspace=workspace, out=out, **batch.options)
+    batch.seq_lens.fill_(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_attention(*batch.inputs, workspace=workspace, out=out, **batch.options)
+    batch.seq_lens.copy_(lengths)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert_close(out, reference_attention(batch), torch.bfloat16)
+
+
+# Compiles for sm_90 without a GPU: the launchers run on CPU tensors, with the launch itself replaced by a warm-up.
+_COMPILE = """
+import json, re, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Hopper:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+kernels = {}
+
+def warm_up_instead(self, grid):
+    def launch(*args, **options):
+        kernel = self.run(*args, grid=grid, warmup=True, **options)
+        kernels.setdefault(self.fn.__name__, {})[id(kernel)] = kernel
+    return launch
+
+driver.set_active(Hopper())
+JITFunction.__getitem__ = warm_up_instead
+from vserve.kernels.attention_decode import decode_attention_triton
+from vserve.kernels.attention_prefill import prefill_attention_triton
+
+def run(size, dtype, requests, first, blocks, splits, rows):
+    query = torch.empty(requests * 40, 32, size, dtype=dtype)
+    cache = torch.empty(2, 16, 8, size, dtype=dtype)
+    table = torch.zeros(4, blocks, dtype=torch.int32)
+    ints = torch.zeros(requests + 9, dtype=torch.int32)[first:]
+    decode_attention_triton(query[:requests], cache, cache, table, ints[:requests], ints[:requests], scale=0.1,
+                            num_splits=splits)
+    prefill_attention_triton(query, cache, cache, table, ints[:requests], ints[:requests], ints[:requests + 1],
+                             max_query_len=rows, scale=0.1)
+
+size, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
+run(size, dtype, 1, 0, 64, 4, 999)
+run(size, dtype, 2, 1, 65, 4, 1000)
+run(size, dtype, 16, 3, 1, 4, 1001)
+print(json.dumps([
+    {
+        "kernel": name,
+        "variants": len(variants),
+        "shared": kernel.metadata.shared,
+        "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
+        "async_copies": "cp.async.cg" in kernel.asm["ptx"],
+        "lookahead": max(map(int, re.findall(r"cp\\.async\\.wait_group\\s+(\\d+)", kernel.asm["ptx"])), default=0),
+    }
+    for name, variants in kernels.items() for kernel in variants.values()
+]))
+"""
+
+
+@pytest.mark.skipif(CUDA, reason="the other tests compile for this GPU")
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (128, "bfloat16"),
+        (256, "bfloat16"),
+        pytest.param(64, "float16", marks=pytest.mark.slow),
+        pytest.param(80, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_for_hopper(size: int, dtype: str, tmp_path: Any) -> None:
+    """Compiles, fits shared memory, keeps loads in flight, and is not compiled again for other batch sizes."""
+    ptxas = pytest.importorskip("triton.knobs").nvidia.ptxas
+    if not os.path.exists(ptxas.path):
+        pytest.skip("triton without ptxas")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _COMPILE, str(size), dtype]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    kernels = {kernel["kernel"]: kernel for kernel in json.loads(run.stdout)}
+    assert set(kernels) == {"_decode_kernel", "_merge_kernel", "_prefill_kernel"}
+    for name, kernel in kernels.items():
+        assert kernel["variants"] == 1, f"{name} was compiled again for another batch size"
+        assert kernel["shared"] <= 227 * 1024
+    if dtype != "float32":
+        assert kernels["_prefill_kernel"]["wgmma"]
+        for name in ("_decode_kernel", "_prefill_kernel"):
+            assert kernels[name]["async_copies"]
+            assert kernels[name]["lookahead"] >= 2, f"{name} waits for every load it has just issued"

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vserve.kernels import rope
+
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+PATHS = ["torch", "triton", "public"]
+# (query heads, key heads, head size, rotated dimensions)
+SHAPES = [(4, 2, 16, 16), (9, 3, 24, 24), (5, 1, 20, 8), (8, 8, 8, 8), (12, 2, 12, 6), (2, 2, 64, 32)]
+
+
+def table(rot_dim: int, max_pos: int = 64) -> torch.Tensor:
+    angles = torch.arange(max_pos)[:, None] * 100.0 ** (-torch.arange(0, rot_dim, 2) / rot_dim)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def rotated(heads: torch.Tensor, positions: list[int], cos_sin: torch.Tensor, weight: torch.Tensor | None, eps: float):
+    """One number at a time, in Python's floats."""
+    result = heads.double().cpu()
+    cos_sin = cos_sin.double().cpu()
+    half = cos_sin.shape[1] // 2
+    for token, position in enumerate(positions):
+        for head in range(heads.shape[1]):
+            values = result[token, head].tolist()
+            if weight is not None:
+                scale = 1 / math.sqrt(sum(value * value for value in values) / len(values) + eps)
+                values = [value * scale * gain for value, gain in zip(values, weight.tolist(), strict=True)]
+            for i in range(half):
+                cos, sin = float(cos_sin[position, i]), float(cos_sin[position, half + i])
+                first, second = values[i], values[half + i]
+                values[i], values[half + i] = first * cos - second * sin, second * cos + first * sin
+            result[token, head] = torch.tensor(values, dtype=torch.float64)
+    return result
+
+
+def close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    eps = torch.finfo(result.dtype).eps
+    torch.testing.assert_close(result.double().cpu(), expected, rtol=0.51 * eps + 1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_views_of_a_fused_projection(
+    norm: bool, path: str, dtype: torch.dtype, shape: tuple[int, int, int, int], device: str, rng: torch.Generator
+) -> None:
+    num_heads, num_key_heads, dim, rot_dim = shape
+    positions = [0, 17, 3, 63, 0, 0]  # two padding tokens at the end
+    width = (num_heads + 2 * num_key_heads) * dim
+    qkv = torch.randn(len(positions), width + 8, generator=rng).to(dtype).to(device)
+    before = qkv.clone()
+    query = qkv[:, : num_heads * dim].view(-1, num_heads, dim)
+    key = qkv[:, num_heads * dim : (num_heads + num_key_heads) * dim].view(-1, num_key_heads, dim)
+    cos_sin = table(rot_dim).to(device)
+    weights = [torch.randn(dim, generator=rng).to(dtype).to(device) if norm else None for _ in range(2)]
+    expected = [
+        rotated(heads, positions, cos_sin, weight, 1e-6) for heads, weight in zip((query, key), weights, strict=True)
+    ]
+    arguments = [query, key, torch.tensor(positions, dtype=torch.int32, device=device), cos_sin]
+    if norm:
+        arguments += [*weights, 1e-6]
+    name = "qk_norm_rope" if norm else "apply_rope"
+    assert getattr(rope, name if path == "public" else f"{name}_{path}")(*arguments) is None
+    close(query, expected[0])
+    close(key, expected[1])
+    behind = (num_heads + num_key_heads) * dim
+    assert torch.equal(qkv[:, behind:], before[:, behind:])
+    if not norm:
+        assert torch.equal(query[..., rot_dim:], before[:, : num_heads * dim].view_as(query)[..., rot_dim:])
+        assert torch.equal(query[0], before[0, : num_heads * dim].view(num_heads, dim))  # position 0 turns nothing
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("order", ["apart", "key first", "key rows longer"])
+def test_query_and_key_anywhere(path: str, order: str, device: str, rng: torch.Generator) -> None:
+    """The twin joins query and key into one view only where that is right."""
+    positions = [5, 9, 60]
+    if order == "apart":
+        query, key = torch.randn(3, 4, 16, generator=rng).to(device), torch.randn(3, 2, 16, generator=rng).to(device)
+    elif order == "key first":
+        buffer = torch.randn(3, 6, 16, generator=rng).to(device)
+        query, key = buffer[:, 2:], buffer[:, :2]
+    else:
+        query = torch.randn(3, 4, 16, generator=rng).to(device)
+        key = torch.randn(3, 2, 20, generator=rng).to(device)[..., :16]
+    cos_sin = table(16).to(device)
+    expected = [rotated(heads, positions, cos_sin, None, 0.0) for heads in (query, key)]
+    function = rope.apply_rope if path == "public" else getattr(rope, f"apply_rope_{path}")
+    function(query, key, torch.tensor(positions, dtype=torch.int32, device=device), cos_sin)
+    close(query, expected[0])
+    close(key, expected[1])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_tokens(path: str, device: str) -> None:
+    function = rope.apply_rope if path == "public" else getattr(rope, f"apply_rope_{path}")
+    query, key = torch.empty(0, 4, 16, device=device), torch.empty(0, 2, 16, device=device)
+    function(query, key, torch.empty(0, dtype=torch.int32, device=device), table(16).to(device))

@@ -1,0 +1,112 @@
+"""Linear: fused parts, shares of tensor parallelism, methods and adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vserve.engine.layers.embedding import Embedding, LMHead
+from vserve.engine.layers.linear import Linear, UnquantizedMethod
+from vserve.engine.layers.weights import Placement
+
+CPU = Placement(torch.float32, torch.device("cpu"))
+HEADS = {"q": 8 * 4, "k": 2 * 4, "v": 2 * 4}
+
+
+def whole(parts: dict[str, int], in_features: int, bias: bool) -> dict[tuple[str, str], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {(part, "weight"): torch.randn(rows, in_features, generator=generator) for part, rows in parts.items()}
+    if bias:
+        tensors |= {(part, "bias"): torch.randn(rows, generator=generator) for part, rows in parts.items()}
+    return tensors
+
+
+def filled(tensors: dict[tuple[str, str], Tensor], *args: Any, **kwargs: Any) -> Linear:
+    layer = Linear(*args, **kwargs)
+    for (part, kind), tensor in tensors.items():
+        assert layer.expected(part)[kind] == tuple(tensor.shape)
+        layer.load(part, tensor, kind)
+    layer.finish()
+    return layer
+
+
+def test_parts_are_fused_in_order() -> None:
+    tensors = whole(HEADS, 16, bias=True)
+    layer = filled(tensors, 16, HEADS, place=CPU, rule="column", unit=4, bias=True)
+    x = torch.randn(3, 16)
+    for part, y in zip(HEADS, layer(x).split(list(HEADS.values()), dim=1), strict=True):
+        torch.testing.assert_close(y, functional.linear(x, tensors[part, "weight"], tensors[part, "bias"]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_of_a_column_layer_hold_whole_heads(size: int) -> None:
+    """Two key heads over four ranks: neighbours hold the same one, as the query heads of a rank need."""
+    tensors = whole(HEADS, 16, bias=True)
+    x = torch.randn(3, 16)
+    full = {part: functional.linear(x, tensors[part, "weight"], tensors[part, "bias"]) for part in HEADS}
+    for rank in range(size):
+        place = replace(CPU, tp_rank=rank, tp_size=size)
+        layer = filled(tensors, 16, HEADS, place=place, rule="column", unit=4, bias=True)
+        q, k, v = layer(x).split([rows for _, rows in layer.spans.values()], dim=1)
+        torch.testing.assert_close(q, full["q"].chunk(size, dim=1)[rank])
+        kv_heads = max(2 // size, 1)
+        first = rank * 2 // size
+        for part, found in (("k", k), ("v", v)):
+            torch.testing.assert_close(found, full[part].view(3, 2, 4)[:, first : first + kv_heads].flatten(1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_of_a_row_layer_sum_to_the_whole(size: int) -> None:
+    tensors = whole({"out": 6}, 32, bias=True)
+    x = torch.randn(3, 32)
+    total = torch.zeros(3, 6)
+    for rank in range(size):
+        place = replace(CPU, tp_rank=rank, tp_size=size)
+        layer = filled(tensors, 32, {"out": 6}, place=place, rule="row", unit=4, bias=True)
+        total += layer(x.narrow(1, *layer.input_span))
+    torch.testing.assert_close(total, functional.linear(x, tensors["out", "weight"], tensors["out", "bias"]))
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 parts cannot be divided over 3 ranks: choose a divisor of 8"):
+        Linear(16, HEADS, place=replace(CPU, tp_size=3), rule="column", unit=4)
+
+
+def test_adapter_sees_input_and_output() -> None:
+    tensors = whole({"out": 6}, 8, bias=False)
+    layer = filled(tensors, 8, {"out": 6}, place=CPU)
+    x = torch.randn(2, 8)
+    plain = layer(x)
+    layer.adapter = lambda owner, given, y: y + given[:, :6] * len(owner.parts)
+    torch.testing.assert_close(layer(x), plain + x[:, :6])
+
+
+def test_another_method_replaces_the_product() -> None:
+    class Doubled(UnquantizedMethod):
+        def finish(self, layer: Linear) -> None:
+            layer.weight.mul_(2)
+
+    tensors = whole({"out": 6}, 8, bias=False)
+    x = torch.randn(2, 8)
+    layer = filled(tensors, 8, {"out": 6}, place=CPU, method=Doubled())
+    torch.testing.assert_close(layer(x), 2 * functional.linear(x, tensors["out", "weight"]))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tied_output_shares_the_embedding_memory(size: int) -> None:
+    for rank in range(size):
+        place = Placement(torch.bfloat16, torch.device("cpu"), rank, size)
+        embedding = Embedding(10, 4, place)
+        embedding.load("", torch.randn(10, 4))
+        head = LMHead(10, 4, place, tied=embedding)
+        assert head.expected("out") == {}
+        assert head.weight.untyped_storage().data_ptr() == embedding.weight.untyped_storage().data_ptr()
+        x = torch.randn(2, 4, dtype=torch.bfloat16)
+        logits = head(x)
+        assert logits.dtype is torch.float32
+        torch.testing.assert_close(logits, functional.linear(x, embedding.weight.chunk(size)[rank]).float())

@@ -1,0 +1,244 @@
+"""ModelConfig against transformers' AutoConfig, and the one-line refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vserve.engine.layers.weights import Placement
+from vserve.engine.model_config import SUPPORTED_ARCHITECTURES, KVSpec, ModelConfig, ModelError, parse_model_config
+from vserve.engine.models.registry import ARCHITECTURES, build_model
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+# As published: keys of config.json of well-known checkpoints that this file's rules are about.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-2-7b": {"model_type": "llama", "num_key_value_heads": 32, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "rope_scaling": None, "torch_dtype": "float16", "pretraining_tp": 1},
+    "Llama-3.2-1B": {"model_type": "llama", "head_dim": 64, "hidden_size": 2048, "num_hidden_layers": 16,
+        "num_key_value_heads": 8, "tie_word_embeddings": True, "eos_token_id": [128001, 128008, 128009],
+        "bos_token_id": 128000, "max_position_embeddings": 131072, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
+        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
+    "Mistral-7B-v0.1": {"model_type": "mistral", "sliding_window": 4096, "rope_theta": 10000.0,
+        "max_position_embeddings": 32768},
+    "Mistral-Nemo": {"model_type": "mistral", "hidden_size": 5120, "head_dim": 128, "num_hidden_layers": 40,
+        "sliding_window": None, "rope_theta": 1000000.0, "max_position_embeddings": 1024000},
+    "Qwen2.5-7B": {"model_type": "qwen2", "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "num_hidden_layers": 28, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28,
+        "rope_theta": 1000000.0, "max_position_embeddings": 32768, "eos_token_id": 151645, "bos_token_id": 151643,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+    "Qwen3-0.6B": {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "num_hidden_layers": 28, "head_dim": 128, "tie_word_embeddings": True, "rope_scaling": None,
+        "sliding_window": None, "rope_theta": 1000000, "max_position_embeddings": 40960, "dtype": "bfloat16"},
+}  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn-tuned": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7,
+        "mscale_all_dim": 0.9, "truncate": False},
+}  # fmt: skip
+
+
+def write(folder: Path, raw: dict[str, Any]) -> Path:
+    raw = {"architectures": [FAMILIES[raw["model_type"]]], **raw} if raw.get("model_type") in FAMILIES else raw
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.hidden_size == theirs.hidden_size
+    assert ours.intermediate_size == theirs.intermediate_size
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.bos_token_id == theirs.bos_token_id
+    eos = theirs.eos_token_id
+    assert ours.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+    if theirs.dtype is not None:
+        assert ours.dtype == theirs.dtype
+    window = getattr(theirs, "sliding_window", None) or 0
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+    assert ours.windows == tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    rope = theirs.rope_parameters
+    assert ours.rope.type == rope["rope_type"]
+    assert ours.rope.theta == rope["rope_theta"]
+    for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim"):
+        if rope.get(name) is not None:
+            assert getattr(ours.rope, name) == rope[name], name
+    if "original_max_position_embeddings" in rope:
+        assert ours.rope.original_length == rope["original_max_position_embeddings"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_of_missing_keys_are_transformers(tmp_path: Path, family: str) -> None:
+    write(tmp_path, {"model_type": family})
+    assert_agrees(ModelConfig.from_folder(tmp_path), AutoConfig.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
+    write(tmp_path, PUBLISHED[name])
+    assert_agrees(ModelConfig.from_folder(tmp_path), AutoConfig.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "rope_scaling with type"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rope_spellings(tmp_path: Path, family: str, spelling: str, rope: str) -> None:
+    values = dict(ROPES[rope])
+    raw: dict[str, Any] = {"model_type": family, "max_position_embeddings": 65536}
+    if spelling == "rope_parameters":
+        raw["rope_parameters"] = values | {"rope_theta": 50000.0}
+    else:
+        if "type" in spelling:
+            values["type"] = values.pop("rope_type")
+        raw |= {"rope_scaling": values, "rope_theta": 50000.0}
+    write(tmp_path, raw)
+    config = ModelConfig.from_folder(tmp_path)
+    assert_agrees(config, AutoConfig.from_pretrained(tmp_path))
+    assert config.rope.theta == 50000.0
+    lengths = {"linear": 4 * 65536, "dynamic": 2 * 65536, "yarn": 4 * 32768, "yarn-tuned": 4 * 65536}
+    assert config.max_model_len == lengths.get(rope, 65536)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3},
+        {"use_sliding_window": True, "sliding_window": 16,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ],
+)  # fmt: skip
+def test_qwen_windows(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
+    write(tmp_path, {"model_type": family, **SMALL, **keys})
+    assert_agrees(ModelConfig.from_folder(tmp_path), AutoConfig.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_biases_norms_and_parameter_count_match_transformers_model(family: str) -> None:
+    for extra in ({}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24}):
+        raw = {"model_type": family, "vocab_size": 99, "intermediate_size": 40, **SMALL, **extra}
+        config = parse_model_config(raw)
+        with torch.device("meta"):
+            theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+        names = [name for name, _ in theirs.named_parameters()]
+        assert config.qkv_bias == any(name.endswith("q_proj.bias") for name in names)
+        assert config.output_bias == any(name.endswith("o_proj.bias") for name in names)
+        assert config.mlp_bias == any(name.endswith("up_proj.bias") for name in names)
+        assert config.qk_norm == any("q_norm" in name for name in names)
+        assert config.num_parameters == sum(weight.numel() for weight in theirs.parameters())
+        ours = build_model(config, Placement(torch.float16, torch.device("cpu")), max_len=8)
+        assert config.num_parameters == sum(weight.numel() for weight in ours.parameters())
+        assert config.weight_bytes(torch.float16) == 2 * config.num_parameters
+        assert config.kv_specs() == ours.kv_specs() == [KVSpec("full", 2, config.head_dim, config.head_dim)] * 3
+
+
+def test_registry_and_config_know_the_same_architectures() -> None:
+    assert set(SUPPORTED_ARCHITECTURES) == set(ARCHITECTURES) == set(FAMILIES.values())
+
+
+def test_architecture_falls_back_to_the_model_type() -> None:
+    assert parse_model_config({"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
+
+
+def test_dtype_of_a_silent_config_is_that_of_the_weights(tmp_path: Path, tiny_model: Any) -> None:
+    folder = tiny_model("llama", dtype="bfloat16")
+    raw = json.loads((folder / "config.json").read_text())
+    raw.pop("dtype", None), raw.pop("torch_dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.from_folder(tmp_path).dtype is torch.float32  # no weights to look at
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    assert ModelConfig.from_folder(tmp_path).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"architectures": ["BertModel"]},
+            "architecture BertModel is not supported: serve one of LlamaForCausalLM, MistralForCausalLM, "
+            "Qwen2ForCausalLM, Qwen3ForCausalLM",
+        ),
+        ({"architectures": None, "model_type": None}, "architecture unnamed is not supported: serve one of Llama"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4}},
+            "the checkpoint is quantized (awq), which is not supported yet: use the unquantized checkpoint",
+        ),
+        ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', supported is silu: use another model"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4}},
+            "config.json: rope type 'longrope', supported are default, linear, dynamic, yarn, llama3: use another",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "config.json: factor is None, a number above 0 belongs there: correct"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope parameters that differ by layer are not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not supported: use another model"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads 32 is no multiple of num_key_value_heads 3: correct the file",
+        ),
+        ({"hidden_size": "large"}, "config.json: hidden_size is 'large', a whole number above 0 belongs there"),
+        ({"num_hidden_layers": 0}, "config.json: num_hidden_layers is 0, a whole number above 0 belongs there"),
+        ({"vocab_size": True}, "config.json: vocab_size is True, a whole number above 0 belongs there"),
+        ({"head_dim": 15}, "config.json: head_dim is 15, rotary embedding needs an even one"),
+        ({"torch_dtype": "int4"}, "config.json: dtype is 'int4', supported are bfloat16, float16, float32, float64"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_model_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | keys)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers: correct the file"),
+        ({"layer_types": ["full_attention"] * 2 + ["mamba"]}, "layer type 'mamba' is not supported"),
+        ({"layer_types": ["sliding_attention"] * 3}, "no window is on: set use_sliding_window and sliding_window"),
+    ],
+)
+def test_layer_types_that_cannot_be_served(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse_model_config({"model_type": "qwen3", **SMALL, **keys})
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    def refusal(folder: Path) -> str:
+        with pytest.raises(ModelError) as caught:
+            ModelConfig.from_folder(folder)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    remedy = "pass the folder of a Hugging Face model (config.json, tokenizer.json, *.safetensors)"
+    assert refusal(tmp_path) == f"{tmp_path} has no config.json: {remedy}"
+    assert refusal(tmp_path / "gone") == f"{tmp_path / 'gone'} is no folder: {remedy}"
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    assert "config.json is no valid JSON (Expecting value: line 1" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    assert f"holds a list where an object belongs: {remedy}" in refusal(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    assert "cannot read" in refusal(tmp_path)

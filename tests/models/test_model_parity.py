@@ -1,0 +1,281 @@
+"""Our models against transformers: same logits at every position, through a paged cache, in chunks and in company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from vserve.engine.layers.attention import AttentionBatch
+from vserve.engine.loader import load_model
+from vserve.engine.model_config import ModelConfig
+from vserve.engine.models.blocks import CausalLM
+
+PAGE = 4
+LENGTHS = (45, 30)
+# A step: (sequence, tokens) in order; those before "|" go to the decode kernel. The rest is decoded one by one.
+WHOLE = [["|", (0, 40), (1, 21)]]
+CHUNKED = [["|", (0, 3)], ["|", (1, 14), (0, 9)], [(1, 1), "|", (0, 17)], [(1, 1), "|", (0, 1)], ["|", (0, 5), (1, 2)]]
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "gqa": {},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+        "tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+        "head_dim": {"head_dim": 24, "num_key_value_heads": 1},
+    },
+    "mistral": {
+        "gqa": {},
+        "tied": {"tie_word_embeddings": True},
+        "head_dim": {"head_dim": 24},
+        "window": {"sliding_window": 8},
+    },
+    "qwen2": {
+        "gqa": {},
+        "tied": {"tie_word_embeddings": True},
+        "head_dim": {"head_dim": 24},
+        "window": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 3},
+    },
+    "qwen3": {
+        "gqa": {},
+        "biases": {"attention_bias": True},
+        "tied": {"tie_word_embeddings": True},
+        "head_dim": {"head_dim": 24},
+        "window": {"use_sliding_window": True, "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"]},
+    },
+}  # fmt: skip
+CASES = [(family, rope, variant) for family in VARIANTS for rope in ROPES for variant in VARIANTS[family]]
+
+
+class PagedRunner:
+    """Feeds a model by hand: a cache of shuffled pages, one row of the block table a sequence, no scheduler."""
+
+    def __init__(self, model: CausalLM, sequences: list[Tensor], seed: int = 1) -> None:
+        self.model, self.sequences = model, sequences
+        generator = torch.Generator().manual_seed(seed)
+        pages = [-(-len(sequence) // PAGE) for sequence in sequences]
+        order = (torch.randperm(sum(pages) + 3, generator=generator) + 1).tolist()  # page 0 is nobody's
+        self.rows = [2, 0, 3][: len(sequences)]
+        self.table = torch.zeros(4, max(pages) + 1, dtype=torch.int32)
+        for row, count in zip(self.rows, pages, strict=True):
+            self.table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+        for layer in model.attention_layers():
+            shape = (sum(pages) + 4, PAGE, layer.spec.num_kv_heads)
+            # NaN: a key that is read without having been written must show.
+            layer.bind(
+                torch.full((*shape, layer.spec.head_dim), torch.nan, dtype=model.place.dtype),
+                torch.full((*shape, layer.spec.value_dim), torch.nan, dtype=model.place.dtype),
+            )
+        self.computed = [0] * len(sequences)
+        self.position_shift = 0  # a mutation: of decoded tokens
+
+    @torch.inference_mode()
+    def step(
+        self, plan: list[Any], decode_query_len: int = 1, embeddings: bool = False
+    ) -> list[tuple[int, int, Tensor]]:
+        """plan: [(sequence, tokens) …, "|", (sequence, tokens) …] → (sequence, first position, logits [tokens, V])."""
+        num_decodes = plan.index("|")
+        work = [item for item in plan if item != "|"]
+        ids, positions, slots, lens, starts = [], [], [], [], [0]
+        for index, (which, count) in enumerate(work):
+            first = self.computed[which]
+            span = torch.arange(first, first + count)
+            ids.append(self.sequences[which][first : first + count])
+            positions.append(span + (self.position_shift if index < num_decodes else 0))
+            slots.append(self.table[self.rows[which], span // PAGE] * PAGE + span % PAGE)
+            lens.append(first + count)
+            starts.append(starts[-1] + count)
+        batch = AttentionBatch(
+            num_decodes=num_decodes,
+            decode_query_len=decode_query_len,
+            max_query_len=max((count for _, count in work[num_decodes:]), default=0),
+            rows=torch.tensor([self.rows[which] for which, _ in work], dtype=torch.int32),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            slots=[torch.cat(slots).int()],
+            block_tables=[self.table],
+        )
+        tokens = torch.cat(ids).int()
+        given = self.model.embedding(tokens) if embeddings else None
+        before = None if given is None else given.clone()
+        inputs = torch.zeros_like(tokens) if embeddings else tokens
+        hidden = self.model(inputs, torch.cat(positions).int(), batch, given)
+        assert given is None or torch.equal(given, before), "the caller's embeddings were overwritten"
+        logits = self.model.logits(hidden)
+        results = []
+        for (which, count), start in zip(work, starts, strict=False):
+            results.append((which, self.computed[which], logits[start : start + count]))
+            self.computed[which] += count
+        return results
+
+    def run(self, schedule: list[list[Any]]) -> list[Tensor]:
+        """The schedule, then decode steps until all sequences are computed → logits [tokens, V] of each."""
+        found = [torch.full((len(s), self.model.config.vocab_size), torch.nan) for s in self.sequences]
+
+        def record(results: list[tuple[int, int, Tensor]]) -> None:
+            for which, first, logits in results:
+                assert logits.dtype is torch.float32
+                found[which][first : first + len(logits)] = logits
+
+        for plan in schedule:
+            record(self.step(plan))
+        while todo := [(i, 1) for i, s in enumerate(self.sequences) if self.computed[i] < len(s)]:
+            record(self.step([*todo, "|"]))
+        return found
+
+
+def sequences(vocab: int = 300) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, vocab, (length,), generator=generator) for length in LENGTHS]
+
+
+@lru_cache(maxsize=128)
+def oracle(folder: Path) -> list[Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    with torch.inference_mode():
+        return [model(sequence[None]).logits[0] for sequence in sequences()]
+
+
+def load(folder: Path, **changes: Any) -> CausalLM:
+    config = ModelConfig.from_folder(folder)
+    values = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": config.max_position_embeddings}
+    return load_model(folder, config, **(values | changes))
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    gap = max((ours - theirs).abs().max().item() for ours, theirs in zip(found, expected, strict=True))
+    return gap if gap == gap else float("inf")  # NaN: a position was not computed
+
+
+@pytest.mark.parametrize(("family", "rope", "variant"), CASES, ids=["-".join(case) for case in CASES])
+def test_logits_equal_transformers(tiny_model: Callable[..., Path], family: str, rope: str, variant: str) -> None:
+    folder = make(tiny_model, family, rope, variant)
+    model, expected = load(folder), oracle(folder)
+    for schedule in (WHOLE, CHUNKED):
+        assert difference(PagedRunner(model, sequences()).run(schedule), expected) < 2e-4
+
+
+def make(tiny_model: Callable[..., Path], family: str, rope: str = "default", variant: str = "gqa") -> Path:
+    # Dynamic RoPE is compared within the original length only: beyond, transformers' depends on its earlier calls.
+    return tiny_model(family, rope_parameters=ROPES[rope], max_position_embeddings=64, **VARIANTS[family][variant])
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_several_tokens_a_decode(tiny_model: Callable[..., Path], family: str) -> None:
+    """Drafts: decode steps with three tokens a request, beside a prefill."""
+    folder = make(tiny_model, family, variant="window" if "window" in VARIANTS[family] else "gqa")
+    runner = PagedRunner(load(folder), [*sequences(), sequences()[0]])
+    expected = [*oracle(folder), oracle(folder)[0]]
+    runner.step(["|", (0, 10), (1, 17)])
+    for _ in range(3):
+        for which, first, logits in runner.step([(0, 3), (1, 3), "|", (2, 7)], decode_query_len=3):
+            assert difference([logits], [expected[which][first : first + len(logits)]]) < 2e-4
+
+
+def test_embeddings_in_place_of_ids(tiny_model: Callable[..., Path]) -> None:
+    folder = make(tiny_model, "llama")
+    (_, _, logits), _ = PagedRunner(load(folder), sequences()).step(WHOLE[0], embeddings=True)
+    assert difference([logits], [oracle(folder)[0][:40]]) < 2e-4
+
+
+def test_bfloat16_is_near_and_gives_fp32_logits(tiny_model: Callable[..., Path]) -> None:
+    folder = make(tiny_model, "qwen3")
+    found = PagedRunner(load(folder, dtype=torch.bfloat16), sequences()).run(CHUNKED)
+    error = torch.cat(found) - torch.cat(oracle(folder))
+    assert error.square().mean().sqrt() / torch.cat(oracle(folder)).std() < 0.05
+
+
+def test_without_a_cache_shapes_are_right(tiny_model: Callable[..., Path]) -> None:
+    """The memory profiling run happens before there is a cache."""
+    model = load(make(tiny_model, "llama", variant="head_dim"))
+    runner = PagedRunner(model, sequences())
+    for layer in model.attention_layers():
+        layer.bind(None, None)
+    (_, _, logits), _ = runner.step(WHOLE[0])
+    assert logits.shape == (40, 300) and logits.isfinite().all()
+
+
+# ---- what is left out must show: otherwise the tests above would pass without it ----
+def _no_rope(runner: PagedRunner) -> None:
+    table = runner.model.rotary.cos_sin
+    half = table.shape[1] // 2
+    table[:, :half], table[:, half:] = 1.0, 0.0
+
+
+def _no_window(runner: PagedRunner) -> None:
+    for layer in runner.model.attention_layers():
+        layer.window = 0
+
+
+def _window_off_by_one(runner: PagedRunner) -> None:
+    for layer in runner.model.attention_layers():
+        layer.window += layer.window > 0
+
+
+def _no_qk_norm(runner: PagedRunner) -> None:
+    for layer in runner.model.layers:
+        layer.attention.q_norm = layer.attention.k_norm = None
+
+
+def _positions_off_by_one(runner: PagedRunner) -> None:
+    runner.position_shift = 1
+
+
+def _wrong_page(runner: PagedRunner) -> None:
+    step = runner.step
+
+    def mix_up_before_decoding(plan: list[Any]) -> list[tuple[int, int, Tensor]]:
+        if plan.index("|"):
+            # The other sequence's page: two pages of its own may change places, their keys are already rotated.
+            runner.table[runner.rows[0], 1] = runner.table[runner.rows[1], 1]
+        return step(plan)
+
+    runner.step = mix_up_before_decoding  # type: ignore[method-assign,assignment]
+
+
+def _no_bias(runner: PagedRunner) -> None:
+    for layer in runner.model.layers:
+        layer.attention.qkv.bias = None
+
+
+def _untied(runner: PagedRunner) -> None:
+    runner.model.lm_head.weight = torch.nn.Parameter(runner.model.lm_head.weight.roll(1, 0), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "variant", "mutate"),
+    [
+        *((family, rope, "gqa", _no_rope) for family in ("llama", "qwen3") for rope in ROPES),
+        ("mistral", "default", "window", _no_window),
+        ("qwen2", "default", "window", _no_window),
+        ("qwen3", "default", "window", _window_off_by_one),
+        ("qwen3", "default", "gqa", _no_qk_norm),
+        ("llama", "default", "gqa", _positions_off_by_one),
+        ("qwen3", "yarn", "gqa", _positions_off_by_one),
+        ("llama", "default", "gqa", _wrong_page),
+        ("qwen2", "default", "gqa", _no_bias),
+        ("qwen3", "default", "biases", _no_bias),
+        ("llama", "default", "tied", _untied),
+    ],
+)
+def test_mutations_are_noticed(
+    tiny_model: Callable[..., Path], family: str, rope: str, variant: str, mutate: Callable[[PagedRunner], None]
+) -> None:
+    folder = make(tiny_model, family, rope, variant)
+    runner = PagedRunner(load(folder), sequences())
+    mutate(runner)
+    assert difference(runner.run(WHOLE), oracle(folder)) > 1e-2

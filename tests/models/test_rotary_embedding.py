@@ -1,0 +1,57 @@
+"""The rotary table against transformers' own frequencies, at the sizes of real models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from vserve.engine.layers.rope import RotaryEmbedding, inverse_frequencies
+from vserve.engine.model_config import parse_model_config
+
+REAL: dict[str, dict[str, Any]] = {
+    "llama-2": {"max_position_embeddings": 4096, "rope_theta": 10000.0},
+    "llama-3.2": {"rope_theta": 500000.0, "max_position_embeddings": 131072, "head_dim": 64, "rope_scaling":
+        {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 8192}},
+    "qwen-yarn": {"rope_theta": 1e6, "max_position_embeddings": 32768, "rope_scaling":
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    "yarn-mscale": {"max_position_embeddings": 163840, "rope_scaling":
+        {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.7,
+         "beta_fast": 16, "beta_slow": 2, "truncate": False}},
+    "yarn-temperature": {"max_position_embeddings": 4096, "rope_scaling":
+        {"type": "yarn", "factor": 8.0, "attention_factor": 1.3}},
+    "yarn-short": {"max_position_embeddings": 64, "head_dim": 16, "rope_scaling": {"type": "yarn", "factor": 8.0}},
+    "linear": {"max_position_embeddings": 16384, "rope_theta": 100000, "rope_scaling":
+        {"type": "linear", "factor": 4.0}},
+    "dynamic": {"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_table_equals_transformers(name: str) -> None:
+    raw = {"architectures": ["LlamaForCausalLM"], **REAL[name]}
+    ours = parse_model_config(raw)
+    length = 300
+    table = RotaryEmbedding(ours.rope, ours.head_dim, length, torch.device("cpu")).cos_sin
+    assert table.dtype is torch.float32 and table.shape == (length, ours.head_dim)
+    theirs = LlamaRotaryEmbedding(AutoConfig.for_model("llama", **REAL[name]))
+    cos, sin = theirs(torch.empty(0), torch.arange(length)[None])
+    half = ours.head_dim // 2
+    torch.testing.assert_close(table[:, :half], cos[0, :, :half], rtol=0, atol=2e-6)
+    torch.testing.assert_close(table[:, half:], sin[0, :, :half], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("max_len", [1000, 4096, 8192, 20000])
+def test_dynamic_base_follows_the_longest_context(max_len: int) -> None:
+    """Beyond the original length: what transformers would use for a sequence of max_len tokens."""
+    config = AutoConfig.for_model("llama", **REAL["dynamic"])
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=max_len)
+    rope = parse_model_config({"model_type": "llama", **REAL["dynamic"]}).rope
+    found, magnitude = inverse_frequencies(rope, 128, max_len)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert magnitude == 1.0

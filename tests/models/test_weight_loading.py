@@ -1,0 +1,285 @@
+"""The loader: what it copies, what it refuses and in which words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vserve.engine.checkpoint import checkpoint_bytes, read_headers
+from vserve.engine.loader import load_model, resolve_model_path
+from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.models.blocks import CausalLM
+
+INDEX = "model.safetensors.index.json"
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
+    return Path(shutil.copytree(tiny_model("qwen3"), tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
+    source = tiny_model("qwen3", max_shard_size="60KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 3
+    return Path(shutil.copytree(source, tmp_path / "model"))
+
+
+def load(folder: Path, **changes: Any) -> CausalLM:
+    values: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
+    return load_model(folder, ModelConfig.from_folder(folder), **(values | changes))
+
+
+def refusal(folder: Path, **changes: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(folder, **changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def set_config(folder: Path, **keys: Any) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | keys))
+
+
+# ---- what is loaded ----
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_tensor_arrives_whole_and_frozen(sharded: Path, dtype: torch.dtype) -> None:
+    seen: list[tuple[int, int]] = []
+    model = load(sharded, dtype=dtype, progress=lambda done, total: seen.append((done, total)))
+    tensors = {name: t for file in sharded.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert set(read_headers(sharded)) == set(tensors)
+    for path, (holder, part) in model.weight_map().items():
+        weight = holder.weight  # type: ignore[attr-defined]
+        if part and part != "out":
+            weight = weight.narrow(0, holder.offsets[part], holder.spans[part][1])  # type: ignore[attr-defined]
+        assert torch.equal(weight, tensors[f"{path}.weight"].to(dtype)), path
+    assert not model.training
+    for parameter in model.parameters():
+        assert parameter.dtype is dtype and not parameter.requires_grad
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    assert checkpoint_bytes(sharded) == total
+    assert seen[0] == (0, total) and seen[-1] == (total, total)
+    assert seen == sorted(seen) and len(seen) == len(tensors) + 1
+
+
+def test_dummy_weights_need_only_the_config(tmp_path: Path, folder: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    set_config(tmp_path, num_hidden_layers=3, hidden_size=128, layer_types=None)
+    seen: list[tuple[int, int]] = []
+    first, same, other = (
+        load(tmp_path, load_format="dummy", seed=seed, progress=lambda *step: seen.append(step)) for seed in (1, 1, 2)
+    )
+    size = ModelConfig.from_folder(tmp_path).weight_bytes(torch.float32)
+    assert seen[0] == (0, size) and seen[-1] == (size, size)
+    for name, weight in first.named_parameters():
+        assert torch.equal(weight, same.get_parameter(name))
+        if "norm" in name:
+            assert (weight == 1).all()
+        else:
+            assert weight.std().item() == pytest.approx(0.02, rel=0.1) and abs(weight.mean().item()) < 1e-3
+            assert not torch.equal(weight, other.get_parameter(name)), name
+
+
+def test_files_without_an_index(folder: Path) -> None:
+    """One file of any name will do; Mistral's own second copy is passed over."""
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    (folder / "consolidated.safetensors").write_bytes(b"not even a header")
+    assert load(folder).config.num_layers == 2
+
+
+def test_tensors_nobody_needs_are_passed_over(folder: Path) -> None:
+    def add(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    rewrite(folder, add)
+    load(folder)
+    set_config(folder, tie_word_embeddings=True)
+    model = load(folder)  # a copy of the tied output matrix
+    assert model.lm_head.weight is model.embedding.weight
+
+
+# ---- what is refused ----
+def test_missing_shard(sharded: Path) -> None:
+    names = sorted(file.name for file in sharded.glob("model-*.safetensors"))
+    (sharded / names[1]).unlink()
+    assert refusal(sharded) == f"{sharded} lacks {names[1]}, named by {INDEX}: download the missing files again"
+    (sharded / names[2]).unlink()
+    assert f"lacks {names[1]} (and 1 more), named by {INDEX}" in refusal(sharded)
+
+
+def test_shard_without_its_tensor(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())["weight_map"]
+    file = sharded / index[Q]
+    save_file({name: t for name, t in load_file(file).items() if name != Q}, file)
+    expected = f"{file.name} lacks {Q}, which {INDEX} promises (1 such tensors): download the checkpoint again"
+    assert refusal(sharded) == expected
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"metadata": {}}', '{"weight_map": [1]}'])
+def test_broken_index(sharded: Path, content: str) -> None:
+    (sharded / INDEX).write_text(content)
+    message = refusal(sharded)
+    assert message.startswith(f"{sharded / INDEX} is broken (") and message.endswith("): download it again")
+
+
+def test_truncated_files(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    assert refusal(folder) == (
+        f"{file} is truncated or corrupt ({len(whole) - 1} bytes, its header says {len(whole)}): download it again"
+    )
+    file.write_bytes(whole[:100])
+    assert f"{file} is truncated (100 bytes, its header alone takes " in refusal(folder)
+    file.write_bytes(whole[:5])
+    assert refusal(folder) == f"{file} is no safetensors file (5 bytes, bad header): download it again"
+    file.write_bytes(b"PK\x03\x04" + bytes(range(100, 200)))
+    assert refusal(folder) == f"{file} is no safetensors file (104 bytes, bad header): download it again"
+    file.write_bytes(whole[:9] + b"?" + whole[10:])
+    assert f"{file} has a corrupt header (JSONDecodeError: " in refusal(folder)
+    file.write_bytes(whole.replace(b'"shape":[300,64]', b'"shape":[300,65]'))
+    assert f"{file} has a corrupt header (ValueError: " in refusal(folder)
+
+
+def test_git_lfs_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    file = folder / "model.safetensors"
+    assert refusal(folder) == f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder"
+
+
+def test_missing_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.pop(Q))
+    assert refusal(folder) == (
+        f"the checkpoint lacks {Q}: the weights are incomplete or do not fit config.json, download both again"
+    )
+
+
+def test_missing_output_matrix_of_an_untied_model(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "the checkpoint lacks lm_head.weight: " in refusal(folder)
+
+
+def test_unexpected_shape_names_both(folder: Path) -> None:
+    set_config(folder, head_dim=32)
+    assert refusal(folder) == (
+        f"{Q} has shape [64, 64] in model.safetensors, config.json makes it [128, 64]: the weights and the config are "
+        "not of one model, download both again"
+    )
+
+
+def test_extra_tensors(folder: Path) -> None:
+    set_config(folder, num_hidden_layers=1, layer_types=None)
+    message = refusal(folder)
+    assert message.startswith("the checkpoint has model.layers.1.")
+    assert message.endswith(
+        " (and 10 more), which Qwen3ForCausalLM has no place for: the weights do not fit config.json, download both "
+        "again"
+    )
+
+
+def test_quantized_tensors(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({Q: tensors[Q].to(torch.float8_e4m3fn)}))
+    assert refusal(folder) == (
+        f"{Q} is stored as F8_E4M3: quantized weights are not supported yet, use the unquantized checkpoint"
+    )
+
+
+def test_folders_without_safetensors(folder: Path) -> None:
+    config = ModelConfig.from_folder(folder)
+    (folder / "model.safetensors").unlink()
+    assert refusal(folder) == (
+        f"{folder} has no *.safetensors: download the weights, or pass --load-format dummy for random ones"
+    )
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    assert refusal(folder) == (
+        f"{folder} has only pickled weights (*.bin, *.pt), which can run code when opened: convert them with "
+        "transformers' save_pretrained, which writes safetensors"
+    )
+    for file in folder.iterdir():
+        file.unlink()
+    values: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
+    with pytest.raises(ModelError, match=r"model is empty: download the model into it$"):
+        load_model(folder, config, **values)
+    folder.rmdir()
+    with pytest.raises(ModelError, match=r"model is no folder: pass the folder of a Hugging Face model$"):
+        load_model(folder, config, **values)
+
+
+def test_a_file_that_rots_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever safetensors finds that the header check did not."""
+    headers = read_headers(folder)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4000)
+    monkeypatch.setattr("vserve.engine.loader.read_headers", lambda path: headers)
+    message = refusal(folder)
+    assert message.startswith("cannot read ") and message.endswith(": download it again")
+
+
+# ---- names ----
+def test_model_names(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model_path(str(folder)) == folder
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model_path("~/model") == folder
+    for name, message in (
+        (
+            str(folder / "config.json"),
+            "config.json is a file: pass the folder of a Hugging Face model with safetensors",
+        ),
+        (str(tmp_path / "gone"), "gone' does not exist: pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B"),
+        ("./gone", "model './gone' does not exist: pass a folder"),
+        ("a/b/c", "model 'a/b/c' does not exist: pass a folder"),
+        ("", "no model was named: pass a folder, or a name of the hub"),
+    ):
+        with pytest.raises(ModelError) as caught:
+            resolve_model_path(name)
+        assert message in str(caught.value)
+
+
+def test_hub_names_are_downloaded_or_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[Any, dict[str, Any]]] = []
+
+    def download(*args: Any, **kwargs: Any) -> str:
+        asked.append((args, kwargs))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model_path("Qwen/Qwen3-0.6B", "v1") == tmp_path
+    ((args, kwargs),) = asked
+    assert args == ("Qwen/Qwen3-0.6B",) and kwargs["revision"] == "v1"
+    assert "*.safetensors" in kwargs["allow_patterns"] and not any("bin" in p for p in kwargs["allow_patterns"])
+
+    def fail(*args: Any, **kwargs: Any) -> str:
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelError) as caught:
+        resolve_model_path("Qwen/Qwen3-0.6B", "v1")
+    assert str(caught.value) == (
+        "cannot get Qwen/Qwen3-0.6B (revision v1) from the hub (OSError: no route to host): check name, network and "
+        "HF_TOKEN, or pass a folder"
+    )
+
+
+def test_offline_hub_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"cannot get some/model from the hub \(LocalEntryNotFoundError: "):
+        resolve_model_path("some/model")

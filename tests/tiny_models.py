@@ -1,0 +1,92 @@
+"""Tiny random checkpoints, written by transformers: the oracle of the model tests and the models of end-to-end tests.
+
+Weights have standard deviation 0.3: at the usual 0.02 the output hardly depends on positions, and a model without RoPE
+passes for a right one. Biases and norms are random too: at their initial 0 and 1 they could be left out unnoticed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+VOCAB_SIZE = 300
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TEXT = [
+    "user assistant system the quick brown fox jumps over the lazy dog and then the other dog sleeps in the sun",
+    "hello there, what is the answer to this question? the answer is that there are seven of them, not eleven",
+    "one token after another the model writes a sentence that nobody has written before, and it means nothing",
+]
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with 300 entries: 256 bytes, a few merges, ChatML's special tokens; <|im_end|> ends a turn."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT, trainer)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """transformers' config of a tiny model: 2 layers, hidden 64, 4 heads that share 2 key heads."""
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL.index("<|im_end|>"),
+        "pad_token_id": SPECIAL.index("<|endoftext|>"),
+    }
+    if family == "mistral":
+        values["sliding_window"] = None
+    return AutoConfig.for_model(family, **(values | overrides))
+
+
+def tiny_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Path:
+    """Write a random model of `family` and its tokenizer into `folder`; overrides are keys of its config.json.
+
+    dtype ("bfloat16", …) is what the weights are stored in.
+    """
+    dtype = getattr(torch, overrides.pop("dtype", "float32"))
+    config = tiny_config(family, **overrides)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(weight, 0.0, 0.5)
+            elif "norm" in name:
+                torch.nn.init.normal_(weight, 1.0, 0.3)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    tiny_tokenizer().save_pretrained(folder)
+    return Path(folder)
