@@ -33,6 +33,11 @@ class Executor:
 
     def execute(self, plan: StepPlan) -> None:
         """Starts a step. Raises what the launch raises; the results come from `result`, oldest first."""
+        future = asyncio.get_running_loop().create_future()
+        if not plan.rows:  # legal: it only keeps its place in the order
+            self._futures.append(future)
+            future.set_result(StepResult(plan.step, []))
+            return
         if self.asynchronous:
             work: Callable[[], StepResult] = self._launch(plan).wait
         else:
@@ -40,7 +45,6 @@ class Executor:
             def work() -> StepResult:
                 return self._launch(plan).wait()
 
-        future = asyncio.get_running_loop().create_future()
         self._futures.append(future)
         self._work.put((work, future))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from .plan import TokenLogprobs
@@ -12,7 +14,7 @@ from .request import SamplingParams
 class EngineStart(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     """The first message: the options of EngineConfig."""
 
-    options: dict[str, str | int | float | bool | None]
+    options: dict[str, Any]
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):

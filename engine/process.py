@@ -32,7 +32,11 @@ async def run_engine(
     from .worker import Worker
 
     loop = asyncio.get_running_loop()
-    worker = await asyncio.to_thread(Worker, config, lambda p: loop.call_soon_threadsafe(send, p))
+
+    def report(progress: Progress) -> None:  # called on the worker's thread
+        loop.call_soon_threadsafe(send, progress)
+
+    worker = await asyncio.to_thread(Worker, config, report)
     executor = Executor(worker.runner, num_threads=worker.num_threads)
     engine = EngineLoop(worker.scheduler_config, executor, send, seed=config.seed)
     attach(engine.submit)

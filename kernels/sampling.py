@@ -124,11 +124,11 @@ def _draw_torch(
     top_p, min_p = top_p.unsqueeze(1), min_p.unsqueeze(1)
     filtered = ((temperature > 0).unsqueeze(1) & ((top_k < vocabulary) | (top_p < 1))).squeeze(1)
 
-    padded = logits.new_zeros((num_rows, -(-vocabulary // _TORCH_BLOCK) * _TORCH_BLOCK))
-    weights = padded[:, :vocabulary]
+    blocks = logits.new_zeros((num_rows, -(-vocabulary // _TORCH_BLOCK), _TORCH_BLOCK))
+    weights = blocks.flatten(1)[:, :vocabulary]
     if not bool(filtered.any()):
         _weigh(logits, top, inverse, min_p, out=weights)
-        return _invert(padded.view(num_rows, -1, _TORCH_BLOCK), uniform.unsqueeze(1))
+        return _invert(blocks, uniform.unsqueeze(1))
     rows = filtered.logical_not().nonzero().squeeze(1)
     if rows.numel():
         weights[rows] = _weigh(logits[rows], top[rows], inverse[rows], min_p[rows])
@@ -145,7 +145,7 @@ def _draw_torch(
         weights[rows.unsqueeze(1), indices] = kept
         rows = rows[~decided]
         head *= 16
-    return _invert(padded.view(num_rows, -1, _TORCH_BLOCK), uniform.unsqueeze(1))
+    return _invert(blocks, uniform.unsqueeze(1))
 
 
 def _weigh(

@@ -9,13 +9,14 @@ import dataclasses
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 import time
 import types
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ... import __version__
 from ...engine.config import ConfigError, EngineConfig, flag
@@ -93,10 +94,10 @@ def _configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]
     demo = "model" not in given
     if demo:
         given["model"] = str(DEMO)
-    parts = []
+    parts: list[dict[str, Any]] = []
     for config in (EngineConfig, ServerConfig):
-        names = {spec.name for spec in dataclasses.fields(config)}
-        parts.append({k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in names})
+        fields = {spec.name for spec in dataclasses.fields(config)}
+        parts.append({k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in fields})
     engine, server = EngineConfig(**parts[0]), ServerConfig(**parts[1])
     if not server.served_model_name:
         # The folder's name is what people want to type; the path as given works too.
@@ -138,47 +139,91 @@ def _bind_uds(path: str) -> socket.socket:
 
 
 async def _serve(engine_config: EngineConfig, server_config: ServerConfig, sock: socket.socket) -> int:
-    import uvicorn
-
     started = time.monotonic()
     client = EngineClient(engine_config)
+    signals = Signals()
     progress = ProgressLine()
     client.progress_listeners.append(progress)
-    loading = asyncio.create_task(asyncio.to_thread(_load_text, engine_config, server_config))
+    text = asyncio.create_task(asyncio.to_thread(_load_text, engine_config, server_config))
     try:
         await client.start()
+        model = await text
+    except asyncio.CancelledError:
         progress.done()
-        model = await loading
-    except Exception as error:  # the last line is the cause
+        await client.close()
+        _leave(f"stopped by {signals.received} while starting", 128 + (signals.received or signal.SIGTERM))
+    except Exception as error:
         progress.done()
-        loading.cancel()
         await client.close()
         if not isinstance(error, EngineDeadError | ConfigError):
             logger.error("start-up failed", exc_info=error)
-        print(f"vserve: {error}", file=sys.stderr)
-        return 1
+        _leave(str(error), 1)
+    progress.done()
+
+    import uvicorn
+
     from ..app import create_app
 
+    class Server(uvicorn.Server):
+        """uvicorn's, but for its signal handlers, which end the process by the signal instead of exit code 0."""
+
+        def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+            return contextlib.nullcontext()
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            _announce(client, server_config, sock, time.monotonic() - started)
+
     app = create_app(client, server_config, model)
-    server = uvicorn.Server(
+    server = Server(
         uvicorn.Config(
             app, log_level="warning", access_log=False, loop="none", lifespan="on", ws="none",
-            timeout_graceful_shutdown=30, h11_max_incomplete_event_size=64 << 10,
+            timeout_graceful_shutdown=30,
         )
     )  # fmt: skip
+    signals.server = server
     client.death_listeners.append(lambda _: setattr(server, "should_exit", True))
     gc.collect()
     gc.freeze()
-    _announce(client, server_config, sock, time.monotonic() - started)
     try:
-        with contextlib.suppress(KeyboardInterrupt):
-            await server.serve(sockets=[sock])
+        await server.serve(sockets=[sock])
     finally:
         await client.close()
+        if server_config.uds is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(server_config.uds)
     if client.dead is not None:
-        print(f"vserve: the engine died: {client.dead}", file=sys.stderr)
-        return 1
+        _leave(f"the engine died: {client.dead}", 1)
     return 0
+
+
+class Signals:
+    """SIGTERM and SIGINT: the first ends the server in order (or its start), the second at once."""
+
+    def __init__(self) -> None:
+        self.server: Any = None  # uvicorn's, once there is one
+        self.received: signal.Signals | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
+
+    def _receive(self, number: signal.Signals) -> None:
+        if self.server is None:
+            self._task.cancel()
+        elif self.server.should_exit:
+            self.server.force_exit = True
+        else:
+            self.server.should_exit = True
+        self.received = number
+
+
+def _leave(cause: str, code: int) -> NoReturn:
+    """Ends the process with the cause as its last line: a thread still importing must neither delay nor outtalk it."""
+    logging.disable()
+    print(f"vserve: {cause}", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def _load_text(engine: EngineConfig, server: ServerConfig) -> TextModel:

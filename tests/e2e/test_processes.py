@@ -97,7 +97,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda f: shutil.rmtree(f), ["no folder"]),
+        (lambda f: shutil.rmtree(f), ["does not exist", "pass a folder"]),
         (lambda f: (f / "model.safetensors").unlink(), ["safetensors"]),
         (lambda f: (f / "config.json").write_text("{"), ["config.json"]),
         (lambda f: (f / "config.json").write_text('{"architectures": ["Nobody"]}'), ["Nobody", "LlamaForCausalLM"]),

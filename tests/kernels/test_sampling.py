@@ -306,8 +306,7 @@ def test_the_slow_search(device: str, settings: Settings, kind: str, rng: torch.
         noise = (torch.tensor(seeds).to(device), torch.tensor(positions).to(device))
         return sampling.sample_triton(rows.to(device), *arguments_of_rows, *noise, max_block=32).tolist()
 
-    check(lambda *args: sample_tiles(args[0][::4], args[1], args[2][::4], args[3][::4]) if False else sample_tiles(*args),
-          logits.tolist(), settings)
+    check(sample_tiles, logits.tolist(), settings)
 
 
 @pytest.mark.parametrize("settings", [Settings(top_p=0.95, temperature=1.5), Settings(top_k=1500, top_p=0.99)], ids=str)

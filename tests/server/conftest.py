@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
@@ -101,6 +102,7 @@ class ScriptedEngine:
         self.script = script
         self.eos = eos
         self.delay = delay  # seconds before each output; negative: all outputs pile up in the mailbox at once
+        self.paced = True  # wait until the last output was read
         self.submitted: list[Submitted] = []
         self.aborted: list[int] = []
         self.die_after: int | None = None  # outputs of all requests together
@@ -169,7 +171,7 @@ class ScriptedEngine:
     async def _pace(self, mailbox: Mailbox) -> None:
         if self.delay >= 0:
             await asyncio.sleep(self.delay)
-            while mailbox._output is not None:  # one output an event: transcripts are the same each time
+            while self.paced and mailbox._output is not None:  # one output an event: transcripts are the same each time
                 await asyncio.sleep(0)
 
     def _put(self, mailbox: Mailbox, output: RequestOutput) -> None:
@@ -254,15 +256,16 @@ class Client:
 @contextlib.asynccontextmanager
 async def serving(app: FastAPI) -> AsyncIterator[int]:
     """The app behind uvicorn on a free port of the loopback, in this event loop."""
-    server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none", timeout_graceful_shutdown=1)
-    )
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=1))
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # a reader that stops is noticed soon
+    sock.bind(("127.0.0.1", 0))
     server.install_signal_handlers = lambda: None  # type: ignore[method-assign, attr-defined]
-    task = asyncio.create_task(server.serve())
+    task = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started:
         await asyncio.sleep(0.01)
     try:
-        yield server.servers[0].sockets[0].getsockname()[1]
+        yield sock.getsockname()[1]
     finally:
         server.should_exit = True
         await task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -117,9 +118,12 @@ def run_fast(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 def main() -> None:
+    # Not sys.stdout.buffer: under PYTHONUNBUFFERED it is a bare file that may write part of a line and say so.
+    out = io.BufferedWriter(io.FileIO(sys.stdout.fileno(), "wb", closefd=False))
+
     def say(message: Ready | Done | Report) -> None:
-        sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
-        sys.stdout.buffer.flush()
+        out.write(msgspec.json.encode(message) + b"\n")
+        out.flush()
 
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     say(Ready())

@@ -87,12 +87,14 @@ def _read(pipe: IO[bytes], incoming: queue.SimpleQueue[FROM_CLIENT | None]) -> N
     """On a thread of its own. A None says that nothing more comes; after a Report nobody looks at it."""
     decoder = msgspec.json.Decoder(FROM_CLIENT)
     reported = False
-    for line in pipe:
-        message = decoder.decode(line)
-        reported = isinstance(message, Report)
-        incoming.put(message)
-    if not reported:
-        incoming.put(None)
+    try:
+        for line in pipe:
+            message = decoder.decode(line)
+            reported = isinstance(message, Report)
+            incoming.put(message)
+    finally:
+        if not reported:
+            incoming.put(None)
 
 
 def share_out(
