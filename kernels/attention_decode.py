@@ -104,8 +104,8 @@ def _decode_kernel(
     acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
 
     table_row_ptr = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * stride_table
-    key_ptr += kv_head * stride_key_head
-    value_ptr += kv_head * stride_value_head
+    key_ptr += kv_head.to(tl.int64) * stride_key_head
+    value_ptr += kv_head.to(tl.int64) * stride_value_head
     # One loop with masks rather than a bare one and an edge tile: the masks touch 16 rows and hide behind the loads,
     # whereas a second loop would drain the load pipeline once more. Lanes past the end re-read the last key, so memory
     # that was never written (NaN, perhaps) is never read.

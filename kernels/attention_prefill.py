@@ -62,8 +62,8 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
 
     table_row_ptr = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * stride_table
-    key_ptr += kv_head * stride_key_head
-    value_ptr += kv_head * stride_value_head
+    key_ptr += kv_head.to(tl.int64) * stride_key_head
+    value_ptr += kv_head.to(tl.int64) * stride_value_head
     start_key = first_position * 0
     if WINDOW > 0:
         start_key = tl.maximum(first_position - WINDOW + 1, 0)

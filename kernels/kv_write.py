@@ -20,7 +20,7 @@ def _write_kv_kernel(
         return
     block = (slot // PAGE).to(tl.int64)
     offset = slot % PAGE
-    head = tl.arange(0, HEADS_PAD)
+    head = tl.arange(0, HEADS_PAD).to(tl.int64)
 
     column = tl.arange(0, KEY_PAD)
     mask = (head < NUM_KV_HEADS)[:, None] & (column < KEY_SIZE)[None, :]

@@ -80,13 +80,16 @@ class Mailbox:
 
 
 def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two outputs of one request as one."""
-    logprobs = None
-    if first.logprobs is not None or second.logprobs is not None:
-        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    """Two outputs of one request as one. The first one's lists are extended: a long pile-up stays linear."""
+    token_ids, logprobs = first.token_ids, first.logprobs
+    token_ids += second.token_ids
+    if logprobs is None:
+        logprobs = second.logprobs
+    else:
+        logprobs += second.logprobs or ()
     return RequestOutput(
         first.id,
-        first.token_ids + second.token_ids,
+        token_ids,
         second.finish_reason,
         second.stop_reason,
         logprobs,

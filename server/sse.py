@@ -193,3 +193,12 @@ class EventStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._on_close()
+
+    async def _stream_response(self, send: Send) -> None:
+        """As in the library, without the cancel scope that it opens for every event: no send has a time limit here."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self.body_iterator:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        async with self._send_lock:  # a ping must not follow
+            self.active = False
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -318,6 +318,11 @@ PREFILL_CASES: dict[str, dict[str, Any]] = {
     "window_1": {"lengths": [40], "query_lens": [20], "window": 1},
     "window_of_full_tiles": {"lengths": [150], "query_lens": [20], "window": 100, "block_m": 16, "block_n": 16},
     "window_longer_than_context": {"lengths": [50], "query_lens": [30], "window": 999},
+    # 18 tokens a block: its second tile starts exactly at the last row's window limit.
+    "window_limit_at_tile_start": {
+        "lengths": [120], "query_lens": [36], "window": 60, "heads": 7, "kv_heads": 1, "size": 32, "block_m": 128,
+        "block_n": 16,
+    },
     "soft_cap": {"lengths": [50], "query_lens": [30], "soft_cap": 3.0, "spread": 2.0},
     "sinks": {"lengths": [50, 12], "query_lens": [30, 12], "sinks": True},
     "everything": {
@@ -472,6 +477,7 @@ driver.set_active(Hopper())
 JITFunction.__getitem__ = warm_up_instead
 from vserve.kernels.attention_decode import decode_attention_triton
 from vserve.kernels.attention_prefill import prefill_attention_triton
+from vserve.kernels.kv_write import write_kv_triton
 
 def run(size, dtype, requests, first, blocks, splits, rows):
     query = torch.empty(requests * 40, 32, size, dtype=dtype)
@@ -482,6 +488,7 @@ def run(size, dtype, requests, first, blocks, splits, rows):
                             num_splits=splits)
     prefill_attention_triton(query, cache, cache, table, ints[:requests], ints[:requests], ints[:requests + 1],
                              max_query_len=rows, scale=0.1)
+    write_kv_triton(query[:requests, :8], query[:requests, 8:16], cache, cache, ints[:requests])
 
 size, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
 run(size, dtype, 1, 0, 64, 4, 999)
@@ -521,7 +528,7 @@ def test_compiles_for_hopper(size: int, dtype: str, tmp_path: Any) -> None:
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     kernels = {kernel["kernel"]: kernel for kernel in json.loads(run.stdout)}
-    assert set(kernels) == {"_decode_kernel", "_merge_kernel", "_prefill_kernel"}
+    assert set(kernels) == {"_decode_kernel", "_merge_kernel", "_prefill_kernel", "_write_kv_kernel"}
     for name, kernel in kernels.items():
         assert kernel["variants"] == 1, f"{name} was compiled again for another batch size"
         assert kernel["shared"] <= 227 * 1024

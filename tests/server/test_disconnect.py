@@ -160,6 +160,21 @@ def test_slow_reader_gets_everything_merged(serve: Any, engine: Any, text_model:
     serve(test)
 
 
+def test_leaving_without_ever_reading_aborts(serve: Any, engine: Any) -> None:
+    """The server is stuck in a send then, not waiting for the engine."""
+    engine.paced, engine.delay, engine.script = False, 0.0005, lambda request: [[50]] * 10**5
+
+    async def test(port: int) -> None:
+        settings = {name: getattr(engine.info, name) for name in engine.info.__struct_fields__}
+        engine.info = type(engine.info)(**{**settings, "max_model_len": 10**6})
+        _, writer = await send(port, "/v1/completions", {"prompt": "Hi", "stream": True, "max_tokens": 10**5})
+        await until(lambda: engine.num_outputs > 1500, seconds=10)
+        writer.transport.abort()
+        await until(lambda: engine.aborted == [0], seconds=1.0)
+
+    serve(test)
+
+
 def test_pings_when_asked(engine: Any, text_model: Any) -> None:
     from vserve.server.app import create_app
     from vserve.server.config import ServerConfig

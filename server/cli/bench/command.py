@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
+import sys
 
 MEASUREMENTS = ("serve", "throughput", "latency", "startup")
 
@@ -18,5 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    code: int = arguments.measure(arguments)
-    return code
+    # The processes that a measurement starts are ended on the way out, which a bare SIGTERM would cut short.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        code: int = arguments.measure(arguments)
+        return code
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -55,7 +55,7 @@ class Chunk(msgspec.Struct):
 
     choices: list[msgspec.Raw] | None = None
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 class StaleConnection(Exception):
@@ -110,7 +110,7 @@ class EventStream(asyncio.Protocol):
             return
         try:
             self._parse(self._buffer + data if self._buffer else data, now)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, IndexError, msgspec.MsgspecError) as error:
             self._finish(now, f"cannot read the answer: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -197,8 +197,8 @@ class EventStream(asyncio.Protocol):
         if chunk.usage is not None:
             self._result.prompt_tokens = chunk.usage.prompt_tokens
             self._result.completion_tokens = chunk.usage.completion_tokens
-        if chunk.error is not None and bytes(chunk.error) != b"null":
-            self._result.error = error_message(b'{"error":' + bytes(chunk.error) + b"}")
+        if chunk.error is not None:
+            self._result.error = error_message(data)
 
     def _finish(self, now: float, error: str | None = None) -> None:
         assert self._result is not None

@@ -188,6 +188,7 @@ def print_starts(kinds: dict[str, list[StartUp]]) -> None:
         line("Command to /health 200 (s):", [one.health for one in starts])
         for phase in starts[0].phases:
             line(f"  {phase} (s):", [one.phases.get(phase, 0.0) for one in starts])
+        line("  imports and processes (s):", [one.health - sum(one.phases.values()) for one in starts])
     print("=" * 50)
 
 
