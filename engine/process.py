@@ -40,8 +40,6 @@ async def run_engine(
     executor = Executor(worker.runner, num_threads=worker.num_threads)
     engine = EngineLoop(worker.scheduler_config, executor, send, seed=config.seed)
     attach(engine.submit)
-    gc.collect()
-    gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
     send(worker.info)
     try:
         await engine.run()
@@ -65,6 +63,8 @@ async def serve(sock: socket.socket) -> int:
 
     def attach(function: Callable[[ToEngine], None]) -> None:
         nonlocal submit
+        gc.collect()
+        gc.freeze()  # what start-up made lives as long as the process: the collector need not look at it again
         submit = function
         for message in early:
             submit(message)

@@ -168,6 +168,15 @@ def prefill_attention_torch(
     return out
 
 
+def _pages(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """[num_blocks, page, ...] → the tokens of these blocks, [len(blocks) * page, ...]; a view where they are neighbours."""
+    ids = blocks.tolist()
+    first = ids[0]
+    if ids == list(range(first, first + len(ids))):
+        return cache[first : first + len(ids)].flatten(0, 1)
+    return cache.index_select(0, blocks).flatten(0, 1)
+
+
 def _attend_request(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -195,8 +204,8 @@ def _attend_request(
     first_page = first // page
     used = blocks[first_page : (length + page - 1) // page]
     start, end = first - first_page * page, length - first_page * page
-    key = key_cache.index_select(0, used).flatten(0, 1)[start:end]
-    value = value_cache.index_select(0, used).flatten(0, 1)[start:end]
+    key = _pages(key_cache, used)[start:end]
+    value = _pages(value_cache, used)[start:end]
     num_keys = end - start
 
     causal = query_len > 1

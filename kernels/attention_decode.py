@@ -332,7 +332,7 @@ def decode_attention_triton(
     )
     num_splits = num_splits or default_splits
     min_split_tokens = min_split_tokens or default_min_tokens
-    num_partials = num_tokens * num_heads * num_splits if num_splits > 1 else 0
+    num_partials = num_requests * query_len * num_heads * num_splits if num_splits > 1 else 0
     if workspace is None:
         workspace = DecodeWorkspace._allocate(num_partials, value_size, query.device)
     if workspace.partial_lse.numel() < num_partials or workspace.partial_out.numel() < num_partials * value_size:
@@ -361,7 +361,7 @@ def decode_attention_triton(
         num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages,
     )  # fmt: skip
     if num_splits > 1:
-        _merge_kernel[(num_tokens, num_heads)](
+        _merge_kernel[(num_requests * query_len, num_heads)](
             out, workspace.partial_out, workspace.partial_lse, seq_lens,
             min_split_tokens, num_splits, *out.stride()[:2],
             NUM_HEADS=num_heads, QUERY_LEN=query_len, VALUE_SIZE=value_size, VALUE_PAD=value_pad,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -33,7 +32,7 @@ def add_rms_norm(
 
 
 def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    normed = _normalize(x.float(), weight, eps)
     return normed.to(x.dtype) if out is None else out.copy_(normed)
 
 
@@ -41,8 +40,14 @@ def add_rms_norm_torch(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     residual.add_(x)
-    normed = F.rms_norm(residual.float(), weight.shape, weight.float(), eps)
-    return normed.to(x.dtype), residual
+    return _normalize(residual.float(), weight, eps).to(x.dtype), residual
+
+
+def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """In fp32. F.rms_norm is made of twice as many operators on the CPU."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = norm.mul_(norm).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight)
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,7 +17,6 @@ from .threshold import find_threshold, load_logits, relative_weights, tile_masse
 
 _MAX_BLOCK = 8192
 _TORCH_BLOCK = 1024
-_LOWEST = -3.4028234663852886e38
 # Far below it 1 / temperature would overflow; distributions this cold are greedy anyway.
 _MIN_TEMPERATURE = 1e-30
 
@@ -45,7 +44,8 @@ def sample(
     probability; top-k those whose logit is at least the k-th greatest; top-p the smallest set of most probable
     survivors whose mass is at least top_p of the survivors'. Ties with the last token kept are kept. The draw is the
     first survivor in vocabulary order whose cumulative mass exceeds philox_uniform(seed, position) times the total.
-    A logit of -inf is never drawn (a row of nothing else gives 0); a row with NaN gives some valid index: see has_nan.
+    A logit of -inf is never drawn. A row whose maximum is infinite is taken as greedy (so 0 if all are -inf); one with
+    a NaN gives some index in range: see has_nan.
     """
     function = sample_triton if logits.is_cuda else sample_torch
     return function(logits, temperature, top_k, top_p, min_p, seed, position, out, all_greedy)
@@ -102,27 +102,28 @@ def sample_torch(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
     seed: torch.Tensor, position: torch.Tensor, out: torch.Tensor | None = None, all_greedy: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    cold = temperature <= 0
     if all_greedy:
         tokens = logits.argmax(dim=-1)
     else:
-        tokens = _draw_torch(logits, temperature, top_k, top_p, min_p, philox_uniform_torch(seed, position))
-        if bool(cold.any()):
-            tokens = torch.where(cold, logits.argmax(dim=-1), tokens)
+        top = logits.amax(dim=-1)
+        hot = (temperature > 0) & top.isfinite()
+        top = torch.where(hot, top, 0.0)
+        tokens = _draw_torch(logits, top, hot, temperature, top_k, top_p, min_p, philox_uniform_torch(seed, position))
+        if not bool(hot.all()):
+            tokens = torch.where(hot, tokens, logits.argmax(dim=-1))
     return tokens.int() if out is None else out.copy_(tokens)
 
 
 def _draw_torch(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-    uniform: torch.Tensor,
+    logits: torch.Tensor, top: torch.Tensor, hot: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
+    top_p: torch.Tensor, min_p: torch.Tensor, uniform: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
+    """The draw of the rows that are hot; anything for the others."""
     num_rows, vocabulary = logits.shape
-    top = logits.amax(dim=-1, keepdim=True).clamp_(min=_LOWEST)
-    # A greedy row's draw is thrown away; temperature 1 keeps it finite.
-    inverse = 1 / torch.where(temperature > 0, temperature, 1.0).clamp_(min=_MIN_TEMPERATURE).unsqueeze(1)
-    top_k = torch.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary).long().unsqueeze(1)
-    top_p, min_p = top_p.unsqueeze(1), min_p.unsqueeze(1)
-    filtered = ((temperature > 0).unsqueeze(1) & ((top_k < vocabulary) | (top_p < 1))).squeeze(1)
+    inverse = 1 / temperature.clamp(min=_MIN_TEMPERATURE).unsqueeze(1)
+    top_k = torch.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary).long()
+    filtered = hot & ((top_k < vocabulary) | (top_p < 1))
+    top, top_k, top_p, min_p = top.unsqueeze(1), top_k.unsqueeze(1), top_p.unsqueeze(1), min_p.unsqueeze(1)
 
     blocks = logits.new_zeros((num_rows, -(-vocabulary // _TORCH_BLOCK), _TORCH_BLOCK))
     weights = blocks.flatten(1)[:, :vocabulary]
@@ -311,7 +312,7 @@ def _sample_kernel(
 
     if not GREEDY:
         temperature = tl.load(temperature_ptr + row)
-        if (temperature > 0) & (top > float("-inf")):
+        if (temperature > 0) & (top > float("-inf")) & (top < float("inf")):
             inverse_temperature = tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
             min_p = tl.load(min_p_ptr + row)
             limit = find_threshold(

@@ -32,10 +32,9 @@ def key_float(key):
 
 @triton.jit
 def load_logits(row_ptr, index, vocabulary):
-    """A tile of logits: +inf becomes the greatest finite float, NaN becomes -inf, as is everything beyond the end."""
+    """A tile of logits, with -inf for NaN and beyond the end."""
     logits = tl.load(row_ptr + index, mask=index < vocabulary, other=float("-inf"))
-    logits = tl.where(logits == logits, logits, float("-inf"))
-    return tl.minimum(logits, 3.4028234663852886e38)
+    return tl.where(logits == logits, logits, float("-inf"))
 
 
 @triton.jit
@@ -176,9 +175,9 @@ def _search(
         need = tl.where(enough, need, need - amount)
         collected = tl.where(enough & (count <= capacity), count, 0)
         searching = (collected == 0) & (low + 1 < high)
-        # Halving values is quick where the logits lie, halving keys ends in any case: they take turns. A rest that is
-        # known to fit is taken whole.
-        halved = tl.where(step % 2 == 0, float_key(0.5 * key_float(low) + 0.5 * key_float(high)), _middle(low, high))
+        # Halving values is quick where the logits lie, halving keys ends in any case: do it now and then. A rest that
+        # is known to fit is taken whole.
+        halved = tl.where(step % 4 == 3, _middle(low, high), float_key(0.5 * key_float(low) + 0.5 * key_float(high)))
         halved = tl.minimum(tl.maximum(halved, low + 1), high - 1)
         guess = tl.where(low_count - above <= capacity, low, halved)
         step += 1

@@ -66,7 +66,9 @@ class UnquantizedMethod:
             target.copy_(share)
 
     def finish(self, layer: Linear) -> None:
-        pass
+        if layer.weight.device.type == "cpu":
+            # Stored column by column, a product with one row streams through the matrix: twice as fast with MKL.
+            layer.weight.data = layer.weight.t().contiguous().t()
 
     def randomize(self, layer: Linear, generator: torch.Generator) -> None:
         layer.weight.normal_(0.0, DUMMY_STD, generator=generator)
@@ -88,6 +90,10 @@ class TiedMethod(UnquantizedMethod):
         whole = size == self.owner.shape[0]
         layer.weight = self.owner if whole else nn.Parameter(self.owner.narrow(0, start, size), requires_grad=False)
         layer.bias = None
+
+    def finish(self, layer: Linear) -> None:
+        if self.owner.device.type == "cpu":  # its own copy: the owner's rows are looked up, this one's are multiplied
+            layer.weight = nn.Parameter(self.owner.t().contiguous().t(), requires_grad=False)
 
     def expected(self, layer: Linear, part: str) -> dict[str, tuple[int, ...]]:
         return {}

@@ -125,7 +125,9 @@ def test_commit(path: str, lengths: list[int], device: str) -> None:
 def test_commit_drops_a_sample_without_room(path: str, device: str) -> None:
     token_ids, computed = ints([[1, 2, 3], [4, 5, 6], [0, 0, 0]], device), ints([2, 1, 0], device)
     rows, query_start = ints([0, 1, 2], device), ints([0, 1, 2, 2], device)
-    function("commit_tokens", path)(token_ids, computed, rows, query_start, ints([8, 9], device), ints([0, 1, 0], device))
+    function("commit_tokens", path)(
+        token_ids, computed, rows, query_start, ints([8, 9], device), ints([0, 1, 0], device)
+    )
     assert computed.tolist() == [3, 2, 0]
     assert token_ids.tolist() == [[1, 2, 3], [4, 5, 9], [0, 0, 0]]
 

@@ -111,10 +111,9 @@ def run_fast(main: Coroutine[Any, Any, Any]) -> Any:
     """asyncio.run on uvloop where there is one."""
     try:
         import uvloop
-
-        return uvloop.run(main)
     except ImportError:
         return asyncio.run(main)
+    return uvloop.run(main)
 
 
 def main() -> None:

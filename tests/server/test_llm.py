@@ -1,0 +1,386 @@
+"""The offline API against transformers, on tiny random models."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vserve import LLM, SamplingParams
+from vserve.engine.messages import RequestOutput
+from vserve.server.engine_client import EngineDeadError
+from vserve.server.sampling_params import RequestOutputKind
+
+PROMPTS = ["hello there, what", [40, 41, 42, 43], {"prompt": "the quick brown fox"}, {"prompt_token_ids": [7] * 33}]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model) -> Path:
+    folder: Path = tiny_model("qwen3", max_position_embeddings=128)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder) -> Iterator[LLM]:
+    with LLM(str(folder), device="cpu", engine_in_process=True, cpu_threads=1) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def oracle(folder) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def greedy(oracle: Any, token_ids: list[int], count: int) -> list[int]:
+    with torch.inference_mode():
+        output = oracle.generate(torch.tensor([token_ids]), do_sample=False, max_new_tokens=count, pad_token_id=0)
+    tokens: list[int] = output[0, len(token_ids) :].tolist()
+    return tokens
+
+
+def idle(llm: LLM) -> bool:
+    """Whether the engine has nothing left to do: an answer to one more request says so."""
+    llm.generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)
+    stats = llm._engine.client.stats
+    return stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks
+
+
+def test_greedy_answers_are_those_of_transformers_in_the_order_of_the_prompts(llm, oracle):
+    tokenizer = llm.get_tokenizer()
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["hello there, what", None, "the quick brown fox", None]
+    ids = [tokenizer(PROMPTS[0])["input_ids"], PROMPTS[1], tokenizer("the quick brown fox")["input_ids"], [7] * 33]
+    assert [output.prompt_token_ids for output in outputs] == ids
+    assert len({output.request_id for output in outputs}) == 4
+    for output in outputs:
+        (completion,) = output.outputs
+        expected = greedy(oracle, output.prompt_token_ids, 24)
+        assert completion.token_ids == expected
+        ended = expected[-1] == tokenizer.eos_token_id
+        assert completion.text == tokenizer.decode(expected, skip_special_tokens=True)
+        assert (completion.finish_reason, completion.stop_reason) == ("stop" if ended else "length", None)
+        assert output.finished and completion.finished
+        metrics = output.metrics
+        assert metrics.arrival <= metrics.first_scheduled <= metrics.first_token <= metrics.last_token
+        assert completion.logprobs is None and completion.cumulative_logprob is None
+
+
+def test_one_prompt_alone_is_a_list_of_one(llm):
+    params = SamplingParams(temperature=0, max_tokens=3)
+    for prompt in ("hello", [5, 6], {"prompt": "hello"}, {"prompt_token_ids": [5, 6]}):
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) <= 3
+    assert llm.generate([], params, use_tqdm=False) == []
+
+
+def test_many_more_prompts_than_rows(llm, oracle):
+    prompts = [[10 + i % 40, 60 + i // 40, 3 + i % 7] for i in range(80)]  # the CPU runs 16 at a time
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    for i in (0, 17, 79):
+        assert outputs[i].outputs[0].token_ids == greedy(oracle, prompts[i], 4)
+    assert idle(llm)
+
+
+def test_n_answers(llm):
+    params = SamplingParams(n=3, temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
+    first, again = (llm.generate(PROMPTS[:2], params, use_tqdm=False) for _ in range(2))
+    for output, other in zip(first, again, strict=True):
+        assert [completion.index for completion in output.outputs] == [0, 1, 2]
+        tokens = [completion.token_ids for completion in output.outputs]
+        assert len({tuple(t) for t in tokens}) == 3 and all(len(t) == 12 for t in tokens)
+        assert tokens == [completion.token_ids for completion in other.outputs]
+
+
+def test_stop_strings_and_tokens(llm):
+    plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (whole,) = llm.generate([PROMPTS[1]], plain, use_tqdm=False)
+    text, tokens = whole.outputs[0].text, whole.outputs[0].token_ids
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    for include in (False, True):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=40,
+            ignore_eos=True,
+            stop=["never in it", stop],
+            include_stop_str_in_output=include,
+        )
+        (stopped,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+        completion = stopped.outputs[0]
+        assert completion.text == text[: text.index(stop) + (len(stop) if include else 0)]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert completion.token_ids == tokens[: len(completion.token_ids)] and len(completion.token_ids) < 40
+    assert idle(llm)  # the engine, which does not know the string, was told
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop_token_ids=[tokens[5]])
+    (stopped,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+    completion = stopped.outputs[0]
+    assert completion.token_ids == tokens[: tokens.index(tokens[5]) + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", tokens[5])
+
+
+def test_each_prompt_has_its_own_params(llm):
+    params = [SamplingParams(temperature=0, max_tokens=i, ignore_eos=True) for i in (3, 1, 5)]
+    outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 1, 5]
+    with pytest.raises(ValueError, match="3 sampling_params for 2 prompts"):
+        llm.generate(PROMPTS[:2], params)
+
+
+def test_the_context_ends_an_answer(llm):
+    for limit in (None, 1000):
+        (output,) = llm.generate([[9] * 120], SamplingParams(max_tokens=limit, ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 8 and output.outputs[0].finish_reason == "length"
+
+
+def test_logprobs_are_those_of_transformers(llm, oracle):
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
+    (output,) = llm.generate(["hello there"], params, use_tqdm=False)
+    completion = output.outputs[0]
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([output.prompt_token_ids + completion.token_ids])).logits[0]
+    expected = logits[len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+    assert completion.logprobs is not None
+    for token, entries, row in zip(completion.token_ids, completion.logprobs, expected, strict=True):
+        values, ids = row.topk(3)
+        assert list(entries) == ids.tolist() and entries[token].rank == 1
+        assert [entry.logprob for entry in entries.values()] == pytest.approx(values.tolist(), abs=1e-3)
+        assert [entry.rank for entry in entries.values()] == [1, 2, 3]
+        assert entries[token].decoded_token == llm.get_tokenizer().decode([token])
+    sampled = [entries[token].logprob for token, entries in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(sampled))
+
+
+def test_token_ids_without_text(llm):
+    params = [SamplingParams(temperature=0, max_tokens=6, detokenize=detokenize) for detokenize in (True, False)]
+    with_text, without = llm.generate([PROMPTS[1]] * 2, params, use_tqdm=False)
+    assert without.outputs[0].token_ids == with_text.outputs[0].token_ids
+    assert with_text.outputs[0].text and without.outputs[0].text == ""
+
+
+def test_a_second_look_hits_the_prefix_cache(llm):
+    prompt = torch.randint(3, 300, (50,)).tolist()
+    params = SamplingParams(temperature=0, max_tokens=4)
+    first, second = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+def test_chat_is_generate_on_the_rendered_template(llm):
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    flat = [messages[0], {"role": "user", "content": "hi"}]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    text = llm.get_tokenizer().apply_chat_template(flat, tokenize=False, add_generation_prompt=True)
+    (expected,) = llm.generate(text, params, use_tqdm=False)
+    (one,) = llm.chat(messages, params, use_tqdm=False)
+    several = llm.chat([flat, messages], params, use_tqdm=False)
+    for output in (one, *several):
+        assert (output.prompt, output.prompt_token_ids) == (text, expected.prompt_token_ids)
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    (templated,) = llm.chat(flat, params, use_tqdm=False, chat_template="{{ messages[1].content }}!")
+    assert templated.prompt == "hi!"
+    (plain,) = llm.chat(flat, params, use_tqdm=False, add_generation_prompt=False)
+    assert plain.prompt == text.removesuffix("<|im_start|>assistant\n")
+    for bad in ([], [{"role": "nobody", "content": "x"}], [{"content": "x"}]):
+        with pytest.raises(ValueError, match="messages"):
+            llm.chat(bad, params)
+
+
+def test_default_params_come_from_the_model(folder, tmp_path, llm):
+    assert llm.get_default_sampling_params() == SamplingParams()
+    (output,) = llm.generate("hello", use_tqdm=False)
+    assert len(output.outputs[0].token_ids) <= 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt 1: 'prompt' gives no tokens."),
+        ("", "prompt 1: 'prompt' gives no tokens."),
+        ([1, 300], "prompt 1: 'prompt' has the token id 300; the vocabulary ends at 299."),
+        ([-1], "prompt 1: 'prompt' has the token id -1"),
+        ([3] * 128, "prompt 1: This model's maximum context length is 128 tokens."),
+        ([1.5], "prompt 1 is neither a string nor a list of token ids."),
+        (7, "prompt 1 is neither a string nor a list of token ids."),
+        ({"prompt_token_ids": "abc"}, "prompt 1 is neither"),
+        ({}, "prompt 1 is neither"),
+        ({"prompt": "a", "multi_modal_data": {}}, "prompt 1: 'multi_modal_data' is not supported"),
+    ],
+)
+def test_prompts_that_cannot_be(llm, prompt, message):
+    with pytest.raises(ValueError) as error:
+        llm.generate(["hello", prompt], SamplingParams(max_tokens=2))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1}, "'temperature' must be at least 0"),
+        ({"top_p": 0}, "'top_p' must be above 0"),
+        ({"top_k": 1.5}, "'top_k' must be an integer"),
+        ({"n": 0}, "'n' must be at least 1"),
+        ({"max_tokens": 0}, "'max_tokens' must be at least 1"),
+        ({"stop": ["a", ""]}, "'stop' must not contain an empty string"),
+        ({"stop": "a", "detokenize": False}, "'stop' needs 'detokenize'"),
+        ({"bad_words": ["a"]}, "'bad_words' is not supported"),
+        ({"prompt_logprobs": 0}, "'prompt_logprobs' is not supported"),
+        ({"structured_outputs": {"json": {}}}, "'structured_outputs' is not supported"),
+        ({"output_kind": RequestOutputKind.DELTA}, "'output_kind' is not supported"),
+        ({"spaces_between_special_tokens": False}, "'spaces_between_special_tokens' is not supported"),
+        ({"logit_bias": {"x": 1.0}}, "'logit_bias' has the key 'x'"),
+    ],
+)
+def test_params_that_cannot_be(values, message):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**values)
+    assert str(error.value).startswith(f"SamplingParams: {message}")
+
+
+def test_params_that_this_model_cannot_do(llm):
+    for params, message in (
+        (SamplingParams(logprobs=21), "'logprobs' is 21"),
+        (SamplingParams(stop_token_ids=[300]), "'stop_token_ids' has the token id 300"),
+        (SamplingParams(n=2, temperature=0), "'n' must be 1"),
+        (SamplingParams(min_tokens=9, max_tokens=3), "'min_tokens' is 9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate("hello", params)
+
+
+def test_logit_bias_and_none_for_defaults(llm):
+    params = SamplingParams(temperature=0, max_tokens=3, logit_bias={77: 100}, top_p=None, stop=(), ignore_eos=None)
+    (output,) = llm.generate("hello", params, use_tqdm=False)
+    assert output.outputs[0].token_ids == [77] * 3
+
+
+def test_a_request_that_fails_does_not_end_the_others(llm, monkeypatch):
+    client = llm._engine.client
+    submit = client.submit
+
+    def failing(token_ids: list[int], *rest: Any, **options: Any) -> Any:
+        mailbox = submit(token_ids, *rest, **options)
+        if token_ids == [13]:
+            client.abort([mailbox])
+            mailbox.put(RequestOutput(mailbox.id, [], "error", error="NaN in the logits"))
+        return mailbox
+
+    monkeypatch.setattr(client, "submit", failing)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    outputs = llm.generate([[12], [13], [14]], params, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert outputs[1].outputs[0].stop_reason == "NaN in the logits" and outputs[1].finished
+
+
+def test_progress_is_shown_and_an_exception_aborts_what_is_open(llm):
+    seen: list[int] = []
+
+    class Bar:
+        def __init__(self, total: int, **options: Any) -> None:
+            self.total = total
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *exception: object) -> None: ...
+
+        def set_postfix_str(self, text: str, refresh: bool) -> None:
+            assert "tok/s" in text
+
+        def update(self, count: int) -> None:
+            seen.append(count)
+            if self.total == 3:
+                raise RuntimeError("no more")
+
+    params = SamplingParams(temperature=0, max_tokens=2)
+    llm.generate(PROMPTS, params, use_tqdm=Bar)
+    assert seen == [1] * 4
+    long = SamplingParams(max_tokens=100, ignore_eos=True)
+    with pytest.raises(RuntimeError, match="no more"):
+        llm.generate([[3], [4], [5]], [params, long, long], use_tqdm=Bar)
+    assert idle(llm)
+
+
+def test_options_that_do_not_exist(folder):
+    with pytest.raises(TypeError, match="no option 'max_model_length'; did you mean 'max_model_len'"):
+        LLM(str(folder), max_model_length=3)
+    with pytest.raises(ValueError, match="no model is named"):
+        LLM("")
+
+
+def test_the_engine_is_a_process_that_ends_with_its_llm(folder, oracle):
+    llm = LLM(str(folder), device="cpu", cpu_threads=1, max_model_len=64)
+    assert llm.info.max_model_len == 64
+    process = llm._engine.client._process
+    assert process is not None and process.poll() is None
+    (output,) = llm.generate("hello there", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert output.outputs[0].token_ids == greedy(oracle, output.prompt_token_ids, 8)
+    del llm
+    gc.collect()
+    assert process.poll() is not None
+
+
+def test_a_closed_llm_says_so(folder):
+    with LLM(str(folder), device="cpu", engine_in_process=True, cpu_threads=1) as llm:
+        pass
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("hello")
+
+
+def test_an_engine_that_cannot_start_says_why(folder):
+    with pytest.raises(EngineDeadError, match="--max-model-len"):
+        LLM(str(folder), device="cpu", engine_in_process=True, max_model_len=4096, cpu_threads=1)
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_importing_vserve_is_light():
+    out = run_python("""
+        import sys, vserve
+        heavy = {"torch", "transformers", "fastapi", "pydantic", "numpy", "msgspec", "asyncio"}
+        assert not heavy & set(sys.modules), heavy & set(sys.modules)
+        from vserve import SamplingParams
+        assert not {"torch", "transformers"} & set(sys.modules)
+        try:
+            vserve.nothing
+        except AttributeError as error:
+            print(error)
+    """)
+    assert out.strip() == "module 'vserve' has no attribute 'nothing'"
+
+
+@pytest.mark.slow
+def test_a_script_that_closes_nothing_leaves_nothing_behind(folder):
+    out = run_python(f"""
+        from vserve import LLM, SamplingParams
+        if __name__ == "__main__":
+            llm = LLM({str(folder)!r}, device="cpu", cpu_threads=1)
+            llm.generate("hello", SamplingParams(max_tokens=2), use_tqdm=False)
+            print(llm._engine.client._process.pid)
+    """)
+    import os
+    import time
+
+    for _ in range(50):  # it leaves when it sees the socket close
+        try:
+            os.kill(int(out), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the engine process is still there")
