@@ -82,6 +82,13 @@ def build_inputs_torch(
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor,
 ) -> None:  # fmt: skip
     total, limit = int(query_start[-1]), token_ids.shape[1]
+    if total == len(rows) == len(input_ids) == 1:  # the single-stream decode step
+        row = int(rows)
+        only_position = int(num_computed[row])
+        input_ids.fill_(int(token_ids[row, only_position]) if only_position < limit else 0)
+        positions.fill_(only_position)
+        seq_lens.fill_(only_position + 1)
+        return
     computed, lengths = num_computed[rows], query_start.diff()
     request, index = _expand(query_start, total)
     position = index + (computed - query_start[:-1])[request]
@@ -98,6 +105,10 @@ def build_slots_torch(
     slots: torch.Tensor, page_size: int,
 ) -> None:  # fmt: skip
     total, limit = int(query_start[-1]), block_table.shape[1]
+    if total == len(rows) == len(slots) == 1:
+        only_page, offset = divmod(int(positions), page_size)
+        slots.fill_(int(block_table[int(rows), only_page]) * page_size + offset if only_page < limit else -1)
+        return
     request, _ = _expand(query_start, total)
     position = positions[:total]
     page = torch.div(position, page_size, rounding_mode="floor")
@@ -110,6 +121,14 @@ def commit_tokens_torch(
     token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
     sampled: torch.Tensor, sample_index: torch.Tensor,
 ) -> None:  # fmt: skip
+    if len(rows) == 1:
+        row = int(rows)
+        only_length, only_sample = int(query_start[1] - query_start[0]), int(sample_index)
+        only_position = int(num_computed[row]) + only_length
+        num_computed[row] = only_position
+        if only_length and only_sample >= 0 and only_position < token_ids.shape[1]:
+            token_ids[row, only_position] = sampled[only_sample]
+        return
     lengths = query_start.diff()
     num_computed.index_add_(0, rows, lengths)
     position = num_computed[rows]

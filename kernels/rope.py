@@ -37,7 +37,7 @@ def qk_norm_rope(
 
 
 def apply_rope_torch(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = _look_up(cos_sin, positions)
     both = _one_view(query, key)
     for heads in (query, key) if both is None else (both,):
         _rotate(heads, heads, cos, sin)
@@ -47,13 +47,28 @@ def qk_norm_rope_torch(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
 ) -> None:  # fmt: skip
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = _look_up(cos_sin, positions)
     for heads, weight in ((query, q_weight), (key, k_weight)):
         normed = F.rms_norm(heads.float(), weight.shape, weight.float(), eps)
         _rotate(normed, heads, cos, sin)
         rot_dim = cos_sin.shape[1]
         if rot_dim < heads.shape[-1]:
             heads[..., rot_dim:] = normed[..., rot_dim:]
+
+
+_looked_up: tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+def _look_up(cos_sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [T, 1, rot/2] of these positions. All layers of a step ask for the same: the last answer is kept."""
+    global _looked_up
+    last = _looked_up
+    if last is not None and last[0] is cos_sin and last[1] is positions:
+        return last[2]
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    if positions.is_inference():  # made for one step and never written again
+        _looked_up = cos_sin, positions, (cos, sin)
+    return cos, sin
 
 
 def _rotate(source: torch.Tensor, target: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

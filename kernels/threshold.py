@@ -163,15 +163,16 @@ def _search(
     step = tl.zeros([], tl.int32)
     searching = low < high
     while searching:
-        count, amount = _collect(
-            row_ptr, scratch_ptr, key_float(guess), key_float(high), top, inverse_temperature, min_p, vocabulary,
-            BY_MASS, BLOCK,
+        count, amount, least, greatest = _collect(
+            row_ptr, scratch_ptr, key_float(low), key_float(guess), key_float(high), top, inverse_temperature, min_p,
+            vocabulary, BY_MASS, BLOCK,
         )  # fmt: skip
         enough = amount >= need
-        low = tl.where(enough, guess, low)
         low_count = tl.where(enough, above + count, low_count)
-        high = tl.where(enough, high, guess)
         above = tl.where(enough, above, above + count)
+        # The range shrinks to the logits in it, so that however many equal ones are a range of one key.
+        high = tl.where(enough, high, tl.maximum(float_key(greatest) + 1, low))
+        low = tl.where(enough, tl.minimum(float_key(least), high - 1), low)
         need = tl.where(enough, need, need - amount)
         collected = tl.where(enough & (count <= capacity), count, 0)
         searching = (collected == 0) & (low + 1 < high)
@@ -192,19 +193,26 @@ def _search(
 
 @triton.jit
 def _collect(
-    row_ptr, scratch_ptr, low, high, top, inverse_temperature, min_p, vocabulary, BY_MASS: tl.constexpr,
+    row_ptr, scratch_ptr, low, guess, high, top, inverse_temperature, min_p, vocabulary, BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies the logits in [low, high) to the scratch, as many as fit. → their number; their mass, or number again"""
+    """Copies the logits in [guess, high) to the scratch, as many as fit.
+
+    → their number; their mass, or number again; the least of them; the greatest in [low, guess)
+    """
     count = tl.zeros([], tl.int32)
     amounts = tl.zeros([BLOCK], tl.float32)
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    greatest = tl.full([BLOCK], float("-inf"), tl.float32)
     tl.debug_barrier()  # the scratch may still be being read
     for start in range(0, vocabulary, BLOCK):
         index = start + tl.arange(0, BLOCK)
         logits = load_logits(row_ptr, index, vocabulary)
-        inside = (logits >= low) & (logits < high) & (index < vocabulary)
+        inside = (logits >= guess) & (logits < high) & (index < vocabulary)
         if BY_MASS:
             amounts += tl.where(inside, relative_weights(logits, top, inverse_temperature, min_p), 0.0)
+        least = tl.minimum(least, tl.where(inside, logits, float("inf")))
+        greatest = tl.maximum(greatest, tl.where((logits >= low) & (logits < guess), logits, float("-inf")))
         place = count + tl.cumsum(inside.to(tl.int32), axis=0) - 1
         tl.store(scratch_ptr + place, logits, mask=inside & (place < 3 * BLOCK))
         count += tl.sum(inside.to(tl.int32), axis=0)
@@ -213,4 +221,4 @@ def _collect(
         amount = tl.sum(amounts, axis=0)
     else:
         amount = count.to(tl.float32)
-    return count, amount
+    return count, amount, tl.min(least, axis=0), tl.max(greatest, axis=0)

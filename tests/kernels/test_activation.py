@@ -27,8 +27,8 @@ def oracle(name: str, x: torch.Tensor) -> torch.Tensor:
 def close(result: torch.Tensor, name: str, x: torch.Tensor) -> None:
     expected = oracle(name, x)
     gate, up = x.double().chunk(2, dim=-1)
-    # Half a unit in the last place; and where 1 + tanh cancels, fp32 is accurate relative to the gate only. 6e-8 is half
-    # the smallest fp16.
+    # Half a unit in the last place; and where 1 + tanh cancels, fp32 is accurate relative to the gate only. The last
+    # term is half the smallest fp16.
     allowed = (0.51 * torch.finfo(result.dtype).eps + 3e-6) * expected.abs() + 3e-7 * (gate * up).abs() + 6e-8
     assert ((result.double() - expected).abs() <= allowed).all()
 
