@@ -169,7 +169,7 @@ def prefill_attention_torch(
 
 
 def _pages(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """[num_blocks, page, ...] → the tokens of these blocks, [len(blocks) * page, ...]; a view where they are neighbours."""
+    """[num_blocks, page, ...] → the tokens of these blocks, [num_tokens, ...]; a view where they are neighbours."""
     ids = blocks.tolist()
     first = ids[0]
     if ids == list(range(first, first + len(ids))):

@@ -21,7 +21,7 @@ _KEY_LOWEST = tl.constexpr(-2139095040)
 
 @triton.jit
 def float_key(value):
-    bits = value.to(tl.int32, bitcast=True)
+    bits = tl.where(value == 0, 0, value.to(tl.int32, bitcast=True))  # -0.0 equals 0.0 and has its key
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -64,35 +64,23 @@ def find_threshold(
     """The lowest logit kept, finite. first, second and third [BLOCK]: the greatest logits of every lane."""
     end = float_key(top) + 1
     threshold = tl.full([], _KEY_LOWEST, tl.int32)
+    guess = threshold
+    total = tl.zeros([], tl.float32)
     hidden = tl.max(third, axis=0)  # no lane hides a logit greater than this
-    known = tl.zeros([], tl.int32)  # whether first, second and third hold every survivor of top-k
-    if (top_k > 0) & (top_k < vocabulary):
+    search_number = tl.zeros([], tl.int32)
+    search_mass = tl.zeros([], tl.int32)
+    limited = (top_k > 0) & (top_k < vocabulary)
+    if limited:
+        # At least top_k logits are here or above, so this is the threshold or below it.
         need = top_k.to(tl.float32)
         low = tl.full([], _KEY_INFINITE, tl.int32)
-        # As many logits as needed reach this one, so it is the threshold or below it.
         guess = _bisect(first, second, third, need, low, end, top, inverse_temperature, min_p, False)
         threshold = tl.maximum(guess, threshold)
-        if hidden < key_float(threshold):
-            known += 1
-        else:
-            found = _search(
-                row_ptr,
-                scratch_ptr,
-                low,
-                threshold,
-                end,
-                need,
-                top,
-                inverse_temperature,
-                min_p,
-                vocabulary,
-                False,
-                BLOCK,
-            )
-            threshold = tl.maximum(found, _KEY_LOWEST)
-    if top_p < 1:
+        if hidden >= key_float(threshold):
+            search_number += 1
+    if (top_p < 1) & (search_number == 0):
         limit = key_float(threshold)
-        if known > 0:
+        if limited:  # then the lanes' greatest are all there is
             weights = tl.where(first >= limit, relative_weights(first, top, inverse_temperature, min_p), 0.0)
             weights += tl.where(second >= limit, relative_weights(second, top, inverse_temperature, min_p), 0.0)
             weights += tl.where(third >= limit, relative_weights(third, top, inverse_temperature, min_p), 0.0)
@@ -103,24 +91,32 @@ def find_threshold(
         need = top_p * total
         guess = _bisect(first, second, third, need, threshold, end, top, inverse_temperature, min_p, True)
         if hidden >= key_float(guess):
-            # Tokens each lighter than total (1 - p) / V are together lighter than what may be dropped.
-            light = float_key(top + tl.log((1 - top_p) * total / vocabulary) / inverse_temperature)
-            guess = tl.where(guess > threshold, guess, tl.minimum(tl.maximum(light, threshold), end - 1))
-            guess = _search(
-                row_ptr,
-                scratch_ptr,
-                threshold,
-                guess,
-                end,
-                need,
-                top,
-                inverse_temperature,
-                min_p,
-                vocabulary,
-                True,
-                BLOCK,
-            )
-        threshold = guess
+            search_mass += 1
+        else:
+            threshold = guess
+
+    # The searches come last, when the lanes' logits no longer occupy registers.
+    if search_number > 0:
+        low = tl.full([], _KEY_INFINITE, tl.int32)
+        found = _search(
+            row_ptr, scratch_ptr, low, threshold, end, top_k.to(tl.float32), top, inverse_temperature, min_p,
+            vocabulary, False, BLOCK,
+        )  # fmt: skip
+        threshold = tl.maximum(found, _KEY_LOWEST)
+        if top_p < 1:
+            limit = key_float(threshold)
+            masses = tile_masses(row_ptr, limit, top, inverse_temperature, min_p, vocabulary, TILES, BLOCK)
+            total = tl.sum(masses, axis=0)
+            guess = threshold
+            search_mass += 1
+    if search_mass > 0:
+        # Tokens each lighter than total (1 - p) / V are together lighter than what may be dropped.
+        light = float_key(top + tl.log((1 - top_p) * total / vocabulary) / inverse_temperature)
+        guess = tl.where(guess > threshold, guess, tl.minimum(tl.maximum(light, threshold), end - 1))
+        threshold = _search(
+            row_ptr, scratch_ptr, threshold, guess, end, top_p * total, top, inverse_temperature, min_p, vocabulary,
+            True, BLOCK,
+        )  # fmt: skip
     return key_float(threshold)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 
 import pytest
@@ -37,7 +38,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-async def generate(folder, prompts, sampling, **options):
+async def answers(folder, prompts, sampling, **options):
     """Token ids and log-probabilities of each prompt, all at once through the real engine loop."""
     client = EngineClient(
         EngineConfig(str(folder), engine_in_process=True, gpu_memory_utilization=0.4, max_model_len=4096, **options)
@@ -60,8 +61,14 @@ async def generate(folder, prompts, sampling, **options):
         stats = client.stats
     finally:
         await client.close()
-    torch.cuda.empty_cache()
     return results, stats
+
+
+def generate(*arguments, **options):
+    results = asyncio.run(answers(*arguments, **options))
+    gc.collect()  # the engine's objects form cycles, and its cache is large
+    torch.cuda.empty_cache()
+    return results
 
 
 def random_prompts(*lengths):
@@ -74,7 +81,7 @@ def test_two_layers_of_the_8b_shape_match_float32(checkpoint):
 
     prompts = random_prompts(5, 17, 300, 1111, 2500)
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=8)
-    results, stats = asyncio.run(generate(checkpoint, prompts, sampling, max_num_batched_tokens=1024))
+    results, stats = generate(checkpoint, prompts, sampling, max_num_batched_tokens=1024)
     assert stats.num_free_blocks == stats.num_blocks
     oracle = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).cuda().eval()
     worst = 0.0
@@ -95,12 +102,12 @@ def test_chunks_cache_and_preemption_leave_the_greedy_answer(checkpoint):
     """In bf16 near ties may fall either way, so the answers are compared where the margin is clear."""
     prompts = random_prompts(700, 1300, 64, 33)
     sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=2)
-    whole, _ = asyncio.run(generate(checkpoint, prompts, sampling, enable_prefix_caching=False))
+    whole, _ = generate(checkpoint, prompts, sampling, enable_prefix_caching=False)
     for options in (
         {"max_num_batched_tokens": 256},
         {"num_gpu_blocks_override": 256, "max_num_batched_tokens": 512},
     ):
-        other, stats = asyncio.run(generate(checkpoint, prompts * 3, sampling, **options))
+        other, stats = generate(checkpoint, prompts * 3, sampling, **options)
         assert stats.num_free_blocks == stats.num_blocks
         for i, (tokens, _) in enumerate(other):
             expected, margins = whole[i % len(prompts)]
@@ -118,9 +125,6 @@ def test_seeded_sampling_with_every_filter_completes(checkpoint):
         frequency_penalty=0.2, seed=7, ignore_eos=True, logit_bias={5: 2.0}, min_tokens=4, stop_token_ids=(9,),
     )  # fmt: skip
 
-    async def run():
-        return await generate(checkpoint, prompts, sampling)
-
-    results, stats = asyncio.run(run())
+    results, stats = generate(checkpoint, prompts, sampling)
     assert all(len(tokens) == 16 for tokens, _ in results)
     assert stats.num_free_blocks == stats.num_blocks

@@ -37,6 +37,7 @@ PREFILL_SWEEP = {"block_m": [64, 128], "block_n": [32, 64, 128], "num_warps": [4
 def graph_microseconds(call: Callable[[], object], calls_inside: int) -> float:
     """Microseconds a call, from replays of one CUDA graph that holds `calls_inside` of them."""
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the other stream must not run ahead of what made its inputs
     with torch.cuda.stream(stream):
         call()
     torch.cuda.synchronize()

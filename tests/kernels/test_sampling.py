@@ -61,16 +61,16 @@ class Sampler:
     @property
     def max_draws(self) -> int:
         """How many rows are cheap: in the interpreter one takes tens of milliseconds."""
-        return 6 if self.path == "sample_triton" and self.device == "cpu" else 40
+        return 5 if self.path == "sample_triton" and self.device == "cpu" else 40
 
 
-@pytest.fixture(params=["torch", "triton", "triton-tiles", "public"])
+@pytest.fixture(params=["torch", "triton", "public"])
 def sampler(request: pytest.FixtureRequest, device: str) -> Sampler:
     if request.param == "torch":
         return Sampler("sample_torch", "cpu")
-    if request.param == "public":
-        return Sampler("sample", device)
-    return Sampler("sample_triton", device, max_block=32 if request.param == "triton-tiles" else None)
+    if request.param == "triton":
+        return Sampler("sample_triton", device, max_block=32)  # tiles so small that many are needed
+    return Sampler("sample", device)
 
 
 # ---- the oracle -----------------------------------------------------------------------------------------------------
@@ -301,17 +301,17 @@ def test_almost_zero_temperature_is_greedy(sampler: Sampler, temperature: float)
 
 @pytest.mark.parametrize(
     "settings",
-    [Settings(top_k=40), Settings(top_k=160), Settings(top_p=0.3), Settings(top_p=0.9), Settings(top_k=150, top_p=0.7)],
+    [Settings(top_k=120), Settings(top_p=0.9), Settings(top_k=110, top_p=0.7)],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["flat", "one lane", "wide range", "ties"])
 def test_the_slow_search(device: str, settings: Settings, kind: str, rng: torch.Generator) -> None:
     """Rows where the lanes' three greatest logits do not decide, so that the whole row is searched."""
-    logits = torch.randn(250, generator=rng) * 0.2
+    logits = torch.randn(160, generator=rng) * 0.2
     if kind == "one lane":  # everything that matters lies 32 apart
         logits[5::32] += 4
     elif kind == "wide range":
-        logits = logits.sign() * 10 ** (torch.rand(250, generator=rng) * 40 - 39.5)
+        logits = logits.sign() * 10 ** (torch.rand(160, generator=rng) * 40 - 39.5)
         logits[::50] *= -1e38
     elif kind == "ties":  # more ties than the scratch holds
         logits = (logits * 2).round() / 2
