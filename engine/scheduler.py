@@ -29,11 +29,23 @@ RUNNING, FINISHED = Status.RUNNING, Status.FINISHED
 class Step:
     """A plan while it is made, and what its result will need while it is in flight."""
 
-    __slots__ = ("admitted", "appended", "budget", "filled", "index", "registered", "sampled", "scheduled", "total")
+    __slots__ = (
+        "admitted",
+        "appended",
+        "budget",
+        "filled",
+        "index",
+        "limit",
+        "registered",
+        "sampled",
+        "scheduled",
+        "total",
+    )
 
     def __init__(self, index: int, budget: int) -> None:
         self.index = index
-        self.budget = budget  # tokens left
+        self.limit = budget  # tokens the step may compute
+        self.budget = budget  # of them left
         self.total = 0  # tokens planned
         self.scheduled: dict[Request, int] = {}  # → query length, in the order of the passes
         self.appended: dict[Request, int] = {}  # → entries appended to its block table, hits included
@@ -140,7 +152,11 @@ class Scheduler:
             if offset == block_size - 1:
                 step.filled.append(request)
             scheduled[request] = 1
-        step.budget = self.config.max_num_batched_tokens - len(scheduled)
+        if scheduled and (mixed := self.config.max_mixed_tokens):
+            # Beside decodes, prompts come in smaller chunks: nobody waits long for the next token, and prompts last for
+            # more steps, whose decodes then read the weights for nothing. A quarter is left to prompts in any case.
+            step.limit = min(step.limit, max(mixed, len(scheduled) + mixed // 4))
+        step.budget = step.limit - len(scheduled)
         return prefills
 
     def _schedule_prefills(self, step: Step, prefills: list[Request]) -> None:
@@ -208,7 +224,7 @@ class Scheduler:
                 sampled.append(index)
                 step.sampled.append(request)
                 request.num_in_flight_tokens += 1
-        step.total = self.config.max_num_batched_tokens - step.budget
+        step.total = step.limit - step.budget
         return StepPlan(step.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks)
 
     def _grow(self, step: Step, request: Request, num_tokens: int) -> bool:

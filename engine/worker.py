@@ -9,7 +9,14 @@ from contextlib import contextmanager
 
 import torch
 
-from .config import ConfigError, EngineConfig, SchedulerConfig, default_cpu_threads, resolve_limits
+from .config import (
+    ConfigError,
+    EngineConfig,
+    SchedulerConfig,
+    default_cpu_threads,
+    resolve_limits,
+    resolve_mixed_tokens,
+)
 from .loader import load_model, resolve_model_path
 from .memory import WORST_SAMPLING, plan_memory
 from .messages import EngineInfo, Progress
@@ -77,6 +84,7 @@ class Worker:
             max_model_len=plan.max_model_len,
             max_num_batched_tokens=tokens,
             max_num_seqs=seqs,
+            max_mixed_tokens=resolve_mixed_tokens(config, device.type),
             block_size=config.block_size,
             num_blocks=plan.num_blocks,
             num_groups=runner.num_groups,

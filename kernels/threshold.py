@@ -66,7 +66,8 @@ def find_threshold(
     threshold = tl.full([], _KEY_LOWEST, tl.int32)
     guess = threshold
     total = tl.zeros([], tl.float32)
-    hidden = tl.max(third, axis=0)  # no lane hides a logit greater than this
+    # No lane hides a logit greater than this.
+    hidden = tl.where(vocabulary > 3 * BLOCK, tl.max(third, axis=0), float("-inf"))
     search_number = tl.zeros([], tl.int32)
     search_mass = tl.zeros([], tl.int32)
     limited = (top_k > 0) & (top_k < vocabulary)

@@ -190,15 +190,17 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     num_groups = rng.choice([1, 1, 1, 1, 2])
     max_num_seqs = rng.choice([1, 2, 3, 4, 8])
     roomy = rng.random() < 0.3
+    chunked = rng.random() < 0.75
     return SchedulerConfig(
         max_model_len=rng.choice([4, 12, 24, 48, 48]),
         max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 2, 5, 12, 60]),
         max_num_seqs=max_num_seqs,
+        max_mixed_tokens=rng.choice([0, 1, 4, 12]) if chunked else 0,
         block_size=block_size,
         num_blocks=1 + num_groups * (rng.randint(20, 60) if roomy else rng.randint(1, 3 + 24 // block_size)),
         num_groups=num_groups,
         enable_prefix_caching=rng.random() < 0.75,
-        enable_chunked_prefill=rng.random() < 0.75,
+        enable_chunked_prefill=chunked,
         policy=rng.choice(["fcfs", "priority"]),
         depth=rng.randint(1, 3),
     )

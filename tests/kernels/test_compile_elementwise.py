@@ -1,0 +1,117 @@
+"""The launchers' kernels, compiled for a Hopper GPU on a machine that needs none.
+
+The interpreter accepts much that the compiler refuses (types that change in a loop, ranges that are no power of two).
+So this file, run as a program of its own without the interpreter, calls the launchers on CPU tensors of real models'
+sizes and compiles what they would have launched, down to machine code.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+def test_kernels_compile() -> None:
+    from triton import knobs
+
+    if not Path(knobs.nvidia.ptxas.path).exists():
+        pytest.skip("no ptxas")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
+    assert len(done.stdout.splitlines()) >= 20, done.stdout
+
+
+def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """Stands in for JITFunction.run: compiles with the signature and the specialisations that a launch would have."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    values |= {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list] = {}
+    dtypes = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int64": "i64"}
+    for position, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+            signature[parameter.name], constants[(position,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + dtypes[str(value.dtype).removeprefix("torch.")]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            assert isinstance(value, float), (parameter.name, value)
+            signature[parameter.name] = "fp32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.asm["cubin"]
+    print(kernel.__name__, options, {kernel.arg_names[i]: value for (i,), value in constants.items()})
+
+
+def launch_everything() -> None:
+    from vserve.kernels import activation, batch_inputs, norm, penalties, rope, sampling
+
+    def bf16(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    def i32(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    for size in (896, 4096, 16384):
+        norm.add_rms_norm_triton(bf16(3, size), bf16(3, size), bf16(size), 1e-6)
+    norm.rms_norm_triton(bf16(3, 4096), bf16(4096), 1e-6)
+    norm.rms_norm_triton(bf16(3, 6144).view(3, 48, 128)[:, :32], bf16(128), 1e-6)
+    norm.rms_norm_triton(torch.zeros(3, 2880), torch.zeros(2880), 1e-6)
+
+    for num_heads, num_key_heads, size, rot_dim in (
+        (32, 8, 128, 128),
+        (14, 2, 64, 64),
+        (32, 32, 80, 32),
+        (9, 3, 96, 96),
+    ):
+        query, key = bf16(3, num_heads, size), bf16(3, num_key_heads, size)
+        positions, cos_sin = i32(3), torch.zeros(64, rot_dim)
+        rope.apply_rope_triton(query, key, positions, cos_sin)
+        rope.qk_norm_rope_triton(query, key, positions, cos_sin, bf16(size), bf16(size), 1e-6)
+
+    activation.silu_mul_triton(bf16(3, 28672))
+    activation.gelu_tanh_mul_triton(bf16(3, 28672))
+
+    token_ids, block_table = i32(5, 4096), i32(5, 256)
+    batch_inputs.scatter_rows_triton(token_ids, i32(2), i32(2), i32(3), i32(9))
+    batch_inputs.build_inputs_triton(token_ids, i32(5), i32(4), i32(5), i32(9), i32(9), i32(4))
+    batch_inputs.build_slots_triton(block_table, i32(4), i32(5), i32(9), i32(9), 16)
+    batch_inputs.commit_tokens_triton(token_ids, i32(5), i32(4), i32(5), i32(4), i32(4))
+
+    one, zero = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    for vocabulary in (512, 50257, 128256):
+        logits = torch.zeros(2, vocabulary)
+        for greedy in (True, False):
+            sampling.sample_triton(logits, one, i32(2), one, one, zero, zero, all_greedy=greedy)
+    sampling.philox_uniform_triton(zero, zero)
+    penalties.apply_penalties_triton(logits, token_ids, i32(2), i32(2), i32(2), one, one, one)
+
+
+def main() -> None:
+    from triton.runtime.jit import JITFunction
+
+    run: Callable[..., None] = compile_launch
+    JITFunction.run = run
+    launch_everything()
+
+
+if __name__ == "__main__":
+    main()
