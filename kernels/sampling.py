@@ -1,9 +1,10 @@
 """Drawing the next token: temperature, min-p, top-k, top-p and the draw itself, without sorting the vocabulary.
 
-Every filter keeps the most probable tokens, so all three together are one threshold on the logit. The Triton kernel
-finds it exactly by bisection over the values a float can take (Rank-k selection; compare the pivots of FlashInfer's
-sampling kernels) and then draws by inverting the cumulative distribution in vocabulary order. A row's noise is
-Philox(seed, position): its token depends on its own logits and settings alone, whatever else is in the batch.
+Every filter keeps the most probable tokens, so all three together are one threshold on the logit (threshold.py finds
+it; the idea of pivots instead of a sort is FlashInfer's). The token is then drawn by inverting the cumulative
+distribution in vocabulary order. A row's noise is Philox(seed, position): its token depends on its own logits and
+settings alone, whatever else is in the batch. The twin sorts the head of each row, and the whole where the head cannot
+decide.
 """
 
 from __future__ import annotations
@@ -125,8 +126,7 @@ def _draw_torch(
     filtered = hot & ((top_k < vocabulary) | (top_p < 1))
     top, top_k, top_p, min_p = top.unsqueeze(1), top_k.unsqueeze(1), top_p.unsqueeze(1), min_p.unsqueeze(1)
 
-    blocks = logits.new_zeros((num_rows, -(-vocabulary // _TORCH_BLOCK), _TORCH_BLOCK))
-    weights = blocks.flatten(1)[:, :vocabulary]
+    blocks, weights = _blocks(logits)
     if not bool(filtered.any()):
         _weigh(logits, top, inverse, min_p, out=weights)
         return _invert(blocks, uniform.unsqueeze(1))
@@ -147,6 +147,13 @@ def _draw_torch(
         rows = rows[~decided]
         head *= 16
     return _invert(blocks, uniform.unsqueeze(1))
+
+
+def _blocks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros [S, blocks, n], and the view of them that has logits' shape."""
+    num_rows, vocabulary = logits.shape
+    blocks = logits.new_zeros((num_rows, -(-vocabulary // _TORCH_BLOCK), _TORCH_BLOCK))
+    return blocks, blocks.flatten(1)[:, :vocabulary]
 
 
 def _weigh(
@@ -182,10 +189,14 @@ def _best(
     kept = weights * (values >= limit)
     decided = ~limited | (limit > smallest)
     if bool((top_p < 1).any()):
-        total = kept.sum(dim=-1, keepdim=True)
-        if head < vocabulary and not bool(limited.all()):
-            total = torch.where(limited, total, _weigh(logits, top, inverse, min_p).sum(dim=-1, keepdim=True))
-        last = torch.searchsorted(kept.cumsum(dim=-1), top_p * total).clamp_(max=head - 1)
+        # Sums whose order of additions is the same for every length of the head and every number of rows.
+        mass = kept.cumsum(dim=-1)
+        total = mass[:, -1:]
+        if not bool(limited.all()):
+            blocks, everything = _blocks(logits)
+            _weigh(logits, top, inverse, min_p, out=everything)
+            total = torch.where(limited, total, blocks.sum(dim=-1).sum(dim=-1, keepdim=True))
+        last = torch.searchsorted(mass, top_p * total).clamp_(max=head - 1)
         limit = torch.where(top_p < 1, torch.maximum(limit, values.gather(1, last)), limit)
         kept = weights * (values >= limit)
         decided &= limit > smallest
@@ -229,12 +240,17 @@ def sample_triton(
     seed: torch.Tensor, position: torch.Tensor, out: torch.Tensor | None = None, all_greedy: bool = False,
     max_block: int = _MAX_BLOCK,
 ) -> torch.Tensor:  # fmt: skip
-    """sample, by one program a row. max_block: the greatest tile of the vocabulary (a power of two)."""
+    """sample, by one program a row; takes up to 96 KiB of scratch a row.
+
+    max_block: the greatest tile of the vocabulary, a power of two.
+    """
     num_rows, vocabulary = logits.shape
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if logits.stride(1) != 1 or logits.dtype != torch.float32:
-        raise ValueError(f"sample takes contiguous rows of fp32 logits, got {logits.dtype}: use logits.float()")
+        raise ValueError(
+            f"sample takes fp32 logits with a last stride of 1, got {logits.dtype}, {logits.stride()}: use float()"
+        )
     if num_rows:
         # Tile and warps follow from the vocabulary alone: a row must be summed in the same order in every batch.
         block = min(max_block, max(32, triton.next_power_of_2(vocabulary)))

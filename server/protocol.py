@@ -314,7 +314,7 @@ async def read_request(model: type[Model], request: Request) -> Model:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise _first(error) from None
+        raise first_error(error) from None
 
 
 _TYPES = {
@@ -336,7 +336,7 @@ _LIMITS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def _first(errors: ValidationError) -> ApiError:
+def first_error(errors: ValidationError) -> ApiError:
     """The first thing wrong, in one sentence."""
     error = errors.errors(include_url=False)[0]
     kind = error["type"]

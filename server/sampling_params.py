@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from .errors import ApiError
-from .protocol import CompletionRequest, _first
+from .protocol import CompletionRequest, first_error
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -110,6 +110,6 @@ def validate(model: type[Model], values: dict[str, Any]) -> Model:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ValueError(_first(error).message) from None
+        raise ValueError(first_error(error).message) from None
     except ApiError as error:
         raise ValueError(error.message) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import logging
 import os
@@ -13,58 +12,28 @@ import signal
 import socket
 import sys
 import time
-import types
-import typing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ... import __version__
-from ...engine.config import ConfigError, EngineConfig, flag
+from ...engine.config import ConfigError, EngineConfig
 from ...engine.messages import Progress
 from ..config import ServerConfig
 from ..engine_client import EngineClient, EngineDeadError
+from .flags import add_flags, read_flags
 
 if TYPE_CHECKING:
     from ..tokenizer import TextModel
 
 logger = logging.getLogger("vserve")
-DEMO = Path(__file__).parents[2] / "configs" / "demo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="folder of a Hugging Face model, or its name on the hub")
-    groups: dict[str, Any] = {}
-    for config in (EngineConfig, ServerConfig):
-        hints = typing.get_type_hints(config)
-        for spec in dataclasses.fields(config):
-            group = spec.metadata["group"]
-            if group not in groups:
-                groups[group] = parser.add_argument_group(group)
-            _add_flag(groups[group], spec, hints[spec.name])
-
-
-def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
-    names = [flag(spec.name)]
-    help = spec.metadata["help"]
-    default = spec.default
-    if default is not dataclasses.MISSING and default not in (None, "", (), True, False):
-        help += f" (default: {default})"
-    options: dict[str, Any] = {"help": help.replace("%", "%%"), "dest": f"opt_{spec.name}", "default": None}
-    arguments = [a for a in typing.get_args(hint) if a is not type(None)]
-    kind = arguments[0] if isinstance(hint, types.UnionType) else hint
-    if kind is bool:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
-    elif typing.get_origin(kind) is tuple:
-        group.add_argument(*names, nargs="+", metavar="NAME", **options)
-    else:
-        choices = spec.metadata["choices"]
-        metavar = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
-        group.add_argument(*names, type=kind, choices=choices, metavar=metavar, **options)
+    add_flags(parser, EngineConfig, ServerConfig)
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        engine_config, server_config = _configs(arguments)
+        engine_config, server_config = read_flags(arguments)
         sock = _bind(server_config)
     except ConfigError as error:
         print(f"vserve: {error}", file=sys.stderr)
@@ -79,32 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
         return asyncio.run(main)
     except KeyboardInterrupt:
         return 130
-
-
-def _configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    given = {
-        name[4:]: value for name, value in vars(arguments).items() if name.startswith("opt_") and value is not None
-    }
-    if arguments.model:
-        if given.get("model", arguments.model) != arguments.model:
-            raise ConfigError(
-                f"two models are named, {arguments.model!r} and --model {given['model']!r}: leave one out"
-            )
-        given["model"] = arguments.model
-    demo = "model" not in given
-    if demo:
-        given["model"] = str(DEMO)
-    parts: list[dict[str, Any]] = []
-    for config in (EngineConfig, ServerConfig):
-        fields = {spec.name for spec in dataclasses.fields(config)}
-        parts.append({k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in fields})
-    engine, server = EngineConfig(**parts[0]), ServerConfig(**parts[1])
-    if not server.served_model_name:
-        # The folder's name is what people want to type; the path as given works too.
-        path = Path(engine.model)
-        names = ("demo",) if demo else (path.resolve().name, engine.model) if path.is_dir() else (engine.model,)
-        server = dataclasses.replace(server, served_model_name=tuple(dict.fromkeys(names)))
-    return engine, server
 
 
 def _bind(config: ServerConfig) -> socket.socket:

@@ -10,21 +10,23 @@ import torch
 
 TOKENS = 24
 TOP = 5
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)  # fmt: skip
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
-CASES = {
-    "llama": ("llama", {}),
-    "llama-linear": ("llama", dict(rope_scaling=dict(rope_type="linear", factor=4.0))),
-    "llama-llama3": ("llama", dict(rope_scaling=LLAMA3)),
-    "llama-yarn": ("llama", dict(rope_scaling=YARN)),
-    "llama-dynamic": ("llama", dict(rope_scaling=dict(rope_type="dynamic", factor=2.0))),
+ROPE = {
+    "default": {},
+    "linear": dict(rope_scaling=dict(rope_type="linear", factor=4.0)),
+    "llama3": dict(rope_scaling=LLAMA3),
+    "yarn": dict(rope_scaling=YARN),
+    "dynamic": dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)),
+}
+CASES = {f"{family}-{kind}": (family, rope) for family in FAMILIES for kind, rope in ROPE.items()} | {
     "llama-tied-biased": ("llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
     "llama-wide-heads": ("llama", dict(head_dim=32, num_key_value_heads=1)),
     "mistral-window": ("mistral", dict(sliding_window=24)),
-    "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", dict(use_sliding_window=True, sliding_window=24, max_window_layers=1)),
-    "qwen3": ("qwen3", dict(head_dim=32)),
+    "qwen3-wide-heads": ("qwen3", dict(head_dim=32)),
     "qwen3-tied": ("qwen3", dict(tie_word_embeddings=True)),
 }
 
@@ -127,12 +129,12 @@ def no_qk_norm(monkeypatch):
 @pytest.mark.parametrize(
     ("case", "breakage"),
     [
-        ("llama", broken_rope),
-        ("llama", shifted_positions),
-        ("llama", wrong_page),
+        ("llama-default", broken_rope),
+        ("llama-default", shifted_positions),
+        ("llama-default", wrong_page),
         ("mistral-window", no_window),
         ("qwen2-window", no_window),
-        ("qwen3", no_qk_norm),
+        ("qwen3-default", no_qk_norm),
     ],
 )
 def test_the_comparison_notices(case, breakage, tiny_model, live_server, monkeypatch):

@@ -76,7 +76,7 @@ def test_views_of_a_fused_projection(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("order", ["apart", "key first", "key rows longer"])
+@pytest.mark.parametrize("order", ["apart", "key first", "key rows longer", "key heads apart"])
 def test_query_and_key_anywhere(path: str, order: str, device: str, rng: torch.Generator) -> None:
     """The twin joins query and key into one view only where that is right."""
     positions = [5, 9, 60]
@@ -85,6 +85,9 @@ def test_query_and_key_anywhere(path: str, order: str, device: str, rng: torch.G
     elif order == "key first":
         buffer = torch.randn(3, 6, 16, generator=rng).to(device)
         query, key = buffer[:, 2:], buffer[:, :2]
+    elif order == "key heads apart":
+        buffer = torch.randn(3, 64 + 40, generator=rng).to(device)
+        query, key = buffer[:, :64].view(3, 4, 16), buffer[:, 64:].view(3, 2, 20)[..., :16]
     else:
         query = torch.randn(3, 4, 16, generator=rng).to(device)
         key = torch.randn(3, 2, 20, generator=rng).to(device)[..., :16]

@@ -6,30 +6,21 @@ import argparse
 import dataclasses
 import logging
 import sys
-import typing
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from ....engine.config import ConfigError, EngineConfig
+from ...config import ServerConfig
 from ...engine_client import EngineDeadError
 from ...llm import LLM
-from ..serve import _add_flag, _configs
+from ..flags import add_flags, read_flags
 from .load import BenchError
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="folder of a Hugging Face model, or its name on the hub")
-    hints = typing.get_type_hints(EngineConfig)
-    groups: dict[str, Any] = {}
-    for spec in dataclasses.fields(EngineConfig):
-        name = spec.metadata["group"]
-        if name not in groups:
-            groups[name] = parser.add_argument_group(name)
-        _add_flag(groups[name], spec, hints[spec.name])
-    groups["model"].add_argument("--tokenizer", dest="opt_tokenizer", metavar="TEXT",
-                                 help="folder or hub name of the tokenizer (default: the model's)")  # fmt: skip
+    add_flags(parser, EngineConfig)
+    add_flags(parser, ServerConfig, only=("tokenizer",))
 
 
 def random_numbers(arguments: argparse.Namespace) -> np.random.Generator:
@@ -41,7 +32,7 @@ def run_with_llm(arguments: argparse.Namespace, measure: Callable[[argparse.Name
     """Loads the model and calls `measure`. Returns the exit code; what went wrong is the last line printed."""
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
-        engine, server = _configs(arguments)
+        engine, server = read_flags(arguments)
         with LLM(tokenizer=server.tokenizer, **dataclasses.asdict(engine)) as llm:
             measure(arguments, llm)
     except ConfigError as error:

@@ -23,6 +23,7 @@ from typing import IO
 from ....engine.config import ConfigError, EngineConfig, flag
 from ...config import ServerConfig
 from .. import serve as serve_command
+from ..flags import read_flags
 from .client import Target
 from .datasets import PROBE
 from .event_stream import ConnectionPool, StreamResult
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> None:
-    engine, server = serve_command._configs(arguments)
+    engine, server = read_flags(arguments)
     if server.uds is not None:
         raise ConfigError("bench startup measures over TCP: leave --uds out")
     command = [sys.executable, "-m", "vserve.server.cli.main", "serve", engine.model, *_flags(arguments)]

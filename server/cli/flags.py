@@ -1,0 +1,75 @@
+"""Flags from the option dataclasses, and back: an option is declared once, in engine/config.py or server/config.py."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from ...engine.config import ConfigError, EngineConfig, flag
+from ..config import ServerConfig
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo"
+
+
+def add_flags(parser: argparse.ArgumentParser, *configs: type, only: tuple[str, ...] = ()) -> None:
+    """A positional model, and a flag for every option (or those in `only`), in the groups that the options name."""
+    if not any(action.dest == "model" for action in parser._actions):
+        parser.add_argument("model", nargs="?", help="folder of a Hugging Face model, or its name on the hub")
+    groups = {group.title: group for group in parser._action_groups}
+    for config in configs:
+        hints = typing.get_type_hints(config)
+        for spec in dataclasses.fields(config):
+            if only and spec.name not in only:
+                continue
+            title = spec.metadata["group"]
+            group = groups[title] = groups.get(title) or parser.add_argument_group(title)
+            _add_flag(group, spec, hints[spec.name])
+
+
+def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
+    help = spec.metadata["help"]
+    default = spec.default
+    if default is not dataclasses.MISSING and default not in (None, "", (), True, False):
+        help += f" (default: {default})"
+    options: dict[str, Any] = {"help": help.replace("%", "%%"), "dest": f"opt_{spec.name}", "default": None}
+    arguments = [a for a in typing.get_args(hint) if a is not type(None)]
+    kind = arguments[0] if isinstance(hint, types.UnionType) else hint
+    if kind is bool:
+        group.add_argument(flag(spec.name), action=argparse.BooleanOptionalAction, **options)
+    elif typing.get_origin(kind) is tuple:
+        group.add_argument(flag(spec.name), nargs="+", metavar="NAME", **options)
+    else:
+        choices = spec.metadata["choices"]
+        metavar = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
+        group.add_argument(flag(spec.name), type=kind, choices=choices, metavar=metavar, **options)
+
+
+def read_flags(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """What was given, over the defaults. Without a model: the demo model. Raises ConfigError."""
+    given = {
+        name[4:]: value for name, value in vars(arguments).items() if name.startswith("opt_") and value is not None
+    }
+    if arguments.model:
+        if given.get("model", arguments.model) != arguments.model:
+            raise ConfigError(
+                f"two models are named, {arguments.model!r} and --model {given['model']!r}: leave one out"
+            )
+        given["model"] = arguments.model
+    demo = "model" not in given
+    if demo:
+        given["model"] = str(DEMO)
+    parts: list[dict[str, Any]] = []
+    for config in (EngineConfig, ServerConfig):
+        fields = {spec.name for spec in dataclasses.fields(config)}
+        parts.append({k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in fields})
+    engine, server = EngineConfig(**parts[0]), ServerConfig(**parts[1])
+    if not server.served_model_name:
+        # The folder's name is what people want to type; the path as given works too.
+        path = Path(engine.model)
+        names = ("demo",) if demo else (path.resolve().name, engine.model) if path.is_dir() else (engine.model,)
+        server = dataclasses.replace(server, served_model_name=tuple(dict.fromkeys(names)))
+    return engine, server
