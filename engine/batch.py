@@ -19,6 +19,26 @@ ROWS, QUERY_START, SAMPLE_INDEX, LAST_TOKEN, SAMPLED, SAMPLE_ROW = range(6)
 ALIGN = 16  # int32s: every line starts where Triton's aligned variant may be used
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What a step is padded to: rows that decode come first, then rows with longer queries, `tokens` in all."""
+
+    decode_rows: int
+    prefill_rows: int
+    tokens: int
+    max_query_len: int  # of the prefill rows, 0 = there are none
+
+    @property
+    def rows(self) -> int:
+        return self.decode_rows + self.prefill_rows
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Shape:
+        """The plan's own, without padding."""
+        queries = plan.num_tokens[plan.num_decodes :]
+        return cls(plan.num_decodes, len(queries), plan.num_decodes + sum(queries), max(queries, default=0))
+
+
 @dataclass
 class Batch:
     """The device view of one step: T tokens (padding included)."""
@@ -44,28 +64,33 @@ class BatchBuilder:
         self.page_size = page_size
         self.workspace = workspace
 
-    def header(self, plan: StepPlan, num_rows: int) -> Tensor:
-        """int32 [6, ≥ num_rows + 1] on the host; padding rows are the dummy row with no token and no sample.
+    def header(self, plan: StepPlan, shape: Shape) -> Tensor:
+        """int32 [6, ≥ rows + 1] on the host; padding rows are the dummy row with no token and no sample.
 
         A fresh pinned buffer each time: torch's host allocator hands it out again only once the copy out of it has been
         made, so the host never writes what an in-flight copy still reads.
         """
-        real, sampled = len(plan.rows), plan.sampled
-        header = torch.empty(6, header_width(num_rows), dtype=torch.int32, pin_memory=self.tables.device.type == "cuda")
+        device = self.tables.device
+        header = torch.empty(6, header_width(shape.rows), dtype=torch.int32, pin_memory=device.type == "cuda")
         lines = header.numpy()
-        lines[ROWS, :real] = plan.rows
-        lines[ROWS, real:] = self.tables.dummy_row
+        decodes, sampled = plan.num_decodes, plan.sampled
+        first, last = shape.decode_rows, shape.decode_rows + len(plan.rows) - decodes  # the rows with longer queries
+        lines[ROWS] = self.tables.dummy_row
+        lines[ROWS, :decodes] = plan.rows[:decodes]
+        lines[ROWS, first:last] = plan.rows[decodes:]
         query_start = lines[QUERY_START]
-        query_start[0] = 0
-        np.cumsum(plan.num_tokens, out=query_start[1 : real + 1])
-        query_start[real + 1 :] = query_start[real]
+        query_start[: decodes + 1] = np.arange(decodes + 1, dtype=np.int32)
+        query_start[decodes + 1 :] = decodes
+        query_start[first + 1 : last + 1] += np.cumsum(plan.num_tokens[decodes:], dtype=np.int32)
+        query_start[last + 1 :] = query_start[last]
         lines[SAMPLE_INDEX:] = 0
         lines[SAMPLE_INDEX] = -1
-        lines[SAMPLE_INDEX, sampled] = np.arange(len(sampled), dtype=np.int32)
-        lines[SAMPLED, : len(sampled)] = sampled
-        at = lines[SAMPLED, : len(sampled)]
-        lines[LAST_TOKEN, : len(sampled)] = query_start[at + 1] - 1
-        lines[SAMPLE_ROW, : len(sampled)] = lines[ROWS, at]
+        at = np.array(sampled, dtype=np.int32)
+        at[at >= decodes] += first - decodes
+        lines[SAMPLE_INDEX, at] = np.arange(len(at), dtype=np.int32)
+        lines[SAMPLED, : len(at)] = at
+        lines[LAST_TOKEN, : len(at)] = query_start[at + 1] - 1
+        lines[SAMPLE_ROW, : len(at)] = lines[ROWS, at]
         return header
 
     def write_rows(self, plan: StepPlan) -> None:
@@ -74,21 +99,22 @@ class BatchBuilder:
         if writes := self.tables.stage(plan, upload):
             self.tables.apply(writes, upload.send(self.tables.device))
 
-    def gather(self, header: Tensor, num_rows: int, num_tokens: int, num_decodes: int, max_query_len: int) -> Batch:
-        """Builds the inputs from a header on the device. Shapes depend on the arguments only, so it can be captured."""
+    def gather(self, header: Tensor, shape: Shape) -> Batch:
+        """Builds the inputs from a header on the device. Sizes depend on the shape only, so it can be captured."""
         tables, device = self.tables, self.tables.device
-        rows, query_start = header[ROWS, :num_rows], header[QUERY_START, : num_rows + 1]
-        input_ids = torch.empty(num_tokens, dtype=torch.int32, device=device)
+        rows, query_start = header[ROWS, : shape.rows], header[QUERY_START, : shape.rows + 1]
+        input_ids = torch.empty(shape.tokens, dtype=torch.int32, device=device)
         positions = torch.empty_like(input_ids)
-        seq_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
+        seq_lens = torch.empty(shape.rows, dtype=torch.int32, device=device)
         build_inputs(tables.token_ids, tables.num_computed, rows, query_start, input_ids, positions, seq_lens)
         slots = []
         for table in tables.block_tables:
             slots.append(torch.empty_like(input_ids))
             build_slots(table, rows, query_start, positions, slots[-1], self.page_size)
         attention = AttentionBatch(
-            num_decodes, 1, max_query_len, rows, seq_lens, query_start, slots, tables.block_tables, self.workspace
-        )
+            shape.decode_rows, 1, shape.max_query_len, rows, seq_lens, query_start, slots, tables.block_tables,
+            self.workspace,
+        )  # fmt: skip
         return Batch(input_ids, positions, attention)
 
     def samples(self, plan: StepPlan, header: Tensor, host: Tensor, batch: Batch) -> SampleBatch:

@@ -1,67 +1,94 @@
-"""CUDA graphs of whole decode steps, from gathering the inputs to the last hidden state, one a padded batch size."""
+"""CUDA graphs of whole steps, from gathering the inputs to the last hidden state, one a padded shape.
+
+Launching a step's kernels one by one takes the host some 20 ms; replaying a graph takes it one.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .batch import Batch, BatchBuilder, header_width
+from .batch import Batch, BatchBuilder, Shape, header_width
 from .plan import StepPlan
+
+MIXED_DECODE_ROWS = (0, 8, 32, 64, 128, 256, 512)
+MIXED_PREFILL_ROWS = 16
 
 
 @dataclass
-class DecodeGraph:
-    num_rows: int
+class StepGraph:
+    shape: Shape
     graph: torch.cuda.CUDAGraph
     header: Tensor  # int32 [6, width], static: filled before each replay
     batch: Batch  # static tensors that the replay fills
-    hidden: Tensor  # [num_rows, hidden], static
+    hidden: Tensor  # [tokens, hidden], static
 
 
-def capture_sizes(largest: int) -> list[int]:
+def decode_sizes(largest: int) -> list[int]:
     """Batch sizes worth a graph: padding wastes at most a few rows, and the number of graphs stays small."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, largest + 1, 32)]
     return sorted({*(size for size in sizes if size <= largest), largest})
 
 
-class DecodeGraphs:
-    """An explicit table from (padded tokens, padded rows, query length) to a graph; here all three follow from one."""
+class StepGraphs:
+    """An explicit table from padded shapes to graphs: steps that only decode, and steps with some prompt tokens too."""
 
-    def __init__(self, builder: BatchBuilder, forward: Callable[[Batch], Tensor], largest: int) -> None:
+    def __init__(
+        self, builder: BatchBuilder, forward: Callable[[Batch], Tensor], max_decodes: int, max_prefill_tokens: int
+    ) -> None:
         self.builder = builder
         self.forward = forward
-        self.sizes = capture_sizes(largest)
-        self._graphs: dict[int, DecodeGraph] = {}
-        self._next = [0] * (largest + 1)  # batch size → the size it is padded to
-        for size in reversed(self.sizes):
-            self._next[: size + 1] = [size] * (size + 1)
+        self.decodes = decode_sizes(max_decodes)
+        self.mixed_decodes = sorted({min(rows, max_decodes) for rows in MIXED_DECODE_ROWS})
+        self.prefill_tokens = [n for n in (128, 256, 512) if n < max_prefill_tokens]
+        if max_prefill_tokens:
+            self.prefill_tokens.append(max_prefill_tokens)
+        self._graphs: dict[Shape, StepGraph] = {}
 
-    def find(self, plan: StepPlan) -> DecodeGraph | None:
-        """The graph for this plan: only for steps in which every row decodes one token."""
-        count = len(plan.rows)
-        if plan.num_decodes != count or count >= len(self._next):
+    def shapes(self) -> list[Shape]:
+        """Largest first."""
+        found = [Shape(size, 0, size, 0) for size in self.decodes]
+        for prefill in self.prefill_tokens:
+            found += [self._mixed(rows, prefill) for rows in self.mixed_decodes]
+        return sorted(found, key=lambda shape: -shape.tokens)
+
+    def find(self, plan: StepPlan) -> StepGraph | None:
+        """The smallest graph that holds this plan, if there is one."""
+        decodes, prefills = plan.num_decodes, len(plan.rows) - plan.num_decodes
+        if not prefills:
+            at = bisect_left(self.decodes, decodes)
+            if at == len(self.decodes):
+                return None
+            return self._graphs.get(Shape(self.decodes[at], 0, self.decodes[at], 0))
+        rows = bisect_left(self.mixed_decodes, decodes)
+        tokens = bisect_left(self.prefill_tokens, plan.total_tokens - decodes)
+        if rows == len(self.mixed_decodes) or tokens == len(self.prefill_tokens) or prefills > MIXED_PREFILL_ROWS:
             return None
-        return self._graphs.get(self._next[count])
+        return self._graphs.get(self._mixed(self.mixed_decodes[rows], self.prefill_tokens[tokens]))
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Largest first, all from one pool, so that the smaller graphs reuse the memory of the larger ones."""
+        """All from one pool, the largest first, so that the smaller graphs reuse the memory of the larger ones."""
         pool = torch.cuda.graph_pool_handle()
         device = self.builder.tables.device
-        for size in reversed(self.sizes):
-            header = torch.zeros(6, header_width(size), dtype=torch.int32, device=device)
+        for shape in self.shapes():
+            header = torch.zeros(6, header_width(shape.rows), dtype=torch.int32, device=device)
             # Dummy rows without a token: the capture run must not touch a row.
             header[0] = self.builder.tables.dummy_row
-            self._run(header, size)
+            self._run(header, shape)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                batch, hidden = self._run(header, size)
-            self._graphs[size] = DecodeGraph(size, graph, header, batch, hidden)
+                batch, hidden = self._run(header, shape)
+            self._graphs[shape] = StepGraph(shape, graph, header, batch, hidden)
 
-    def _run(self, header: Tensor, size: int) -> tuple[Batch, Tensor]:
-        batch = self.builder.gather(header, size, size, size, 0)
+    def _mixed(self, decode_rows: int, prefill_tokens: int) -> Shape:
+        return Shape(decode_rows, MIXED_PREFILL_ROWS, decode_rows + prefill_tokens, prefill_tokens)
+
+    def _run(self, header: Tensor, shape: Shape) -> tuple[Batch, Tensor]:
+        batch = self.builder.gather(header, shape)
         return batch, self.forward(batch)

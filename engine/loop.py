@@ -170,5 +170,7 @@ class EngineLoop:
             step_tokens=step_tokens,
             host_seconds=self._host_seconds,
             device_seconds=self._device_seconds,
+            num_graph_misses=self.executor.runner.num_graph_misses,
+            num_late_compilations=self.executor.runner.num_late_compilations,
         )
         self._send(StepOutputs(outputs, stats))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from .batch import Shape
 from .config import ConfigError, EngineConfig
 from .request import SamplingParams
 from .runner import ModelRunner
 
 GIB = 1 << 30
 CPU_CACHE_BYTES = 1 * GIB
+GRAPH_NODE_BYTES = 2 << 20  # of the nodes of one graph
 # The sampler at its most expensive: penalties and every filter.
 WORST_SAMPLING = SamplingParams(
     max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1
@@ -26,20 +29,27 @@ class MemoryPlan:
     budget: int  # what vserve may use
     weights: int
     activations: int  # peak of the largest step, sampling included
+    graphs: int  # CUDA graphs, an estimate: they are captured when the cache exists
     other: int  # context, libraries, what others use of the card
     cache: int
     num_blocks: int  # the null block included
     max_model_len: int
     notices: tuple[str, ...] = ()
 
+    @property
+    def needed(self) -> int:
+        """Bytes beside the cache."""
+        return self.weights + self.activations + self.graphs + self.other
+
     def table(self, block_size: int) -> str:
         usable = (self.num_blocks - 1) * block_size
         rows = [
             ("weights", _size(self.weights)),
             ("activations, at most", _size(self.activations)),
+            ("CUDA graphs, about", _size(self.graphs)),
             ("other", _size(self.other)),
             ("KV cache", f"{_size(self.cache)} = {self.num_blocks - 1} blocks of {block_size} = {usable} tokens"),
-            ("in all", f"{_size(self.weights + self.activations + self.other + self.cache)} of {_size(self.budget)}"),
+            ("in all", f"{_size(self.needed + self.cache)} of {_size(self.budget)}"),
             ("full-length requests", f"{usable / self.max_model_len:.1f} of {self.max_model_len} tokens"),
         ]
         return "\n".join(f"  {name:<22}{value}" for name, value in rows)
@@ -55,7 +65,11 @@ def weight_bytes(runner: ModelRunner) -> int:
 
 
 def plan_memory(
-    runner: ModelRunner, config: EngineConfig, dtype: torch.dtype, max_num_batched_tokens: int
+    runner: ModelRunner,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    max_num_batched_tokens: int,
+    graph_shapes: Sequence[Shape] = (),
 ) -> MemoryPlan:
     """Profiles the largest step, then sizes the cache. Raises ConfigError when not even a short context fits."""
     block_bytes = runner.block_bytes(dtype)
@@ -69,11 +83,12 @@ def plan_memory(
         free, total = torch.cuda.mem_get_info()
         budget = int(total * config.gpu_memory_utilization)
         other = total - free - weights
-        available = budget - weights - activations - other
+        graphs = _graph_bytes(runner, graph_shapes, activations // max_num_batched_tokens, dtype)
+        available = budget - weights - activations - graphs - other
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        budget, activations, other = total, 0, 0
+        budget, activations, graphs, other = total, 0, 0, 0
         # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.
         wanted = 2 * runner.max_num_seqs * -(-runner.max_model_len // config.block_size) * block_bytes
         available = min(CPU_CACHE_BYTES, wanted)
@@ -85,12 +100,21 @@ def plan_memory(
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override + 1
         advice = f"raise --num-gpu-blocks-override (now {config.num_gpu_blocks_override})"
-    return _fit(
-        runner, config, advice,
-        MemoryPlan(
-            total, budget, weights, activations, other, num_blocks * block_bytes, num_blocks, runner.max_model_len
-        ),
-    )  # fmt: skip
+    cache = num_blocks * block_bytes
+    plan = MemoryPlan(total, budget, weights, activations, graphs, other, cache, num_blocks, runner.max_model_len)
+    return _fit(runner, config, advice, plan)
+
+
+def _graph_bytes(runner: ModelRunner, shapes: Sequence[Shape], token_bytes: int, dtype: torch.dtype) -> int:
+    """Each graph keeps its hidden states and its nodes; the other activations lie in one pool, as large as the largest.
+
+    `token_bytes`: activations of a token in the profiled step.
+    """
+    if not shapes:
+        return 0
+    hidden = runner.model.config.hidden_size * dtype.itemsize
+    kept = sum(shape.tokens * hidden + GRAPH_NODE_BYTES for shape in shapes)
+    return kept + max(shape.tokens for shape in shapes) * token_bytes
 
 
 def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPlan) -> MemoryPlan:
@@ -99,8 +123,8 @@ def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPla
     if fits < min(config.block_size, runner.max_model_len):
         raise ConfigError(
             f"no memory is left for the KV cache: of {_size(plan.budget)}, weights take {_size(plan.weights)}, a step "
-            f"{_size(plan.activations)} and others {_size(plan.other)}; {advice}, or lower --max-num-batched-tokens or "
-            f"--max-num-seqs"
+            f"{_size(plan.activations)}, graphs {_size(plan.graphs)} and others {_size(plan.other)}; {advice}, or "
+            f"lower --max-num-batched-tokens or --max-num-seqs"
         )
     if fits >= runner.max_model_len:
         return plan

@@ -95,6 +95,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens_computed: int = 0  # total, recomputation after preemption not counted
     device_seconds: float = 0.0
     host_seconds: float = 0.0
+    num_graph_misses: int = 0  # decode steps that ran without a CUDA graph though graphs are on
+    num_late_compilations: int = 0  # kernels compiled after the engine was ready
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):

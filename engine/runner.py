@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from ..kernels.attention import DecodeWorkspace
-from .batch import LAST_TOKEN, Batch, BatchBuilder, SampleBatch
-from .graphs import DecodeGraphs
+from .batch import LAST_TOKEN, Batch, BatchBuilder, SampleBatch, Shape
+from .graphs import StepGraphs
 from .layers.attention import KVSpec
 from .models.blocks import CausalLM
 from .plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from .request import SamplingParams
 from .rows import RowTables
 from .sampler import Sampler, Samples
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -77,8 +81,9 @@ class ModelRunner:
         self.num_groups = 1 + max(spec.group for spec in self.specs)
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.workspace = self._make_workspace() if device.type == "cuda" else None
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self.num_graph_misses = 0
+        self.num_late_compilations = 0
         self._launched: Launched | None = None
         self.make_rows(max_model_len)
 
@@ -100,21 +105,22 @@ class ModelRunner:
         builder.write_rows(plan)
         graph = self.graphs.find(plan) if self.graphs is not None else None
         if graph is not None:
-            host = builder.header(plan, graph.num_rows)
+            shape = graph.shape
+            host = builder.header(plan, shape)
             header = graph.header.copy_(host, non_blocking=True)
             graph.graph.replay()
-            batch, hidden, num_rows = graph.batch, graph.hidden, graph.num_rows
+            batch, hidden = graph.batch, graph.hidden
         else:
-            num_rows = len(plan.rows)
-            host = builder.header(plan, num_rows)
+            shape = Shape.of(plan)
+            host = builder.header(plan, shape)
             header = host.to(self.device, non_blocking=True)
-            others = plan.num_tokens[plan.num_decodes :]
-            batch = builder.gather(header, num_rows, plan.total_tokens, plan.num_decodes, max(others, default=0))
+            batch = builder.gather(header, shape)
             hidden = self.forward(batch)
-            self.num_graph_misses += self.graphs is not None and not others
+            self.num_graph_misses += self.graphs is not None and not shape.prefill_rows
         # Logits only where a token is sampled.
         hidden = hidden.index_select(0, header[LAST_TOKEN, : len(plan.sampled)])
-        self._launched = Launched(header, num_rows, builder.samples(plan, header, host, batch), hidden, started, event)
+        samples = builder.samples(plan, header, host, batch)
+        self._launched = Launched(header, shape.rows, samples, hidden, started, event)
 
     @torch.inference_mode()
     def sample(self) -> Pending:
@@ -161,11 +167,27 @@ class ModelRunner:
         """Bytes of one block over all layers."""
         return sum(self.block_size * s.num_kv_heads * (s.head_dim + s.value_dim) * dtype.itemsize for s in self.specs)
 
-    def capture_graphs(self, largest: int) -> None:
-        """Decode steps of up to `largest` requests replay a graph from here on."""
-        graphs = DecodeGraphs(self.builder, self.forward, min(largest, self.max_num_seqs))
+    def plan_graphs(self, max_decodes: int, max_prefill_tokens: int) -> StepGraphs:
+        """For steps with up to this many decodes, and this many prompt tokens beside them; `capture` makes them."""
+        return StepGraphs(self.builder, self.forward, min(max_decodes, self.max_num_seqs), max_prefill_tokens)
+
+    def capture_graphs(self, graphs: StepGraphs) -> None:
+        """Steps that fit one of these graphs replay it from here on."""
+        graphs.builder = self.builder  # its rows may have been made anew
+        before = torch.cuda.mem_get_info()[0]
         graphs.capture()
         self.graphs = graphs
+        logger.info(
+            "%d CUDA graphs took %.2f GiB", len(graphs.shapes()), (before - torch.cuda.mem_get_info()[0]) / 2**30
+        )
+
+    def count_compilations(self) -> None:
+        """From here on every kernel should be ready: one that is compiled holds up all requests."""
+
+        def compiled(**_: object) -> None:
+            self.num_late_compilations += 1
+
+        triton.knobs.runtime.jit_post_compile_hook = compiled
 
     def dummy_step(self, num_seqs: int, num_tokens: int, sampling: SamplingParams) -> StepResult:
         """A step through the real path that leaves nothing behind: its block tables point to the null block."""

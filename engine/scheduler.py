@@ -152,10 +152,10 @@ class Scheduler:
             if offset == block_size - 1:
                 step.filled.append(request)
             scheduled[request] = 1
-        if scheduled and (mixed := self.config.max_mixed_tokens):
+        if scheduled and (mixed := self.config.mixed_prefill_tokens):
             # Beside decodes, prompts come in smaller chunks: nobody waits long for the next token, and prompts last for
-            # more steps, whose decodes then read the weights for nothing. A quarter is left to prompts in any case.
-            step.limit = min(step.limit, max(mixed, len(scheduled) + mixed // 4))
+            # more steps, whose decodes then read the weights for nothing.
+            step.limit = min(step.limit, len(scheduled) + mixed)
         step.budget = step.limit - len(scheduled)
         return prefills
 

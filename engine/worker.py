@@ -15,7 +15,7 @@ from .config import (
     SchedulerConfig,
     default_cpu_threads,
     resolve_limits,
-    resolve_mixed_tokens,
+    resolve_mixed_prefill_tokens,
 )
 from .loader import load_model, resolve_model_path
 from .memory import WORST_SAMPLING, plan_memory
@@ -47,6 +47,7 @@ class Worker:
             tokens, seqs, notice = resolve_limits(config, device.type, card)
             if notice:
                 logger.warning(notice)
+            mixed = resolve_mixed_prefill_tokens(config, device.type, tokens)
         with self._phase("config"):
             path = resolve_model_path(config.model, config.revision)
             model_config = ModelConfig.from_folder(path)
@@ -62,7 +63,10 @@ class Worker:
             runner = ModelRunner(
                 model, max_num_seqs=seqs, max_model_len=max_model_len, block_size=config.block_size, device=device
             )
-            plan = plan_memory(runner, config, dtype, tokens)
+            graphs = None
+            if device.type == "cuda" and not config.enforce_eager:
+                graphs = runner.plan_graphs(config.max_cudagraph_capture_size, mixed)
+            plan = plan_memory(runner, config, dtype, tokens, graphs.shapes() if graphs else ())
             for notice in plan.notices:
                 logger.warning(notice)
             if plan.max_model_len != max_model_len:
@@ -71,9 +75,10 @@ class Worker:
             logger.info("memory:\n%s", plan.table(config.block_size))
         with self._phase("warm-up"):
             self._warm_up(runner, tokens)
-        if device.type == "cuda" and not config.enforce_eager:
+        if graphs is not None:
             with self._phase("graphs"):
-                runner.capture_graphs(config.max_cudagraph_capture_size)
+                runner.capture_graphs(graphs)
+        runner.count_compilations()
         if not config.enable_chunked_prefill and tokens < plan.max_model_len:
             logger.warning(
                 "chunked prefill is off: prompts are limited to max_num_batched_tokens=%d; raise it to %d to use the "
@@ -84,7 +89,7 @@ class Worker:
             max_model_len=plan.max_model_len,
             max_num_batched_tokens=tokens,
             max_num_seqs=seqs,
-            max_mixed_tokens=resolve_mixed_tokens(config, device.type),
+            mixed_prefill_tokens=mixed,
             block_size=config.block_size,
             num_blocks=plan.num_blocks,
             num_groups=runner.num_groups,
@@ -108,6 +113,7 @@ class Worker:
             memory={
                 "weights": plan.weights,
                 "activations": plan.activations,
+                "graphs": plan.graphs,
                 "other": plan.other,
                 "kv_cache": plan.cache,
             },

@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .pdl import pdl_options
 
 
 def silu_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,13 +56,19 @@ def _gated_triton(x: torch.Tensor, out: torch.Tensor | None, gelu: bool) -> torc
         block = min(1024, triton.next_power_of_2(size))
         # Eight values a thread: one 16-byte load of gate and one of up in bf16.
         _gated_kernel[(num_tokens, triton.cdiv(size, block))](
-            x, out, size, x.stride(0), out.stride(0), GELU=gelu, BLOCK=block, num_warps=max(1, block // 256)
-        )
+            x, out, size, x.stride(0), out.stride(0), GELU=gelu, BLOCK=block, num_warps=max(1, block // 256),
+            **pdl_options(x),
+        )  # fmt: skip
     return out
 
 
 @triton.jit
-def _gated_kernel(x_ptr, out_ptr, size, x_stride, out_stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_kernel(
+    x_ptr, out_ptr, size, x_stride, out_stride, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size

@@ -1,7 +1,7 @@
 """Attention over the paged KV cache: the two public functions and their plain-torch twins.
 
-Both read keys and values from the cache only; `write_kv` has put the step's own tokens there before. CUDA tensors go to
-the Triton kernels (attention_decode.py, attention_prefill.py), others to the twins below, which are the CPU path.
+Both read keys and values from the cache only; `rope_write_kv` has put the step's own tokens there before. CUDA tensors
+go to the Triton kernels (attention_decode.py, attention_prefill.py), others to the twins below, the CPU path.
 """
 
 import torch

@@ -11,6 +11,9 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .pdl import pdl_options
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The running maximum starts at a finite value, so that a row that has seen no key yet gives exp2(-inf - LOWEST) = 0
@@ -57,7 +60,11 @@ def _decode_kernel(
     KEY_SIZE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SAME_STRIDES: tl.constexpr,
     SPLIT: tl.constexpr, ROW_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()  # before the surplus splits exit as well
     # KV heads are the fastest axis: the programs that run together read whole pages, not every eighth row. Splits are
     # the slowest, so the surplus ones of short requests exit in the shadow of real work.
     kv_head = tl.program_id(0) // ROW_BLOCKS
@@ -181,7 +188,11 @@ def _merge_kernel(
     min_split_tokens, num_splits, stride_out_token, stride_out_head,
     NUM_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0)
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + token // QUERY_LEN)
@@ -218,7 +229,7 @@ class DecodeTile:
 # (bytes per element, larger padded head size) -> tile. Head sizes above 256 take the entry of 512.
 _TILES: dict[tuple[int, int], DecodeTile] = {
     (2, 64): DecodeTile(64, 4, 4),
-    (2, 128): DecodeTile(32, 4, 4),
+    (2, 128): DecodeTile(32, 2, 3),
     (2, 256): DecodeTile(32, 4, 3),
     (2, 512): DecodeTile(32, 8, 2),
     (4, 64): DecodeTile(32, 4, 3),
@@ -358,7 +369,7 @@ def decode_attention_triton(
         WINDOW=window, SOFT_CAP=float(soft_cap), HAS_SINKS=sinks is not None,
         SAME_STRIDES=key_cache.stride() == value_cache.stride(),
         SPLIT=num_splits > 1, ROW_BLOCKS=row_blocks, BLOCK_M=block_m, BLOCK_N=block_n,
-        num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages,
+        num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages, **pdl_options(query),
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(num_requests * query_len, num_heads)](
@@ -366,5 +377,6 @@ def decode_attention_triton(
             min_split_tokens, num_splits, *out.stride()[:2],
             NUM_HEADS=num_heads, QUERY_LEN=query_len, VALUE_SIZE=value_size, VALUE_PAD=value_pad,
             WINDOW=window, BLOCK_N=block_n, SPLITS_PAD=triton.next_power_of_2(num_splits), num_warps=4,
+            **pdl_options(query),
         )  # fmt: skip
     return out

@@ -134,17 +134,18 @@ class PrefillTile:
     stages: int
 
 
-# (bytes per element, larger padded head size) -> the tiles for ever more rows; a call takes the first that holds all
-# its rows, else the last. Head sizes above 256 take the entry of 512.
-_TILES: dict[tuple[int, int], tuple[PrefillTile, ...]] = {
-    (2, 64): (PrefillTile(16, 64, 4, 3), PrefillTile(64, 64, 4, 3), PrefillTile(128, 64, 8, 3)),
-    (2, 128): (PrefillTile(16, 64, 4, 3), PrefillTile(64, 64, 4, 3), PrefillTile(128, 64, 8, 3)),
-    (2, 256): (PrefillTile(16, 32, 4, 3), PrefillTile(64, 32, 4, 3), PrefillTile(128, 32, 8, 3)),
-    (2, 512): (PrefillTile(16, 32, 4, 2), PrefillTile(64, 32, 8, 2)),
-    (4, 64): (PrefillTile(16, 32, 4, 2), PrefillTile(64, 32, 4, 2)),
-    (4, 128): (PrefillTile(16, 32, 4, 2), PrefillTile(32, 32, 4, 2)),
-    (4, 256): (PrefillTile(16, 16, 4, 2), PrefillTile(32, 16, 8, 2)),
-    (4, 512): (PrefillTile(16, 16, 8, 1),),
+# (bytes per element, larger padded head size) -> tiles, each for calls of up to so many rows; the last for all others.
+# Head sizes above 256 take the entry of 512. (2, 128) was measured on an H200: small tiles fill the card with prompts
+# of a thousand tokens, large ones are faster when there are more.
+_TILES: dict[tuple[int, int], tuple[tuple[int, PrefillTile], ...]] = {
+    (2, 64): ((16, PrefillTile(16, 64, 4, 3)), (64, PrefillTile(64, 64, 4, 3)), (0, PrefillTile(128, 64, 8, 3))),
+    (2, 128): ((16, PrefillTile(16, 64, 4, 3)), (4096, PrefillTile(64, 64, 4, 3)), (0, PrefillTile(128, 128, 8, 3))),
+    (2, 256): ((16, PrefillTile(16, 32, 4, 3)), (64, PrefillTile(64, 32, 4, 3)), (0, PrefillTile(128, 32, 8, 3))),
+    (2, 512): ((16, PrefillTile(16, 32, 4, 2)), (0, PrefillTile(64, 32, 8, 2))),
+    (4, 64): ((16, PrefillTile(16, 32, 4, 2)), (0, PrefillTile(64, 32, 4, 2))),
+    (4, 128): ((16, PrefillTile(16, 32, 4, 2)), (0, PrefillTile(32, 32, 4, 2))),
+    (4, 256): ((16, PrefillTile(16, 16, 4, 2)), (0, PrefillTile(32, 16, 8, 2))),
+    (4, 512): ((0, PrefillTile(16, 16, 8, 1)),),
 }
 
 
@@ -152,7 +153,7 @@ def prefill_tile(dtype: torch.dtype, head_size: int, num_rows: int) -> PrefillTi
     """The tile for this dtype, the larger of key and value size, and max_query_len x grouped heads rows."""
     size = min(max(triton.next_power_of_2(head_size), 64), 512)
     tiles = _TILES[(4 if dtype == torch.float32 else 2, size)]
-    return next((tile for tile in tiles if tile.block_m >= num_rows), tiles[-1])
+    return next((tile for max_rows, tile in tiles if num_rows <= max_rows), tiles[-1][1])
 
 
 def prefill_attention_triton(

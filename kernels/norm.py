@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .pdl import pdl_options
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -61,7 +64,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torc
     block, rows, warps = _tile(dim)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, out, x, weight, num_rows, heads, x_token, x_head, out_token, out_head, 0, eps,
-        DIM=dim, BLOCK=block, ROWS=rows, ADD=False, num_warps=warps,
+        DIM=dim, BLOCK=block, ROWS=rows, ADD=False, num_warps=warps, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -74,7 +77,7 @@ def add_rms_norm_triton(
         block, rows, warps = _tile(dim)
         _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
             x, x, residual, weight, num_rows, 1, x.stride(0), 0, x.stride(0), 0, residual.stride(0), eps,
-            DIM=dim, BLOCK=block, ROWS=rows, ADD=True, num_warps=warps,
+            DIM=dim, BLOCK=block, ROWS=rows, ADD=True, num_warps=warps, **pdl_options(x),
         )  # fmt: skip
     return x, residual
 
@@ -106,13 +109,19 @@ def _tile(dim: int) -> tuple[int, int, int]:
 def _rms_norm_kernel(
     x_ptr, out_ptr, residual_ptr, weight_ptr, num_rows, heads,
     x_token, x_head, out_token, out_head, residual_token, eps,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (rows // heads).to(tl.int64)[:, None]
     head = (rows % heads).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (rows[:, None] < num_rows) & (column < DIM)
+    # A weight, which no kernel writes: on its way while the kernel before this one ends.
+    gain = tl.load(weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
 
     values = tl.load(x_ptr + token * x_token + head * x_head + column, mask=mask, other=0.0).to(tl.float32)
     if ADD:
@@ -122,6 +131,5 @@ def _rms_norm_kernel(
         # The norm sees what the next layer will see: the rounded sum.
         values = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=1) / DIM + eps)
-    gain = tl.load(weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
     normed = values * scale[:, None] * gain
     tl.store(out_ptr + token * out_token + head * out_head + column, normed.to(out_ptr.dtype.element_ty), mask=mask)

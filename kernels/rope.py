@@ -133,48 +133,58 @@ def _rope_kernel(
     query_blocks = tl.cdiv(num_heads, GROUP)
     angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * table_stride
     if block < query_blocks:
-        _rotate_heads(
-            query_ptr + token * query_token, query_head, block * GROUP, num_heads, angle_ptr, q_weight_ptr, eps,
+        place = query_ptr + token * query_token
+        rotate_heads(
+            place, query_head, place, query_head, block * GROUP, num_heads, angle_ptr, q_weight_ptr, eps,
             DIM, HALF, BLOCK, TAIL_BLOCK, GROUP, NORM,
         )  # fmt: skip
     else:
-        _rotate_heads(
-            key_ptr + token * key_token, key_head, (block - query_blocks) * GROUP, num_key_heads, angle_ptr,
-            k_weight_ptr, eps, DIM, HALF, BLOCK, TAIL_BLOCK, GROUP, NORM,
+        place = key_ptr + token * key_token
+        rotate_heads(
+            place, key_head, place, key_head, (block - query_blocks) * GROUP, num_key_heads, angle_ptr, k_weight_ptr,
+            eps, DIM, HALF, BLOCK, TAIL_BLOCK, GROUP, NORM,
         )  # fmt: skip
 
 
 @triton.jit
-def _rotate_heads(
-    heads_ptr, head_stride, start, num_heads, angle_ptr, weight_ptr, eps,
+def rotate_heads(
+    heads_ptr, head_stride, out_ptr, out_head_stride, start, num_heads, angle_ptr, weight_ptr, eps,
     DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
+    """Heads start to start + GROUP of one token, normed if NORM, rotated, and stored at out_ptr (which may be
+    heads_ptr): rounded to the type of the heads, then converted to that of out_ptr."""
     head = start + tl.arange(0, GROUP)[:, None]
+    source = heads_ptr + head * head_stride
+    target = out_ptr + head.to(tl.int64) * out_head_stride
     # Angles and weights are loaded once for every head, as whole tiles: a row broadcast afterwards would have to travel
     # through shared memory into the heads' layout.
     lane = tl.arange(0, BLOCK)[None, :] + tl.zeros([GROUP, 1], tl.int32)
     mask = (head < num_heads) & (lane < HALF)
-    place = heads_ptr + head * head_stride + lane
-    first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(source + lane, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + lane, mask=mask, other=0.0).to(tl.float32)
+    if DIM > 2 * HALF:
+        tail_lane = 2 * HALF + tl.arange(0, TAIL_BLOCK)[None, :] + tl.zeros([GROUP, 1], tl.int32)
+        tail_mask = (head < num_heads) & (tail_lane < DIM)
+        tail = tl.load(source + tail_lane, mask=tail_mask, other=0.0).to(tl.float32)
     cos = tl.load(angle_ptr + lane, mask=mask, other=0.0)
     sin = tl.load(angle_ptr + HALF + lane, mask=mask, other=0.0)
     if NORM:
+        first_weight = tl.load(weight_ptr + lane, mask=mask, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight_ptr + HALF + lane, mask=mask, other=0.0).to(tl.float32)
         squares = tl.sum(first * first + second * second, axis=1)
         if DIM > 2 * HALF:
-            tail_lane = 2 * HALF + tl.arange(0, TAIL_BLOCK)[None, :] + tl.zeros([GROUP, 1], tl.int32)
-            tail_mask = (head < num_heads) & (tail_lane < DIM)
-            tail_place = heads_ptr + head * head_stride + tail_lane
-            tail = tl.load(tail_place, mask=tail_mask, other=0.0).to(tl.float32)
             squares += tl.sum(tail * tail, axis=1)
         scale = tl.rsqrt(squares / DIM + eps)[:, None]
-        first *= scale * tl.load(weight_ptr + lane, mask=mask, other=0.0).to(tl.float32)
-        second *= scale * tl.load(weight_ptr + HALF + lane, mask=mask, other=0.0).to(tl.float32)
+        first *= scale * first_weight
+        second *= scale * second_weight
         if DIM > 2 * HALF:
             tail *= scale * tl.load(weight_ptr + tail_lane, mask=tail_mask, other=0.0).to(tl.float32)
             # A tail smaller than the program is held by several threads: all must have read it before one writes.
             tl.debug_barrier()
-            tl.store(tail_place, tail.to(heads_ptr.dtype.element_ty), mask=tail_mask)
-    tl.store(place, (first * cos - second * sin).to(heads_ptr.dtype.element_ty), mask=mask)
-    tl.store(place + HALF, (second * cos + first * sin).to(heads_ptr.dtype.element_ty), mask=mask)
+    model_dtype: tl.constexpr = heads_ptr.dtype.element_ty
+    out_dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if DIM > 2 * HALF:
+        tl.store(target + tail_lane, tail.to(model_dtype).to(out_dtype), mask=tail_mask)
+    tl.store(target + lane, (first * cos - second * sin).to(model_dtype).to(out_dtype), mask=mask)
+    tl.store(target + HALF + lane, (second * cos + first * sin).to(model_dtype).to(out_dtype), mask=mask)

@@ -125,6 +125,12 @@ class Metrics(Collector):
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits)
         yield self._counter("engine_steps", "Steps of the engine.", stats.num_steps)
+        yield self._counter(
+            "cudagraph_misses", "Decode steps that no CUDA graph was captured for.", stats.num_graph_misses
+        )
+        yield self._counter(
+            "late_kernel_compilations", "Kernels compiled after the engine was ready.", stats.num_late_compilations
+        )
         yield self._counter("step_device_seconds", "Time that steps spent on the device.", stats.device_seconds)
         yield self._counter("step_host_seconds", "Time that steps spent on the host.", stats.host_seconds)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that have begun to answer.", self.prompt_tokens)

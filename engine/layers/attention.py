@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from ...kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
-from ...kernels.kv_write import write_kv
+from ...kernels.rope_kv import rope_write_kv
 from ..model_config import KVSpec
+from .norm import RMSNorm
+from .rope import RotaryEmbedding
 
 
 @dataclass(slots=True)
@@ -47,8 +49,9 @@ class AttentionBatch:
 
 
 class Attention(nn.Module):
-    """Scaled dot-product attention of one layer.
+    """One layer: head norm where the family has one, rotary, the write into the cache, scaled dot-product attention.
 
+    q_norm and k_norm, both or neither: over each head, before the rotation.
     window: a query at q sees the keys at p with q - window < p <= q; 0 = all of them.
     scale multiplies the scores, soft_cap > 0 bounds them (cap · tanh(score / cap)); sinks: fp32 [H] or None.
     """
@@ -59,8 +62,11 @@ class Attention(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         layer: int,
+        rotary: RotaryEmbedding,
         *,
         scale: float,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
         window: int = 0,
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
@@ -68,6 +74,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.layer = num_heads, layer
+        self.rotary, self.q_norm, self.k_norm = rotary, q_norm, k_norm
         self.scale, self.window, self.soft_cap, self.sinks = scale, window, soft_cap, sinks
         self.spec = KVSpec("full", num_kv_heads, head_dim, value_dim or head_dim)
         self.key_cache: Tensor | None = None
@@ -77,8 +84,10 @@ class Attention(nn.Module):
         """Use these caches, [num_blocks, page, KV, D] and [num_blocks, page, KV, Dv]; None takes them away."""
         self.key_cache, self.value_cache = key_cache, value_cache
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch) -> Tensor:
-        """query [T, H, D], key [T, KV, D], value [T, KV, Dv] → [T, H·Dv]; keys and values go into the cache first.
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """query [T, H, D], key [T, KV, D], value [T, KV, Dv], positions int32 [T] → [T, H·Dv].
+
+        query is overwritten, and key may be. The step's keys and values go into the cache first.
 
         Without a cache (the memory profiling run) nothing is attended to: zeros of the right shape.
         """
@@ -86,7 +95,20 @@ class Attention(nn.Module):
         if self.key_cache is None or self.value_cache is None:
             return query.new_zeros(num_tokens, self.num_heads * spec.value_dim)
         table = batch.block_tables[spec.group]
-        write_kv(key, value, self.key_cache, self.value_cache, batch.slots[spec.group])
+        q_norm, k_norm = self.q_norm, self.k_norm
+        rope_write_kv(
+            query,
+            key,
+            value,
+            positions,
+            self.rotary.cos_sin,
+            self.key_cache,
+            self.value_cache,
+            batch.slots[spec.group],
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+        )
         out = query.new_empty(num_tokens, self.num_heads, spec.value_dim)
         decodes = batch.num_decode_tokens
         if decodes:

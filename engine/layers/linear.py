@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...kernels.linear import prepare, small_linear, small_linear_rows
 from .weights import Placement
 
 ShardRule = Literal["replicated", "column", "row"]
@@ -69,6 +70,10 @@ class UnquantizedMethod:
         if layer.weight.device.type == "cpu":
             # Stored column by column, a product with one row streams through the matrix: twice as fast with MKL.
             layer.weight.data = layer.weight.t().contiguous().t()
+        elif layer.weight.device.type == "cuda":
+            layer.small_rows = small_linear_rows(*layer.weight.shape, layer.weight.dtype)
+            if layer.small_rows:
+                prepare(layer.weight.device)
 
     def randomize(self, layer: Linear, generator: torch.Generator) -> None:
         layer.weight.normal_(0.0, DUMMY_STD, generator=generator)
@@ -76,6 +81,8 @@ class UnquantizedMethod:
             layer.bias.normal_(0.0, DUMMY_STD, generator=generator)
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        if x.shape[0] <= layer.small_rows:
+            return small_linear(x, layer.weight, layer.bias)
         return functional.linear(x, layer.weight, layer.bias)
 
 
@@ -112,6 +119,7 @@ class Linear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    small_rows: int = 0  # up to how many rows go to small_linear; known when the weights are loaded
 
     def __init__(
         self,

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from ...kernels.rope import apply_rope, qk_norm_rope
 from ..model_config import RopeConfig
 
 
@@ -24,16 +23,6 @@ class RotaryEmbedding:
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
         if magnitude != 1.0:
             self.cos_sin *= magnitude
-
-    def __call__(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
-        """Rotate query [T, H, D] and key [T, KV, D] in place; positions int32 [T]."""
-        apply_rope(query, key, positions, self.cos_sin)
-
-    def with_norm(
-        self, query: Tensor, key: Tensor, positions: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float
-    ) -> None:
-        """RMS-norm every head, then rotate, in place; the weights are [D]."""
-        qk_norm_rope(query, key, positions, self.cos_sin, query_weight, key_weight, eps)
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int, max_len: int) -> tuple[Tensor, float]:

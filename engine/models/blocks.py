@@ -20,7 +20,7 @@ WeightMap = dict[str, tuple[WeightHolder, str]]
 
 
 class AttentionBlock(nn.Module):
-    """Fused q, k, v projection; head norm where the family has one; rotary; attention; output projection."""
+    """Fused q, k, v projection; attention, with head norms where the family has them; output projection."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class AttentionBlock(nn.Module):
     ) -> None:
         super().__init__()
         dim = config.head_dim
-        self.rotary = rotary
         self.qkv = Linear(
             config.hidden_size,
             {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim},
@@ -45,9 +44,17 @@ class AttentionBlock(nn.Module):
         )
         self.heads = [size // dim for _, size in self.qkv.spans.values()]  # of this rank: q, k, v
         self.head_dim = dim
-        self.q_norm = RMSNorm(dim, config.norm_eps, place) if qk_norm else None
-        self.k_norm = RMSNorm(dim, config.norm_eps, place) if qk_norm else None
-        self.attention = Attention(self.heads[0], self.heads[1], dim, layer, scale=dim**-0.5, window=window)
+        self.attention = Attention(
+            self.heads[0],
+            self.heads[1],
+            dim,
+            layer,
+            rotary,
+            scale=dim**-0.5,
+            q_norm=RMSNorm(dim, config.norm_eps, place) if qk_norm else None,
+            k_norm=RMSNorm(dim, config.norm_eps, place) if qk_norm else None,
+            window=window,
+        )
         self.output = Linear(
             config.num_heads * dim,
             {"out": config.hidden_size},
@@ -60,18 +67,14 @@ class AttentionBlock(nn.Module):
     def weight_map(self, prefix: str) -> WeightMap:
         found: WeightMap = {f"{prefix}.{part}_proj": (self.qkv, part) for part in self.qkv.parts}
         found[f"{prefix}.o_proj"] = (self.output, "out")
-        if self.q_norm is not None and self.k_norm is not None:
-            found |= {f"{prefix}.q_norm": (self.q_norm, ""), f"{prefix}.k_norm": (self.k_norm, "")}
+        q_norm, k_norm = self.attention.q_norm, self.attention.k_norm
+        if q_norm is not None and k_norm is not None:
+            found |= {f"{prefix}.q_norm": (q_norm, ""), f"{prefix}.k_norm": (k_norm, "")}
         return found
 
     def forward(self, x: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         query, key, value = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_norm, k_norm = self.q_norm, self.k_norm
-            self.rotary.with_norm(query, key, positions, q_norm.weight, k_norm.weight, q_norm.eps)
-        else:
-            self.rotary(query, key, positions)
-        return self.output(self.attention(query, key, value, batch))
+        return self.output(self.attention(query, key, value, positions, batch))
 
 
 class MLP(nn.Module):

@@ -120,7 +120,7 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, sock:
     app = create_app(client, server_config, model)
     server = Server(
         uvicorn.Config(
-            app, log_level="warning", access_log=False, loop="none", lifespan="on", ws="none",
+            app, log_level="warning", access_log=False, loop="none", lifespan="off", ws="none",
             timeout_graceful_shutdown=30,
         )
     )  # fmt: skip
@@ -146,6 +146,7 @@ class Signals:
     def __init__(self) -> None:
         self.server: Any = None  # uvicorn's, once there is one
         self.received: signal.Signals | None = None
+        self._last = 0.0
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -153,6 +154,10 @@ class Signals:
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
 
     def _receive(self, number: signal.Signals) -> None:
+        # Ctrl-C under make or a shell script arrives twice, from the terminal and from the parent: that is one signal.
+        repeated, self._last = time.monotonic() - self._last < 1.0, time.monotonic()
+        if repeated:
+            return
         if self.server is None:
             self._task.cancel()
         elif self.server.should_exit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import httpx
@@ -80,31 +81,42 @@ def test_answers_are_those_of_transformers(case, tiny_model, live_server):
         assert mismatches(url, folder, random_prompts(5, 16, 33, 90)) == []
 
 
-def broken_rope(monkeypatch):
-    from vserve.engine.layers.rope import RotaryEmbedding
+def change_rope_write_kv(monkeypatch, change):
+    """Every layer's call goes through `change`, which takes and returns the arguments by name."""
+    from vserve.engine.layers import attention
 
-    monkeypatch.setattr(RotaryEmbedding, "__call__", lambda self, query, key, positions: None)
+    real = attention.rope_write_kv
+    parameters = inspect.signature(real)
+
+    def changed(*arguments, **options):
+        bound = parameters.bind(*arguments, **options)
+        bound.apply_defaults()
+        real(**change(bound.arguments))
+
+    monkeypatch.setattr(attention, "rope_write_kv", changed)
+
+
+def broken_rope(monkeypatch):
+    """At position 0 nothing turns."""
+    change_rope_write_kv(monkeypatch, lambda given: given | {"positions": torch.zeros_like(given["positions"])})
 
 
 def shifted_positions(monkeypatch):
     """One on for every token but the first: RoPE sees only differences, so moving them all would change nothing."""
-    from vserve.engine.layers.rope import RotaryEmbedding
 
-    real = RotaryEmbedding.__call__
-    monkeypatch.setattr(
-        RotaryEmbedding, "__call__", lambda self, q, k, positions: real(self, q, k, positions + (positions > 0).int())
-    )
+    def shift(given):
+        positions = given["positions"]
+        return given | {"positions": positions + (positions > 0).int()}
+
+    change_rope_write_kv(monkeypatch, shift)
 
 
 def wrong_page(monkeypatch):
-    from vserve.engine.layers import attention
+    def elsewhere(given):
+        slots = given["slots"]
+        return given | {"slots": torch.where(slots >= 32, slots - 16, slots)}
 
-    real = attention.write_kv
-
-    def elsewhere(key, value, key_cache, value_cache, slots):
-        real(key, value, key_cache, value_cache, torch.where(slots >= 32, slots - 16, slots))
-
-    monkeypatch.setattr(attention, "write_kv", elsewhere)
+    change_rope_write_kv(monkeypatch, elsewhere)
 
 
 def no_window(monkeypatch):
@@ -113,17 +125,18 @@ def no_window(monkeypatch):
     real = Attention.__init__
 
     def unlimited(self, *arguments, **options):
+        assert "window" in options
         real(self, *arguments, **(options | {"window": 0}))
 
     monkeypatch.setattr(Attention, "__init__", unlimited)
 
 
 def no_qk_norm(monkeypatch):
-    from vserve.engine.layers.rope import RotaryEmbedding
+    def without(given):
+        assert given["q_weight"] is not None and given["k_weight"] is not None
+        return given | {"q_weight": None, "k_weight": None}
 
-    monkeypatch.setattr(
-        RotaryEmbedding, "with_norm", lambda self, q, k, positions, *_: RotaryEmbedding.__call__(self, q, k, positions)
-    )
+    change_rope_write_kv(monkeypatch, without)
 
 
 @pytest.mark.parametrize(

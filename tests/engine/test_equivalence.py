@@ -174,7 +174,8 @@ def test_nan_fails_only_its_own_request(engine, monkeypatch):
 
     monkeypatch.setattr(CausalLM, "forward", poisoned)
     good = prompts(1)[0]
-    (answers,), _ = engine.run([(good, greedy()), ([*good[:-1], 299], greedy()), (good[:-2], greedy())])
+    never = greedy(logit_bias={299: -100.0})  # by chance, a sound request might generate the poison itself
+    (answers,), _ = engine.run([(good, never), ([*good[:-1], 299], never), (good[:-2], never)])
     assert [a.finish_reason for a in answers] == ["length", "error", "length"]
     assert "NaN" in answers[1].error
 

@@ -88,7 +88,7 @@ def test_decodes_then_prefills_then_the_queue_within_the_budget() -> None:
 
 
 def test_prompts_take_smaller_chunks_beside_decodes() -> None:
-    engine = Engine(max_num_batched_tokens=32, max_mixed_tokens=8)
+    engine = Engine(max_num_batched_tokens=32, mixed_prefill_tokens=7)
     a = engine.add(1, range(30))
     b = engine.add(2, range(100, 120))
     assert by_id(engine.schedule(), a, b) == {1: 30, 2: 2}, "nobody decodes yet"
@@ -97,14 +97,6 @@ def test_prompts_take_smaller_chunks_beside_decodes() -> None:
     engine.update()
     engine.scheduler.abort([1])
     assert by_id(engine.schedule(), b) == {2: 11}, "nobody decodes any more"
-
-
-def test_prompts_get_a_quarter_however_many_decode() -> None:
-    engine = Engine(max_num_batched_tokens=32, max_mixed_tokens=4, max_num_seqs=8)
-    others = [engine.add(i, [i]) for i in range(6)]
-    engine.step()
-    late = engine.add(9, range(100, 110))
-    assert by_id(engine.schedule(), *others, late) == {**{i: 1 for i in range(6)}, 9: 1}
 
 
 def test_rows_of_one_token_come_first() -> None:

@@ -104,6 +104,7 @@ def test_chunks_cache_and_preemption_leave_the_greedy_answer(checkpoint):
     sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=2)
     whole, _ = generate(checkpoint, prompts, sampling, enable_prefix_caching=False)
     for options in (
+        {"enforce_eager": True},
         {"max_num_batched_tokens": 256},
         {"num_gpu_blocks_override": 256, "max_num_batched_tokens": 512},
     ):
@@ -128,3 +129,12 @@ def test_seeded_sampling_with_every_filter_completes(checkpoint):
     results, stats = generate(checkpoint, prompts, sampling)
     assert all(len(tokens) == 16 for tokens, _ in results)
     assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_graphs_give_the_tokens_of_eager_steps_in_float32(checkpoint):
+    prompts = random_prompts(5, 80, 300, 1111, 40, 7)
+    sampling = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
+    graphs, stats = generate(checkpoint, prompts, sampling, dtype="float32", mixed_prefill_tokens=256)
+    assert stats.num_graph_misses == 0 and stats.num_late_compilations == 0
+    eager, _ = generate(checkpoint, prompts, sampling, dtype="float32", mixed_prefill_tokens=256, enforce_eager=True)
+    assert [tokens for tokens, _ in graphs] == [tokens for tokens, _ in eager]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from vserve.kernels import activation, batch_inputs, norm, penalties, rope, sampling
+from vserve.kernels import activation, batch_inputs, norm, penalties, rope, rope_kv, sampling
 
 Case = tuple[str, Callable[[], object], int]
 
@@ -71,6 +71,14 @@ def rope_cases() -> Iterator[Case]:
             f"qk_norm_rope T={num_tokens} 32+8x128",
             lambda a=arguments: rope.qk_norm_rope(*a, weight, weight, 1e-6),
             size,
+        )
+        cache = bf16(2, num_tokens // 16 + 1, 16, 8, 128)
+        slots = torch.arange(num_tokens, device="cuda").int()
+        arguments = (qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], *arguments[2:], cache[0], cache[1], slots)
+        yield (
+            f"rope_write_kv, norm T={num_tokens} 32+8x128",
+            lambda a=arguments: rope_kv.rope_write_kv(*a, weight, weight, 1e-6),
+            2 * qkv.nbytes,
         )
 
 

@@ -475,9 +475,14 @@ def warm_up_instead(self, grid):
 
 driver.set_active(Hopper())
 JITFunction.__getitem__ = warm_up_instead
+from vserve.kernels import pdl
 from vserve.kernels.attention_decode import decode_attention_triton
 from vserve.kernels.attention_prefill import prefill_attention_triton
 from vserve.kernels.kv_write import write_kv_triton
+from vserve.kernels.rope_kv import rope_write_kv_triton
+
+pdl.pdl_available = lambda device: sys.argv[3] == "pdl"
+angles = torch.empty(64, int(sys.argv[1]))
 
 def run(size, dtype, requests, first, blocks, splits, rows):
     query = torch.empty(requests * 40, 32, size, dtype=dtype)
@@ -489,6 +494,13 @@ def run(size, dtype, requests, first, blocks, splits, rows):
     prefill_attention_triton(query, cache, cache, table, ints[:requests], ints[:requests], ints[:requests + 1],
                              max_query_len=rows, scale=0.1)
     write_kv_triton(query[:requests, :8], query[:requests, 8:16], cache, cache, ints[:requests])
+    rope_write_kv_triton(query[:requests], query[:requests, :8], query[:requests, 8:16], ints[:requests], angles,
+                         cache, cache, ints[:requests], query[0, 0], query[0, 0], 1e-6)
+
+def before_waiting(ptx):
+    # Accesses to global memory, branches and exits ahead of griddepcontrol.wait.
+    head, _, _ = ptx[ptx.index(".entry"):].partition("griddepcontrol.wait")
+    return len(re.findall(r"(ld|st)\\.global|cp\\.async|\\b(ret;|exit;|bra\\b)", head))
 
 size, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
 run(size, dtype, 1, 0, 64, 4, 999)
@@ -501,6 +513,9 @@ print(json.dumps([
         "shared": kernel.metadata.shared,
         "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
         "async_copies": "cp.async.cg" in kernel.asm["ptx"],
+        "dependents": kernel.asm["ptx"].count("griddepcontrol.launch_dependents"),
+        "before_waiting": before_waiting(kernel.asm["ptx"]),
+        "launch_pdl": kernel.metadata.launch_pdl,
         "lookahead": max(map(int, re.findall(r"cp\\.async\\.wait_group\\s+(\\d+)", kernel.asm["ptx"])), default=0),
     }
     for name, variants in kernels.items() for kernel in variants.values()
@@ -510,28 +525,36 @@ print(json.dumps([
 
 @pytest.mark.skipif(CUDA, reason="the other tests compile for this GPU")
 @pytest.mark.parametrize(
-    ("size", "dtype"),
+    ("size", "dtype", "pdl"),
     [
-        (128, "bfloat16"),
-        (256, "bfloat16"),
-        pytest.param(64, "float16", marks=pytest.mark.slow),
-        pytest.param(80, "float32", marks=pytest.mark.slow),
+        (128, "bfloat16", True),
+        (256, "bfloat16", True),
+        pytest.param(128, "bfloat16", False, marks=pytest.mark.slow),
+        pytest.param(64, "float16", True, marks=pytest.mark.slow),
+        pytest.param(80, "float32", True, marks=pytest.mark.slow),
     ],
 )
-def test_compiles_for_hopper(size: int, dtype: str, tmp_path: Any) -> None:
-    """Compiles, fits shared memory, keeps loads in flight, and is not compiled again for other batch sizes."""
+def test_compiles_for_hopper(size: int, dtype: str, pdl: bool, tmp_path: Any) -> None:
+    """Compiles, fits shared memory, keeps loads in flight, waits for the kernel before it touches memory, and is not
+    compiled again for other batch sizes."""
     ptxas = pytest.importorskip("triton.knobs").nvidia.ptxas
     if not os.path.exists(ptxas.path):
         pytest.skip("triton without ptxas")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", _COMPILE, str(size), dtype]
+    command = [sys.executable, "-c", _COMPILE, str(size), dtype, "pdl" if pdl else "plain"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     kernels = {kernel["kernel"]: kernel for kernel in json.loads(run.stdout)}
-    assert set(kernels) == {"_decode_kernel", "_merge_kernel", "_prefill_kernel", "_write_kv_kernel"}
+    dependent = {"_decode_kernel", "_merge_kernel", "_rope_write_kv_kernel"}
+    assert set(kernels) == dependent | {"_prefill_kernel", "_write_kv_kernel"}
     for name, kernel in kernels.items():
         assert kernel["variants"] == 1, f"{name} was compiled again for another batch size"
         assert kernel["shared"] <= 227 * 1024
+        if pdl and name in dependent:
+            assert kernel["launch_pdl"] and kernel["dependents"] == 1
+            assert kernel["before_waiting"] == 0, f"{name} reads, writes or branches before it has waited"
+        else:
+            assert not kernel["launch_pdl"] and kernel["dependents"] == 0
     if dtype != "float32":
         assert kernels["_prefill_kernel"]["wgmma"]
         for name in ("_decode_kernel", "_prefill_kernel"):

@@ -8,6 +8,7 @@ sizes and compiles what they would have launched, down to machine code.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,17 +59,40 @@ def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: 
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.asm["cubin"]
+    check_waiting(compiled.asm["ptx"], kernel.__name__, bool(values.get("PDL")))
     print(kernel.__name__, options, {kernel.arg_names[i]: value for (i,), value in constants.items()})
 
 
-def launch_everything() -> None:
-    from vserve.kernels import activation, batch_inputs, norm, penalties, rope, sampling
+# (query heads, key heads, head size, rotated dimensions)
+ROPE_SHAPES = ((32, 8, 128, 128), (14, 2, 64, 64), (32, 32, 80, 32), (9, 3, 96, 96))
 
-    def bf16(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16)
 
-    def i32(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def i32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def check_waiting(ptx: str, name: str, pdl: bool) -> None:
+    """With programmatic dependent launch, a kernel waits for the one before; up to there it reads weights at most."""
+    body = ptx[ptx.index(".entry") :]
+    if not pdl:
+        assert "griddepcontrol" not in body
+        return
+    start, launched, rest = body.partition("griddepcontrol.launch_dependents")
+    before, waits, after = rest.partition("griddepcontrol.wait")
+    assert launched and waits, f"{name} has no griddepcontrol"
+    assert "griddepcontrol" not in after
+    assert not re.search(r"(ld|st)\.global", start), f"{name} reads or writes before it lets the next kernel start"
+    assert not re.search(r"st\.global|\b(ret|exit);", start + before), f"{name} writes or exits before it has waited"
+    assert name == "_rms_norm_kernel" or "ld.global" not in before, f"{name} reads before it has waited"
+
+
+def launch_dependent_kernels() -> None:
+    """What a decode step is made of, but for the products and attention (test_attention.py)."""
+    from vserve.kernels import activation, norm, rope_kv
 
     for size in (896, 4096, 16384):
         norm.add_rms_norm_triton(bf16(3, size), bf16(3, size), bf16(size), 1e-6)
@@ -76,19 +100,26 @@ def launch_everything() -> None:
     norm.rms_norm_triton(bf16(3, 6144).view(3, 48, 128)[:, :32], bf16(128), 1e-6)
     norm.rms_norm_triton(torch.zeros(3, 2880), torch.zeros(2880), 1e-6)
 
-    for num_heads, num_key_heads, size, rot_dim in (
-        (32, 8, 128, 128),
-        (14, 2, 64, 64),
-        (32, 32, 80, 32),
-        (9, 3, 96, 96),
-    ):
+    activation.silu_mul_triton(bf16(3, 28672))
+    activation.gelu_tanh_mul_triton(bf16(3, 28672))
+
+    for num_heads, num_key_heads, size, rot_dim in ROPE_SHAPES:
+        query = bf16(3, num_heads, size)
+        key, value = bf16(3, num_key_heads, size), bf16(3, num_key_heads, size)
+        cache = bf16(4, 16, num_key_heads, size)
+        arguments = query, key, value, i32(3), torch.zeros(64, rot_dim), cache, cache, i32(3)
+        rope_kv.rope_write_kv_triton(*arguments)
+        rope_kv.rope_write_kv_triton(*arguments, bf16(size), bf16(size), 1e-6)
+
+
+def launch_other_kernels() -> None:
+    from vserve.kernels import batch_inputs, penalties, rope, sampling
+
+    for num_heads, num_key_heads, size, rot_dim in ROPE_SHAPES:
         query, key = bf16(3, num_heads, size), bf16(3, num_key_heads, size)
         positions, cos_sin = i32(3), torch.zeros(64, rot_dim)
         rope.apply_rope_triton(query, key, positions, cos_sin)
         rope.qk_norm_rope_triton(query, key, positions, cos_sin, bf16(size), bf16(size), 1e-6)
-
-    activation.silu_mul_triton(bf16(3, 28672))
-    activation.gelu_tanh_mul_triton(bf16(3, 28672))
 
     token_ids, block_table = i32(5, 4096), i32(5, 256)
     batch_inputs.scatter_rows_triton(token_ids, i32(2), i32(2), i32(3), i32(9))
@@ -108,9 +139,14 @@ def launch_everything() -> None:
 def main() -> None:
     from triton.runtime.jit import JITFunction
 
+    from vserve.kernels import pdl
+
     run: Callable[..., None] = compile_launch
     JITFunction.run = run
-    launch_everything()
+    launch_other_kernels()
+    launch_dependent_kernels()
+    pdl.pdl_available = lambda device: True  # type: ignore[assignment]
+    launch_dependent_kernels()
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Sampler:
     @property
     def max_draws(self) -> int:
         """How many rows are cheap: in the interpreter one takes tens of milliseconds."""
-        return 5 if self.path == "sample_triton" and self.device == "cpu" else 40
+        return 4 if self.path == "sample_triton" and self.device == "cpu" else 40
 
 
 @pytest.fixture(params=["torch", "triton", "public"])
@@ -238,8 +238,8 @@ FILTERS = [
     Settings(temperature=0.3),
     Settings(top_k=1),
     Settings(top_k=7),
-    Settings(top_k=199),
-    Settings(top_k=200),
+    Settings(top_k=127),
+    Settings(top_k=128),
     Settings(top_k=500),
     Settings(top_p=0.1),
     Settings(top_p=0.9, temperature=0.7),
@@ -254,10 +254,10 @@ FILTERS = [
 
 @pytest.mark.parametrize("settings", FILTERS, ids=str)
 def test_filters(sampler: Sampler, settings: Settings, rng: torch.Generator) -> None:
-    check(sampler, random_logits(rng, 200), settings)
+    check(sampler, random_logits(rng, 128), settings)
 
 
-@pytest.mark.parametrize("settings", [Settings(top_k=3), Settings(top_p=0.2), Settings(top_k=5, top_p=0.5)], ids=str)
+@pytest.mark.parametrize("settings", [Settings(top_k=3), Settings(top_k=99), Settings(top_k=5, top_p=0.5)], ids=str)
 @pytest.mark.parametrize("kind", ["all equal", "boundary", "zeros", "two levels"])
 def test_ties_are_kept(sampler: Sampler, settings: Settings, kind: str, rng: torch.Generator) -> None:
     logits = random_logits(rng, 100, scale=0.5)
@@ -281,8 +281,8 @@ def test_ties_are_kept(sampler: Sampler, settings: Settings, kind: str, rng: tor
 def test_masked_tokens_are_never_drawn(
     sampler: Sampler, settings: Settings, num_allowed: int, rng: torch.Generator
 ) -> None:
-    logits = random_logits(rng, 150)
-    allowed = torch.randperm(150, generator=rng)[:num_allowed].tolist()
+    logits = random_logits(rng, 96)
+    allowed = torch.randperm(96, generator=rng)[:num_allowed].tolist()
     check(sampler, [x if i in allowed else -INF for i, x in enumerate(logits)], settings)
 
 
@@ -304,17 +304,19 @@ def test_almost_zero_temperature_is_greedy(sampler: Sampler, temperature: float)
     [Settings(top_k=120), Settings(top_p=0.9), Settings(top_k=110, top_p=0.7)],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["flat", "one lane", "wide range", "ties"])
+@pytest.mark.parametrize("kind", ["flat", "one lane", "wide range", "ties", "negative zeros"])
 def test_the_slow_search(device: str, settings: Settings, kind: str, rng: torch.Generator) -> None:
     """Rows where the lanes' three greatest logits do not decide, so that the whole row is searched."""
-    logits = torch.randn(160, generator=rng) * 0.2
+    logits = torch.randn(130, generator=rng) * 0.2
     if kind == "one lane":  # everything that matters lies 32 apart
         logits[5::32] += 4
     elif kind == "wide range":
-        logits = logits.sign() * 10 ** (torch.rand(160, generator=rng) * 40 - 39.5)
+        logits = logits.sign() * 10 ** (torch.rand(130, generator=rng) * 40 - 39.5)
         logits[::50] *= -1e38
     elif kind == "ties":  # more ties than the scratch holds
         logits = (logits * 2).round() / 2
+    elif kind == "negative zeros":
+        logits = torch.tensor([-1.0] * 20 + [-0.0] * 100 + [1.0] * 10)[torch.randperm(130, generator=rng)]
     check(Sampler("sample_triton", device, max_block=32), logits.tolist(), settings)
 
 

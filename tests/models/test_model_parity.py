@@ -228,7 +228,7 @@ def _window_off_by_one(runner: PagedRunner) -> None:
 
 def _no_qk_norm(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
-        layer.attention.q_norm = layer.attention.k_norm = None
+        layer.attention.attention.q_norm = layer.attention.attention.k_norm = None
 
 
 def _positions_off_by_one(runner: PagedRunner) -> None:

@@ -16,7 +16,8 @@ from vserve.server.metrics import PHASE, TOKEN, TTFT
 NAMES = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:kv_blocks",
     "vllm:kv_blocks_free", "vllm:num_preemptions_total", "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total", "vllm:engine_steps_total", "vllm:step_device_seconds_total",
+    "vllm:prefix_cache_hits_total", "vllm:engine_steps_total", "vllm:cudagraph_misses_total",
+    "vllm:late_kernel_compilations_total", "vllm:step_device_seconds_total",
     "vllm:step_host_seconds_total", "vllm:prompt_tokens_total", "vllm:prompt_tokens_cached_total",
     "vllm:generation_tokens_total", "vllm:request_success_total", "vllm:startup_phase_seconds", "vllm:memory_bytes",
     "vllm:cache_config_info",

@@ -1,0 +1,258 @@
+"""Products of a few rows with a weight: y = x Wᵀ + b, at the speed at which the weight streams from memory.
+
+With one row a program multiplies and adds without tensor cores; with up to 64 rows, a tile of the weight is the large
+operand of the tensor cores and K is split over programs, so that every SM has something to read. Both are launched with
+programmatic dependent launch: they begin while the kernel before them is still running.
+
+What they read before `gdc_wait` is the weight alone (pdl.py has the rule): no kernel just before may write it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .pdl import pdl_available, pdl_options
+
+MAX_ROWS = 64  # of x
+MAX_SPLITS = 4
+MAX_SPLIT_N = 8192  # of a weight whose K is split
+MIN_BLOCK_N = 16
+
+
+def small_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x Wᵀ + b, added up in fp32 and rounded once to x's dtype. Whether it pays: `use_small_linear`.
+
+    x [M, K], M <= 64; weight [N, K] and bias [N] of x's dtype; last dimensions contiguous. out [M, N] like x, made when
+    absent. Calls on a device share a workspace (`prepare`): they belong on one stream, or one after the other. A row's
+    result is the same, bit for bit, in every call with 2 to 16, 17 to 32, or 33 to 64 rows. Raises ValueError for other
+    layouts and for a K that the tile does not divide.
+    """
+    if x.is_cuda:
+        return small_linear_triton(x, weight, bias, out)
+    return small_linear_torch(x, weight, bias, out)
+
+
+def small_linear_torch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    y = torch.nn.functional.linear(x, weight, bias)
+    return y if out is None else out.copy_(y)
+
+
+def use_small_linear(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
+    """Whether small_linear beats cuBLAS on this process's GPU for [m, k] by [n, k]."""
+    return 0 < m <= small_linear_rows(n, k, dtype)
+
+
+@lru_cache
+def small_linear_rows(n: int, k: int, dtype: torch.dtype) -> int:
+    """Up to how many rows small_linear beats cuBLAS for a weight [n, k]; 0: never.
+
+    Measured on an H200 with the weights of an 8B model, and applied to weights like them. Against cuBLAS 13, N x K:
+    6144 x 4096 and 4096 x 4096 take 10 to 28 % less time, 4096 x 14336 8 to 13 %; 28672 x 4096 about the same with one
+    row and no less with more; 128256 x 4096 no less.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or n * k < 1 << 23 or k % 512:
+        return 0
+    if not torch.cuda.is_available() or not pdl_available(torch.device("cuda", torch.cuda.current_device())):
+        return 0
+    if 3072 <= n <= MAX_SPLIT_N:
+        return 64 if n <= 5120 else 32
+    return 1 if 2048 <= n <= 65536 else 0
+
+
+class Tile(NamedTuple):
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    splits: int = 1
+    prefetch: int = 0  # blocks of K that are fetched into the L2 cache before the wait
+
+
+def fma_tile(n: int, k: int) -> Tile:
+    """The fastest of those measured: few rows of W a program until there are enough programs to fill the card."""
+    if n <= 5120:
+        return Tile(4, 512, 8, 1)
+    return Tile(16, 512, 4, 3) if n <= MAX_SPLIT_N or k % 1024 else Tile(8, 1024, 4, 3)
+
+
+def dot_tile(m: int, n: int) -> Tile:
+    """The fastest of those measured: deep tiles when there is one program an SM, else such that several share one."""
+    if n > MAX_SPLIT_N:
+        return Tile(64, 128, 4, 3, prefetch=4)
+    if 2 * triton.cdiv(n, 64) > 132:
+        return Tile(64, 128, 4, 3, splits=2, prefetch=4)
+    return Tile(64, 256, 4, 3, splits=2, prefetch=4) if m <= 16 else Tile(64, 128, 4, 5, splits=2, prefetch=8)
+
+
+class _Workspace(NamedTuple):
+    partials: torch.Tensor  # fp32, [tiles, splits, BLOCK_N, BLOCK_M] of the call that uses it
+    counters: torch.Tensor  # int32, one a tile: how many splits have arrived; 0 between calls
+
+
+_workspaces: dict[torch.device, _Workspace] = {}
+
+
+def prepare(device: torch.device) -> _Workspace:
+    """Allocate the device's workspace (8 MiB) unless it is there; RuntimeError while a CUDA graph is captured."""
+    workspace = _workspaces.get(device)
+    if workspace is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"small_linear has no workspace on {device} and a graph is captured: call prepare first")
+        workspace = _workspaces[device] = _Workspace(
+            torch.empty(MAX_SPLITS * MAX_ROWS * MAX_SPLIT_N, dtype=torch.float32, device=device),
+            torch.zeros(MAX_SPLIT_N // MIN_BLOCK_N, dtype=torch.int32, device=device),
+        )
+    return workspace
+
+
+def small_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """small_linear on Triton; `tile` overrides the choice; one row and a tile that splits goes to the dot kernel."""
+    (m, k), n = x.shape, weight.shape[0]
+    if m > MAX_ROWS or weight.shape[1] != k:
+        raise ValueError(
+            f"small_linear takes [M <= {MAX_ROWS}, K] by [N, K], got {tuple(x.shape)} by {tuple(weight.shape)}: "
+            "use functional.linear"
+        )
+    if out is None:
+        out = x.new_empty(m, n)
+    if m == 0:
+        return out
+    if x.stride(1) != 1 or out.stride(1) != 1 or weight.stride(1) != 1 or weight.stride(0) % 8:
+        raise ValueError(
+            f"small_linear needs contiguous rows, W's a multiple of 8 apart, got strides {x.stride()} of x, "
+            f"{weight.stride()} of W, {out.stride()} of out: call contiguous()"
+        )
+    tile = tile or (fma_tile(n, k) if m == 1 else dot_tile(m, n))
+    if k % (tile.splits * tile.block_k):
+        raise ValueError(
+            f"K = {k} is no multiple of {tile.splits} splits x {tile.block_k}: use functional.linear, or another tile"
+        )
+    programs = triton.cdiv(n, tile.block_n)
+    if m == 1 and tile.splits == 1:
+        _fma_kernel[(programs,)](
+            x, weight, weight if bias is None else bias, out, n, k, weight.stride(0),
+            HAS_BIAS=bias is not None, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
+            num_warps=tile.warps, **pdl_options(x),
+        )  # fmt: skip
+        return out
+    block_m = 16 if m <= 16 else 32 if m <= 32 else 64
+    workspace = _workspaces.get(x.device) or prepare(x.device)
+    if tile.splits > 1 and (n > MAX_SPLIT_N or tile.splits > MAX_SPLITS or tile.block_n < MIN_BLOCK_N):
+        raise ValueError(
+            f"N = {n} in {tile.splits} splits and blocks of {tile.block_n} exceeds the workspace of {MAX_SPLIT_N} in "
+            f"{MAX_SPLITS} splits and blocks of {MIN_BLOCK_N}: use one split"
+        )
+    _dot_kernel[(programs, tile.splits)](
+        x, weight, weight if bias is None else bias, out, workspace.partials, workspace.counters,
+        m, n, k, x.stride(0), weight.stride(0), out.stride(0),
+        HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        SPLITS=tile.splits, STAGES=tile.stages, PREFETCH=tile.prefetch,
+        num_warps=tile.warps, **pdl_options(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _fma_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, N, K, stride_w,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows past the end re-read the last one: the loads need no masks.
+    w_ptrs = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * stride_w + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    w = tl.load(w_ptrs, eviction_policy="evict_first")
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # A block of W is on its way while the one before it is added.
+    for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
+        next_w = tl.load(w_ptrs + start, eviction_policy="evict_first")
+        x = tl.load(x_ptr + start - BLOCK_K + k)
+        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+        w = next_w
+    x = tl.load(x_ptr + K - BLOCK_K + k)
+    acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    y = tl.sum(acc, 1)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _dot_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr,
+    M, N, K, stride_x, stride_w, stride_out,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    split_len = K // SPLITS
+    first_k = split * split_len
+    w_rows = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * stride_w + first_k  # rows past the end: the last one
+    if PDL:
+        gdc_launch_dependents()
+        if PREFETCH > 0:
+            # Loads into shared memory belong to the loop behind the wait; the L2 cache can be filled before it.
+            block = tl.minimum(tl.arange(0, PREFETCH), split_len // BLOCK_K - 1)[None, :]
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2; // dummy $0", "=r,l,r",
+                [(w_rows + block * BLOCK_K).to(tl.int64), BLOCK_K * (w_ptr.dtype.element_ty.primitive_bitwidth // 8)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        gdc_wait()
+
+    w_ptrs = w_rows + k[None, :]
+    x_ptrs = x_ptr + m[None, :] * stride_x + (first_k + k)[:, None]
+    row_exists = (m < M)[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, split_len, BLOCK_K, num_stages=STAGES):
+        w = tl.load(w_ptrs + start, eviction_policy="evict_first")
+        x = tl.load(x_ptrs + start, mask=row_exists, other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+
+    out_ptrs = out_ptr + m[None, :] * stride_out + n[:, None]
+    out_mask = row_exists & (n < N)[:, None]
+    if SPLITS == 1:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+    else:
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        partials_ptr += tile * (SPLITS * BLOCK_N * BLOCK_M)
+        tl.store(partials_ptr + split * (BLOCK_N * BLOCK_M) + place, acc)
+        # All threads' stores come before the one thread's release; its acquire, before all threads' loads.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        tl.debug_barrier()
+        if arrived == SPLITS - 1:
+            tl.store(counters_ptr + tile, 0)  # for the next call, which waits for the end of this one
+            # In the splits' order, whichever came last. Not from L1, which does not see other SMs' stores.
+            total = tl.load(partials_ptr + place, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLITS):
+                total += tl.load(partials_ptr + other * (BLOCK_N * BLOCK_M) + place, cache_modifier=".cg")
+            if HAS_BIAS:
+                total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=out_mask)

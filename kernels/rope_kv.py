@@ -1,0 +1,124 @@
+"""Rotate queries and keys and write keys and values into the paged cache, in one launch.
+
+What apply_rope or qk_norm_rope (see rope.py) and then write_kv (see kv_write.py) do; it runs for the whole batch before
+any attention reads the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .kv_write import write_kv_torch
+from .pdl import pdl_options
+from .rope import apply_rope_torch, qk_norm_rope_torch, rotate_heads
+
+
+def rope_write_kv(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
+    key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor,
+    q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 0.0,
+) -> None:  # fmt: skip
+    """Rotates query in place; stores the rotated key[t], and value[t], at cache slot slots[t].
+
+    query [T, H, D], key [T, KV, D], value [T, KV, Dv], same dtype, last dimension contiguous (views into a fused
+    projection are fine). key's own memory may or may not be rotated afterwards.
+    positions int32 [T] and cos_sin fp32 [max_pos, rot_dim] as in apply_rope.
+    key_cache [num_blocks, page, KV, D], value_cache [num_blocks, page, KV, Dv]; a different dtype is converted.
+    slots int32 or int64 [T]: block * page + offset; -1 stores nothing (padding). Slots must not repeat.
+    q_weight and k_weight [D], both or neither: RMSNorm with eps over each head before the rotation.
+    All in fp32, rounded once to query's dtype, then to the cache's.
+    """
+    if query.is_cuda:
+        rope_write_kv_triton(
+            query, key, value, positions, cos_sin, key_cache, value_cache, slots, q_weight, k_weight, eps
+        )
+    else:
+        rope_write_kv_torch(
+            query, key, value, positions, cos_sin, key_cache, value_cache, slots, q_weight, k_weight, eps
+        )
+
+
+def rope_write_kv_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
+    key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor,
+    q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 0.0,
+) -> None:  # fmt: skip
+    if q_weight is None or k_weight is None:
+        apply_rope_torch(query, key, positions, cos_sin)
+    else:
+        qk_norm_rope_torch(query, key, positions, cos_sin, q_weight, k_weight, eps)
+    write_kv_torch(key, value, key_cache, value_cache, slots)
+
+
+def rope_write_kv_triton(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
+    key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor,
+    q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 0.0,
+) -> None:  # fmt: skip
+    """One program a token and group of heads: first the groups of the query, then of the key, then of the value."""
+    num_tokens, num_heads, dim = query.shape
+    if num_tokens == 0:
+        return
+    _, page, num_kv_heads, value_size = value_cache.shape
+    norm = q_weight is not None and k_weight is not None
+    half = cos_sin.shape[1] // 2
+    block = triton.next_power_of_2(half)
+    # Eight heads a program: as many as the usual number of key heads, so that no lane idles.
+    group = min(8, triton.next_power_of_2(max(num_heads, num_kv_heads)))
+    blocks = triton.cdiv(num_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
+    _rope_write_kv_kernel[(num_tokens, blocks)](
+        query, key, value, positions, cos_sin, key_cache, value_cache, slots,
+        q_weight if norm else query, k_weight if norm else key, num_heads, num_kv_heads,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], cos_sin.stride(0),
+        *key_cache.stride()[:3], *value_cache.stride()[:3], eps,
+        PAGE=page, DIM=dim, HALF=half, BLOCK=block, TAIL_BLOCK=triton.next_power_of_2(max(1, dim - 2 * half)),
+        VALUE_SIZE=value_size, VALUE_PAD=triton.next_power_of_2(value_size), GROUP=group, NORM=norm,
+        num_warps=min(8, max(1, group * block // 256)), **pdl_options(query),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
+def _rope_write_kv_kernel(
+    query_ptr, key_ptr, value_ptr, positions_ptr, cos_sin_ptr, key_cache_ptr, value_cache_ptr, slots_ptr,
+    q_weight_ptr, k_weight_ptr, num_heads, num_kv_heads,
+    query_token, query_head, key_token, key_head, value_token, value_head, table_stride,
+    key_cache_block, key_cache_slot, key_cache_head, value_cache_block, value_cache_slot, value_cache_head, eps,
+    PAGE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    query_groups = tl.cdiv(num_heads, GROUP)
+    kv_groups = tl.cdiv(num_kv_heads, GROUP)
+    angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * table_stride
+    if group < query_groups:
+        place = query_ptr + token * query_token
+        rotate_heads(
+            place, query_head, place, query_head, group * GROUP, num_heads, angle_ptr, q_weight_ptr, eps,
+            DIM, HALF, BLOCK, TAIL_BLOCK, GROUP, NORM,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            page = (slot // PAGE).to(tl.int64)
+            offset = slot % PAGE
+            if group < query_groups + kv_groups:
+                rotate_heads(
+                    key_ptr + token * key_token, key_head,
+                    key_cache_ptr + page * key_cache_block + offset * key_cache_slot, key_cache_head,
+                    (group - query_groups) * GROUP, num_kv_heads, angle_ptr, k_weight_ptr, eps,
+                    DIM, HALF, BLOCK, TAIL_BLOCK, GROUP, NORM,
+                )  # fmt: skip
+            else:
+                head = (group - query_groups - kv_groups) * GROUP + tl.arange(0, GROUP)[:, None].to(tl.int64)
+                column = tl.arange(0, VALUE_PAD)[None, :]
+                mask = (head < num_kv_heads) & (column < VALUE_SIZE)
+                value = tl.load(value_ptr + token * value_token + head * value_head + column, mask=mask)
+                place = value_cache_ptr + page * value_cache_block + offset * value_cache_slot
+                tl.store(place + head * value_cache_head + column, value.to(value_cache_ptr.dtype.element_ty), mask)

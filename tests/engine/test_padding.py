@@ -1,0 +1,66 @@
+"""A step padded to the shape of a CUDA graph computes what the bare step computes (on the CPU, without a graph)."""
+
+from __future__ import annotations
+
+import pytest
+
+from vserve.engine.batch import Shape
+from vserve.engine.graphs import MIXED_PREFILL_ROWS, StepGraphs, decode_sizes
+from vserve.engine.plan import StepPlan
+from vserve.engine.request import SamplingParams
+
+
+def plan(decodes: int, *queries: int) -> StepPlan:
+    rows = decodes + len(queries)
+    tokens = [1] * decodes + list(queries)
+    return StepPlan(0, list(range(rows)), tokens, [0] * rows, list(range(rows)), decodes, [], [[]])
+
+
+def test_padding_changes_nothing(engine, monkeypatch):
+    prompts = [[7 + i] * n for i, n in enumerate((3, 40, 90, 17, 64))]
+    batch = [(p, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)) for p in prompts]
+    (bare,), _ = engine.run(batch, max_num_batched_tokens=48)
+    real = Shape.of
+
+    def padded(plan: StepPlan) -> Shape:
+        shape = real(plan)
+        extra = 3 if shape.prefill_rows else 0
+        tokens = shape.tokens + 5 + (shape.decode_rows + 2 if extra else 0)
+        return Shape(shape.decode_rows + 2, shape.prefill_rows + extra, tokens, shape.max_query_len + extra)
+
+    monkeypatch.setattr(Shape, "of", padded)
+    (answers,), _ = engine.run(batch, max_num_batched_tokens=48)
+    assert [a.tokens for a in answers] == [a.tokens for a in bare]
+
+
+@pytest.fixture
+def graphs() -> StepGraphs:
+    table = StepGraphs(None, None, 256, 1024)  # type: ignore[arg-type]
+    table._graphs = {shape: shape for shape in table.shapes()}  # type: ignore[misc]
+    return table
+
+
+def test_every_small_step_finds_the_smallest_graph_that_holds_it(graphs):
+    for decodes in range(1, 257):
+        shape = graphs.find(plan(decodes))
+        assert shape.prefill_rows == 0 and decodes <= shape.tokens == shape.decode_rows <= max(decodes + 7, 8)
+    for decodes in (0, 1, 8, 9, 100, 256):
+        for queries in ((5,), (128,), (129,), (1024,), (500, 500), (2,) * MIXED_PREFILL_ROWS):
+            shape = graphs.find(plan(decodes, *queries))
+            prefill = shape.tokens - shape.decode_rows
+            assert decodes <= shape.decode_rows and sum(queries) <= prefill and max(queries) <= shape.max_query_len
+            assert len(queries) <= shape.prefill_rows
+            assert prefill <= max(128, 2 * sum(queries) - 1)
+
+
+def test_what_no_graph_holds_runs_without(graphs):
+    assert graphs.find(plan(257)) is None
+    assert graphs.find(plan(257, 5)) is None
+    assert graphs.find(plan(1, 1025)) is None
+    assert graphs.find(plan(1, *[2] * (MIXED_PREFILL_ROWS + 1))) is None
+
+
+def test_sizes_are_few_and_end_where_they_must():
+    assert decode_sizes(1) == [1]
+    assert decode_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert decode_sizes(512)[-1] == 512 and len(decode_sizes(512)) < 60
