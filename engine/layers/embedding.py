@@ -43,4 +43,5 @@ class LMHead(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, hidden] of the selected rows → fp32 [N, vocab]."""
-        return super().forward(x).float()
+        y = self.method.apply_fp32(self, x)
+        return y if self.adapter is None else self.adapter(self, x, y)

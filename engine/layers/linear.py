@@ -37,6 +37,10 @@ class LinearMethod(Protocol):
         """[T, in] → [T, out] of this rank."""
         ...
 
+    def apply_fp32(self, layer: Linear, x: Tensor) -> Tensor:
+        """The same with a result in fp32, not rounded to the weights' dtype where the device can."""
+        ...
+
 
 class UnquantizedMethod:
     """Weights as they are: y = x Wᵀ + b."""
@@ -84,6 +88,11 @@ class UnquantizedMethod:
         if x.shape[0] <= layer.small_rows:
             return small_linear(x, layer.weight, layer.bias)
         return functional.linear(x, layer.weight, layer.bias)
+
+    def apply_fp32(self, layer: Linear, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and layer.bias is None:
+            return torch.mm(x, layer.weight.t(), out_dtype=torch.float32)
+        return self.apply(layer, x).float()
 
 
 class TiedMethod(UnquantizedMethod):
