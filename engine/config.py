@@ -53,9 +53,9 @@ class EngineConfig:
         "tokens computed in one step (default: 8192 on a card of 70 GB, 2048 on less, 512 on the CPU)",
         group="scheduler",
     )
-    mixed_prefill_tokens: int | None = option(
+    max_mixed_tokens: int | None = option(
         None,
-        "prompt tokens in a step that also decodes, 0: as many as in any other (default: 1024 on a GPU, 0 on the CPU)",
+        "tokens computed in a step that also decodes, 0: as in any other (default: 1024 on a GPU, 0 on the CPU)",
         group="scheduler",
     )
     max_num_seqs: int | None = option(
@@ -92,8 +92,8 @@ class EngineConfig:
                 f"--max-cudagraph-capture-size is {self.max_cudagraph_capture_size}: it must be at least 1 "
                 f"(--enforce-eager turns graphs off)"
             )
-        if self.mixed_prefill_tokens is not None and self.mixed_prefill_tokens < 0:
-            raise ConfigError(f"--mixed-prefill-tokens is {self.mixed_prefill_tokens}: it must be 0 (no limit) or more")
+        if self.max_mixed_tokens is not None and self.max_mixed_tokens < 0:
+            raise ConfigError(f"--max-mixed-tokens is {self.max_mixed_tokens}: it must be 0 (no limit) or more")
         if self.max_logprobs < 0:
             raise ConfigError(f"--max-logprobs is {self.max_logprobs}: it must be 0 or more")
         for spec in dataclasses.fields(self):
@@ -115,7 +115,7 @@ class SchedulerConfig:
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
-    mixed_prefill_tokens: int = 0  # prompt tokens of a step in which some request decodes; 0 = all that fit the step
+    max_mixed_tokens: int = 0  # of a step in which some request decodes; 0 = max_num_batched_tokens
     block_size: int = 16
     num_blocks: int = 1024  # the null block included
     num_groups: int = 1
@@ -153,12 +153,12 @@ def resolve_limits(config: EngineConfig, device: str, memory_bytes: int) -> tupl
     return tokens, tokens, f"max_num_seqs lowered to {tokens}, the value of --max-num-batched-tokens"
 
 
-def resolve_mixed_prefill_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int) -> int:
+def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int) -> int:
     """Without chunked prefill a prompt needs a whole step, whoever decodes beside it."""
     if not config.enable_chunked_prefill:
         return 0
-    if config.mixed_prefill_tokens is not None:
-        return config.mixed_prefill_tokens
+    if config.max_mixed_tokens is not None:
+        return config.max_mixed_tokens
     return 0 if device == "cpu" else min(1024, max_num_batched_tokens)
 
 

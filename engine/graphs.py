@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .batch import Batch, BatchBuilder, Shape, header_width
 from .plan import StepPlan
+from .scheduler import FEW_DECODES
 
 MIXED_DECODE_ROWS = (0, 8, 32, 64, 128, 256, 512)
 MIXED_PREFILL_ROWS = 16
@@ -38,22 +39,25 @@ class StepGraphs:
     """An explicit table from padded shapes to graphs: steps that only decode, and steps with some prompt tokens too."""
 
     def __init__(
-        self, builder: BatchBuilder, forward: Callable[[Batch], Tensor], max_decodes: int, max_prefill_tokens: int
+        self, builder: BatchBuilder, forward: Callable[[Batch], Tensor], max_decodes: int, max_mixed_tokens: int
     ) -> None:
         self.builder = builder
         self.forward = forward
         self.decodes = decode_sizes(max_decodes)
         self.mixed_decodes = sorted({min(rows, max_decodes) for rows in MIXED_DECODE_ROWS})
-        self.prefill_tokens = [n for n in (128, 256, 512) if n < max_prefill_tokens]
-        if max_prefill_tokens:
-            self.prefill_tokens.append(max_prefill_tokens)
+        self.mixed_tokens: list[int] = []
+        if max_mixed_tokens:
+            sizes = [n for n in (128, 256, 512) if n < max_mixed_tokens]
+            self.mixed_tokens = [*sizes, max_mixed_tokens, max_mixed_tokens + FEW_DECODES]
         self._graphs: dict[Shape, StepGraph] = {}
 
     def shapes(self) -> list[Shape]:
         """Largest first."""
         found = [Shape(size, 0, size, 0) for size in self.decodes]
-        for prefill in self.prefill_tokens:
-            found += [self._mixed(rows, prefill) for rows in self.mixed_decodes]
+        for tokens in self.mixed_tokens:
+            few = tokens == self.mixed_tokens[-1]  # the scheduler exceeds its limit only beside few decodes
+            rows = [n for n in self.mixed_decodes if n < tokens and (n <= FEW_DECODES or not few)]
+            found += [_mixed(n, tokens) for n in rows]
         return sorted(found, key=lambda shape: -shape.tokens)
 
     def find(self, plan: StepPlan) -> StepGraph | None:
@@ -65,10 +69,13 @@ class StepGraphs:
                 return None
             return self._graphs.get(Shape(self.decodes[at], 0, self.decodes[at], 0))
         rows = bisect_left(self.mixed_decodes, decodes)
-        tokens = bisect_left(self.prefill_tokens, plan.total_tokens - decodes)
-        if rows == len(self.mixed_decodes) or tokens == len(self.prefill_tokens) or prefills > MIXED_PREFILL_ROWS:
+        if rows == len(self.mixed_decodes) or prefills > MIXED_PREFILL_ROWS:
             return None
-        return self._graphs.get(self._mixed(self.mixed_decodes[rows], self.prefill_tokens[tokens]))
+        num_rows = self.mixed_decodes[rows]
+        tokens = bisect_left(self.mixed_tokens, max(plan.total_tokens, num_rows + 1))
+        if tokens == len(self.mixed_tokens):
+            return None
+        return self._graphs.get(_mixed(num_rows, self.mixed_tokens[tokens]))
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -86,9 +93,10 @@ class StepGraphs:
                 batch, hidden = self._run(header, shape)
             self._graphs[shape] = StepGraph(shape, graph, header, batch, hidden)
 
-    def _mixed(self, decode_rows: int, prefill_tokens: int) -> Shape:
-        return Shape(decode_rows, MIXED_PREFILL_ROWS, decode_rows + prefill_tokens, prefill_tokens)
-
     def _run(self, header: Tensor, shape: Shape) -> tuple[Batch, Tensor]:
         batch = self.builder.gather(header, shape)
         return batch, self.forward(batch)
+
+
+def _mixed(decode_rows: int, tokens: int) -> Shape:
+    return Shape(decode_rows, MIXED_PREFILL_ROWS, tokens, tokens)

@@ -83,7 +83,7 @@ class ModelRunner:
         self.workspace = self._make_workspace() if device.type == "cuda" else None
         self.graphs: StepGraphs | None = None
         self.num_graph_misses = 0
-        self.num_late_compilations = 0
+        self._late_compilations: list[int] = []
         self._launched: Launched | None = None
         self.make_rows(max_model_len)
 
@@ -167,9 +167,9 @@ class ModelRunner:
         """Bytes of one block over all layers."""
         return sum(self.block_size * s.num_kv_heads * (s.head_dim + s.value_dim) * dtype.itemsize for s in self.specs)
 
-    def plan_graphs(self, max_decodes: int, max_prefill_tokens: int) -> StepGraphs:
-        """For steps with up to this many decodes, and this many prompt tokens beside them; `capture` makes them."""
-        return StepGraphs(self.builder, self.forward, min(max_decodes, self.max_num_seqs), max_prefill_tokens)
+    def plan_graphs(self, max_decodes: int, max_mixed_tokens: int) -> StepGraphs:
+        """For steps with up to this many decodes, or this many tokens in all; `capture_graphs` makes them."""
+        return StepGraphs(self.builder, self.forward, min(max_decodes, self.max_num_seqs), max_mixed_tokens)
 
     def capture_graphs(self, graphs: StepGraphs) -> None:
         """Steps that fit one of these graphs replay it from here on."""
@@ -181,11 +181,16 @@ class ModelRunner:
             "%d CUDA graphs took %.2f GiB", len(graphs.shapes()), (before - torch.cuda.mem_get_info()[0]) / 2**30
         )
 
+    @property
+    def num_late_compilations(self) -> int:
+        return sum(self._late_compilations)
+
     def count_compilations(self) -> None:
         """From here on every kernel should be ready: one that is compiled holds up all requests."""
+        late = self._late_compilations  # not self: Triton keeps the hook longer than this runner is wanted
 
         def compiled(**_: object) -> None:
-            self.num_late_compilations += 1
+            late.append(1)
 
         triton.knobs.runtime.jit_post_compile_hook = compiled
 

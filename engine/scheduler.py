@@ -26,6 +26,10 @@ Entry = tuple[int, float, int, Request]  # sorts by (priority, arrival, order of
 RUNNING, FINISHED = Status.RUNNING, Status.FINISHED
 
 
+# So few decodes do not cut the chunk of a prompt short: it would leave six tokens of a thousand for another step.
+FEW_DECODES = 8
+
+
 class Step:
     """A plan while it is made, and what its result will need while it is in flight."""
 
@@ -152,10 +156,12 @@ class Scheduler:
             if offset == block_size - 1:
                 step.filled.append(request)
             scheduled[request] = 1
-        if scheduled and (mixed := self.config.mixed_prefill_tokens):
+        if scheduled and (mixed := self.config.max_mixed_tokens):
             # Beside decodes, prompts come in smaller chunks: nobody waits long for the next token, and prompts last for
-            # more steps, whose decodes then read the weights for nothing.
-            step.limit = min(step.limit, len(scheduled) + mixed)
+            # more steps, whose decodes then read the weights for nothing. A few decodes do not cut a chunk short, and
+            # however many there are, a quarter is left to prompts.
+            decodes = len(scheduled)
+            step.limit = min(step.limit, max(mixed + min(decodes, FEW_DECODES), decodes + mixed // 4))
         step.budget = step.limit - len(scheduled)
         return prefills
 

@@ -15,7 +15,7 @@ from .config import (
     SchedulerConfig,
     default_cpu_threads,
     resolve_limits,
-    resolve_mixed_prefill_tokens,
+    resolve_max_mixed_tokens,
 )
 from .loader import load_model, resolve_model_path
 from .memory import WORST_SAMPLING, plan_memory
@@ -47,7 +47,7 @@ class Worker:
             tokens, seqs, notice = resolve_limits(config, device.type, card)
             if notice:
                 logger.warning(notice)
-            mixed = resolve_mixed_prefill_tokens(config, device.type, tokens)
+            mixed = resolve_max_mixed_tokens(config, device.type, tokens)
         with self._phase("config"):
             path = resolve_model_path(config.model, config.revision)
             model_config = ModelConfig.from_folder(path)
@@ -89,7 +89,7 @@ class Worker:
             max_model_len=plan.max_model_len,
             max_num_batched_tokens=tokens,
             max_num_seqs=seqs,
-            mixed_prefill_tokens=mixed,
+            max_mixed_tokens=mixed,
             block_size=config.block_size,
             num_blocks=plan.num_blocks,
             num_groups=runner.num_groups,

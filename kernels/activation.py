@@ -57,7 +57,7 @@ def _gated_triton(x: torch.Tensor, out: torch.Tensor | None, gelu: bool) -> torc
         # Eight values a thread: one 16-byte load of gate and one of up in bf16.
         _gated_kernel[(num_tokens, triton.cdiv(size, block))](
             x, out, size, x.stride(0), out.stride(0), GELU=gelu, BLOCK=block, num_warps=max(1, block // 256),
-            **pdl_options(x),
+            **pdl_options(x, x.shape[0]),
         )  # fmt: skip
     return out
 

@@ -262,7 +262,7 @@ def choose_splits(num_requests: int, num_kv_heads: int, num_sms: int, max_contex
     """
     programs = num_requests * num_kv_heads
     min_split_tokens = min(max(triton.next_power_of_2(programs * 256 // num_sms), 64), 1024)
-    fill = max(8 * num_sms // programs, 1)
+    fill = max(6 * num_sms // programs, 1)
     num_splits = min(fill, MAX_SPLITS, max(max_context // min_split_tokens, 1))
     return 1 << (num_splits.bit_length() - 1), min_split_tokens
 
@@ -369,7 +369,7 @@ def decode_attention_triton(
         WINDOW=window, SOFT_CAP=float(soft_cap), HAS_SINKS=sinks is not None,
         SAME_STRIDES=key_cache.stride() == value_cache.stride(),
         SPLIT=num_splits > 1, ROW_BLOCKS=row_blocks, BLOCK_M=block_m, BLOCK_N=block_n,
-        num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages, **pdl_options(query),
+        num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages, **pdl_options(query, num_tokens),
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(num_requests * query_len, num_heads)](
@@ -377,6 +377,6 @@ def decode_attention_triton(
             min_split_tokens, num_splits, *out.stride()[:2],
             NUM_HEADS=num_heads, QUERY_LEN=query_len, VALUE_SIZE=value_size, VALUE_PAD=value_pad,
             WINDOW=window, BLOCK_N=block_n, SPLITS_PAD=triton.next_power_of_2(num_splits), num_warps=4,
-            **pdl_options(query),
+            **pdl_options(query, num_tokens),
         )  # fmt: skip
     return out

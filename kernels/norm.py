@@ -64,7 +64,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torc
     block, rows, warps = _tile(dim)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, out, x, weight, num_rows, heads, x_token, x_head, out_token, out_head, 0, eps,
-        DIM=dim, BLOCK=block, ROWS=rows, ADD=False, num_warps=warps, **pdl_options(x),
+        DIM=dim, BLOCK=block, ROWS=rows, ADD=False, num_warps=warps, **pdl_options(x, x.shape[0]),
     )  # fmt: skip
     return out
 
@@ -77,7 +77,7 @@ def add_rms_norm_triton(
         block, rows, warps = _tile(dim)
         _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
             x, x, residual, weight, num_rows, 1, x.stride(0), 0, x.stride(0), 0, residual.stride(0), eps,
-            DIM=dim, BLOCK=block, ROWS=rows, ADD=True, num_warps=warps, **pdl_options(x),
+            DIM=dim, BLOCK=block, ROWS=rows, ADD=True, num_warps=warps, **pdl_options(x, x.shape[0]),
         )  # fmt: skip
     return x, residual
 

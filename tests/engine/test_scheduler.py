@@ -88,15 +88,23 @@ def test_decodes_then_prefills_then_the_queue_within_the_budget() -> None:
 
 
 def test_prompts_take_smaller_chunks_beside_decodes() -> None:
-    engine = Engine(max_num_batched_tokens=32, mixed_prefill_tokens=7)
+    engine = Engine(max_num_batched_tokens=32, max_mixed_tokens=6)
     a = engine.add(1, range(30))
     b = engine.add(2, range(100, 120))
     assert by_id(engine.schedule(), a, b) == {1: 30, 2: 2}, "nobody decodes yet"
     engine.update()
-    assert by_id(engine.schedule(), a, b) == {1: 1, 2: 7}
+    assert by_id(engine.schedule(), a, b) == {1: 1, 2: 6}
     engine.update()
     engine.scheduler.abort([1])
-    assert by_id(engine.schedule(), b) == {2: 11}, "nobody decodes any more"
+    assert by_id(engine.schedule(), b) == {2: 12}, "nobody decodes any more"
+
+
+def test_a_quarter_of_a_mixed_step_is_left_to_prompts() -> None:
+    engine = Engine(max_num_batched_tokens=64, max_mixed_tokens=16, max_num_seqs=30)
+    others = [engine.add(i, [i]) for i in range(20)]
+    engine.step()
+    late = engine.add(99, range(100, 130))
+    assert by_id(engine.schedule(), *others, late) == {**{i: 1 for i in range(20)}, 99: 4}
 
 
 def test_rows_of_one_token_come_first() -> None:

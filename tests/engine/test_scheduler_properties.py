@@ -195,7 +195,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         max_model_len=rng.choice([4, 12, 24, 48, 48]),
         max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 2, 5, 12, 60]),
         max_num_seqs=max_num_seqs,
-        mixed_prefill_tokens=rng.choice([0, 1, 4, 12]) if chunked else 0,
+        max_mixed_tokens=rng.choice([0, 1, 4, 12]) if chunked else 0,
         block_size=block_size,
         num_blocks=1 + num_groups * (rng.randint(20, 60) if roomy else rng.randint(1, 3 + 24 // block_size)),
         num_groups=num_groups,

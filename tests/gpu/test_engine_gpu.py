@@ -134,7 +134,7 @@ def test_seeded_sampling_with_every_filter_completes(checkpoint):
 def test_graphs_give_the_tokens_of_eager_steps_in_float32(checkpoint):
     prompts = random_prompts(5, 80, 300, 1111, 40, 7)
     sampling = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
-    graphs, stats = generate(checkpoint, prompts, sampling, dtype="float32", mixed_prefill_tokens=256)
+    graphs, stats = generate(checkpoint, prompts, sampling, dtype="float32", max_mixed_tokens=256)
     assert stats.num_graph_misses == 0 and stats.num_late_compilations == 0
-    eager, _ = generate(checkpoint, prompts, sampling, dtype="float32", mixed_prefill_tokens=256, enforce_eager=True)
+    eager, _ = generate(checkpoint, prompts, sampling, dtype="float32", max_mixed_tokens=256, enforce_eager=True)
     assert [tokens for tokens, _ in graphs] == [tokens for tokens, _ in eager]

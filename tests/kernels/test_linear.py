@@ -151,12 +151,12 @@ def test_refusals(x: Tensor, weight: Tensor, tile: Tile | None, message: str) ->
 @pytest.mark.parametrize(
     ("n", "k", "rows"),
     [
-        (6144, 4096, 32),
-        (4096, 4096, 64),
-        (4096, 14336, 64),
+        (6144, 4096, 1),
+        (4096, 4096, 16),
+        (4096, 14336, 16),
         (28672, 4096, 1),
         (128256, 4096, 0),
-        (4608, 3584, 64),
+        (4608, 3584, 1),
         (37888, 3584, 1),
         (1024, 4096, 0),  # too small to have been worth measuring
         (4096, 4160, 0),  # no tile divides K
@@ -170,8 +170,8 @@ def test_where_it_is_used(n: int, k: int, rows: int, monkeypatch: pytest.MonkeyP
     try:
         assert small_linear_rows(n, k, torch.bfloat16) == rows
         assert small_linear_rows(n, k, torch.float32) == 0
-        assert [use_small_linear(m, n, k, torch.float16) for m in (0, 1, 2, 32, 33, 64, 65)] == [
-            False, rows >= 1, rows >= 2, rows >= 32, rows >= 33, rows >= 64, False,
+        assert [use_small_linear(m, n, k, torch.float16) for m in (0, 1, 2, 16, 17, 64, 65)] == [
+            False, rows >= 1, rows >= 2, rows >= 16, rows >= 17, rows >= 64, False,
         ]  # fmt: skip
         for m in range(1, rows + 1):  # the tile it will take divides K
             tile = linear.fma_tile(n, k) if m == 1 else linear.dot_tile(m, n)
@@ -228,9 +228,9 @@ def test_the_layer_uses_it_on_hopper(rng: torch.Generator, device: str) -> None:
         layer.load(part, torch.randn(rows, 4096, generator=rng) / 64)
         layer.load(part, torch.randn(rows, generator=rng), "bias")
     layer.finish()
-    assert layer.small_rows == (32 if linear.pdl_available(place.device) else 0)
+    assert layer.small_rows == (1 if linear.pdl_available(place.device) else 0)
     x = torch.randn(40, 4096, generator=rng).to(device, torch.bfloat16)
-    for m in (0, 1, 3, 32, 33, 40):
+    for m in (0, 1, 3, 40):
         assert layer(x[:m]).shape == (m, 6144)
         if m:
             assert_close(layer(x[:m]), expect(x[:m], layer.weight, layer.bias))
@@ -338,6 +338,7 @@ driver.set_active(Hopper())
 JITFunction.__getitem__ = warm_up_instead
 from vserve.kernels import pdl
 pdl.pdl_available = lambda device: sys.argv[1] == "pdl"
+pdl.MAX_ROWS = 64
 from vserve.kernels.linear import small_linear_triton
 
 def run(n, k, rows):

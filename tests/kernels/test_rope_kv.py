@@ -124,7 +124,11 @@ def test_rounds_to_the_model_dtype_first(path: str, device: str) -> None:
 
 
 def test_pdl_is_for_hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pdl.pdl_options(torch.empty(0)) == {"PDL": False}
+    assert pdl.pdl_options(torch.empty(0), 1) == {"PDL": False}
+    monkeypatch.setattr(pdl, "pdl_available", lambda device: True)
+    assert pdl.pdl_options(torch.empty(0), pdl.MAX_ROWS) == {"PDL": True, "launch_pdl": True}
+    assert pdl.pdl_options(torch.empty(0), pdl.MAX_ROWS + 1) == {"PDL": False}
+    monkeypatch.undo()
     for cuda, capability, switch, expected in (
         ("13.0", (9, 0), None, True),
         ("13.0", (9, 0), "0", True),
