@@ -28,6 +28,7 @@ RUNNING, FINISHED = Status.RUNNING, Status.FINISHED
 
 # So few decodes do not cut the chunk of a prompt short: it would leave six tokens of a thousand for another step.
 FEW_DECODES = 8
+BACKLOG_STEPS = 64  # in which a long queue should be worked off
 
 
 class Step:
@@ -157,11 +158,13 @@ class Scheduler:
                 step.filled.append(request)
             scheduled[request] = 1
         if scheduled and (mixed := self.config.max_mixed_tokens):
-            # Beside decodes, prompts come in smaller chunks: nobody waits long for the next token, and prompts last for
-            # more steps, whose decodes then read the weights for nothing. A few decodes do not cut a chunk short, and
-            # however many there are, a quarter is left to prompts.
+            # Beside decodes, prompts come in smaller chunks: nobody waits long for the next token, and who began
+            # together does not end together. A long queue gets larger ones, for throughput; a few decodes do not cut a
+            # chunk short, and however many there are, a quarter is left to prompts.
             decodes = len(scheduled)
-            step.limit = min(step.limit, max(mixed + min(decodes, FEW_DECODES), decodes + mixed // 4))
+            backlog = sum(len(entry[3].token_ids) for entry in self.waiting)
+            mixed = max(mixed + min(decodes, FEW_DECODES), decodes + mixed // 4, backlog // BACKLOG_STEPS)
+            step.limit = min(step.limit, mixed)
         step.budget = step.limit - len(scheduled)
         return prefills
 

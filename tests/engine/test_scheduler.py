@@ -99,6 +99,14 @@ def test_prompts_take_smaller_chunks_beside_decodes() -> None:
     assert by_id(engine.schedule(), b) == {2: 12}, "nobody decodes any more"
 
 
+def test_a_long_queue_gets_larger_chunks() -> None:
+    engine = Engine(max_num_batched_tokens=64, max_mixed_tokens=6, max_model_len=200, num_blocks=1001)
+    a = engine.add(1, range(4))
+    engine.step()
+    others = [engine.add(2 + i, range(100 * i, 100 * i + 100)) for i in range(20)]
+    assert by_id(engine.schedule(), a, *others) == {1: 1, 2: 2000 // 64 - 1}
+
+
 def test_a_quarter_of_a_mixed_step_is_left_to_prompts() -> None:
     engine = Engine(max_num_batched_tokens=64, max_mixed_tokens=16, max_num_seqs=30)
     others = [engine.add(i, [i]) for i in range(20)]
