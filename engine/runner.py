@@ -174,6 +174,7 @@ class ModelRunner:
     def capture_graphs(self, graphs: StepGraphs) -> None:
         """Steps that fit one of these graphs replay it from here on."""
         graphs.builder = self.builder  # its rows may have been made anew
+        torch.cuda.empty_cache()  # or what the warm-up left would be given back meanwhile, and hide what is taken
         before = torch.cuda.mem_get_info()[0]
         graphs.capture()
         self.graphs = graphs
@@ -183,7 +184,7 @@ class ModelRunner:
 
     @property
     def num_late_compilations(self) -> int:
-        return sum(self._late_compilations)
+        return len(self._late_compilations)
 
     def count_compilations(self) -> None:
         """From here on every kernel should be ready: one that is compiled holds up all requests."""

@@ -22,7 +22,7 @@ SCALE = SIZE**-0.5
 DTYPE = torch.bfloat16
 LAYERS = 8
 
-DECODE_SHAPES = [(1, 8192), (1, 256), (64, 1024), (256, 1024), (256, 256)]  # requests, context
+DECODE_SHAPES = [(1, 8192), (1, 32768), (1, 256), (64, 1024), (64, 4096), (256, 1024), (256, 256)]  # requests, context
 PREFILL_SHAPES = [(1, 8192, 8192), (8, 1024, 1024), (1, 2048, 8192)]  # requests, query tokens, context
 
 DECODE_SWEEP = {
