@@ -55,7 +55,7 @@ class EngineConfig:
     )
     max_mixed_tokens: int | None = option(
         None,
-        "tokens computed in a step that also decodes, 0: as in any other (default: 2048 on a GPU, 0 on the CPU)",
+        "tokens computed in a step that also decodes, 0: as in any other (default: 1024 on a GPU, 0 on the CPU)",
         group="scheduler",
     )
     max_num_seqs: int | None = option(
@@ -159,7 +159,7 @@ def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_
         return 0
     if config.max_mixed_tokens is not None:
         return config.max_mixed_tokens
-    return 0 if device == "cpu" else min(2048, max_num_batched_tokens)
+    return 0 if device == "cpu" else min(1024, max_num_batched_tokens)
 
 
 def default_cpu_threads() -> int:

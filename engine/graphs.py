@@ -47,7 +47,7 @@ class StepGraphs:
         self.mixed_decodes = sorted({min(rows, max_decodes) for rows in MIXED_DECODE_ROWS})
         self.mixed_tokens: list[int] = []
         if max_mixed_tokens:
-            sizes = [n for n in (128, 256, 512, 1024) if n < max_mixed_tokens]
+            sizes = [n for n in (128, 256, 512, 768) if n < max_mixed_tokens]
             self.mixed_tokens = [*sizes, max_mixed_tokens, max_mixed_tokens + FEW_DECODES]
         self._graphs: dict[Shape, StepGraph] = {}
 
