@@ -16,7 +16,6 @@ from .rows import RowTables, Upload
 
 # Lines of the header, the one small table that the host sends each step. B requests, S of them sampled.
 ROWS, QUERY_START, SAMPLE_INDEX, LAST_TOKEN, SAMPLED, SAMPLE_ROW = range(6)
-ALIGN = 16  # int32s: every line starts where Triton's aligned variant may be used
 
 
 @dataclass(frozen=True)
@@ -135,4 +134,5 @@ class BatchBuilder:
 
 
 def header_width(num_rows: int) -> int:
-    return -(-(num_rows + 1) // ALIGN) * ALIGN
+    """Every line starts where Triton's variant for aligned pointers may be used."""
+    return -(-(num_rows + 1) // Upload.ALIGN) * Upload.ALIGN

@@ -108,6 +108,10 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+# So few decodes do not cut the chunk of a prompt short: it would leave six tokens of a thousand for another step.
+FEW_DECODES = 8
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
     """What the scheduler and the cache need: no None left."""

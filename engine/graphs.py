@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .batch import Batch, BatchBuilder, Shape, header_width
+from .config import FEW_DECODES
 from .plan import StepPlan
-from .scheduler import FEW_DECODES
 
 MIXED_DECODE_ROWS = (0, 8, 32, 64, 128, 256, 512)
 MIXED_PREFILL_ROWS = 16

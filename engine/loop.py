@@ -51,7 +51,6 @@ class EngineLoop:
         self.scheduler = Scheduler(config)
         self.executor = executor
         self.history: deque[StepRecord] = deque(maxlen=1024)
-        self.heartbeat = time.monotonic()  # of the last turn of the loop
         self._send = send
         self._random = random.Random(seed)
         self._inbox: deque[ToEngine] = deque()
@@ -59,7 +58,6 @@ class EngineLoop:
         self._plans: deque[tuple[int, int, int, int, float]] = deque()  # what StepRecord wants of the plans in flight
         self._host_seconds = 0.0
         self._device_seconds = 0.0
-        self._num_steps = 0
 
     def submit(self, message: ToEngine) -> None:
         """Called on the loop's thread. What is submitted before a step is scheduled is seen by it."""
@@ -69,7 +67,6 @@ class EngineLoop:
     async def run(self) -> None:
         """Until a Shutdown message; raises when the device is lost."""
         while True:
-            self.heartbeat = time.monotonic()
             if not self._drain_inbox():
                 return
             self._launch()
@@ -142,7 +139,6 @@ class EngineLoop:
         started = time.perf_counter()
         outputs = self.scheduler.update(result)
         host_seconds += time.perf_counter() - started
-        self._num_steps += 1
         self._host_seconds += host_seconds
         self._device_seconds += result.device_seconds
         self.history.append(
@@ -165,11 +161,8 @@ class EngineLoop:
 
     def _emit(self, outputs: list[RequestOutput], step_tokens: int) -> None:
         stats: EngineStats = msgspec.structs.replace(
-            self.scheduler.stats(),
-            num_steps=self._num_steps,
-            step_tokens=step_tokens,
-            host_seconds=self._host_seconds,
-            device_seconds=self._device_seconds,
+            self.scheduler.stats(self._device_seconds, self._host_seconds),
+            step_tokens=step_tokens,  # 0 where no step is reported: a step must not be counted twice
             num_graph_misses=self.executor.runner.num_graph_misses,
             num_late_compilations=self.executor.runner.num_late_compilations,
         )

@@ -12,11 +12,12 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from .config import SchedulerConfig
-from .kv_cache import KVCacheManager, Registered
+from .config import FEW_DECODES, SchedulerConfig
+from .kv_cache import KVCacheManager
 from .messages import EngineStats, RequestOutput
 from .plan import BlockWrite, NewRow, StepPlan, StepResult, TokenLogprobs
 from .request import FinishReason, Request, Status
+from .step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -26,38 +27,7 @@ Entry = tuple[int, float, int, Request]  # sorts by (priority, arrival, order of
 RUNNING, FINISHED = Status.RUNNING, Status.FINISHED
 
 
-# So few decodes do not cut the chunk of a prompt short: it would leave six tokens of a thousand for another step.
-FEW_DECODES = 8
 BACKLOG_STEPS = 64  # in which a long queue should be worked off
-
-
-class Step:
-    """A plan while it is made, and what its result will need while it is in flight."""
-
-    __slots__ = (
-        "admitted",
-        "appended",
-        "budget",
-        "filled",
-        "index",
-        "limit",
-        "registered",
-        "sampled",
-        "scheduled",
-        "total",
-    )
-
-    def __init__(self, index: int, budget: int) -> None:
-        self.index = index
-        self.limit = budget  # tokens the step may compute
-        self.budget = budget  # of them left
-        self.total = 0  # tokens planned
-        self.scheduled: dict[Request, int] = {}  # → query length, in the order of the passes
-        self.appended: dict[Request, int] = {}  # → entries appended to its block table, hits included
-        self.filled: list[Request] = []  # may complete a block in this step
-        self.admitted: dict[Request, int] = {}  # → tokens of its prefix hit
-        self.sampled: list[Request | None] = []  # None: its sample is to be thrown away
-        self.registered: Registered = []
 
 
 class Scheduler:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -73,8 +74,8 @@ def _bind_uds(path: str) -> socket.socket:
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
             sock.connect(path)
             raise ConfigError(f"--uds {path!r}: another server listens on it; stop that one or name another path")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # left by a server that was killed
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)  # left by a server that was killed; any other file is not ours to remove
         sock.bind(path)
     except OSError as error:
         raise ConfigError(f"cannot listen on --uds {path!r} ({error}); name a path in a folder you can write") from None

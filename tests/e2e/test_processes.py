@@ -148,3 +148,11 @@ def test_the_context_shrinks_to_what_fits(serve):
     with serve("--num-gpu-blocks-override", "8") as server:
         assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 128
     assert any("context cut" in line and "--num-gpu-blocks-override" in line for line in server.stderr)
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    done = run("--uds", str(path))
+    assert done.returncode == 2 and str(path) in done.stderr.strip().splitlines()[-1]
+    assert path.read_text() == "mine"

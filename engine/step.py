@@ -1,0 +1,35 @@
+"""A plan in the making, and what the scheduler must remember of it until its result is in."""
+
+from __future__ import annotations
+
+from .kv_cache import Registered
+from .request import Request
+
+
+class Step:
+    """A plan while it is made, and what its result will need while it is in flight."""
+
+    __slots__ = (
+        "admitted",
+        "appended",
+        "budget",
+        "filled",
+        "index",
+        "limit",
+        "registered",
+        "sampled",
+        "scheduled",
+        "total",
+    )
+
+    def __init__(self, index: int, budget: int) -> None:
+        self.index = index
+        self.limit = budget  # tokens the step may compute
+        self.budget = budget  # of them left
+        self.total = 0  # tokens planned
+        self.scheduled: dict[Request, int] = {}  # → query length, in the order of the passes
+        self.appended: dict[Request, int] = {}  # → entries appended to its block table, hits included
+        self.filled: list[Request] = []  # may complete a block in this step
+        self.admitted: dict[Request, int] = {}  # → tokens of its prefix hit
+        self.sampled: list[Request | None] = []  # None: its sample is to be thrown away
+        self.registered: Registered = []
