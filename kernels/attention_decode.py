@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .pdl import pdl_options
+from .tiles import fits, tile_table
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The running maximum starts at a finite value, so that a row that has seen no key yet gives exp2(-inf - LOWEST) = 0
@@ -21,6 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 
 MAX_SPLITS = 64
+MERGE_COLUMNS = 16  # of a value that one program merges: many small programs have all their loads in flight at once
 
 
 @triton.jit
@@ -71,6 +73,7 @@ def _decode_kernel(
     request = tl.program_id(1)
     split = tl.program_id(2)
 
+    table_row = tl.load(rows_ptr + request)  # in flight together with the length
     seq_len = tl.load(seq_lens_ptr + request)
     first_key, num_keys = _visible_keys(seq_len, QUERY_LEN, WINDOW)
     start_key = first_key
@@ -110,7 +113,7 @@ def _decode_kernel(
     lane_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
 
-    table_row_ptr = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * stride_table
+    table_row_ptr = table_ptr + table_row.to(tl.int64) * stride_table
     key_ptr += kv_head.to(tl.int64) * stride_key_head
     value_ptr += kv_head.to(tl.int64) * stride_value_head
     # One loop with masks rather than a bare one and an edge tile: the masks touch 16 rows and hide behind the loads,
@@ -186,7 +189,7 @@ def _decode_kernel(
 def _merge_kernel(
     out_ptr, partial_out_ptr, partial_lse_ptr, seq_lens_ptr,
     min_split_tokens, num_splits, stride_out_token, stride_out_head,
-    NUM_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, VALUE_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +205,7 @@ def _merge_kernel(
         return
 
     split = tl.arange(0, SPLITS_PAD)
-    column = tl.arange(0, VALUE_PAD)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     split_ran = split * split_size < num_keys
     partial = (token.to(tl.int64) * NUM_HEADS + head) * num_splits + split
     lse = tl.load(partial_lse_ptr + partial, mask=split_ran, other=float("-inf"))
@@ -226,23 +229,13 @@ class DecodeTile:
     stages: int
 
 
-# (bytes per element, larger padded head size) -> tile. Head sizes above 256 take the entry of 512.
-_TILES: dict[tuple[int, int], DecodeTile] = {
-    (2, 64): DecodeTile(64, 4, 4),
-    (2, 128): DecodeTile(32, 2, 3),
-    (2, 256): DecodeTile(32, 4, 3),
-    (2, 512): DecodeTile(32, 8, 2),
-    (4, 64): DecodeTile(32, 4, 3),
-    (4, 128): DecodeTile(16, 4, 3),
-    (4, 256): DecodeTile(16, 4, 3),
-    (4, 512): DecodeTile(16, 8, 2),
-}
-
-
-def decode_tile(dtype: torch.dtype, head_size: int) -> DecodeTile:
-    """The tile for this dtype and the larger of key and value size."""
-    size = min(max(triton.next_power_of_2(head_size), 64), 512)
-    return _TILES[(4 if dtype == torch.float32 else 2, size)]
+@lru_cache(maxsize=4096)
+def decode_tile(dtype: torch.dtype, head_size: int, num_requests: int) -> DecodeTile:
+    """The tile for this dtype and the larger of key and value size; above 256 it is that of 512."""
+    wanted = dtype.itemsize, min(max(triton.next_power_of_2(head_size), 64), 512)
+    rows = (row for row in tile_table("decode") if (row["element_bytes"], row["head_size"]) == wanted)
+    row = next(row for row in rows if fits(row["max_requests"], num_requests))
+    return DecodeTile(row["block_n"], row["warps"], row["stages"])
 
 
 @lru_cache
@@ -256,14 +249,18 @@ def choose_splits(num_requests: int, num_kv_heads: int, num_sms: int, max_contex
     """How many splits to launch, and the fewest keys worth a split of their own.
 
     Depends on host constants only, so that a captured CUDA graph stays right for any lengths. Splits are as short as it
-    takes for contexts of 1k to fill the card (4 programs an SM), at least 64 keys; longer contexts get more splits, up
-    to 8 programs an SM. More would balance uneven lengths better, but surplus programs cost time too. How many of the
-    splits do work, the kernel decides from the request's length.
+    takes for contexts of 1k to fill the card (4 programs an SM), at least 32 keys; longer contexts get more splits, up
+    to 8 programs an SM. More would balance uneven lengths better, but surplus programs cost time too. A lone request
+    has nothing to balance: two programs on every SM, no more. How many of the splits do work, the kernel decides from
+    the request's length.
     """
     programs = num_requests * num_kv_heads
-    min_split_tokens = min(max(triton.next_power_of_2(programs * 256 // num_sms), 64), 1024)
+    min_split_tokens = min(max(triton.next_power_of_2(programs * 256 // num_sms), 32), 1024)
+    most = max(max_context // min_split_tokens, 1)
+    if num_requests == 1:
+        return min(max(2 * num_sms // programs, 1), MAX_SPLITS, most), min_split_tokens
     fill = max(6 * num_sms // programs, 1)
-    num_splits = min(fill, MAX_SPLITS, max(max_context // min_split_tokens, 1))
+    num_splits = min(fill, MAX_SPLITS, most)
     return 1 << (num_splits.bit_length() - 1), min_split_tokens
 
 
@@ -336,7 +333,7 @@ def decode_attention_triton(
     if num_requests == 0:
         return out
 
-    tile = decode_tile(query.dtype, max(key_size, value_size))
+    tile = decode_tile(query.dtype, max(key_size, value_size), num_requests)
     block_n = block_n or tile.block_n
     default_splits, default_min_tokens = choose_splits(
         num_requests, num_kv_heads, _num_sms(query.device), block_table.shape[1] * page
@@ -372,11 +369,11 @@ def decode_attention_triton(
         num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages, **pdl_options(query, num_tokens),
     )  # fmt: skip
     if num_splits > 1:
-        _merge_kernel[(num_requests * query_len, num_heads)](
+        _merge_kernel[(num_requests * query_len, num_heads, triton.cdiv(value_size, MERGE_COLUMNS))](
             out, workspace.partial_out, workspace.partial_lse, seq_lens,
             min_split_tokens, num_splits, *out.stride()[:2],
-            NUM_HEADS=num_heads, QUERY_LEN=query_len, VALUE_SIZE=value_size, VALUE_PAD=value_pad,
-            WINDOW=window, BLOCK_N=block_n, SPLITS_PAD=triton.next_power_of_2(num_splits), num_warps=4,
+            NUM_HEADS=num_heads, QUERY_LEN=query_len, VALUE_SIZE=value_size, COLUMNS=MERGE_COLUMNS,
+            WINDOW=window, BLOCK_N=block_n, SPLITS_PAD=triton.next_power_of_2(num_splits), num_warps=1,
             **pdl_options(query, num_tokens),
         )  # fmt: skip
     return out

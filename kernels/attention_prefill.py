@@ -1,36 +1,46 @@
 """Prefill attention over the paged KV cache in Triton: causal, ragged, large row tiles."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from .attention_decode import LOG2E, LOWEST, soft_cap_scores
+from .tiles import fits, tile_table
 
 
 @triton.jit(
-    do_not_specialize=["stride_table"],
+    do_not_specialize=["num_requests", "stride_table"],
     do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "seq_lens_ptr", "query_start_ptr", "sinks_ptr"],
 )
 def _prefill_kernel(
     out_ptr, query_ptr, key_ptr, value_ptr, table_ptr, rows_ptr, seq_lens_ptr, query_start_ptr, sinks_ptr,
-    scale, stride_table,
+    scale, num_requests, stride_table,
     stride_query_token, stride_query_head, stride_key_block, stride_key_slot, stride_key_head,
     stride_value_block, stride_value_slot, stride_value_head, stride_out_token, stride_out_head,
-    GROUP: tl.constexpr, PAGE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, REQUESTS_PAD: tl.constexpr,
     KEY_SIZE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SAME_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    kv_head = tl.program_id(1)
-    request = tl.program_id(2)
+    # Heads are the fastest axis: those of the longest blocks all start first.
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    place = tl.program_id(0) // NUM_KV_HEADS
+    # Request b has the places from query_start[b] // BLOCK_Q + b on, as many as it has blocks or one more. So the grid
+    # follows the number of tokens, not the longest request times the number of requests: programs without work cost
+    # as much as they do in a launch that has little else.
+    index = tl.arange(0, REQUESTS_PAD)
+    starts = tl.load(query_start_ptr + index, mask=index < num_requests, other=0)
+    first_start = tl.load(query_start_ptr)
+    first_places = (starts - first_start) // BLOCK_Q + index
+    request = tl.sum(((index < num_requests) & (first_places <= place)).to(tl.int32), 0) - 1
     query_start = tl.load(query_start_ptr + request)
     query_len = tl.load(query_start_ptr + request + 1) - query_start
-    # A request's last block sees the most keys, so it starts first: causal work then ends in small pieces. Blocks of
-    # one KV head are neighbours in the grid and share its keys in L2.
-    query_block = tl.cdiv(query_len, BLOCK_Q) - 1 - tl.program_id(0)
+    # A request's last block sees the most keys, so it starts first: causal work then ends in small pieces.
+    query_block = tl.cdiv(query_len, BLOCK_Q) - 1 - (place - (query_start - first_start) // BLOCK_Q - request)
     if query_block < 0:
         return
 
@@ -134,26 +144,22 @@ class PrefillTile:
     stages: int
 
 
-# (bytes per element, larger padded head size) -> tiles, each for calls of up to so many rows; the last for all others.
-# Head sizes above 256 take the entry of 512. (2, 128) was measured on an H200: small tiles fill the card with prompts
-# of a thousand tokens, large ones are faster when there are more.
-_TILES: dict[tuple[int, int], tuple[tuple[int, PrefillTile], ...]] = {
-    (2, 64): ((16, PrefillTile(16, 64, 4, 3)), (64, PrefillTile(64, 64, 4, 3)), (0, PrefillTile(128, 64, 8, 3))),
-    (2, 128): ((16, PrefillTile(16, 64, 4, 3)), (4096, PrefillTile(64, 64, 4, 3)), (0, PrefillTile(128, 128, 8, 3))),
-    (2, 256): ((16, PrefillTile(16, 32, 4, 3)), (64, PrefillTile(64, 32, 4, 3)), (0, PrefillTile(128, 32, 8, 3))),
-    (2, 512): ((16, PrefillTile(16, 32, 4, 2)), (0, PrefillTile(64, 32, 8, 2))),
-    (4, 64): ((16, PrefillTile(16, 32, 4, 2)), (0, PrefillTile(64, 32, 4, 2))),
-    (4, 128): ((16, PrefillTile(16, 32, 4, 2)), (0, PrefillTile(32, 32, 4, 2))),
-    (4, 256): ((16, PrefillTile(16, 16, 4, 2)), (0, PrefillTile(32, 16, 8, 2))),
-    (4, 512): ((0, PrefillTile(16, 16, 8, 1)),),
-}
+@lru_cache
+def _prefill_tiles(element_bytes: int, head_size: int) -> tuple[tuple[int | None, PrefillTile], ...]:
+    return tuple(
+        (row["max_rows"], PrefillTile(row["block_m"], row["block_n"], row["warps"], row["stages"]))
+        for row in tile_table("prefill")
+        if (row["element_bytes"], row["head_size"]) == (element_bytes, head_size)
+    )
 
 
 def prefill_tile(dtype: torch.dtype, head_size: int, num_rows: int) -> PrefillTile:
-    """The tile for this dtype, the larger of key and value size, and max_query_len x grouped heads rows."""
-    size = min(max(triton.next_power_of_2(head_size), 64), 512)
-    tiles = _TILES[(4 if dtype == torch.float32 else 2, size)]
-    return next((tile for max_rows, tile in tiles if num_rows <= max_rows), tiles[-1][1])
+    """The tile for this dtype, the larger of key and value size, and max_query_len x grouped heads rows.
+
+    Small tiles fill the card with prompts of a thousand tokens, large ones are faster when there are more.
+    """
+    tiles = _prefill_tiles(dtype.itemsize, min(max(triton.next_power_of_2(head_size), 64), 512))
+    return next(tile for max_rows, tile in tiles if fits(max_rows, num_rows))
 
 
 def prefill_attention_triton(
@@ -188,11 +194,13 @@ def prefill_attention_triton(
     group = num_heads // num_kv_heads
     tile = prefill_tile(query.dtype, max(key_size, value_size), max_query_len * group)
     block_m = max(block_m or tile.block_m, triton.next_power_of_2(group))
-    _prefill_kernel[(triton.cdiv(max_query_len, block_m // group), num_kv_heads, num_requests)](
+    num_places = num_tokens // (block_m // group) + num_requests
+    _prefill_kernel[(num_places * num_kv_heads,)](
         out, query, key_cache, value_cache, block_table, rows, seq_lens, query_start, query if sinks is None else sinks,
-        float(scale), block_table.stride(0),
+        float(scale), num_requests, block_table.stride(0),
         *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2],
-        GROUP=group, PAGE=page,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE=page,
+        REQUESTS_PAD=16 if num_requests <= 16 else max(1024, triton.next_power_of_2(num_requests)),
         KEY_SIZE=key_size, KEY_PAD=max(triton.next_power_of_2(key_size), 16),
         VALUE_SIZE=value_size, VALUE_PAD=max(triton.next_power_of_2(value_size), 16),
         WINDOW=window, SOFT_CAP=float(soft_cap), HAS_SINKS=sinks is not None,

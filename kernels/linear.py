@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .pdl import pdl_available, pdl_options
+from .tiles import Row, fits, tile_table
 
 MAX_ROWS = 64  # of x
 MAX_SPLITS = 4
@@ -64,7 +65,8 @@ def small_linear_rows(n: int, k: int, dtype: torch.dtype) -> int:
         return 0
     if not torch.cuda.is_available() or not pdl_available(torch.device("cuda", torch.cuda.current_device())):
         return 0
-    return 16 if 3072 <= n <= 4096 else 1 if 2048 <= n <= 65536 else 0
+    ranges = tile_table("small_linear_rows")
+    return next((row["rows"] for row in ranges if row["min_n"] <= n <= row["max_n"]), 0)
 
 
 class Tile(NamedTuple):
@@ -76,20 +78,22 @@ class Tile(NamedTuple):
     prefetch: int = 0  # blocks of K that are fetched into the L2 cache before the wait
 
 
+@lru_cache
 def fma_tile(n: int, k: int) -> Tile:
     """The fastest of those measured: few rows of W a program until there are enough programs to fill the card."""
-    if n <= 5120:
-        return Tile(4, 512, 8, 1)
-    return Tile(16, 512, 4, 3) if n <= MAX_SPLIT_N or k % 1024 else Tile(8, 1024, 4, 3)
+    rows = tile_table("small_linear_fma")
+    return _tile(next(row for row in rows if fits(row["max_n"], n) and (k % row["block_k"] == 0 or row is rows[-1])))
 
 
+@lru_cache
 def dot_tile(m: int, n: int) -> Tile:
     """The fastest of those measured: deep tiles when there is one program an SM, else such that several share one."""
-    if n > MAX_SPLIT_N:
-        return Tile(64, 128, 4, 3, prefetch=4)
-    if 2 * triton.cdiv(n, 64) > 132:
-        return Tile(64, 128, 4, 3, splits=2, prefetch=4)
-    return Tile(64, 256, 4, 3, splits=2, prefetch=4) if m <= 16 else Tile(64, 128, 4, 5, splits=2, prefetch=8)
+    rows = tile_table("small_linear_dot")
+    return _tile(next(row for row in rows if fits(row["max_rows"], m) and fits(row["max_n"], n)))
+
+
+def _tile(row: Row) -> Tile:
+    return Tile(**{name: row[name] for name in Tile._fields if name in row})
 
 
 class _Workspace(NamedTuple):

@@ -68,18 +68,15 @@ def paged_batch(
     return keys, values, blocks.view(requests, pages).int()
 
 
-def bench_decode(requests: int, context: int, sweep: bool, max_context: int) -> None:
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    num_bytes = 2 * requests * context * KV_HEADS * SIZE * DTYPE.itemsize
+def decode_run(requests: int, context: int, max_context: int = 8192) -> Callable[..., float]:
+    """A function that times the kernel on such a batch, with whatever options of its launcher."""
     keys, values, used = paged_batch(requests, context, LAYERS)
     # A server's block table is as wide as its longest context, and the default split count follows that width.
-    max_context = max(max_context, context)
-    table = torch.zeros(requests, max_context // PAGE, dtype=torch.int32, device="cuda")
+    table = torch.zeros(requests, max(max_context, context) // PAGE, dtype=torch.int32, device="cuda")
     table[:, : used.shape[1]] = used
     query = torch.randn(requests, HEADS, SIZE, dtype=DTYPE, device="cuda")
     rows = torch.arange(requests, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
-    workspace = DecodeWorkspace.create(requests, HEADS, SIZE, "cuda")
     out = torch.empty_like(query)
 
     def run(**options: Any) -> float:
@@ -89,11 +86,20 @@ def bench_decode(requests: int, context: int, sweep: bool, max_context: int) -> 
 
         return graph_microseconds(call, LAYERS)
 
+    return run
+
+
+def bench_decode(requests: int, context: int, sweep: bool, max_context: int) -> None:
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    num_bytes = 2 * requests * context * KV_HEADS * SIZE * DTYPE.itemsize
+    run = decode_run(requests, context, max_context)
+    workspace = DecodeWorkspace.create(requests, HEADS, SIZE, "cuda")
+
     def show(label: str, time: float) -> None:
         print(f"decode  {requests:4d} x {context:5d}  {time:8.1f} us  {num_bytes / time / 1e3:7.0f} GB/s  {label}")
 
-    splits, min_tokens = choose_splits(requests, KV_HEADS, sms, max_context)
-    show(f"{decode_tile(DTYPE, SIZE)}, {splits} splits of at least {min_tokens}", run(workspace=workspace))
+    splits, min_tokens = choose_splits(requests, KV_HEADS, sms, max(max_context, context))
+    show(f"{decode_tile(DTYPE, SIZE, requests)}, {splits} splits of at least {min_tokens}", run(workspace=workspace))
     if sweep:
         timed = []
         for options in settings(DECODE_SWEEP):
@@ -104,14 +110,13 @@ def bench_decode(requests: int, context: int, sweep: bool, max_context: int) -> 
             show(str(options), time)
 
 
-def bench_prefill(requests: int, query_len: int, context: int, sweep: bool) -> None:
+def prefill_run(requests: int, query_len: int, context: int) -> Callable[..., float]:
+    """A function that times the kernel on such a batch, with whatever options of its launcher."""
     keys, values, table = paged_batch(requests, context, 1)
     query = torch.randn(requests * query_len, HEADS, SIZE, dtype=DTYPE, device="cuda")
     rows = torch.arange(requests, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
     start = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * query_len
-    pairs = query_len * (context - query_len) + query_len * (query_len + 1) // 2
-    flops = 4 * requests * HEADS * SIZE * pairs
     out = torch.empty_like(query)
 
     def run(**options: Any) -> float:
@@ -122,6 +127,14 @@ def bench_prefill(requests: int, query_len: int, context: int, sweep: bool) -> N
             )  # fmt: skip
 
         return microseconds(call)
+
+    return run
+
+
+def bench_prefill(requests: int, query_len: int, context: int, sweep: bool) -> None:
+    pairs = query_len * (context - query_len) + query_len * (query_len + 1) // 2
+    flops = 4 * requests * HEADS * SIZE * pairs
+    run = prefill_run(requests, query_len, context)
 
     def show(label: str, time: float) -> None:
         shape = f"{requests:4d} x {query_len:5d} of {context:5d}"

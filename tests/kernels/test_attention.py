@@ -19,7 +19,7 @@ from vserve.kernels.attention import (
     prefill_attention,
     prefill_attention_torch,
 )
-from vserve.kernels.attention_decode import choose_splits, decode_attention_triton
+from vserve.kernels.attention_decode import choose_splits, decode_attention_triton, decode_tile
 from vserve.kernels.attention_prefill import prefill_attention_triton
 
 CUDA = torch.cuda.is_available()
@@ -280,10 +280,10 @@ def test_split_choice(num_sms: int, kv_heads: int) -> None:
         for max_context in (16, 1000, 8192, 131072):
             splits, min_tokens = choose_splits(requests, kv_heads, num_sms, max_context)
             assert 1 <= splits <= 64
-            assert splits & (splits - 1) == 0
+            assert requests == 1 or splits & (splits - 1) == 0
             assert splits == 1 or splits * min_tokens <= max_context, "a split that no context can fill"
             assert splits == 1 or splits * requests * kv_heads <= 8 * num_sms
-    assert choose_splits(1, 8, 132, 131072)[0] == 64, "a lone long context must fill the card"
+    assert choose_splits(1, 8, 132, 131072)[0] == 33, "a lone long context must fill the card"
     assert choose_splits(256, 8, 132, 131072)[0] == 1, "a batch that fills the card needs no merge"
 
 
@@ -548,7 +548,9 @@ def test_compiles_for_hopper(size: int, dtype: str, pdl: bool, tmp_path: Any) ->
     dependent = {"_decode_kernel", "_merge_kernel", "_rope_write_kv_kernel"}
     assert set(kernels) == dependent | {"_prefill_kernel", "_write_kv_kernel"}
     for name, kernel in kernels.items():
-        assert kernel["variants"] == 1, f"{name} was compiled again for another batch size"
+        tiles = {decode_tile(getattr(torch, dtype), size, requests) for requests in (1, 2, 16)}
+        variants = len(tiles) if name == "_decode_kernel" else 1
+        assert kernel["variants"] == variants, f"{name} was compiled again for another batch size"
         assert kernel["shared"] <= 227 * 1024
         if pdl and name in dependent:
             assert kernel["launch_pdl"] and kernel["dependents"] == 1

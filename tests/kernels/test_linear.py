@@ -17,6 +17,7 @@ from vserve.engine.layers.weights import Placement
 from vserve.kernels import linear
 from vserve.kernels.linear import Tile, small_linear, small_linear_rows, small_linear_triton, use_small_linear
 from vserve.kernels.norm import rms_norm
+from vserve.kernels.tiles import read_table
 
 CUDA = torch.cuda.is_available()
 requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
@@ -166,6 +167,7 @@ def test_where_it_is_used(n: int, k: int, rows: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(linear, "pdl_available", lambda device: True)
+    monkeypatch.setattr(linear, "tile_table", lambda kernel: read_table(kernel, "NVIDIA H200", (9, 0)))
     small_linear_rows.cache_clear()
     try:
         assert small_linear_rows(n, k, torch.bfloat16) == rows

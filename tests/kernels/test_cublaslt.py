@@ -1,0 +1,122 @@
+"""Products by measured algorithms of cuBLAS: the table's reading, the layer's use, and the algorithms themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from vserve.engine.layers import linear as layer_module
+from vserve.engine.layers.linear import Linear
+from vserve.engine.layers.weights import Placement
+from vserve.kernels import cublaslt, tiles
+from vserve.kernels.cublaslt import algorithms, measured_linear
+
+CUDA = torch.cuda.is_available()
+requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+
+
+def entry(n: int, k: int, first: int, last: int, fill: str, version: int = 7) -> dict[str, Any]:
+    return {"n": n, "k": k, "min_rows": first, "max_rows": last, "version": version, "algorithm": fill * 64}
+
+
+def test_the_table_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (
+        entry(96, 64, 17, 32, "01"),
+        entry(96, 64, 40, 41, "02"),
+        entry(64, 96, 1, 99, "03"),
+        entry(96, 64, 50, 50, "04", version=8),
+        entry(96, 64, 60, 60, "05"),
+    )
+    monkeypatch.setattr(cublaslt, "tile_table", {"cublas": table}.__getitem__)
+    monkeypatch.setattr(cublaslt, "version", lambda: 7)
+    monkeypatch.setattr(cublaslt, "product", lambda *sizes: sizes)
+    monkeypatch.setattr(cublaslt, "runs", lambda algorithm, product, device: product[0] != 60)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    algorithms.cache_clear()
+    try:
+        found = algorithms(96, 64, torch.bfloat16)
+        assert len(found) == 42, "another version of cuBLAS, or of GPU: those rows do not count"
+        first_bytes = [None if algorithm is None else bytes(algorithm)[0] for algorithm in found]
+        assert first_bytes == [None] * 17 + [1] * 16 + [None] * 7 + [2] * 2
+        assert algorithms(96, 64, torch.float32) == () == algorithms(96, 65, torch.bfloat16)
+    finally:
+        algorithms.cache_clear()
+
+
+@pytest.mark.skipif(CUDA, reason="there is a cuBLAS")
+def test_without_a_gpu_there_is_nothing() -> None:
+    assert algorithms(28672, 4096, torch.bfloat16) == ()
+
+
+def test_the_layer_asks_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Linear(8, {"out": 6}, place=Placement(torch.float32, torch.device("cpu")))
+    layer.load("out", torch.randn(6, 8))
+    layer.finish()
+    assert layer.algorithms == ()
+    seen = []
+
+    def spy(x: Tensor, weight: Tensor, algorithm: Any) -> Tensor:
+        seen.append((len(x), bytes(algorithm)[0]))
+        return linear(x, weight)
+
+    monkeypatch.setattr(layer_module, "measured_linear", spy)
+    one, two = (cublaslt.Algorithm.from_buffer_copy(bytes([number] * 64)) for number in (1, 2))
+    layer.algorithms = (None, None, one, two)
+    for rows in (1, 2, 3, 4):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(layer(x), linear(x, layer.weight))
+    assert seen == [(2, 1), (3, 2)]
+
+
+@pytest.mark.gpu
+@requires_cuda
+def test_every_algorithm_is_right(device: str) -> None:
+    """At both ends of its range: close to fp32, the same every time, and the same in a CUDA graph."""
+    rows = [row for row in tiles.tile_table("cublas") if row["version"] == cublaslt.version()]
+    if not rows:
+        pytest.skip("no algorithms for this GPU and version of cuBLAS")
+    cublaslt.prepare(torch.device(device, torch.cuda.current_device()))
+    for n, k in sorted({(row["n"], row["k"]) for row in rows}):
+        weight = torch.randn(n, k, device=device, dtype=torch.bfloat16) / 64
+        table = algorithms(n, k, torch.bfloat16)
+        for m in sorted(
+            {row[end] for row in rows if (row["n"], row["k"]) == (n, k) for end in ("min_rows", "max_rows")}
+        ):
+            x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+            out = torch.full((m, n), float("nan"), device=device, dtype=torch.bfloat16)
+            expected = x.float() @ weight.float().t()
+            y = measured_linear(x, weight, table[m])
+            assert (y.float() - expected).norm() <= 4e-3 * expected.norm(), f"{n} x {k} by {m} rows"
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                measured_linear(x, weight, table[m], out)
+            for _ in range(20):
+                graph.replay()
+                assert torch.equal(out, y), f"{n} x {k} by {m} rows differs from call to call"
+
+
+@pytest.mark.gpu
+@requires_cuda
+def test_the_layer_uses_the_table(device: str) -> None:
+    layer = Linear(4096, {"gate": 14336, "up": 14336}, place=Placement(torch.bfloat16, torch.device(device, 0)))
+    for part in layer.parts:
+        layer.load(part, torch.randn(14336, 4096) / 64)
+    layer.finish()
+    assert layer.algorithms == algorithms(28672, 4096, torch.bfloat16)
+    for m in {1, 17, 256, len(layer.algorithms), 2000}:
+        x = torch.randn(m, 4096, device=device, dtype=torch.bfloat16)
+        expected = x.float() @ layer.weight.float().t()
+        assert (layer(x).float() - expected).norm() <= 4e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+@requires_cuda
+def test_a_product_that_cublas_refuses(device: str) -> None:
+    x = torch.ones(3, 20, device=device, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="cuBLAS refused"):
+        measured_linear(x, torch.ones(8, 20, device=device, dtype=torch.bfloat16), cublaslt.Algorithm())

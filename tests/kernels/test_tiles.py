@@ -1,0 +1,102 @@
+"""configs/tiles: every file is complete and well-formed, and a GPU without one finds another's."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+
+from vserve.kernels import attention_decode, attention_prefill, tiles
+from vserve.kernels.attention_decode import DecodeTile, decode_tile
+from vserve.kernels.attention_prefill import PrefillTile, prefill_tile
+
+FILES = sorted(tiles.FOLDER.glob("*.json"))
+CASES = [(element_bytes, size) for element_bytes in (2, 4) for size in (64, 128, 256, 512)]
+
+
+def power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def test_the_default_is_there() -> None:
+    assert tiles.FOLDER / tiles.DEFAULT in FILES
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_is_complete(path: Path) -> None:
+    data = json.loads(path.read_text())
+    assert set(data) == {"gpu", "capability", "found_by", *tiles.TABLES}
+    assert path.stem == data["gpu"].replace(" ", "_") and len(data["capability"]) == 2
+    for case, (table, limit) in product(CASES, (("decode", "max_requests"), ("prefill", "max_rows"))):
+        limits = [row[limit] for row in data[table] if (row["element_bytes"], row["head_size"]) == case]
+        assert limits and limits[-1] is None, "the last row of a case holds for any number"
+        assert limits[:-1] == sorted(limits[:-1])
+    for table in ("small_linear_fma", "small_linear_dot"):
+        assert data[table][-1]["max_n"] is None
+    for table in set(tiles.TABLES) - {"cublas", "small_linear_rows"}:
+        for row in data[table]:
+            assert all(power_of_two(row[name]) for name in ("block_m", "block_n", "block_k", "warps") if name in row)
+            assert 1 <= row["stages"] <= 8
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_algorithms_are_well_formed(path: Path) -> None:
+    rows = json.loads(path.read_text())["cublas"]
+    for row in rows:
+        assert len(bytes.fromhex(row["algorithm"])) == 64
+        assert 1 < row["min_rows"] <= row["max_rows"]
+        # Both are rounded to a tenth.
+        assert row["us"] - 0.05 < 0.97 * (row["own_us"] + 0.05), "not worth a row"
+    for case in {(row["n"], row["k"], row["version"]) for row in rows}:
+        ranges = [row for row in rows if (row["n"], row["k"], row["version"]) == case]
+        assert all(before["max_rows"] < after["min_rows"] for before, after in pairwise(ranges)), "ranges overlap"
+
+
+def test_a_gpu_finds_its_nearest_relation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "FOLDER", tmp_path)
+    gpus = {"NVIDIA H200": [9, 0], "NVIDIA A100": [8, 0], "NVIDIA L4": [8, 9], "NVIDIA L40": [8, 9]}
+    for gpu, capability in gpus.items():
+        content = {"capability": capability, "decode": [{"gpu": gpu}]}
+        (tmp_path / f"{gpu.replace(' ', '_')}.json").write_text(json.dumps(content))
+
+    def found(gpu: str, capability: tuple[int, int]) -> str:
+        (row,) = tiles.read_table("decode", gpu, capability)
+        return row["gpu"]
+
+    assert found("NVIDIA L40", (8, 9)) == "NVIDIA L40"
+    assert found("NVIDIA L40S", (8, 9)) == "NVIDIA L4"  # the same capability
+    assert found("NVIDIA A10", (8, 6)) == "NVIDIA A100"  # the same generation
+    assert found("NVIDIA H100 80GB HBM3", (9, 0)) == "NVIDIA H200"
+    assert found("NVIDIA B200", (10, 0)) == "NVIDIA H200"  # none: the default
+    with pytest.raises(KeyError, match="unheard"):
+        tiles.read_table("unheard", "NVIDIA L4", (8, 9))
+
+
+def test_the_kernels_take_their_tiles_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {"element_bytes": 4, "head_size": 64}
+    table = {
+        "decode": (
+            {"element_bytes": 2, "head_size": 128, "max_requests": 2, "block_n": 16, "warps": 1, "stages": 5},
+            {"element_bytes": 2, "head_size": 128, "max_requests": None, "block_n": 8, "warps": 1, "stages": 2},
+        ),
+        "prefill": (
+            case | {"max_rows": 9, "block_m": 32, "block_n": 16, "warps": 2, "stages": 1},
+            case | {"max_rows": None, "block_m": 8, "block_n": 4, "warps": 2, "stages": 1},
+        ),
+    }
+    caches = (decode_tile, attention_prefill._prefill_tiles)
+    for module in (attention_decode, attention_prefill):
+        monkeypatch.setattr(module, "tile_table", table.__getitem__)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        assert decode_tile(torch.bfloat16, 100, 2) == DecodeTile(16, 1, 5)
+        assert decode_tile(torch.bfloat16, 100, 3) == DecodeTile(8, 1, 2)
+        assert prefill_tile(torch.float32, 40, 9) == PrefillTile(32, 16, 2, 1)
+        assert prefill_tile(torch.float32, 64, 10) == PrefillTile(8, 4, 2, 1)
+    finally:
+        for cached in caches:
+            cached.cache_clear()
