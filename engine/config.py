@@ -12,9 +12,12 @@ class ConfigError(ValueError):
     """A setting that cannot work. The message names the value, the limit and the remedy in one line."""
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, group: str = "engine") -> Any:
-    """A dataclass field that is also a command-line flag: `--field-name`, with this help text."""
-    return field(default=default, metadata={"help": help, "choices": choices, "group": group})
+def option(
+    default: Any, help: str, *, choices: tuple[str, ...] | None = None, group: str = "engine", secret: bool = False
+) -> Any:
+    """A dataclass field that is also a command-line flag, `--field-name`, with this help text. Secrets stay hidden."""
+    metadata = {"help": help, "choices": choices, "group": group, "secret": secret}
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,8 @@ def flag(name: str) -> str:
 
 # So few decodes do not cut the chunk of a prompt short: it would leave six tokens of a thousand for another step.
 FEW_DECODES = 8
+# Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
+LARGEST_CHUNK = 4
 
 
 @dataclass(frozen=True)

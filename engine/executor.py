@@ -10,20 +10,23 @@ from collections.abc import Callable
 
 import torch
 
+from .mask import TokenMask
 from .plan import StepPlan, StepResult
-from .runner import ModelRunner, Pending
+from .runner import ModelRunner
 
 
 class Executor:
-    """On a GPU a step is launched on the loop's thread and a second thread blocks on its event.
+    """A step is two calls: `execute` launches the forward pass, `sample` what follows it.
 
-    On the CPU, where launching is computing, the second thread does both.
+    On a GPU both launch on the loop's thread and a second thread blocks on the step's event. On the CPU, where
+    launching is computing, the second thread does it all, once `sample` has been called.
     """
 
     def __init__(self, runner: ModelRunner, *, num_threads: int | None = None) -> None:
         self.runner = runner
         self.asynchronous = runner.device.type == "cuda"
         self.num_threads = num_threads
+        self._plan: StepPlan | None = None  # executed, not sampled
         self._futures: deque[asyncio.Future[StepResult]] = deque()
         self._work: queue.SimpleQueue[tuple[Callable[[], StepResult], asyncio.Future[StepResult]] | None] = (
             queue.SimpleQueue()
@@ -32,18 +35,27 @@ class Executor:
         self._thread.start()
 
     def execute(self, plan: StepPlan) -> None:
-        """Starts a step. Raises what the launch raises; the results come from `result`, oldest first."""
+        """Starts a step. `sample` must follow before the next one. Raises what the launch raises."""
+        if self.asynchronous and plan.rows:
+            self.runner.execute(plan)
+        self._plan = plan
+
+    def sample(self, mask: TokenMask | None = None) -> None:
+        """Raises what the launch raises; the results come from `result`, oldest first."""
+        plan, self._plan = self._plan, None
+        assert plan is not None, "sample() without execute()"
         future = asyncio.get_running_loop().create_future()
         if not plan.rows:  # legal: it only keeps its place in the order
             self._futures.append(future)
             future.set_result(StepResult(plan.step, []))
             return
         if self.asynchronous:
-            work: Callable[[], StepResult] = self._launch(plan).wait
+            work: Callable[[], StepResult] = self.runner.sample(mask).wait
         else:
 
             def work() -> StepResult:
-                return self._launch(plan).wait()
+                self.runner.execute(plan)
+                return self.runner.sample(mask).wait()
 
         self._futures.append(future)
         self._work.put((work, future))
@@ -52,13 +64,14 @@ class Executor:
         """Of the oldest step in flight. Raises what the step raised."""
         return await self._futures.popleft()
 
+    async def wait(self, seconds: float) -> bool:
+        """Whether the oldest step in flight was over within that time."""
+        done, _ = await asyncio.wait([self._futures[0]], timeout=seconds)
+        return bool(done)
+
     def close(self) -> None:
         self._work.put(None)
         self._thread.join(timeout=5)
-
-    def _launch(self, plan: StepPlan) -> Pending:
-        self.runner.execute(plan)
-        return self.runner.sample()
 
     def _run(self) -> None:
         if self.num_threads is not None:

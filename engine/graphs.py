@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from .batch import Batch, BatchBuilder, Shape, header_width
-from .config import FEW_DECODES
+from .config import FEW_DECODES, LARGEST_CHUNK
 from .plan import StepPlan
 
 MIXED_DECODE_ROWS = (0, 8, 32, 64, 128, 256, 512)
 MIXED_PREFILL_ROWS = 16
+# Steps of many tokens, for long queues: coarser, since there the host's time matters less.
+LARGE_DECODE_ROWS = (0, 64, 256, 512)
+LARGE_PREFILL_ROWS = 64
+LARGE_PADDING = 1.1  # of their tokens; with more, launching kernel by kernel is faster
 
 
 @dataclass
@@ -31,7 +35,7 @@ class StepGraph:
 
 def decode_sizes(largest: int) -> list[int]:
     """Batch sizes worth a graph: padding wastes at most a few rows, and the number of graphs stays small."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, largest + 1, 32)]
+    sizes = [1, 2, 4, 8, 12, *range(16, 65, 8), *range(80, 257, 16), *range(288, largest + 1, 32)]
     return sorted({*(size for size in sizes if size <= largest), largest})
 
 
@@ -39,16 +43,27 @@ class StepGraphs:
     """An explicit table from padded shapes to graphs: steps that only decode, and steps with some prompt tokens too."""
 
     def __init__(
-        self, builder: BatchBuilder, forward: Callable[[Batch], Tensor], max_decodes: int, max_mixed_tokens: int
+        self,
+        builder: BatchBuilder,
+        forward: Callable[[Batch], Tensor],
+        max_decodes: int,
+        max_mixed_tokens: int,
+        max_tokens: int,
     ) -> None:
         self.builder = builder
         self.forward = forward
         self.decodes = decode_sizes(max_decodes)
         self.mixed_decodes = sorted({min(rows, max_decodes) for rows in MIXED_DECODE_ROWS})
+        self.large_decodes = sorted({min(rows, max_decodes) for rows in LARGE_DECODE_ROWS})
         self.mixed_tokens: list[int] = []
+        self.large_tokens: list[int] = []
         if max_mixed_tokens:
             sizes = [n for n in (128, 256, 512, 768) if n < max_mixed_tokens]
             self.mixed_tokens = [*sizes, max_mixed_tokens, max_mixed_tokens + FEW_DECODES]
+            size = 2 * max_mixed_tokens
+            while size <= max_tokens:
+                self.large_tokens.append(size)
+                size *= 2
         self._graphs: dict[Shape, StepGraph] = {}
 
     def shapes(self) -> list[Shape]:
@@ -57,25 +72,34 @@ class StepGraphs:
         for tokens in self.mixed_tokens:
             few = tokens == self.mixed_tokens[-1]  # the scheduler exceeds its limit only beside few decodes
             rows = [n for n in self.mixed_decodes if n < tokens and (n <= FEW_DECODES or not few)]
-            found += [_mixed(n, tokens) for n in rows]
+            found += [Shape(n, MIXED_PREFILL_ROWS, tokens, tokens) for n in rows]
+        for tokens in self.large_tokens:
+            alone = tokens > LARGEST_CHUNK * self.mixed_tokens[-2]  # the scheduler makes such steps of prompts only
+            rows = self.large_decodes[:1] if alone else [n for n in self.large_decodes if n < tokens]
+            found += [Shape(n, LARGE_PREFILL_ROWS, tokens, tokens) for n in rows]
         return sorted(found, key=lambda shape: -shape.tokens)
+
+    def expects(self, plan: StepPlan) -> bool:
+        """Whether a plan of this size should find a graph."""
+        return plan.total_tokens == plan.num_decodes or plan.total_tokens <= max(self.mixed_tokens, default=0)
 
     def find(self, plan: StepPlan) -> StepGraph | None:
         """The smallest graph that holds this plan, if there is one."""
-        decodes, prefills = plan.num_decodes, len(plan.rows) - plan.num_decodes
+        decodes, prefills, tokens = plan.num_decodes, len(plan.rows) - plan.num_decodes, plan.total_tokens
         if not prefills:
-            at = bisect_left(self.decodes, decodes)
-            if at == len(self.decodes):
-                return None
-            return self._graphs.get(Shape(self.decodes[at], 0, self.decodes[at], 0))
-        rows = bisect_left(self.mixed_decodes, decodes)
-        if rows == len(self.mixed_decodes) or prefills > MIXED_PREFILL_ROWS:
+            size = _at_least(self.decodes, decodes)
+            return None if size is None else self._graphs.get(Shape(size, 0, size, 0))
+        if not self.mixed_tokens:
             return None
-        num_rows = self.mixed_decodes[rows]
-        tokens = bisect_left(self.mixed_tokens, max(plan.total_tokens, num_rows + 1))
-        if tokens == len(self.mixed_tokens):
+        large = tokens > self.mixed_tokens[-1]
+        rows = _at_least(self.large_decodes if large else self.mixed_decodes, decodes)
+        if rows is None:
             return None
-        return self._graphs.get(_mixed(num_rows, self.mixed_tokens[tokens]))
+        size = _at_least(self.large_tokens if large else self.mixed_tokens, max(tokens, rows + 1))
+        max_prefills = LARGE_PREFILL_ROWS if large else MIXED_PREFILL_ROWS
+        if size is None or prefills > max_prefills or (large and size > tokens * LARGE_PADDING):
+            return None
+        return self._graphs.get(Shape(rows, max_prefills, size, size))
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -86,8 +110,6 @@ class StepGraphs:
             header = torch.zeros(6, header_width(shape.rows), dtype=torch.int32, device=device)
             # Dummy rows without a token: the capture run must not touch a row.
             header[0] = self.builder.tables.dummy_row
-            self._run(header, shape)
-            torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 batch, hidden = self._run(header, shape)
@@ -98,5 +120,7 @@ class StepGraphs:
         return batch, self.forward(batch)
 
 
-def _mixed(decode_rows: int, tokens: int) -> Shape:
-    return Shape(decode_rows, MIXED_PREFILL_ROWS, tokens, tokens)
+def _at_least(sizes: list[int], wanted: int) -> int | None:
+    """The smallest of the sorted sizes that is not below the one wanted."""
+    at = bisect_left(sizes, wanted)
+    return sizes[at] if at < len(sizes) else None

@@ -76,17 +76,18 @@ class KVCacheManager:
             parent = sha256(content).digest()
             hashes.append(parent)
 
-    def admit(self, request: Request, budget: int, whole: int) -> int:
+    def admit(self, request: Request, budget: int, whole: int, read: bool = True) -> int:
         """Match the longest cached prefix and allocate the first chunk, in one go.
 
         All tokens of the request must fit into the free blocks, hits that are free included, though only the chunk's
         blocks are taken. The chunk is what is left to compute, at most `budget` tokens; what is left must not be cut
-        if it is at most `whole` tokens. Returns the tokens to compute in this step and sets `num_computed_tokens` to
-        the hit; 0, with nothing changed, when refused.
+        if it is at most `whole` tokens. Without `read` nothing is matched. Returns the tokens to compute in this step
+        and sets `num_computed_tokens` to the hit; 0, with nothing changed, when refused.
         """
         pool, size = self.pool, self.block_size
         num_tokens = len(request.token_ids)
-        hits = self._match(request, (num_tokens - 1) // size)  # at least one token is computed: its logits are needed
+        # At least one token is computed: its logits are needed.
+        hits = self._match(request, (num_tokens - 1) // size if read else 0)
         num_hits = len(hits[0])
         remaining = num_tokens - num_hits * size
         num_new = min(remaining, budget)
@@ -104,7 +105,7 @@ class KVCacheManager:
         self.grow(request, request.num_computed_tokens + num_new)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
-            if self.caching:
+            if self.caching and read:
                 self.prefix_queries += num_tokens
                 self.prefix_hits += request.num_computed_tokens
         return num_new

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import re
 import threading
 from collections.abc import Callable
@@ -19,6 +21,8 @@ from .layers.weights import Placement, WeightHolder
 from .model_config import ModelConfig, ModelError
 from .models.blocks import CausalLM
 from .models.registry import build_model
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -73,12 +77,22 @@ def load_model(
     place = Placement(dtype, torch.device(device))
     report = progress or (lambda done, total: None)
     headers = {} if load_format == "dummy" else read_headers(model_path)
+    stored = sum(info.num_bytes for info in headers.values())
+    if headers and config.num_parameters > 4 * stored:  # two parameters a byte is the densest that checkpoints are
+        raise ModelError(
+            f"config.json describes {config.num_parameters:,} parameters, the weights have {stored:,} bytes: they are "
+            "not of one model, download both again"
+        )
+    bare = "embed_tokens.weight" in headers  # saved without its head, as embedding models are
+    if bare and not config.tie_word_embeddings:
+        logger.warning("the checkpoint has no output matrix: embeddings are fine, but generated text means nothing")
+        config = dataclasses.replace(config, tie_word_embeddings=True)
     with torch.no_grad():
         model = build_model(config, place, max_model_len)
         if load_format == "dummy":
             _fill_with_noise(model, seed, report)
         else:
-            _copy_weights(_match(model, headers), report)
+            _copy_weights(_match(model, headers, "model." if bare else ""), report)
         for holder in _holders(model):
             holder.finish()
     return model.requires_grad_(False).eval()
@@ -115,13 +129,16 @@ class _Copy:
     kind: str
 
 
-def _match(model: CausalLM, headers: dict[str, TensorInfo]) -> list[_Copy]:
-    """Pair what the model expects with what the checkpoint has; what is missing, left over or misshapen is an error."""
+def _match(model: CausalLM, headers: dict[str, TensorInfo], prefix: str) -> list[_Copy]:
+    """Pair what the model expects with what the checkpoint has; what is missing, left over or misshapen is an error.
+
+    `prefix`: what the checkpoint's names lack at their beginning.
+    """
     copies: list[_Copy] = []
     missing: list[str] = []
     for path, (holder, part) in model.weight_map().items():
         for kind, shape in holder.expected(part).items():
-            name = f"{path}.{kind}"
+            name = f"{path}.{kind}".removeprefix(prefix)
             info = headers.get(name)
             if info is None:
                 missing.append(name)

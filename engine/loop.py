@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -15,20 +16,33 @@ import torch
 
 from .config import SchedulerConfig
 from .executor import Executor
+from .grammar import Grammars, Matcher
+from .mask import make_mask
 from .messages import (
     AbortRequests,
+    AddGrammar,
     AddRequest,
+    DropGrammars,
     EngineStats,
     FromEngine,
     RequestOutput,
+    SetVocabulary,
     Shutdown,
     StepOutputs,
+    StepReport,
     ToEngine,
+    WatchSteps,
 )
+from .pacing import Kind, Pacer
 from .request import FinishReason, Request
 from .scheduler import Scheduler
+from .thinking import ThinkingMatcher
+from .watch import StepWatch
 
 logger = logging.getLogger(__name__)
+
+SHORTEST_WAIT = 0.3e-3  # seconds; below, waiting costs more than it gives
+TIMER_PRECISION = 1.5e-3  # of the event loop
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,19 @@ class StepRecord:
     device_seconds: float
 
 
+@dataclass(slots=True)
+class InFlight:
+    """What is remembered of a plan until its result is in."""
+
+    step: int
+    num_requests: int
+    num_tokens: int
+    num_decodes: int
+    kind: Kind
+    host_seconds: float
+    watched: list[tuple[int, int, bool]] | None  # StepWatch.rows, where somebody watches
+
+
 class EngineLoop:
     def __init__(
         self, config: SchedulerConfig, executor: Executor, send: Callable[[FromEngine], None], *, seed: int = 0
@@ -53,11 +80,18 @@ class EngineLoop:
         self.history: deque[StepRecord] = deque(maxlen=1024)
         self._send = send
         self._random = random.Random(seed)
+        self._vocab_size = executor.runner.model.config.vocab_size
+        self._grammars = Grammars()
+        self._broken_grammars: dict[str, str] = {}  # why requests that name them must fail
+        self._held: dict[int, AddRequest] = {}  # until their grammars are loaded, by request id
         self._inbox: deque[ToEngine] = deque()
         self._wake = asyncio.Event()
-        self._plans: deque[tuple[int, int, int, int, float]] = deque()  # what StepRecord wants of the plans in flight
+        self._plans: deque[InFlight] = deque()
+        self._pacer = Pacer()
+        self._unsampled = False  # the newest of them waits for its mask, and that for the results of the others
         self._host_seconds = 0.0
         self._device_seconds = 0.0
+        self._watch: StepWatch | None = None  # where somebody watches
 
     def submit(self, message: ToEngine) -> None:
         """Called on the loop's thread. What is submitted before a step is scheduled is seen by it."""
@@ -69,13 +103,35 @@ class EngineLoop:
         while True:
             if not self._drain_inbox():
                 return
+            if await self._hold_back() and not self._drain_inbox():
+                return
             self._launch()
             if self._plans:
                 await self._finish_oldest()
             else:
                 self._wake.clear()
+                if self._watch is not None:
+                    self._watch.rest()
                 if not self._inbox:
                     await self._wake.wait()
+
+    async def _hold_back(self) -> bool:
+        """With one step in flight and nobody waiting, the next is launched late: who arrives by then is in it.
+
+        Returns whether time has passed.
+        """
+        if len(self._plans) != 1 or self.config.depth == 1 or self._unsampled or self.scheduler.waiting:
+            return False
+        until = time.perf_counter() + self._pacer.slack(time.perf_counter())
+        left = until - time.perf_counter()
+        if left < SHORTEST_WAIT:
+            return False
+        if left > TIMER_PRECISION and await self.executor.wait(left - TIMER_PRECISION):
+            return True
+        if (left := until - time.perf_counter()) > 0:
+            time.sleep(left)  # the event loop's timers are no finer than a millisecond
+        await asyncio.sleep(0)  # reads what has arrived
+        return True
 
     def _drain_inbox(self) -> bool:
         outputs: list[RequestOutput] = []
@@ -84,67 +140,174 @@ class EngineLoop:
             if isinstance(message, AddRequest):
                 outputs += self._add(message)
             elif isinstance(message, AbortRequests):
-                outputs += self.scheduler.abort(message.ids)
+                outputs += self._abort(message)
             elif isinstance(message, Shutdown):
                 return False
+            elif isinstance(message, WatchSteps):
+                self._watch = StepWatch(self.scheduler.kv, self._send) if message.on else None
+            else:
+                self._change_grammars(message)
         if outputs:
             self._emit(outputs, 0)
         return True
 
+    def _abort(self, message: AbortRequests) -> list[RequestOutput]:
+        held = self._held.keys() & message.ids
+        ids = [id for id in message.ids if id not in held]
+        if message.unless_begun and self.scheduler.has_begun(ids):
+            return []
+        for id in held:
+            del self._held[id]
+        return [RequestOutput(id, [], FinishReason.ABORT) for id in held] + self.scheduler.abort(ids)
+
     def _add(self, message: AddRequest) -> list[RequestOutput]:
         sampling = message.sampling
-        # The front end has checked all of this; a request that slips through must not take the engine with it.
-        if not 0 < len(message.token_ids) < self.config.max_model_len:
-            error = (
-                f"the prompt has {len(message.token_ids)} tokens: at least 1 and at most "
-                f"{self.config.max_model_len - 1} fit this engine"
-            )
+        grammar: Matcher | None = None
+        error = self._problem(message)
+        if error is None and sampling.grammar is not None:
+            try:
+                grammar = self._grammars.matcher(sampling.grammar)
+                if not grammar.ready:
+                    self._hold(message, grammar)
+                    return []
+            except Exception as failure:
+                reason = "the engine was not told of it" if isinstance(failure, KeyError) else str(failure)
+                reason = self._broken_grammars.get(sampling.grammar, reason)
+                error = f"the grammar of this request cannot be used: {reason}"
+        if error is not None:
             return [RequestOutput(message.id, [], FinishReason.ERROR, error=error)]
-        if not self.config.enable_chunked_prefill and len(message.token_ids) > self.config.max_num_batched_tokens:
-            error = (
-                f"the prompt has {len(message.token_ids)} tokens and chunked prefill is off: at most "
-                f"max_num_batched_tokens={self.config.max_num_batched_tokens} fit one step"
+        if sampling.thinking is not None:
+            grammar = ThinkingMatcher(
+                sampling.thinking, grammar, [token for token in sampling.eos_token_ids if token < self._vocab_size]
             )
-            return [RequestOutput(message.id, [], FinishReason.ERROR, error=error)]
         if sampling.seed is None and sampling.temperature > 0:
             sampling = msgspec.structs.replace(sampling, seed=self._random.getrandbits(63))
         request = Request(
             message.id, message.token_ids, sampling,
-            priority=message.priority, cache_salt=message.cache_salt, arrival=message.arrival,
+            priority=message.priority, cache_salt=message.cache_salt, arrival=message.arrival, grammar=grammar,
         )  # fmt: skip
-        self.scheduler.add(request)
+        try:
+            self.scheduler.add(request)
+        except Exception as failure:  # nobody else's: it is not in the queue yet
+            logger.error("request %d cannot be scheduled", message.id, exc_info=failure)
+            return [RequestOutput(message.id, [], FinishReason.ERROR, error=f"{type(failure).__name__}: {failure}")]
         return []
 
+    def _hold(self, message: AddRequest, grammar: Matcher) -> None:
+        """Nobody waits for the loading of a grammar but who needs it."""
+        loop = asyncio.get_running_loop()
+
+        def resume() -> None:
+            if self._held.pop(message.id, None):
+                self.submit(message)
+
+        def loaded() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(resume)
+
+        self._held[message.id] = message
+        grammar.when_ready(loaded)
+
+    def _problem(self, message: AddRequest) -> str | None:
+        """The front end has checked all of this; a request that slips through must not take the engine with it."""
+        length, limit = len(message.token_ids), self.config.max_model_len - (message.sampling.pooling is None)
+        if not 0 < length <= limit:
+            return f"the prompt has {length} tokens: at least 1 and at most {limit} fit this engine"
+        if not self.config.enable_chunked_prefill and length > self.config.max_num_batched_tokens:
+            return (
+                f"the prompt has {length} tokens and chunked prefill is off: at most "
+                f"max_num_batched_tokens={self.config.max_num_batched_tokens} fit one step"
+            )
+        return message.sampling.problem(self._vocab_size)
+
+    def _change_grammars(self, message: SetVocabulary | AddGrammar | DropGrammars) -> None:
+        """What goes wrong here is told to the requests that name the grammar."""
+        try:
+            if isinstance(message, SetVocabulary):
+                self._grammars.set_vocabulary(message)
+            elif isinstance(message, AddGrammar):
+                self._broken_grammars.pop(message.key, None)
+                self._grammars.add(message)
+            else:
+                for key in message.keys:
+                    self._broken_grammars.pop(key, None)
+                self._grammars.drop(message.keys)
+        except Exception as error:
+            logger.warning("%s failed", type(message).__name__, exc_info=error)
+            if isinstance(message, AddGrammar):
+                self._broken_grammars[message.key] = f"{type(error).__name__}: {error}"
+
     def _launch(self) -> None:
-        while len(self._plans) < self.config.depth:
+        """Steps until `depth` are in flight, or until one has to wait for its mask."""
+        if self._unsampled and len(self._plans) == 1:
+            self._sample_constrained()
+        while len(self._plans) < self.config.depth and not self._unsampled:
             started = time.perf_counter()
             plan = self.scheduler.schedule()
             if plan is None:
                 return
+            constrained = self.scheduler.in_flight[-1].constrained
             try:
                 self.executor.execute(plan)
+                if not constrained:
+                    self.executor.sample()
             except Exception as error:
                 self._fail(plan.step, error)
                 continue
-            spent = time.perf_counter() - started
-            self._plans.append((plan.step, len(plan.rows), plan.total_tokens, plan.num_decodes, spent))
+            now = time.perf_counter()
+            spent = now - started
+            self._pacer.launched(plan, spent, not self._plans, now)
+            watched = StepWatch.rows(self.scheduler.in_flight[-1]) if self._watch is not None else None
+            self._plans.append(
+                InFlight(
+                    plan.step, len(plan.rows), plan.total_tokens, plan.num_decodes, self._pacer.kind(plan), spent,
+                    watched,
+                )
+            )  # fmt: skip
+            if constrained:
+                self._unsampled = True
+                if len(self._plans) == 1:
+                    self._sample_constrained()
+
+    def _sample_constrained(self) -> None:
+        """The results of all earlier steps are in: the grammars know every token before those to be sampled."""
+        self._unsampled = False
+        started = time.perf_counter()
+        mask, errors = make_mask(self.scheduler.in_flight[-1].sampled, self._vocab_size)
+        if errors:
+            self._emit([self.scheduler.reject(request, error) for request, error in errors], 0)
+        try:
+            self.executor.sample(mask)
+        except Exception as error:
+            self._fail(self._plans.pop().step, error)
+            return
+        self._plans[-1].host_seconds += time.perf_counter() - started
 
     async def _finish_oldest(self) -> None:
-        step, num_requests, num_tokens, num_decodes, host_seconds = self._plans.popleft()
+        plan = self._plans.popleft()
         try:
             result = await self.executor.result()
         except Exception as error:
-            self._fail(step, error)
+            self._fail(plan.step, error)
             return
         started = time.perf_counter()
+        self._pacer.finished(plan.kind, result.device_seconds, started)
         outputs = self.scheduler.update(result)
-        host_seconds += time.perf_counter() - started
+        host_seconds = plan.host_seconds + time.perf_counter() - started
         self._host_seconds += host_seconds
         self._device_seconds += result.device_seconds
         self.history.append(
-            StepRecord(step, num_requests, num_tokens, num_decodes, host_seconds, result.device_seconds)
+            StepRecord(
+                plan.step, plan.num_requests, plan.num_tokens, plan.num_decodes, host_seconds, result.device_seconds
+            )
         )
-        self._emit(outputs, num_tokens)
+        self._emit(outputs, plan.num_tokens)
+        if self._watch is not None and plan.watched is not None:
+            report = StepReport(
+                plan.step, time.monotonic(), round(1e6 * host_seconds), round(1e6 * result.device_seconds),
+                plan.num_requests, plan.num_tokens, plan.num_decodes, plan.watched,
+            )  # fmt: skip
+            self._watch.add(report)
         if not self.scheduler.has_unfinished() and not self._plans:
             self.scheduler.check_invariants()
 
@@ -166,4 +329,5 @@ class EngineLoop:
             num_graph_misses=self.executor.runner.num_graph_misses,
             num_late_compilations=self.executor.runner.num_late_compilations,
         )
-        self._send(StepOutputs(outputs, stats))
+        preempted, self.scheduler.preempted = self.scheduler.preempted, []
+        self._send(StepOutputs(outputs, stats, preempted))

@@ -17,10 +17,11 @@ from .runner import ModelRunner
 GIB = 1 << 30
 CPU_CACHE_BYTES = 1 * GIB
 GRAPH_NODE_BYTES = 2 << 20  # of the nodes of one graph
-# The sampler at its most expensive: penalties and every filter.
+# The sampler at its most expensive: penalties, masks and every filter.
 WORST_SAMPLING = SamplingParams(
-    max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1
-)
+    max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1,
+    allowed_token_ids=(0, 1), bad_words=((0,), (0, 0)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,34 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     ids: list[int]
+    unless_begun: bool = False  # leave all of them alone when one has left the queue
+
+
+class SetVocabulary(msgspec.Struct, frozen=True, array_like=True, tag="vocabulary"):
+    """Before the first AddGrammar: what grammars are made of."""
+
+    tokens: list[bytes]  # by id, padded to the model's vocabulary; special and unused ones are b""
+    stop_token_ids: tuple[int, ...]
+    markers: tuple[int, ...] = ()  # special tokens that only some grammars may use
+
+
+class AddGrammar(msgspec.Struct, frozen=True, array_like=True, tag="grammar"):
+    """A grammar that requests may name by its key from now on."""
+
+    key: str
+    backend: str  # xgrammar: compiled and serialised; llguidance: its source
+    payload: bytes
+    markers: bool = False  # the vocabulary's may be used
+
+
+class DropGrammars(msgspec.Struct, frozen=True, array_like=True, tag="drop_grammars"):
+    keys: list[str]
+
+
+class WatchSteps(msgspec.Struct, frozen=True, array_like=True, tag="watch"):
+    """From now on send StepReports, or no longer."""
+
+    on: bool
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
@@ -59,6 +87,9 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     device: str
     memory: dict[str, int] = {}  # bytes by purpose
     startup_seconds: dict[str, float] = {}  # by phase
+    settings: dict[str, int] = {}  # further options of EngineConfig that were left open, and what they became
+    hidden_size: int = 0  # dimensions of an embedding
+    fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
@@ -78,6 +109,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int | None = None  # with the first output: prompt tokens taken from the prefix cache
     first_scheduled: float | None = None  # with the first output: time.monotonic() when it left the queue
     error: str | None = None  # with finish_reason "error"
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first output: of prompt tokens 1 …
+    embedding: bytes | None = None  # little-endian float32, where pooling was asked for: the only output
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -97,6 +130,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     host_seconds: float = 0.0
     num_graph_misses: int = 0  # decode steps that ran without a CUDA graph though graphs are on
     num_late_compilations: int = 0  # kernels compiled after the engine was ready
+    num_corrupted_requests: int = 0  # ended by NaN logits
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
@@ -104,7 +138,42 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
 
     outputs: list[RequestOutput]
     stats: EngineStats
+    preempted: list[int] = []  # ids, of requests preempted since the last message
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown
-FromEngine = Progress | EngineInfo | Failure | StepOutputs
+class StepReport(msgspec.Struct, frozen=True, array_like=True):
+    """What one step did."""
+
+    step: int
+    time: float  # time.monotonic() when its result was in
+    host_us: int
+    device_us: int
+    num_requests: int
+    num_tokens: int
+    num_decodes: int  # requests that computed one token
+    rows: list[tuple[int, int, bool]]  # (request id, tokens, whether they are of its prompt), of some of the requests
+
+
+class BlockMap(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the cache: blocks in use, and free ones that still hold a cached prefix, cell by cell."""
+
+    num_cells: int  # of the whole map
+    blocks_per_cell: int  # the last cell may have fewer
+    start: int  # the first cell of this part
+    used: list[int]
+    cached: list[int]
+
+
+class StepReports(msgspec.Struct, frozen=True, array_like=True, tag="steps"):
+    """The steps since the last of these, while somebody watches."""
+
+    steps: list[StepReport]
+    blocks: BlockMap
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
+    """Every second from the event loop that steps, idle or not."""
+
+
+ToEngine = AddRequest | AbortRequests | SetVocabulary | AddGrammar | DropGrammars | WatchSteps | Shutdown
+FromEngine = Progress | EngineInfo | Failure | StepOutputs | StepReports | Heartbeat

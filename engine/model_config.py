@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+MAX_LAYERS = 4096
+
 
 class ModelError(Exception):
     """This model cannot be served. The message is one line: what is wrong, and what to do."""
@@ -187,6 +189,8 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         raise ModelError(
             f"the checkpoint is quantized ({method}), which is not supported yet: use the unquantized checkpoint"
         )
+    if raw.get("is_causal") is False:
+        raise ModelError("config.json: is_causal is false, only causal attention is supported: use another model")
     defaults = _DEFAULTS[architecture]
     activation = raw.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
@@ -194,6 +198,8 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
 
     hidden = _count(raw, "hidden_size", defaults)
     layers = _count(raw, "num_hidden_layers", defaults)
+    if layers > MAX_LAYERS:  # before anything is made a layer
+        raise ModelError(f"config.json: num_hidden_layers is {layers}, at most {MAX_LAYERS} are run: correct the file")
     heads = _count(raw, "num_attention_heads", defaults)
     kv_heads = _optional_count(raw, "num_key_value_heads", defaults) or heads
     head_dim = _optional_count(raw, "head_dim", defaults) or hidden // heads
@@ -239,6 +245,8 @@ def _architecture(raw: dict[str, Any]) -> str:
     for name in names:
         if name in _DEFAULTS:
             return name
+        if (with_head := f"{str(name).removesuffix('Model')}ForCausalLM") in _DEFAULTS:  # an embedding model's
+            return with_head
     raise ModelError(
         f"architecture {names[0] or 'unnamed'} is not supported: serve one of {', '.join(SUPPORTED_ARCHITECTURES)}"
     )

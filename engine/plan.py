@@ -37,6 +37,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     num_decodes: int
     new_rows: list[NewRow]
     new_blocks: list[list[BlockWrite]]  # one list a KV group
+    scored: list[int] = []  # indexes into rows of those whose prompt tokens' log-probabilities are wanted
+    pooled: list[int] = []  # of those that become embeddings
 
     @property
     def total_tokens(self) -> int:
@@ -52,11 +54,24 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+# Why a sample or an embedding is worthless: weights or a cached prefix are broken, or float16 has overflowed.
+NOT_FINITE = "the model computed NaN or infinite values for this request"
+# Why a sample is worthless though the model is sound: its request has excluded every token.
+NOTHING_ALLOWED = (
+    "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar of this request "
+    "exclude every one; loosen one of them"
+)
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step sampled: entry i belongs to row plan.rows[plan.sampled[i]]."""
 
     step: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None  # None when no row asked
-    errors: dict[int, str] = {}  # i → why this row's sample is worthless (NaN logits): only that request fails
+    errors: dict[int, str] = {}  # i → why this row's sample is worthless (NaN logits …): only that request fails
     device_seconds: float = 0.0
+    prompt_logprobs: list[list[TokenLogprobs]] = []  # for each of plan.scored, of the prompt tokens that follow those
+    # computed in this step
+    embeddings: list[bytes | None] = []  # little-endian float32, of those of plan.pooled whose prompt ends in this
+    # step; None: not finite

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import faulthandler
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -13,11 +15,16 @@ import socket
 import sys
 from collections.abc import Callable
 
+from . import faults, logs
 from .config import ConfigError, EngineConfig
 from .connection import Connection
-from .messages import EngineStart, Failure, FromEngine, Progress, ToEngine
+from .messages import EngineStart, Failure, FromEngine, Heartbeat, Progress, ToEngine
+from .precompile import Precompile
+from .prefetch import Prefetch
 
 logger = logging.getLogger(__name__)
+
+HEARTBEAT = 1.0  # seconds between two
 
 
 async def run_engine(
@@ -27,7 +34,12 @@ async def run_engine(
 
     Raises ConfigError or ModelError for what the user can mend, anything else for what the user cannot.
     """
-    from .executor import Executor  # torch is imported here: the first Progress is sent before it
+    # Both work while torch is imported and the weights are copied.
+    prefetch = Prefetch.start(config.model) if config.load_format != "dummy" else None
+    precompile = Precompile.start(config)
+    # torch takes seconds: on a thread, so that the heart beats and the first Progress leaves
+    await asyncio.to_thread(importlib.import_module, ".worker", __package__)
+    from .executor import Executor
     from .loop import EngineLoop
     from .worker import Worker
 
@@ -35,10 +47,18 @@ async def run_engine(
 
     def report(progress: Progress) -> None:  # called on the worker's thread
         loop.call_soon_threadsafe(send, progress)
+        faults.hit_phase(progress.phase)
 
-    worker = await asyncio.to_thread(Worker, config, report)
+    def before_memory() -> None:
+        if prefetch is not None:
+            prefetch.stop()
+        if precompile is not None:
+            precompile.wait()
+
+    worker = await asyncio.to_thread(Worker, config, report, before_memory)
     executor = Executor(worker.runner, num_threads=worker.num_threads)
     engine = EngineLoop(worker.scheduler_config, executor, send, seed=config.seed)
+    faults.arm_engine(engine)
     attach(engine.submit)
     send(worker.info)
     try:
@@ -71,6 +91,13 @@ async def serve(sock: socket.socket) -> int:
 
     # Without the API process there is nobody to serve; os._exit because a step may be running on another thread.
     connection = await Connection.open(sock, EngineStart | ToEngine, receive, lambda _: os._exit(0))
+    loop = asyncio.get_running_loop()
+
+    def beat() -> None:
+        connection.send(Heartbeat())
+        loop.call_later(HEARTBEAT, beat)
+
+    beat()
     try:
         config = await configured
         connection.send(Progress("imports"))
@@ -82,7 +109,7 @@ async def serve(sock: socket.socket) -> int:
         expected = isinstance(error, ConfigError | ModelError)
         if not expected:
             logger.error("engine process failed", exc_info=error)
-        message = str(error) if expected else f"{type(error).__name__}: {error}"
+        message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
         connection.send(Failure(message))
         code = 1
     await asyncio.sleep(0)  # lets the last frame be written
@@ -90,21 +117,33 @@ async def serve(sock: socket.socket) -> int:
     return code
 
 
-def die_with_parent() -> None:
-    """Asks Linux to kill this process when the API process ends, however it ends."""
+def die_with_parent(parent: int) -> None:
+    """Asks Linux to kill this process when process `parent`, which started it, ends, however it ends."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before
+            os._exit(0)
+
+
+def dump_stacks_on_signal() -> None:
+    """SIGUSR1 and fatal signals write the stacks of all threads to stderr, also while the GIL is held."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--log-level", default="INFO")
+    parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args()
-    die_with_parent()
+    die_with_parent(arguments.parent)
+    dump_stacks_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when this one ends
-    logging.basicConfig(level=arguments.log_level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # also where a container sends it to every process
+    logs.configure(arguments.log_level, arguments.log_format, "engine")
     sock = socket.socket(fileno=arguments.fd)
     sock.setblocking(False)
     try:
@@ -113,7 +152,7 @@ def main() -> None:
         code = uvloop.run(serve(sock))
     except ImportError:
         code = asyncio.run(serve(sock))
-    sys.stderr.flush()
+    logs.flush()
     os._exit(code)  # threads that wait for a device must not keep a finished process alive
 
 

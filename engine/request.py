@@ -3,9 +3,37 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from .grammar import Matcher
+    from .plan import TokenLogprobs
+
+MAX_FLOAT = 3e38  # what the device's float32 holds
+
+
+class Thinking(msgspec.Struct, frozen=True, array_like=True):
+    """Of a model that reasons before it answers. A grammar applies to the answer alone."""
+
+    begin: int  # the token that opens the reasoning, as an output's first; -1: none
+    end: tuple[int, ...]  # the tokens that close it
+    open: bool  # the prompt has opened it
+    budget: int | None = None  # tokens of reasoning, after which it is closed
+
+
+LAST, MEAN, CLS = POOLINGS = ("last", "mean", "cls")
+
+
+class Pooling(msgspec.Struct, frozen=True, array_like=True):
+    """How the hidden states of a prompt become one vector."""
+
+    kind: str = LAST  # that of the last token, the mean of all tokens', or that of the first token
+    normalize: bool = True  # to length 1
+    dimensions: int | None = None  # only so many of the leading ones; None = all
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -26,10 +54,60 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None = off, 0 = of the sampled token, k = and of the k most likely
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens; the prefix cache is then not read
+    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is sampled
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    grammar: str | None = None  # key of an AddGrammar message that came before
+    pooling: Pooling | None = None  # nothing is sampled: the answer is a vector made of the prompt
+    thinking: Thinking | None = None  # where reasoning comes before what the grammar says, or has a budget
 
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def problem(self, vocab_size: int) -> str | None:
+        """Why no engine could sample like this, which would take a whole step with it (or the GPU); None: it can."""
+        if self.max_tokens < 1:
+            return f"max_tokens is {self.max_tokens}: it must be at least 1"
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            if not -MAX_FLOAT <= (value := getattr(self, name)) <= MAX_FLOAT:
+                return f"{name} is {value}: it must be a finite number"
+        if self.repetition_penalty <= 0:
+            return f"repetition_penalty is {self.repetition_penalty}: it must be above 0"
+        if not -(1 << 31) <= self.top_k < 1 << 31:
+            return f"top_k is {self.top_k}: it must be at most {(1 << 31) - 1}"
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
+            return f"seed is {self.seed}: it must fit 64 bits"
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= vocab_size:
+                return f"{name} is {count}: it must be at least 0 and at most {vocab_size}, the size of the vocabulary"
+        if self.pooling is not None and (problem := self._pooling_problem(self.pooling)):
+            return problem
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            return "allowed_token_ids is empty: it must name at least one token"
+        if self.thinking is not None and not self.thinking.end:
+            return "thinking.end is empty: it must have a token"
+        ids: dict[str, Iterable[int]] = {
+            "logit_bias": self.logit_bias or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_words": chain.from_iterable(self.bad_words),
+            "thinking": () if self.thinking is None else (max(self.thinking.begin, 0), *self.thinking.end),
+        }
+        for name, tokens in ids.items():
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    return f"{name} has the token id {token}; the vocabulary ends at {vocab_size - 1}"
+        return None
+
+    def _pooling_problem(self, pooling: Pooling) -> str | None:
+        if pooling.kind not in POOLINGS:
+            return f"pooling is {pooling.kind!r}: choose one of {', '.join(POOLINGS)}"
+        if pooling.dimensions is not None and pooling.dimensions < 1:
+            return f"dimensions is {pooling.dimensions}: it must be at least 1"
+        if self.prompt_logprobs is not None or self.grammar is not None:
+            return "an embedding has neither prompt_logprobs nor a grammar: leave them out"
+        return None
 
 
 class Status(enum.IntEnum):
@@ -54,6 +132,7 @@ class Request:
         "cache_salt",
         "finish_reason",
         "first_scheduled",
+        "grammar",
         "id",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -62,6 +141,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
+        "prompt_logprobs",
         "row",
         "sampling",
         "status",
@@ -78,6 +158,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival: float = 0.0,
+        grammar: Matcher | None = None,
     ) -> None:
         self.id = id
         self.token_ids = list(prompt)  # the prompt, then every output whose value has reached the host
@@ -97,6 +178,9 @@ class Request:
         self.num_in_flight_steps = 0  # scheduled steps that contain it and have not returned
         self.num_cached_tokens: int | None = None  # prefix hit of its first admission
         self.num_preemptions = 0
+        self.grammar = grammar  # has accepted the outputs in `token_ids`
+        # Of prompt tokens 1 …, as they arrive; None where nobody asked, or once they have been sent.
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
 
     @property
     def num_tokens(self) -> int:

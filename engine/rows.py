@@ -19,7 +19,7 @@ NUM_COLUMNS = 12
 PACK = struct.Struct("<6fiiq8x")
 
 # What a row asks of the sampler, so that a step pays only for what its rows use.
-RANDOM, PENALTIES, BIAS, LOGPROBS, MIN_TOKENS = 1, 2, 4, 8, 16
+RANDOM, PENALTIES, BIAS, LOGPROBS, MIN_TOKENS, ALLOWED, BAD_WORDS = 1, 2, 4, 8, 16, 32, 64
 
 
 class Upload:
@@ -105,6 +105,8 @@ class RowTables:
             | BIAS * bool(sampling.logit_bias)
             | LOGPROBS * (sampling.logprobs is not None)
             | MIN_TOKENS * (sampling.min_tokens > 0)
+            | ALLOWED * (sampling.allowed_token_ids is not None)
+            | BAD_WORDS * bool(sampling.bad_words)
         )
         return PACK.pack(*(getattr(sampling, name) for name in FLOATS), sampling.top_k, prompt_len, sampling.seed or 0)
 

@@ -15,8 +15,11 @@ from ..kernels.attention import DecodeWorkspace
 from .batch import LAST_TOKEN, Batch, BatchBuilder, SampleBatch, Shape
 from .graphs import StepGraphs
 from .layers.attention import KVSpec
+from .mask import TokenMask
 from .models.blocks import CausalLM
-from .plan import NewRow, StepPlan, StepResult, TokenLogprobs
+from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs
+from .pooling import Pooled, Pooler
+from .prompt_logprobs import PromptScorer, PromptScores
 from .request import SamplingParams
 from .rows import RowTables
 from .sampler import Sampler, Samples
@@ -31,6 +34,8 @@ class Pending:
     plan: StepPlan
     host: list[Tensor]
     samples: Samples
+    scores: PromptScores | None
+    pooled: Pooled | None
     started: float
     events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None = None  # start, end, copied
     held: list[Tensor] | None = None
@@ -42,18 +47,23 @@ class Pending:
             seconds = self.events[0].elapsed_time(self.events[1]) / 1e3
         else:
             seconds = time.perf_counter() - self.started
-        tokens, finite = self.host[0].tolist(), self.host[1].numpy()
+        host = iter(self.host)
+        tokens, finite = next(host).tolist(), next(host).numpy()
         errors = {}
+        if self.samples.possible is not None:
+            errors = dict.fromkeys(np.flatnonzero(~next(host).numpy()).tolist(), NOTHING_ALLOWED)
         if not finite.all():
             for i in np.flatnonzero(~finite):
-                errors[int(i)] = "the model computed NaN or infinite values for this request"
+                errors[int(i)] = NOT_FINITE
+        embeddings = self.pooled.embeddings(next(host)) if self.pooled is not None else []
         logprobs: list[TokenLogprobs | None] | None = None
         if self.samples.logprob_rows is not None:
             logprobs = [None] * len(tokens)
-            values, ranks, ids, tops = (t.tolist() for t in self.host[2:])
+            values, ranks, ids, tops = (next(host).tolist() for _ in range(4))
             for j, i in enumerate(self.samples.logprob_rows):
                 logprobs[i] = TokenLogprobs(values[j], ranks[j], ids[j], tops[j])
-        return StepResult(self.plan.step, tokens, logprobs, errors, seconds)
+        scores = self.scores.lists(*host) if self.scores is not None else []
+        return StepResult(self.plan.step, tokens, logprobs, errors, seconds, scores, embeddings)
 
 
 @dataclass
@@ -64,6 +74,8 @@ class Launched:
     num_rows: int
     samples: SampleBatch
     hidden: Tensor  # [S, hidden]
+    scores: PromptScores | None
+    pooled: Pooled | None
     started: float
     event: torch.cuda.Event | None
 
@@ -94,6 +106,9 @@ class ModelRunner:
         self.tables = RowTables(self.max_num_seqs, max_model_len, max_blocks, self.num_groups, self.device)
         self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
         self.sampler = Sampler(self.tables)
+        # Beside these logits live the hidden states of the whole step, and no clone or counts as when sampling.
+        self.scorer = PromptScorer(self.tables, self.model.logits, max(16, self.max_num_seqs // 2))
+        self.pooler = Pooler(self.tables)
 
     # ---- a step: execute, then sample ----
 
@@ -116,23 +131,32 @@ class ModelRunner:
             header = host.to(self.device, non_blocking=True)
             batch = builder.gather(header, shape)
             hidden = self.forward(batch)
-            self.num_graph_misses += self.graphs is not None and not shape.prefill_rows
+            self.num_graph_misses += self.graphs is not None and self.graphs.expects(plan)
+        scores = self.scorer(plan, hidden) if plan.scored else None
+        pooled = self.pooler(plan, hidden) if plan.pooled else None
         # Logits only where a token is sampled.
         hidden = hidden.index_select(0, header[LAST_TOKEN, : len(plan.sampled)])
         samples = builder.samples(plan, header, host, batch)
-        self._launched = Launched(header, shape.rows, samples, hidden, started, event)
+        self._launched = Launched(header, shape.rows, samples, hidden, scores, pooled, started, event)
 
     @torch.inference_mode()
-    def sample(self) -> Pending:
+    def sample(self, mask: TokenMask | None = None) -> Pending:
         assert self._launched is not None, "sample() without execute()"
         step, self._launched = self._launched, None
         # A non-finite hidden state is what makes logits NaN; it is thousands of times smaller to look at.
         finite = step.hidden.float().sum(dim=-1).isfinite()
-        samples = self.sampler(self.model.logits(step.hidden), step.samples)
+        samples = self.sampler(self.model.logits(step.hidden), step.samples, mask)
         self.builder.commit(step.header, step.num_rows, samples.tokens)
-        plan, outputs = step.samples.plan, [samples.tokens, finite, *(samples.logprobs or ())]
+        plan, scores, pooled = step.samples.plan, step.scores, step.pooled
+        outputs = [samples.tokens, finite]
+        if samples.possible is not None:
+            outputs.append(samples.possible)
+        if pooled is not None:
+            outputs.append(pooled.vectors)
+        outputs += samples.logprobs or ()
+        outputs += scores.tensors if scores is not None else ()
         if self.copy_stream is None:
-            return Pending(plan, outputs, samples, step.started)
+            return Pending(plan, outputs, samples, scores, pooled, step.started)
         end = self._record()
         assert step.event is not None and end is not None
         with torch.cuda.stream(self.copy_stream):
@@ -140,7 +164,7 @@ class ModelRunner:
             host = [t.to("cpu", non_blocking=True) for t in outputs]
             copied = torch.cuda.Event(blocking=True)
             copied.record(self.copy_stream)
-        return Pending(plan, host, samples, step.started, (step.event, end, copied), outputs)
+        return Pending(plan, host, samples, scores, pooled, step.started, (step.event, end, copied), outputs)
 
     def forward(self, batch: Batch) -> Tensor:
         return self.model(batch.input_ids, batch.positions, batch.attention)
@@ -167,9 +191,9 @@ class ModelRunner:
         """Bytes of one block over all layers."""
         return sum(self.block_size * s.num_kv_heads * (s.head_dim + s.value_dim) * dtype.itemsize for s in self.specs)
 
-    def plan_graphs(self, max_decodes: int, max_mixed_tokens: int) -> StepGraphs:
+    def plan_graphs(self, max_decodes: int, max_mixed_tokens: int, max_tokens: int) -> StepGraphs:
         """For steps with up to this many decodes, or this many tokens in all; `capture_graphs` makes them."""
-        return StepGraphs(self.builder, self.forward, min(max_decodes, self.max_num_seqs), max_mixed_tokens)
+        return StepGraphs(self.builder, self.forward, min(max_decodes, self.max_num_seqs), max_mixed_tokens, max_tokens)
 
     def capture_graphs(self, graphs: StepGraphs) -> None:
         """Steps that fit one of these graphs replay it from here on."""

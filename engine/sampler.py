@@ -8,11 +8,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.bad_words import apply_bad_words
 from ..kernels.penalties import apply_logit_bias, apply_penalties
 from ..kernels.sampling import sample, token_logprobs
+from ..kernels.token_mask import apply_token_mask
 from .batch import SampleBatch
+from .mask import TokenMask
 from .request import SamplingParams
-from .rows import BIAS, LOGPROBS, MIN_TOKENS, PENALTIES, PROMPT_LEN, RANDOM, SEED, TOP_K, RowTables
+from .rows import (
+    ALLOWED,
+    BAD_WORDS,
+    BIAS,
+    LOGPROBS,
+    MIN_TOKENS,
+    PENALTIES,
+    PROMPT_LEN,
+    RANDOM,
+    SEED,
+    TOP_K,
+    RowTables,
+    Upload,
+)
+
+LIMITS = BIAS | MIN_TOKENS | ALLOWED | BAD_WORDS  # what may leave no token to sample, as may a grammar
 
 
 @dataclass
@@ -22,30 +40,46 @@ class Samples:
     tokens: Tensor  # int32 [S]
     logprob_rows: np.ndarray | None = None  # int [L], host: which of the S
     logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # logprob [L], rank [L], top ids [L, k], top [L, k]
+    possible: Tensor | None = None  # bool [S]: whether any token was allowed; None when nothing was excluded
 
 
 class Sampler:
-    """Order: log-probabilities of the raw logits; bias and min_tokens; penalties; temperature, min-p, top-k, top-p."""
+    """Order: log-probabilities of the raw logits; bias and min_tokens; allowed tokens, grammars and bad words;
+    penalties; temperature, min-p, top-k, top-p."""
 
     def __init__(self, tables: RowTables) -> None:
         self.tables = tables
+        # What was made of a row's parameters, and of whose: a row goes from one request to another.
+        self._allowed: dict[int, tuple[SamplingParams, Tensor]] = {}
+        self._bad_words: dict[int, tuple[SamplingParams, np.ndarray, np.ndarray]] = {}
 
-    def __call__(self, logits: Tensor, batch: SampleBatch) -> Samples:
-        """logits: fp32 [S, V], changed in place."""
+    def __call__(self, logits: Tensor, batch: SampleBatch, mask: TokenMask | None = None) -> Samples:
+        """logits: fp32 [S, V], changed in place. mask: of the rows with a grammar."""
         rows = batch.rows_cpu
         flags = self.tables.flags[rows]
         used = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
-        raw = logits.clone() if used & LOGPROBS and used & (BIAS | MIN_TOKENS | PENALTIES) else logits
-        if used & (BIAS | MIN_TOKENS):
-            self._apply_bias(logits, batch, flags)
-        if used & (PENALTIES | RANDOM):
+        limited = used & LIMITS or mask is not None
+        raw = logits.clone() if used & LOGPROBS and (limited or used & PENALTIES) else logits
+        possible = None
+        if used & (PENALTIES | RANDOM | BAD_WORDS):
             params = self.tables.params.index_select(0, batch.rows).t().contiguous()
             floats = params[:6].view(torch.float32)
-            if used & PENALTIES:
-                apply_penalties(
-                    logits, self.tables.token_ids, batch.rows, params[PROMPT_LEN], batch.seq_lens,
-                    floats[3], floats[4], floats[5],
-                )  # fmt: skip
+        if limited:
+            if used & (BIAS | MIN_TOKENS):
+                self._apply_bias(logits, batch, flags)
+            if used & ALLOWED:
+                self._apply_allowed(logits, batch, flags)
+            if used & BAD_WORDS:
+                self._apply_bad_words(logits, batch, flags, params[PROMPT_LEN])
+            if mask is not None:
+                index, bits = _upload(logits.device, mask.rows, mask.bits.reshape(-1))
+                apply_token_mask(logits, index, bits.view(mask.bits.shape))
+            possible = logits.amax(dim=-1) > float("-inf")
+        if used & PENALTIES:
+            apply_penalties(
+                logits, self.tables.token_ids, batch.rows, params[PROMPT_LEN], batch.seq_lens,
+                floats[3], floats[4], floats[5],
+            )  # fmt: skip
         if used & RANDOM:
             # little-endian halves of the int64 seed
             seeds = (params[SEED + 1].long() << 32) | (params[SEED].long() & 0xFFFFFFFF)
@@ -55,16 +89,16 @@ class Sampler:
         else:
             tokens = logits.argmax(dim=-1).int()
         if not used & LOGPROBS:
-            return Samples(tokens)
+            return Samples(tokens, possible=possible)
         chosen = np.flatnonzero(flags & LOGPROBS)
         k = max(self._sampling(rows[i]).logprobs or 0 for i in chosen)
         picked = raw
         if len(chosen) < len(rows):
-            index = torch.from_numpy(chosen).to(logits.device)
+            (index,) = _upload(logits.device, chosen)
             picked, tokens_picked = raw.index_select(0, index), tokens.index_select(0, index)
         else:
             tokens_picked = tokens
-        return Samples(tokens, chosen, token_logprobs(picked, tokens_picked, k))
+        return Samples(tokens, chosen, token_logprobs(picked, tokens_picked, k), possible)
 
     def _sampling(self, row: int) -> SamplingParams:
         sampling = self.tables.sampling[row]
@@ -84,15 +118,49 @@ class Sampler:
             num_outputs = plan.num_computed[at] + plan.num_tokens[at] - int(self.tables.prompt_len[batch.rows_cpu[i]])
             if num_outputs < sampling.min_tokens:
                 ends = sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
-                bias |= dict.fromkeys(ends, float("-inf"))
+                bias |= dict.fromkeys((token for token in ends if 0 <= token < logits.shape[1]), float("-inf"))
             index += [int(i)] * len(bias)
             tokens += bias.keys()
             values += bias.values()
         if index:
-            device = logits.device
-            apply_logit_bias(
-                logits,
-                torch.tensor(index, device=device),
-                torch.tensor(tokens, device=device),
-                torch.tensor(values, dtype=torch.float32, device=device),
-            )
+            sent = _upload(logits.device, index, tokens, np.array(values, dtype=np.float32).view(np.int32))
+            apply_logit_bias(logits, sent[0].long(), sent[1].long(), sent[2].view(torch.float32))
+
+    def _apply_allowed(self, logits: Tensor, batch: SampleBatch, flags: np.ndarray) -> None:
+        chosen = np.flatnonzero(flags & ALLOWED)
+        bits = []
+        for row in batch.rows_cpu[chosen].tolist():
+            sampling = self._sampling(row)
+            known = self._allowed.get(row)
+            if known is None or known[0] is not sampling:
+                allowed = np.zeros(-(-logits.shape[1] // 32) * 32, dtype=bool)
+                allowed[list(sampling.allowed_token_ids or ())] = True
+                (sent,) = _upload(logits.device, np.packbits(allowed, bitorder="little").view(np.int32))
+                known = self._allowed[row] = (sampling, sent)
+            bits.append(known[1])
+        (index,) = _upload(logits.device, chosen)
+        apply_token_mask(logits, index, torch.stack(bits))
+
+    def _apply_bad_words(self, logits: Tensor, batch: SampleBatch, flags: np.ndarray, prompt_lens: Tensor) -> None:
+        index, lengths, words = [], [], []
+        for i in np.flatnonzero(flags & BAD_WORDS).tolist():
+            row = int(batch.rows_cpu[i])
+            sampling = self._sampling(row)
+            known = self._bad_words.get(row)
+            if known is None or known[0] is not sampling:
+                sizes = np.array([len(word) for word in sampling.bad_words])
+                tokens = np.array([token for word in sampling.bad_words for token in word], dtype=np.int32)
+                known = self._bad_words[row] = (sampling, sizes, tokens)
+            index.append(np.full(len(known[1]), i))
+            lengths.append(known[1])
+            words.append(known[2])
+        offsets = np.cumsum(np.concatenate([[0], *lengths]))
+        sent = _upload(logits.device, np.concatenate(index), offsets, np.concatenate(words))
+        apply_bad_words(logits, self.tables.token_ids, batch.rows, prompt_lens, batch.seq_lens, *sent)
+
+
+def _upload(device: torch.device, *arrays: np.ndarray | list[int]) -> list[Tensor]:
+    upload = Upload()
+    for array in arrays:
+        upload.add(array)
+    return upload.send(device)

@@ -12,10 +12,14 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from .config import FEW_DECODES, SchedulerConfig
+import msgspec
+
+from .config import FEW_DECODES, LARGEST_CHUNK, SchedulerConfig
 from .kv_cache import KVCacheManager
+from .mask import refusal
 from .messages import EngineStats, RequestOutput
-from .plan import BlockWrite, NewRow, StepPlan, StepResult, TokenLogprobs
+from .plan import NOT_FINITE, NOTHING_ALLOWED, BlockWrite, NewRow, StepPlan, StepResult, TokenLogprobs
+from .prompt_results import PromptResults
 from .request import FinishReason, Request, Status
 from .step import Step
 
@@ -27,7 +31,7 @@ Entry = tuple[int, float, int, Request]  # sorts by (priority, arrival, order of
 RUNNING, FINISHED = Status.RUNNING, Status.FINISHED
 
 
-BACKLOG_STEPS = 64  # in which a long queue should be worked off
+BACKLOG_STEPS = 32  # in which a long queue should be worked off
 
 
 class Scheduler:
@@ -43,11 +47,15 @@ class Scheduler:
         self.running: dict[int, Request] = {}  # in the order of admission
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.in_flight: deque[Step] = deque()
+        self.prompt_results = PromptResults()
+        self.num_constrained = 0  # unfinished requests with a grammar
         self._undelivered: list[RequestOutput] = []  # of requests refused on arrival
         # Beyond this many tokens, the last one's value is needed before the request can go on, if it can at all.
         self._stop = min(config.max_model_len - 1, self.kv.max_tokens)
         self.num_added = 0
         self.num_preemptions = 0
+        self.preempted: list[int] = []  # ids; whoever reports them empties the list
+        self.num_corrupted_requests = 0
         self.num_scheduled_steps = 0
         self.num_steps = 0  # that have returned
         self.step_tokens = 0  # of the last one that has returned
@@ -57,7 +65,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request of validated lengths. One that the cache can never hold ends with the next result: error."""
         assert request.id not in self.entries, f"request id {request.id} is in use"
-        assert 0 < request.num_prompt_tokens < self.config.max_model_len, "prompt leaves no room for a token"
+        room = self.config.max_model_len - (request.sampling.pooling is None)
+        assert 0 < request.num_prompt_tokens <= room, "prompt leaves no room for a token"
         assert request.sampling.max_tokens >= 1, "max_tokens must be at least 1"
         if not self.config.enable_chunked_prefill:
             assert request.num_prompt_tokens <= self.config.max_num_batched_tokens, "prompt longer than a step"
@@ -65,6 +74,8 @@ class Scheduler:
         entry = (*rank, self.num_added, request)
         self.num_added += 1
         self.entries[request.id] = entry
+        self.num_constrained += request.grammar is not None
+        self.prompt_results.add(request)
         insort(self.waiting, entry)
         if request.num_tokens > self.kv.max_tokens:
             self._undelivered.append(self._finish(request, FinishReason.ERROR, error=self.kv.too_small(request)))
@@ -75,6 +86,14 @@ class Scheduler:
         """End these requests now; results still in flight for them are ignored. Unknown and finished ids are too."""
         live = [self.entries[id][3] for id in dict.fromkeys(ids) if id in self.entries]
         return [self._finish(request, FinishReason.ABORT) for request in live]
+
+    def has_begun(self, ids: Iterable[int]) -> bool:
+        """Whether one of these requests has left the queue, or is finished."""
+        return any(id not in self.entries or self.entries[id][3].first_scheduled is not None for id in ids)
+
+    def reject(self, request: Request, error: str) -> RequestOutput:
+        """End an unfinished request now; results still in flight for it are ignored."""
+        return self._finish(request, FinishReason.ERROR, error=error)
 
     def has_unfinished(self) -> bool:
         return bool(self.entries or self._undelivered)
@@ -110,6 +129,7 @@ class Scheduler:
     def _schedule_decodes(self, step: Step) -> list[Request]:
         """Pass 1: one token for each running request that lacks just one. Returns the others."""
         block_size, stop, scheduled = self.config.block_size, self._stop, step.scheduled
+        pooling = self.prompt_results.pooling
         prefills = []
         for request in list(self.running.values()):
             computed = request.num_computed_tokens
@@ -117,7 +137,9 @@ class Scheduler:
             if total - computed != 1:
                 prefills.append(request)
                 continue
-            if total > stop or total - request.num_prompt_tokens >= request.sampling.max_tokens:
+            if (total > stop or total - request.num_prompt_tokens >= request.sampling.max_tokens) and (
+                request not in pooling  # nothing is sampled: such a prompt may fill the context
+            ):
                 continue  # a sure end: the sample in flight is its last
             if request.status is not RUNNING:
                 continue  # preempted a moment ago
@@ -133,7 +155,10 @@ class Scheduler:
             # chunk short, and however many there are, a quarter is left to prompts.
             decodes = len(scheduled)
             backlog = sum(len(entry[3].token_ids) for entry in self.waiting)
-            mixed = max(mixed + min(decodes, FEW_DECODES), decodes + mixed // 4, backlog // BACKLOG_STEPS)
+            largest = LARGEST_CHUNK * mixed
+            while 2 * mixed <= min(backlog // BACKLOG_STEPS, largest):  # the sizes that have CUDA graphs
+                mixed *= 2
+            mixed = max(mixed + (decodes if decodes <= FEW_DECODES else 0), decodes + mixed // 4)
             step.limit = min(step.limit, mixed)
         step.budget = step.limit - len(scheduled)
         return prefills
@@ -161,7 +186,7 @@ class Scheduler:
             request = self.waiting[0][3]
             if request.num_in_flight_steps:
                 break  # preempted, and a sample of it may be on its way: it has to know all its tokens to start over
-            num_new = self.kv.admit(request, step.budget, whole)
+            num_new = self.kv.admit(request, step.budget, whole, self.prompt_results.reads_cache(request))
             if not num_new:
                 break
             del self.waiting[0]
@@ -192,6 +217,7 @@ class Scheduler:
                 writes.append(BlockWrite(_row(request), start, blocks[start:]))
         rows: list = []  # of int, every scheduled request has a row; the type checker is not worth a call each
         num_tokens, num_computed, sampled = [], [], []
+        pooling = self.prompt_results.pooling
         for index, request in enumerate(batch):
             num_new, computed = scheduled[request], request.num_computed_tokens
             rows.append(request.row)
@@ -199,12 +225,21 @@ class Scheduler:
             num_computed.append(computed)
             request.num_computed_tokens = computed = computed + num_new
             request.num_in_flight_steps += 1
-            if computed == len(request.token_ids) + request.num_in_flight_tokens:
+            if computed == len(request.token_ids) + request.num_in_flight_tokens and request not in pooling:
                 sampled.append(index)
                 step.sampled.append(request)
                 request.num_in_flight_tokens += 1
         step.total = step.limit - step.budget
-        return StepPlan(step.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks)
+        if self.num_constrained:
+            step.constrained = any(
+                request and request.grammar and request.grammar.binds(request.num_in_flight_tokens - 1)
+                for request in step.sampled
+            )
+        prompts = self.prompt_results
+        scored, pooled = prompts.plan(step, batch, num_computed) if prompts else ([], [])
+        return StepPlan(
+            step.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled
+        )
 
     def _grow(self, step: Step, request: Request, num_tokens: int) -> bool:
         """Blocks for this many tokens, preempting the least important requests as long as there is no room.
@@ -227,6 +262,7 @@ class Scheduler:
         self._requeue(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
+        self.preempted.append(victim.id)
         if self.num_preemptions & (self.num_preemptions - 1) == 0:
             logger.warning(
                 "KV cache full (%d blocks): request %d preempted, to be recomputed later; %d preemptions so far. Raise "
@@ -246,6 +282,12 @@ class Scheduler:
         for planned in step.scheduled:
             planned.num_in_flight_steps -= 1
         outputs, self._undelivered = self._undelivered, []
+        if step.scored:
+            self.prompt_results.take_scores(step, result)
+        for pooled, embedding in zip(step.pooled, result.embeddings, strict=True):
+            if pooled and not pooled.finished:
+                outputs.append(self._embedded(pooled, embedding))
+        constrained = self.num_constrained > 0
         block_size, max_model_len, logprobs = self.config.block_size, self.config.max_model_len, result.logprobs
         for index, (request, token) in enumerate(zip(step.sampled, result.token_ids, strict=True)):
             if request is None:
@@ -254,9 +296,12 @@ class Scheduler:
             if request.status is FINISHED:
                 continue
             if index in result.errors:
-                # Its cached blocks may be the cause: whoever hit them would fail as well, and so for ever.
-                self.kv.distrust(request)
+                if result.errors[index] != NOTHING_ALLOWED:
+                    self._distrust(request)
                 outputs.append(self._finish(request, FinishReason.ERROR, error=result.errors[index]))
+                continue
+            if constrained and request.grammar is not None and (error := refusal(request, token)):
+                outputs.append(self._finish(request, FinishReason.ERROR, error=error))
                 continue
             tokens, sampling = request.token_ids, request.sampling
             tokens.append(token)
@@ -273,6 +318,8 @@ class Scheduler:
                 reason = FinishReason.STOP
             elif num_outputs >= sampling.min_tokens and token in sampling.stop_token_ids:
                 reason, request.stop_reason = FinishReason.STOP, token
+            elif constrained and request.grammar is not None and request.grammar.terminated:
+                reason = FinishReason.STOP
             elif num_outputs >= sampling.max_tokens or len(tokens) >= max_model_len:
                 reason = FinishReason.LENGTH
             elif len(tokens) > self._stop:
@@ -285,6 +332,20 @@ class Scheduler:
             else:
                 outputs.append(RequestOutput(request.id, [token], None, None, entry))
         return outputs
+
+    def _embedded(self, request: Request, embedding: bytes | None) -> RequestOutput:
+        """The first and last output of a request whose prompt was pooled."""
+        if embedding is None:
+            self._distrust(request)
+            return self._finish(request, FinishReason.ERROR, error=NOT_FINITE)
+        self.prompt_tokens_computed += request.num_prompt_tokens - (request.num_cached_tokens or 0)
+        output: RequestOutput = msgspec.structs.replace(self._finish(request, FinishReason.STOP), embedding=embedding)
+        return output
+
+    def _distrust(self, request: Request) -> None:
+        """Its cached blocks may be the cause of NaN: whoever hit them would fail as well, and so for ever."""
+        self.kv.distrust(request)
+        self.num_corrupted_requests += 1
 
     def fail(self, step: int, message: str) -> list[RequestOutput]:
         """A step in flight raised: its requests end with this error.
@@ -316,6 +377,7 @@ class Scheduler:
     def _restart(self, request: Request, later: list[Step]) -> None:
         for planned in later:
             planned.sampled = [None if sampled is request else sampled for sampled in planned.sampled]
+            planned.pooled = [None if pooled is request else pooled for pooled in planned.pooled]
         request.num_in_flight_tokens = 0
         if not request.num_output_tokens:
             request.num_cached_tokens = None
@@ -345,6 +407,8 @@ class Scheduler:
         else:
             del self.waiting[bisect_left(self.waiting, self.entries[request.id])]
         del self.entries[request.id]
+        self.prompt_results.discard(request)
+        self.num_constrained -= request.grammar is not None
         request.status, request.finish_reason = FINISHED, reason
         return self._output(request, list(tokens), logprobs, error)
 
@@ -352,7 +416,12 @@ class Scheduler:
         first = request.num_output_tokens == len(tokens)
         cached, since = (request.num_cached_tokens, request.first_scheduled) if first else (None, None)
         reason = request.finish_reason and request.finish_reason.value
-        return RequestOutput(request.id, tokens, reason, request.stop_reason, logprobs, cached, since, error or None)
+        scores = None
+        if tokens:
+            scores, request.prompt_logprobs = request.prompt_logprobs, None
+        return RequestOutput(
+            request.id, tokens, reason, request.stop_reason, logprobs, cached, since, error or None, scores
+        )
 
     # ---- looking in ----
     def stats(self, device_seconds: float = 0.0, host_seconds: float = 0.0) -> EngineStats:
@@ -361,6 +430,7 @@ class Scheduler:
             len(self.running), len(self.waiting), self.config.num_blocks - 1, self.kv.num_free_blocks,
             self.num_preemptions, self.kv.prefix_queries, self.kv.prefix_hits, self.num_steps, self.step_tokens,
             self.prompt_tokens_computed, device_seconds, host_seconds,
+            num_corrupted_requests=self.num_corrupted_requests,
         )  # fmt: skip
 
     def check_invariants(self, thorough: bool = False) -> None:
@@ -377,11 +447,16 @@ class Scheduler:
             assert request.status is Status.WAITING and request.row is None and request.num_computed_tokens == 0
         for request in self.running.values():
             computed = request.num_computed_tokens
-            assert request.status is RUNNING and computed < request.target, f"{request}: nothing left to compute"
+            pooled = request.sampling.pooling is not None and request.num_in_flight_steps > 0
+            assert request.status is RUNNING and computed < request.target + pooled, f"{request}: nothing left"
             assert not request.num_in_flight_tokens or computed == request.target - 1, f"{request}: not one behind"
-        for request in [*waiting, *self.running.values()]:
+        live = [*waiting, *self.running.values()]
+        assert self.num_constrained == sum(request.grammar is not None for request in live)
+        self.prompt_results.check(live)
+        for request in live:
             assert (request.num_in_flight_steps, request.num_in_flight_tokens) == (steps[request], samples[request])
-            assert request.num_tokens <= self._stop, f"{request}: should have ended"
+            pooled = request.sampling.pooling is not None
+            assert request.num_tokens <= self._stop + pooled, f"{request}: should have ended"
 
 
 def _row(request: Request) -> int:

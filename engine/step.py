@@ -13,12 +13,15 @@ class Step:
         "admitted",
         "appended",
         "budget",
+        "constrained",
         "filled",
         "index",
         "limit",
+        "pooled",
         "registered",
         "sampled",
         "scheduled",
+        "scored",
         "total",
     )
 
@@ -33,3 +36,6 @@ class Step:
         self.admitted: dict[Request, int] = {}  # → tokens of its prefix hit
         self.sampled: list[Request | None] = []  # None: its sample is to be thrown away
         self.registered: Registered = []
+        self.scored: list[tuple[Request, int]] = []  # → the first token computed: the log-probabilities come from there
+        self.pooled: list[Request | None] = []  # whose prompts end in this step; None: to be thrown away
+        self.constrained = False  # a grammar limits what some row samples

@@ -31,7 +31,10 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 class Worker:
     """One rank: device, model and runner, ready to step."""
 
-    def __init__(self, config: EngineConfig, report: Callable[[Progress], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, report: Callable[[Progress], None], before_memory: Callable[[], None] = lambda: None
+    ) -> None:
+        """`before_memory` is called when the weights are there, before the card's memory is measured."""
         self._seconds: dict[str, float] = {}
         self._report = report
         with self._phase("device"):
@@ -51,21 +54,23 @@ class Worker:
         with self._phase("config"):
             path = resolve_model_path(config.model, config.revision)
             model_config = ModelConfig.from_folder(path)
-            dtype = _choose_dtype(config.dtype, model_config.dtype, device)
-            max_model_len = _choose_max_model_len(config, model_config)
+            dtype = choose_dtype(config.dtype, model_config.dtype, device)
+            max_model_len = choose_max_model_len(config, model_config)
         with self._phase("weights"):
             model = load_model(
                 path, model_config, dtype=dtype, device=device, load_format=config.load_format,
                 max_model_len=max_model_len, seed=config.seed,
                 progress=lambda done, total: report(Progress("weights", done, total)),
             )  # fmt: skip
+        with self._phase("compilation"):
+            before_memory()
         with self._phase("memory"):
             runner = ModelRunner(
                 model, max_num_seqs=seqs, max_model_len=max_model_len, block_size=config.block_size, device=device
             )
             graphs = None
             if device.type == "cuda" and not config.enforce_eager:
-                graphs = runner.plan_graphs(config.max_cudagraph_capture_size, mixed)
+                graphs = runner.plan_graphs(config.max_cudagraph_capture_size, mixed, tokens)
             plan = plan_memory(runner, config, dtype, tokens, graphs.shapes() if graphs else ())
             for notice in plan.notices:
                 logger.warning(notice)
@@ -78,6 +83,8 @@ class Worker:
         if graphs is not None:
             with self._phase("graphs"):
                 runner.capture_graphs(graphs)
+                # What steps allocate beside their graphs is kept from here on: allocating later would stop the GPU.
+                runner.dummy_step(runner.max_num_seqs, tokens, WORST_SAMPLING)
         runner.count_compilations()
         if not config.enable_chunked_prefill and tokens < plan.max_model_len:
             logger.warning(
@@ -101,6 +108,7 @@ class Worker:
         self.info = EngineInfo(
             max_model_len=plan.max_model_len,
             vocab_size=model_config.vocab_size,
+            hidden_size=model_config.hidden_size,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
             block_size=config.block_size,
@@ -118,6 +126,21 @@ class Worker:
                 "kv_cache": plan.cache,
             },
             startup_seconds=self._seconds,
+            settings={
+                "max_mixed_tokens": mixed,
+                "cpu_threads": torch.get_num_threads(),
+                "kv_cache_memory_bytes": plan.cache,
+                "num_gpu_blocks_override": plan.num_blocks - 1,
+            },
+            fitted=tuple(
+                name
+                for name, is_fitted in (
+                    ("max_model_len", plan.max_model_len < max_model_len),
+                    ("max_num_seqs", notice is not None and seqs == tokens and config.max_num_seqs is None),
+                    ("max_num_batched_tokens", notice is not None and config.max_num_batched_tokens is None),
+                )
+                if is_fitted
+            ),
         )
 
     @contextmanager
@@ -132,12 +155,19 @@ class Worker:
         if runner.device.type == "cpu":
             runner.dummy_step(1, 4, WORST_SAMPLING)
             return
-        for sampling in (GREEDY, WORST_SAMPLING):
-            for num_seqs in (1, 2, 16, 17, runner.max_num_seqs):
-                runner.dummy_step(num_seqs, num_seqs, sampling)  # decodes
-            for num_seqs, num_tokens in ((1, 16), (1, 17), (2, 256), (4, 2048), (1, max_num_batched_tokens)):
-                if num_tokens <= max_num_batched_tokens:
-                    runner.dummy_step(num_seqs, num_tokens, sampling)
+        for step in warm_up_steps(runner.max_num_seqs, max_num_batched_tokens):
+            runner.dummy_step(*step)
+
+
+def warm_up_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[int, int, SamplingParams]]:
+    """Arguments of dummy_step (requests, tokens, sampling) that together meet every variant of every kernel."""
+    steps = []
+    for sampling in (GREEDY, WORST_SAMPLING):
+        steps += [(1, num_tokens, sampling) for num_tokens in (max_num_batched_tokens, 16, 17)]
+        steps += [(2, 256, sampling), (4, 2048, sampling), (max_num_seqs, max_num_batched_tokens, sampling)]
+        # decodes; the number of splits in decode attention depends on how many there are
+        steps += [(num_seqs, num_seqs, sampling) for num_seqs in (1, 2, 4, 8, 16, 17, 32, max_num_seqs)]
+    return [step for step in steps if step[1] <= max_num_batched_tokens]
 
 
 def _choose_device(name: str) -> torch.device:
@@ -148,7 +178,7 @@ def _choose_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
 
 
-def _choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cpu":
@@ -157,7 +187,7 @@ def _choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> t
     return torch.bfloat16 if checkpoint is torch.float32 else checkpoint
 
 
-def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
         return model.max_model_len
     if config.max_model_len > model.max_model_len:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...kernels import cublaslt
+from ...kernels.cublaslt import Algorithms, measured_linear
 from ...kernels.linear import prepare, small_linear, small_linear_rows
 from .weights import Placement
 
@@ -78,6 +80,10 @@ class UnquantizedMethod:
             layer.small_rows = small_linear_rows(*layer.weight.shape, layer.weight.dtype)
             if layer.small_rows:
                 prepare(layer.weight.device)
+            if layer.bias is None:
+                layer.algorithms = cublaslt.algorithms(*layer.weight.shape, layer.weight.dtype)
+            if layer.algorithms:
+                cublaslt.prepare(layer.weight.device)
 
     def randomize(self, layer: Linear, generator: torch.Generator) -> None:
         layer.weight.normal_(0.0, DUMMY_STD, generator=generator)
@@ -85,8 +91,11 @@ class UnquantizedMethod:
             layer.bias.normal_(0.0, DUMMY_STD, generator=generator)
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        if x.shape[0] <= layer.small_rows:
+        rows = x.shape[0]
+        if rows <= layer.small_rows:
             return small_linear(x, layer.weight, layer.bias)
+        if rows < len(layer.algorithms) and (algorithm := layer.algorithms[rows]) is not None:
+            return measured_linear(x, layer.weight, algorithm)
         return functional.linear(x, layer.weight, layer.bias)
 
     def apply_fp32(self, layer: Linear, x: Tensor) -> Tensor:
@@ -129,6 +138,7 @@ class Linear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     small_rows: int = 0  # up to how many rows go to small_linear; known when the weights are loaded
+    algorithms: Algorithms = ()  # by number of rows: cuBLAS's algorithm, where another than its own choice is faster
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ class Answer:
     stop_reason: int | None
     num_cached_tokens: int
     error: str | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes | None = None
 
 
 async def collect(client: EngineClient, prompt: list[int], sampling: SamplingParams, **options) -> Answer:
@@ -29,13 +31,18 @@ async def collect(client: EngineClient, prompt: list[int], sampling: SamplingPar
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     cached = 0
+    prompt_logprobs = None
     while True:
         output = await mailbox.get()
         tokens += output.token_ids
         logprobs += output.logprobs or []
         cached = output.num_cached_tokens if output.num_cached_tokens is not None else cached
+        prompt_logprobs = output.prompt_logprobs if output.prompt_logprobs is not None else prompt_logprobs
         if output.finish_reason is not None:
-            return Answer(tokens, logprobs, output.finish_reason, output.stop_reason, cached, output.error)
+            return Answer(
+                tokens, logprobs, output.finish_reason, output.stop_reason, cached, output.error, prompt_logprobs,
+                output.embedding,
+            )  # fmt: skip
 
 
 @dataclass

@@ -73,6 +73,23 @@ def test_hashes_differ_by_salt_prefix_and_process() -> None:
     assert kv.seed != make().seed and len(kv.seed) == 32
 
 
+def test_row_35_a_forged_prompt_reuses_no_blocks() -> None:
+    """Tokens that read like a salt, a salt that reads like tokens, and keys computed with everything but the secret."""
+    kv = make(num_blocks=40)
+    head, salt = [1, 2, 3, 4], "twelve bytes"
+    forged = [*head, *struct.unpack("<4i", b"salt" + salt.encode())]
+    assert admit(kv, request(1, [*head, *head, 9], salt)) == 9
+    assert admit(kv, request(2, [*forged, 9])) == 9  # without a salt: the same bytes, in another place
+    assert admit(kv, request(3, [*head, *head, 9])) == 5  # what 2 has in common with it, and nothing of 1
+    assert admit(kv, request(4, [*head, *head, 9], salt[:-1])) == admit(kv, request(5, [*head, *head, 9], "")) == 9
+    elsewhere = make()
+    known = request(6, [*head, *head], salt)
+    elsewhere.extend_hashes(known)
+    assert all(kv.pool.find(key) is None for key in known.block_hashes)
+    kv.extend_hashes(mine := request(7, [*head, *head], salt))
+    assert kv.pool.find(mine.block_hashes[0]) is not None
+
+
 def test_no_hashing_without_prefix_caching(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = make(enable_prefix_caching=False)
     monkeypatch.setattr("vserve.engine.kv_cache.sha256", None)

@@ -14,22 +14,30 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 import vserve.engine.block_pool as block_pool_module
 import vserve.engine.kv_cache as kv_cache_module
+import vserve.engine.prompt_results as prompt_results_module
 import vserve.engine.scheduler as scheduler_module
 from vserve.engine.config import SchedulerConfig
+from vserve.engine.mask import TokenMask, make_mask
 from vserve.engine.messages import RequestOutput
-from vserve.engine.plan import NewRow, StepPlan, StepResult
-from vserve.engine.request import Request, SamplingParams, Status
+from vserve.engine.plan import NewRow, StepPlan, StepResult, TokenLogprobs
+from vserve.engine.request import CLS, LAST, MEAN, POOLINGS, Pooling, Request, SamplingParams, Status
 from vserve.engine.scheduler import Scheduler
 
 VOCAB = 11
 GARBAGE = -1  # what a failed step leaves behind: states of no prefix, and the tokens sampled from them
 TOTAL_STEPS = int(os.environ.get("VSERVE_PROPERTY_STEPS", "100000"))
 PARTS = 5
-ROOMS = {"scheduler": scheduler_module, "kv_cache": kv_cache_module, "block_pool": block_pool_module}
+ROOMS = {
+    "scheduler": scheduler_module,
+    "kv_cache": kv_cache_module,
+    "block_pool": block_pool_module,
+    "prompt_results": prompt_results_module,
+}
 
 
 # ---- the model, unbatched ----
@@ -48,6 +56,49 @@ def next_token(state: int, banned: tuple[int, ...]) -> int:
     return token
 
 
+class Grammar:
+    """Allows most tokens, which ones a hash of all it has accepted tells, as does its end; some break at some output.
+
+    Its key: seed, what breaks ("" for nothing), before which output.
+    """
+
+    def __init__(self, key: str) -> None:
+        seed, self.broken, at = key.split(":")
+        self.state, self.left = hash((int(seed), 3)), int(at)
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        return tuple(token for token in range(VOCAB) if token % 3 == self.state % 3)
+
+    def breaks(self, place: str) -> bool:
+        return self.broken == place and self.left == 0
+
+    def binds(self, ahead: int) -> bool:
+        return True
+
+    def fill(self, row: np.ndarray) -> None:
+        if self.breaks("fill"):
+            raise RuntimeError("broken grammar")
+        assert row.shape == (1,) and row.dtype == np.int32
+        row[0] = sum(1 << token for token in range(VOCAB) if token not in self.banned)
+
+    def accept(self, token: int) -> bool:
+        if self.breaks("accept"):
+            raise RuntimeError("broken grammar")
+        if self.breaks("refuse") or token in self.banned:
+            return False
+        self.state, self.left = hash((self.state, token)), self.left - 1
+        return True
+
+    @property
+    def terminated(self) -> bool:
+        return self.state % 29 == 0
+
+
+def score(state: int, position: int) -> TokenLogprobs:
+    return TokenLogprobs(float(state % 99_991), position, [], [])
+
+
 def banned_tokens(sampling: SamplingParams, num_outputs: int) -> tuple[int, ...]:
     if num_outputs >= sampling.min_tokens:
         return ()
@@ -64,14 +115,22 @@ def oracle(
         state = next_state(state, token)
     if len(prompt) > capacity:
         return outputs, "error", None
+    if sampling.pooling is not None:
+        return outputs, "stop", None
+    grammar = Grammar(sampling.grammar) if sampling.grammar is not None else None
     while True:
-        token = next_token(state, banned_tokens(sampling, len(outputs)))
+        banned = banned_tokens(sampling, len(outputs)) + (grammar.banned if grammar else ())
+        token = next_token(state, banned)
+        if grammar and (grammar.breaks("fill") or grammar.breaks("accept") or not grammar.accept(token)):
+            return outputs, "error", None
         outputs.append(token)
         state = next_state(state, token)
         if token in sampling.eos_token_ids and not sampling.ignore_eos:
             return outputs, "stop", None
         if token in sampling.stop_token_ids:
             return outputs, "stop", token
+        if grammar and grammar.terminated:
+            return outputs, "stop", None
         if len(outputs) == sampling.max_tokens or len(prompt) + len(outputs) == max_model_len:
             return outputs, "length", None
         if len(prompt) + len(outputs) > capacity:
@@ -104,20 +163,60 @@ class Device:
         self.config = config
         self.salts = salts
         self.rows: dict[int, Row] = {}
+        self.waiting: dict[int, int] = {}  # of a prompt that is pooled chunk by chunk, by its row
         self.cache = [[0] * config.block_size for _ in range(config.num_blocks)]
 
-    def execute(self, plan: StepPlan, rng: random.Random, nan_rate: float, fails: bool) -> StepResult | None:
+    def execute(self, plan: StepPlan, fails: bool) -> None:
         self.apply_diffs(plan)
         self.check_shape(plan)
-        batch = [self.rows[row] for row in plan.rows]
+        self.batch = batch = [self.rows[row] for row in plan.rows]
         for row, num_new in zip(batch, plan.num_tokens, strict=True):  # KV of the whole batch first, as the kernels do
             self.write(row, num_new, fails)
         for row, num_new in zip(batch, plan.num_tokens, strict=True):
             row.tainted = row.tainted or fails
             self.attend(row, row.computed + num_new)
             row.computed += num_new
+        self.scores = [self.score(batch[index], plan.num_tokens[index]) for index in plan.scored]
+        self.embeddings = [e for i in plan.pooled if (e := self.pool(plan.rows[i], plan.num_tokens[i])) is not None]
+
+    def score(self, row: Row, num_new: int) -> list[TokenLogprobs]:
+        assert row.sampling.prompt_logprobs is not None, "nobody asked"
+        last = min(row.computed, row.num_prompt_tokens - 1)
+        positions = range(row.computed - num_new, last)
+        assert positions, "no prompt token follows these"
+        return [score(GARBAGE if row.tainted else row.states[p], p) for p in positions]
+
+    def pool(self, number: int, num_new: int) -> bytes | None:
+        """None while the prompt goes on."""
+        row = self.rows[number]
+        assert row.sampling.pooling is not None, "nobody asked"
+        kind, begin = row.sampling.pooling.kind, row.computed - num_new
+        states = row.states[begin : row.computed]
+        if kind == MEAN:
+            state = sum(states) + (self.waiting.pop(number) if begin else 0)
+        elif kind == CLS:
+            state = self.waiting.pop(number) if begin else states[0]
+        else:
+            state = states[-1]
+        if row.computed == row.num_prompt_tokens:
+            return b"garbage" if row.tainted else b"%d" % state
+        self.waiting[number] = state
+        return None
+
+    def sample(
+        self, plan: StepPlan, rng: random.Random, nan_rate: float, fails: bool, mask: TokenMask | None
+    ) -> StepResult | None:
+        batch = self.batch
+        masked = {}
+        if mask is not None:
+            words = (int(word) for (word,) in mask.bits)
+            masked = {
+                i: tuple(t for t in range(VOCAB) if not word >> t & 1) for i, word in zip(mask.rows, words, strict=True)
+            }
         tokens, errors = [], {}
-        sampling_rows = {index for index, row in enumerate(batch) if row.computed == len(row.states)}
+        sampling_rows = {
+            i for i, row in enumerate(batch) if row.computed == len(row.states) and row.sampling.pooling is None
+        }
         assert sampling_rows == set(plan.sampled), "rows that reach their last token are not those that sample"
         for i, index in enumerate(plan.sampled):
             row = batch[index]
@@ -127,10 +226,12 @@ class Device:
             if not row.tainted and rng.random() < nan_rate:
                 errors[i] = "NaN"
                 row.tainted = True
-            token = GARBAGE if row.tainted else next_token(row.states[-1], banned_tokens(row.sampling, num_outputs))
+            banned = banned_tokens(row.sampling, num_outputs) + masked.get(i, ())
+            token = GARBAGE if row.tainted else next_token(row.states[-1], banned)
             row.push(token)
             tokens.append(token)
-        return None if fails else StepResult(plan.step, tokens, None, errors)
+        embeddings = [None if rng.random() < nan_rate else embedding for embedding in self.embeddings]
+        return None if fails else StepResult(plan.step, tokens, None, errors, 0.0, self.scores, embeddings)
 
     def apply_diffs(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
@@ -184,6 +285,19 @@ class Client:
     spoilt: bool = False  # an error was injected
     aborted: bool = False
 
+    def scores(self) -> list[TokenLogprobs]:
+        scores, state = [], first_state(self.salt)
+        for position, token in enumerate(self.prompt[:-1]):
+            state = next_state(state, token)
+            scores.append(score(state, position))
+        return scores
+
+    def embedding(self, kind: str) -> bytes:
+        states = [first_state(self.salt)]
+        for token in self.prompt:
+            states.append(next_state(states[-1], token))
+        return b"%d" % {LAST: states[-1], CLS: states[1], MEAN: sum(states[1:])}[kind]
+
 
 def random_config(rng: random.Random) -> SchedulerConfig:
     block_size = rng.choice([1, 2, 4, 8, 16])
@@ -226,6 +340,9 @@ class Simulation:
         self.abort_rate = rng.choice([0, 0.02, 0.1])
         self.late = rng.choice([rng.randrange, lambda depth: depth - 1])  # how many results to leave in flight
         self.arrival_rate = rng.choice([0.1, 0.3, 0.8])
+        self.grammar_rate = rng.choice([0, 0, 0.2, 0.6])
+        self.score_rate = rng.choice([0, 0.2, 0.7])
+        self.pool_rate = rng.choice([0, 0, 0.1, 0.5])
         self.stems = [self.tokens(rng.randint(1, config.max_model_len)) for _ in range(3)]
 
     def tokens(self, count: int) -> list[int]:
@@ -255,7 +372,8 @@ class Simulation:
 
     def arrive(self) -> None:
         rng, config = self.rng, self.config
-        longest = config.max_model_len - 1
+        pooling = Pooling(rng.choice(POOLINGS)) if rng.random() < self.pool_rate else None
+        longest = config.max_model_len - (pooling is None)
         if not config.enable_chunked_prefill:
             longest = min(longest, config.max_num_batched_tokens)
         stem = rng.choice(self.stems)
@@ -273,14 +391,24 @@ class Simulation:
                 eos_token_ids=rng.choice([(), (), (0,), (0, 1)]),
                 stop_token_ids=rng.choice([(), (), (), (1, 2)]),
                 ignore_eos=rng.random() < 0.3,
+                prompt_logprobs=2 if rng.random() < self.score_rate and pooling is None else None,
+                grammar=self.grammar_key() if rng.random() < self.grammar_rate and pooling is None else None,
+                pooling=pooling,
             )
             id = len(self.clients) + 1000
             self.salts[id] = salt
             self.clients[id] = Client(prompt, salt, sampling)
             self.scheduler.add(
-                Request(id, prompt, sampling, priority=rng.choice([0, 0, 1, -2]), cache_salt=salt, arrival=rng.random())
-            )
+                Request(
+                    id, prompt, sampling, priority=rng.choice([0, 0, 1, -2]), cache_salt=salt, arrival=rng.random(),
+                    grammar=Grammar(sampling.grammar) if sampling.grammar is not None else None,
+                )
+            )  # fmt: skip
         self.check_books()
+
+    def grammar_key(self) -> str:
+        broken = self.rng.choice(["", "", "", "", "", "fill", "accept", "refuse"])
+        return f"{self.rng.randrange(100)}:{broken}:{self.rng.randrange(6)}"
 
     def abort(self) -> None:
         ids = self.rng.sample(list(self.clients), min(len(self.clients), self.rng.choice([1, 1, 3])))
@@ -325,11 +453,35 @@ class Simulation:
         if rng.random() < self.fail_rate / 2:  # the launch raises: nothing of the plan reaches the device
             self.fail(plan.step, ids)
             return True
-        result = self.device.execute(plan, rng, self.nan_rate, fails := rng.random() < self.fail_rate)
+        self.device.execute(plan, fails := rng.random() < self.fail_rate)
+        self.seen["scored"] += len(plan.scored)
+        self.seen["scored again"] += sum(r.num_preemptions > 0 for r, _ in scheduler.in_flight[-1].scored)
+        mask = self.make_mask() if scheduler.in_flight[-1].constrained else None
+        result = self.device.sample(plan, rng, self.nan_rate, fails, mask)
         for i in result.errors if result else ():
             self.clients[ids[plan.sampled[i]]].spoilt = True
+        for request, embedding in zip(
+            scheduler.in_flight[-1].pooled, result.embeddings if result else (), strict=False
+        ):
+            assert request is not None
+            self.clients[request.id].spoilt |= embedding is None
+            self.seen["pooled"] += 1
+            self.seen["pooled again"] += request.num_preemptions > 0
+            self.seen["pooled after chunks"] += plan.num_tokens[ids.index(request.id)] < request.num_prompt_tokens
         self.results.append((plan.step, ids if fails else [], result))
         return True
+
+    def make_mask(self) -> TokenMask | None:
+        """Between the two calls of a step: the results of the steps before come in, and whatever else."""
+        self.seen["overlapped mask"] += len(self.results) > 0
+        while self.results:
+            self.take_result()
+            if self.rng.random() < self.abort_rate:
+                self.abort()
+        mask, errors = make_mask(self.scheduler.in_flight[-1].sampled, VOCAB)
+        self.seen["masked"] += len(mask.rows) if mask else 0
+        self.receive([self.scheduler.reject(request, error) for request, error in errors])
+        return mask
 
     def is_ready(self, request: Request) -> bool:
         total = request.num_tokens + request.num_in_flight_tokens
@@ -367,11 +519,17 @@ class Simulation:
             assert client.reason is None, "an output after the last"
             assert GARBAGE not in output.token_ids, "a token that was sampled from garbage"
             assert output.token_ids or output.finish_reason
+            pooling = client.sampling.pooling if output.finish_reason == "stop" else None
+            embedding = None if pooling is None else client.embedding(pooling.kind)
+            assert output.embedding == embedding, f"request {output.id}: another embedding than alone"
             assert (output.error is not None) == (output.finish_reason == "error")
             if client.outputs:
                 assert output.num_cached_tokens is None and output.first_scheduled is None
             elif output.token_ids:
                 assert output.first_scheduled is not None and 0 <= output.num_cached_tokens < len(client.prompt)
+            first = output.token_ids and not client.outputs
+            wanted = client.scores() if first and client.sampling.prompt_logprobs is not None else None
+            assert output.prompt_logprobs == wanted, f"request {output.id}: wrong prompt_logprobs"
             client.outputs += output.token_ids
             client.reason, client.stop_reason = output.finish_reason, output.stop_reason
             self.quiet = 0
@@ -425,8 +583,10 @@ def test_any_workload_gives_what_each_request_gets_alone(part: int) -> None:
         seed += 1
     rare = 0.5 * num_steps / 20_000  # every way through the scheduler was taken, not once but often
     for event, count in {
-        "preemption": 500, "hit": 500, "mixed step": 500, "overlapped decode": 2000, "abort in flight": 50,
-        "failed step": 100, "thrown away": 4, "error": 50, "stop": 500, "length": 500, "abort": 100,
+        "preemption": 400, "hit": 500, "mixed step": 500, "overlapped decode": 2000, "abort in flight": 50,
+        "failed step": 100, "thrown away": 4, "error": 50, "stop": 500, "length": 500, "abort": 100, "masked": 1000,
+        "overlapped mask": 300, "scored": 500, "scored again": 8, "pooled": 500, "pooled again": 4,
+        "pooled after chunks": 100,
     }.items():  # fmt: skip
         assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
 
@@ -446,12 +606,11 @@ class TwoStreams(Device):
                 block, offset = table[position // size], position % size
                 self.written.append((block, offset, self.cache[block][offset]))
 
-    def execute(self, plan: StepPlan, rng: random.Random, nan_rate: float, fails: bool) -> StepResult | None:
+    def execute(self, plan: StepPlan, fails: bool) -> None:
         late, self.written = self.written, []
-        result = super().execute(plan, rng, nan_rate, fails)
+        super().execute(plan, fails)
         for block, offset, state in late:
             self.cache[block][offset] = state
-        return result
 
 
 def caught(num_seeds: int, **options) -> str:
@@ -467,6 +626,8 @@ def caught(num_seeds: int, **options) -> str:
 FORGET = "        if self.keys[block] is not None:\n            self.revoke"
 REGISTRABLE = "min(num_tokens // self.block_size, len(hashes))"
 FIRST_CHUNK = "self.num_blocks_for(num_hits * size + num_new) -"
+ALL = "if True:\n"
+KEPT = "scores = request.prompt_logprobs"
 MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
     "hit up to the last token": ("kv_cache", "(num_tokens - 1) // size", "num_tokens // size"),
     "hash without its parent": ("kv_cache", "content = parent +", "content = self.seed +"),
@@ -487,9 +648,21 @@ MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
     "plan of a victim kept": ("scheduler", "step.scheduled.pop(victim, 0)", "0"),
     "blocks of a victim kept": ("scheduler", "step.appended.pop(victim, None)", "pass"),
     "not started over": ("scheduler", "        request.num_computed_tokens = 0\n", ""),
-    "past a sure end": ("scheduler", "if total > stop or total -", "if total -"),
+    "past a sure end": ("scheduler", "if (total > stop or total -", "if (total -"),
     "past max_tokens": ("scheduler", "total - request.num_prompt_tokens >= request.sampling.max_tokens", "False"),
     "tokens of finished requests": ("scheduler", "if request.status is FINISHED:", "if False:"),
+    "masks forgotten": ("scheduler", "step.constrained = any(", "any("),
+    "a grammar's end ignored": ("scheduler", "request.grammar.terminated", "False"),
+    "tokens kept from the grammar": ("scheduler", "(error := refusal(request, token))", "(error := '')"),
+    "a scored prompt read from the cache": ("prompt_results", "return request not in self.scoring", "return True"),
+    "a pooled prompt read from the cache": ("prompt_results", "or pooling.kind == LAST", "or True"),
+    "pooled before its end": ("prompt_results", "if request.num_computed_tokens == request.num_prompt_tokens:\n", ALL),
+    "pooled and sampled": ("scheduler", " and request not in pooling:", ":"),
+    "embeddings of finished requests": ("scheduler", "if pooled and not pooled.finished:", "if pooled:"),
+    "the end of a full context left out": ("scheduler", "request not in pooling  #", "True  #"),
+    "scores taken in twice": ("prompt_results", "entries[len(known) - start :]", "entries"),
+    "scores sent twice": ("scheduler", "scores, request.prompt_logprobs = request.prompt_logprobs, None", KEPT),
+    "scores of too few steps": ("prompt_results", "computed < request.num_prompt_tokens - 1:", "computed == 0:"),
     "batch order": ("scheduler", "request, num_new in scheduled.items() if num_new == 1]", "request in scheduled]"),
 }  # fmt: skip
 
@@ -503,6 +676,8 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
     exec(compile(source.replace(right, wrong), f"broken {room}.py", "exec"), broken.__dict__)
     if room == "scheduler":
         monkeypatch.setitem(globals(), "Scheduler", broken.Scheduler)
+    elif room == "prompt_results":
+        monkeypatch.setattr(scheduler_module, "PromptResults", broken.PromptResults)
     elif room == "kv_cache":
         monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)
     else:

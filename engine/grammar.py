@@ -1,0 +1,277 @@
+"""Grammars that outputs must follow: which tokens may come next. xgrammar and llguidance do the work, each where the
+front end chose it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from .messages import AddGrammar, SetVocabulary
+
+# CPU seconds for one mask or one token, after which a grammar has disturbed the other requests enough. Usual is 10 µs;
+# the front end has tried each grammar on its own time before, so only a hostile one comes this far.
+TOO_SLOW = 0.5
+
+
+class GrammarError(Exception):
+    """The request that follows this grammar cannot go on."""
+
+
+class Matcher(Protocol):
+    """Where one output stands in its grammar."""
+
+    @property
+    def ready(self) -> bool:
+        """Nothing has to wait for the grammar to be loaded."""
+        ...
+
+    def when_ready(self, call: Callable[[], object]) -> None:
+        """Calls this once it is loaded, or has failed to; on any thread."""
+        ...
+
+    def binds(self, ahead: int) -> bool:
+        """Whether the token after the next `ahead` ones, whose values are not known yet, may have to be masked."""
+        ...
+
+    def fill(self, row: np.ndarray) -> None:
+        """Writes the mask of the next token into row, int32 [ceil(V / 32)]: bit 1 = allowed. Stop tokens are allowed
+        exactly when the grammar may end. Raises GrammarError when nothing is allowed."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Takes in the next token; False, and nothing changes that matters, if the grammar does not allow it."""
+        ...
+
+    @property
+    def terminated(self) -> bool:
+        """A stop token was accepted: nothing can follow."""
+        ...
+
+
+class Vocabulary:
+    """The tokens as the libraries want them. Takes a second for 150,000 tokens, and the libraries' import another."""
+
+    def __init__(self, message: SetVocabulary) -> None:
+        import llguidance
+        import xgrammar
+
+        self.tokens = message.tokens
+        self.stop_token_ids = message.stop_token_ids
+        size = len(self.tokens)
+        self.xgrammar = xgrammar.TokenizerInfo(
+            self.tokens, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=list(self.stop_token_ids)
+        )
+        self.llguidance = llguidance.LLTokenizer(
+            _Tokens(self.tokens, self.stop_token_ids),  # type: ignore[arg-type]
+            n_vocab=size,
+            eos_token=list(self.stop_token_ids),
+        )
+        stops = set(self.stop_token_ids)
+        text = [i for i, token in enumerate(self.tokens) if token and i not in stops]
+        self.marked = _mask(size, text)
+        self.ordinary = _mask(size, set(text) - set(message.markers))
+        self.stops = _mask(size, stops)
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokens: list[bytes], stop_token_ids: tuple[int, ...]) -> None:
+        self.tokens = tokens
+        self.eos_token_id = stop_token_ids[0]
+        self.bos_token_id = None
+        self.special_token_ids = [i for i, token in enumerate(tokens) if not token]
+        self.is_tokenizer_wrapper = True
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise NotImplementedError("grammars leave the choice of tokens to the model (no_forcing)")
+
+
+def _mask(size: int, token_ids: Iterable[int]) -> np.ndarray:
+    bits = np.zeros(-(-size // 32) * 32, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class _Xgrammar:
+    """A compiled grammar; `start` begins an output."""
+
+    def __init__(self, vocabulary: Vocabulary, payload: bytes) -> None:
+        import xgrammar
+
+        self._new = xgrammar.GrammarMatcher
+        self._compiled = xgrammar.CompiledGrammar.deserialize_json(payload.decode(), vocabulary.xgrammar)
+
+    def start(self) -> _XgrammarState:
+        return _XgrammarState(self._new(self._compiled))
+
+
+class _XgrammarState:
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def fill(self, row: np.ndarray) -> None:
+        self._matcher.fill_next_token_bitmask(row.reshape(1, -1))
+
+    def accept(self, token_id: int) -> bool:
+        return self._matcher.accept_token(token_id)
+
+    def may_end(self) -> bool:
+        return self._matcher.is_completed()
+
+
+class _Llguidance:
+    """A grammar that is compiled as outputs need it."""
+
+    def __init__(self, vocabulary: Vocabulary, payload: bytes) -> None:
+        import llguidance
+
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._matcher = llguidance.LLMatcher(vocabulary.llguidance, payload.decode(), log_level=0, limits=limits)
+        _check(self._matcher)
+
+    def start(self) -> _LlguidanceState:
+        return _LlguidanceState(self._matcher.deep_copy())
+
+
+class _LlguidanceState:
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def fill(self, row: np.ndarray) -> None:
+        if self._matcher.is_stopped():  # only a stop token can follow, or it failed
+            row[:] = 0
+        else:
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        _check(self._matcher)
+
+    def accept(self, token_id: int) -> bool:
+        return not self._matcher.is_stopped() and self._matcher.consume_token(token_id)
+
+    def may_end(self) -> bool:
+        return self._matcher.is_accepting()
+
+
+def _check(matcher: Any) -> None:
+    if matcher.is_error():
+        raise GrammarError(matcher.get_error().strip().splitlines()[0])
+
+
+BACKENDS: dict[str, Callable[[Vocabulary, bytes], _Xgrammar | _Llguidance]] = {
+    "xgrammar": _Xgrammar,
+    "llguidance": _Llguidance,
+}
+
+
+class GrammarMatcher:
+    """The Matcher of both libraries."""
+
+    ready = True
+
+    def binds(self, ahead: int) -> bool:
+        return True
+
+    def __init__(self, vocabulary: Vocabulary, grammar: _Xgrammar | _Llguidance, markers: bool = False) -> None:
+        """`markers`: the output may have those special tokens that the vocabulary knows by their names."""
+        self.terminated = False
+        self._vocabulary = vocabulary
+        self._allowed = vocabulary.marked if markers else vocabulary.ordinary
+        self._state = grammar.start()
+
+    def when_ready(self, call: Callable[[], object]) -> None:
+        call()
+
+    def fill(self, row: np.ndarray) -> None:
+        started = time.thread_time()
+        self._state.fill(row)
+        # Whatever a grammar says, special tokens are no text, and an output ends only where the grammar may end.
+        row &= self._allowed
+        if self._state.may_end():
+            row |= self._vocabulary.stops
+        elif not row.any():
+            raise GrammarError("no token can follow: nothing satisfies the grammar")
+        if time.thread_time() - started > TOO_SLOW:
+            raise GrammarError(f"a mask took longer than {TOO_SLOW} s: simplify the grammar")
+
+    def accept(self, token_id: int) -> bool:
+        if token_id in self._vocabulary.stop_token_ids:
+            self.terminated = not self.terminated and self._state.may_end()
+            return self.terminated
+        if self.terminated or not self._vocabulary.tokens[token_id]:
+            return False
+        started = time.thread_time()
+        accepted = self._state.accept(token_id)
+        if time.thread_time() - started > TOO_SLOW:
+            raise GrammarError(f"a token took longer than {TOO_SLOW} s: simplify the grammar")
+        return accepted
+
+
+class LoadingMatcher:
+    """A Matcher that was made before its grammar was loaded. What needs the grammar first waits for it."""
+
+    def __init__(self, load: Future[GrammarMatcher]) -> None:
+        self._load = load
+
+    @property
+    def ready(self) -> bool:
+        return self._load.done()
+
+    def when_ready(self, call: Callable[[], object]) -> None:
+        self._load.add_done_callback(lambda _: call())
+
+    def binds(self, ahead: int) -> bool:
+        return True
+
+    def fill(self, row: np.ndarray) -> None:
+        self._load.result().fill(row)
+
+    def accept(self, token_id: int) -> bool:
+        return self._load.result().accept(token_id)
+
+    @property
+    def terminated(self) -> bool:
+        return self._load.result().terminated
+
+
+class Grammars:
+    """The grammars that requests may name. Loading happens on a thread, which the libraries leave the GIL to."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._vocabulary: Future[Vocabulary] | None = None
+        self._grammars: dict[str, Future[_Xgrammar | _Llguidance]] = {}
+        self._marked: set[str] = set()  # keys of those that may use the vocabulary's markers
+
+    def set_vocabulary(self, message: SetVocabulary) -> None:
+        """Grammars that were added before are forgotten."""
+        self._grammars.clear()
+        self._vocabulary = self._thread.submit(Vocabulary, message)
+
+    def add(self, message: AddGrammar) -> None:
+        """What goes wrong with the payload is raised by the matchers. Raises KeyError for an unknown backend,
+        GrammarError before set_vocabulary."""
+        vocabulary, backend = self._vocabulary, BACKENDS[message.backend]
+        if vocabulary is None:
+            raise GrammarError("a grammar came before the vocabulary")
+        self._grammars[message.key] = self._thread.submit(lambda: backend(vocabulary.result(), message.payload))
+        (self._marked.add if message.markers else self._marked.discard)(message.key)
+
+    def drop(self, keys: list[str]) -> None:
+        """Outputs that follow one of these go on."""
+        for key in keys:
+            self._grammars.pop(key, None)
+            self._marked.discard(key)
+
+    def matcher(self, key: str) -> Matcher:
+        """A new one, at the beginning. Raises KeyError if the key is unknown."""
+        grammar, vocabulary, markers = self._grammars[key], self._vocabulary, key in self._marked
+        assert vocabulary is not None
+        if grammar.done():
+            return GrammarMatcher(vocabulary.result(), grammar.result(), markers)
+        return LoadingMatcher(
+            self._thread.submit(lambda: GrammarMatcher(vocabulary.result(), grammar.result(), markers))
+        )

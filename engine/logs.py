@@ -1,0 +1,177 @@
+"""Log lines of every process: one format, one write a line, and a log that nobody takes never holds up the server."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from typing import Any
+
+FORMATS = ("auto", "json", "text")
+MAX_WAITING_LINES = 10_000  # what a reader that has stopped may cost; a line more is lost, and counted
+# C0 and C1 controls, line and paragraph separators, and what turns the direction of writing around.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_NAMES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def escape(text: str) -> str:
+    """One line without control characters: what a client sends can neither begin a line nor colour it."""
+    return _UNSAFE.sub(_escape_character, text)
+
+
+def _escape_character(match: re.Match[str]) -> str:
+    character = match[0]
+    return _NAMES.get(character) or (f"\\x{ord(character):02x}" if character < "\x80" else f"\\u{ord(character):04x}")
+
+
+class TextFormatter(logging.Formatter):
+    """For people. Only our own line breaks survive, and what follows one is indented: it cannot pass for a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        if record.stack_info:
+            text += "\n" + record.stack_info
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        head, *rest = map(escape, text.split("\n"))
+        return "\n    ".join([f"{clock} {record.levelname} {head}", *rest])
+
+
+class JsonFormatter(logging.Formatter):
+    """For programs: an object a line, with `extra={"fields": {...}}` of the call. ASCII only, so nothing to escape."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        second, fraction = divmod(record.created, 1)
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second)) + f".{int(fraction * 1000):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = record.stack_info
+        return json.dumps(line, default=str)
+
+
+class LineWriter(logging.Handler):
+    """Lines to a file descriptor, on a thread: a full disk loses lines, a stalled pipe fills a bounded queue."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self.num_lost = 0
+        self._descriptor = descriptor
+        self._lines: queue.Queue[str | threading.Event] = queue.Queue(MAX_WAITING_LINES)
+        self._thread = threading.Thread(target=self._run, name="vserve-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # a message that does not fit its arguments must not cost a request
+            line = f"unprintable log message {record.msg!r} of {record.pathname}:{record.lineno}"
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self.num_lost += 1
+
+    def wait(self, timeout: float) -> None:
+        """Until all that was logged so far is written, at most `timeout` seconds."""
+        written = threading.Event()
+        try:
+            self._lines.put_nowait(written)
+        except queue.Full:
+            return
+        written.wait(timeout)
+
+    def _run(self) -> None:
+        reported = 0
+        while True:
+            line = self._lines.get()
+            if isinstance(line, threading.Event):
+                line.set()
+            elif not write_line(self._descriptor, line):
+                self.num_lost += 1
+            elif self.num_lost > reported:
+                reported = self.num_lost
+                self.handle(logging.makeLogRecord({
+                    "name": __name__, "levelno": logging.WARNING, "levelname": "WARNING",
+                    "msg": "%d log lines were lost so far: their reader was too slow or their disk full",
+                    "args": (reported,),
+                }))  # fmt: skip
+
+
+_writer: LineWriter | None = None
+_arguments: list[str] = []
+
+
+def configure(level: str = "info", format: str = "auto", process: str = "engine") -> None:
+    """Sends all log records of this process to stderr; auto: text on a terminal, JSON elsewhere."""
+    global _writer, _arguments
+    if format == "auto":
+        format = "text" if os.isatty(2) else "json"
+    if _writer is None:
+        _writer = LineWriter(2)
+        atexit.register(flush)
+    _writer.setFormatter(JsonFormatter(process) if format == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[_writer], force=True)
+    _arguments = ["--log-level", level.upper(), "--log-format", format]
+
+
+def arguments() -> list[str]:
+    """Flags with which a process that this one starts logs alike."""
+    level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+    return _arguments or ["--log-level", level, "--log-format", "text"]
+
+
+def flush(timeout: float = 1.0) -> None:
+    """Before the process ends, and before a last word that must come last."""
+    if _writer is not None:
+        _writer.wait(timeout)
+
+
+def num_lost_lines() -> int:
+    return 0 if _writer is None else _writer.num_lost
+
+
+def write_line(descriptor: int, text: str) -> bool:
+    """In one call, so that lines of several processes do not mix. False where it could not be written."""
+    data = text.encode("utf-8", "backslashreplace") + b"\n"
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        return False
+    return True
+
+
+def say(text: str) -> None:
+    """To stdout, if anybody is there. Unlike print(), it cannot fail, neither now nor when Python ends."""
+    write_line(1, text)
+
+
+def open_standard_streams() -> None:
+    """Who starts a process with stdin, stdout or stderr closed would have its next socket become that stream."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115

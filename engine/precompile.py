@@ -1,0 +1,144 @@
+"""Compiles kernels in parallel at a cold start: a process compiles one after the other, and the machine has many cores.
+
+Each helper process runs a share of the warm-up on a copy of the model with one layer of each kind and made-up weights.
+What it compiles lands in Triton's cache on disk, where the engine finds it. Meanwhile the engine imports torch and
+reads the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from .config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+MAX_HELPERS = 8
+HOST_BYTES = 3 << 30  # of free memory for each helper
+HELPER_BYTES = 10 << 30  # of the card's memory for each helper; one takes some 3 GB
+LONGEST_CONTEXT = 8192  # more does not change what is compiled
+
+
+class Precompile:
+    def __init__(self, processes: list[subprocess.Popen[bytes]], marker: Path) -> None:
+        self._processes = processes
+        self._marker = marker
+
+    @classmethod
+    def start(cls, config: EngineConfig) -> Precompile | None:
+        """None where it cannot help: no GPU, few cores, or kernels that were compiled for such a model before."""
+        on_gpu = config.device != "cpu" and os.path.exists("/dev/nvidiactl")
+        count = num_helpers()
+        if not on_gpu or count < 2 or not Path(config.model).is_dir():
+            return None
+        marker = _cache_folder() / f"vserve-{fingerprint(config)}"
+        if marker.exists():
+            return None
+        options = json.dumps(dataclasses.asdict(config))
+        command = [sys.executable, "-m", "vserve.engine.precompile", options, str(count)]
+        quiet = subprocess.DEVNULL
+        return cls(
+            [
+                subprocess.Popen([*command, str(i), str(os.getpid())], stdin=quiet, stdout=quiet, stderr=quiet)
+                for i in range(count)
+            ],
+            marker,
+        )
+
+    def wait(self, seconds: float = 60.0) -> None:
+        """Returns when all are done, or killed after that long. What a helper did not get to, the engine compiles."""
+        deadline = time.monotonic() + seconds
+        try:
+            codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in self._processes]
+        except subprocess.TimeoutExpired:
+            self.kill()
+            logger.warning("compiling kernels in parallel took more than %.0f s: going on without", seconds)
+            return
+        if any(codes):
+            logger.info("compiling kernels in parallel: exit codes %s", codes)
+            return
+        with contextlib.suppress(OSError):  # a cache that cannot be written is only slower the next time
+            self._marker.touch()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+
+def num_helpers() -> int:
+    """As many as half of the cores and the free memory carry."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(MAX_HELPERS, cores // 2, free // HOST_BYTES)
+
+
+def _cache_folder() -> Path:
+    """Triton's own rule, without importing it."""
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
+    return Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
+
+
+def fingerprint(config: EngineConfig) -> str:
+    """Of all that decides which kernels are compiled, but for the card: on another one, the engine compiles them."""
+    digest = hashlib.sha256()
+    for name in ("torch", "triton"):
+        digest.update(version(name).encode())
+    room = Path(__file__).parent
+    for source in [*sorted((room.parent / "kernels").glob("*.py")), *sorted(room.rglob("*.py"))]:
+        digest.update(source.read_bytes())
+    with contextlib.suppress(OSError):  # the engine will say what is wrong with it
+        digest.update((Path(config.model) / "config.json").read_bytes())
+    options = dataclasses.asdict(config)
+    for unrelated in ("model", "seed", "load_format", "revision"):
+        options.pop(unrelated)
+    digest.update(json.dumps(options, sort_keys=True).encode())
+    return digest.hexdigest()[:32]
+
+
+def run_share(config: EngineConfig, count: int, index: int) -> None:
+    """Runs every `count`-th step of the warm-up, from the `index`-th on."""
+    import torch
+
+    from . import worker
+    from .config import resolve_limits
+    from .loader import load_model
+    from .model_config import ModelConfig
+    from .runner import ModelRunner
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    _, card = torch.cuda.mem_get_info()
+    if (index + 1) * HELPER_BYTES > card:
+        return
+    tokens, seqs, _ = resolve_limits(config, "cuda", card)
+    whole = ModelConfig.from_folder(Path(config.model))
+    windows = tuple(dict.fromkeys(whole.windows))
+    model_config = dataclasses.replace(whole, num_layers=len(windows), windows=windows)
+    dtype = worker.choose_dtype(config.dtype, whole.dtype, device)
+    context = min(worker.choose_max_model_len(config, whole), max(LONGEST_CONTEXT, tokens))
+    model = load_model(
+        Path(config.model), model_config, dtype=dtype, device=device, load_format="dummy", max_model_len=context
+    )
+    runner = ModelRunner(model, max_num_seqs=seqs, max_model_len=context, block_size=config.block_size, device=device)
+    runner.bind_cache(1, dtype)
+    for step in worker.warm_up_steps(seqs, tokens)[index::count]:
+        runner.dummy_step(*step)
+
+
+if __name__ == "__main__":
+    from .process import die_with_parent
+
+    options, count, index, parent = sys.argv[1:]
+    die_with_parent(int(parent))
+    run_share(EngineConfig(**json.loads(options)), int(count), int(index))

@@ -1,0 +1,70 @@
+"""What requests want of their prompts themselves, not of what follows them: log-probabilities, embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .plan import StepResult
+from .request import LAST, Request
+from .step import Step
+
+
+class PromptResults:
+    """The scheduler's books on them. Empty, and false, while nobody asks."""
+
+    def __init__(self) -> None:
+        self.scoring: set[Request] = set()  # the log-probabilities of their prompts are still wanted
+        self.pooling: set[Request] = set()  # unfinished requests for an embedding
+
+    def __bool__(self) -> bool:
+        return bool(self.scoring or self.pooling)
+
+    def add(self, request: Request) -> None:
+        if request.prompt_logprobs is not None and request.num_prompt_tokens > 1:
+            self.scoring.add(request)
+        if request.sampling.pooling is not None:
+            self.pooling.add(request)
+
+    def discard(self, request: Request) -> None:
+        self.scoring.discard(request)
+        self.pooling.discard(request)
+
+    def reads_cache(self, request: Request) -> bool:
+        """Whether a cached prefix serves: what is not computed has neither log-probabilities nor hidden states."""
+        pooling = request.sampling.pooling
+        return request not in self.scoring and (pooling is None or pooling.kind == LAST)
+
+    def plan(self, step: Step, batch: list[Request], num_computed: list[int]) -> tuple[list[int], list[int]]:
+        """Indexes into the batch of the rows that bring log-probabilities nobody has yet, and of those that are pooled.
+
+        `num_computed`: of each row before this step.
+        """
+        scored, pooled = [], []
+        for index, (request, computed) in enumerate(zip(batch, num_computed, strict=True)):
+            if request in self.scoring and computed < request.num_prompt_tokens - 1:
+                scored.append(index)
+                step.scored.append((request, computed))
+            if request in self.pooling:
+                pooled.append(index)
+                if request.num_computed_tokens == request.num_prompt_tokens:
+                    step.pooled.append(request)
+        return scored, pooled
+
+    def take_scores(self, step: Step, result: StepResult) -> None:
+        """What a preempted request computes anew is known up to a point: nothing is taken in twice."""
+        for (request, start), entries in zip(step.scored, result.prompt_logprobs, strict=True):
+            known = request.prompt_logprobs
+            if request.finished or known is None:
+                continue
+            known += entries[len(known) - start :]
+            if len(known) == request.num_prompt_tokens - 1:
+                self.scoring.discard(request)
+
+    def check(self, live: Iterable[Request]) -> None:
+        """Raises AssertionError where the books do not fit the unfinished requests."""
+        assert self.scoring == {r for r in live if r.prompt_logprobs is not None and _num_unscored(r)}
+        assert self.pooling == {r for r in live if r.sampling.pooling is not None}
+
+
+def _num_unscored(request: Request) -> int:
+    return request.num_prompt_tokens - 1 - len(request.prompt_logprobs or ())

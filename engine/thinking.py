@@ -1,0 +1,91 @@
+"""Where an output stands in its reasoning: the grammar waits for the end of it, and a budget brings that end about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .grammar import Matcher
+from .request import Thinking
+
+ALL = -1  # 32 tokens that are allowed
+
+
+class ThinkingMatcher:
+    """A Matcher that lets the model think, for `thinking.budget` tokens at most, and follows the grammar from then on.
+
+    Without a grammar, which means with a budget, everything is allowed but for the moment in which the end is forced.
+    """
+
+    def __init__(self, thinking: Thinking, grammar: Matcher | None, stop_token_ids: Sequence[int]) -> None:
+        self._grammar = grammar
+        self._begin, self._end = thinking.begin, thinking.end
+        self._budget = thinking.budget
+        self._may_begin = not thinking.open and thinking.begin >= 0  # with the next token, and with no later one
+        self._thinks = thinking.open
+        self._num_tokens = 0  # of reasoning
+        self._num_end_tokens = 0  # of `end` that have come
+        self._stops = stop_token_ids
+
+    @property
+    def ready(self) -> bool:
+        return self._grammar is None or self._grammar.ready
+
+    def when_ready(self, call: Callable[[], object]) -> None:
+        if self._grammar is None:
+            call()
+        else:
+            self._grammar.when_ready(call)
+
+    def binds(self, ahead: int) -> bool:
+        if self._grammar is not None:
+            return True
+        if self._budget is None or not (self._thinks or self._may_begin):
+            return False
+        return self._num_tokens + ahead >= self._budget + self._may_begin
+
+    def fill(self, row: np.ndarray) -> None:
+        if not self._thinks:
+            if self._grammar is None:
+                row[:] = ALL
+            else:
+                self._grammar.fill(row)
+                if self._may_begin:
+                    _allow(row, self._begin)
+        elif self._budget is not None and self._num_tokens >= self._budget:
+            row[:] = 0
+            _allow(row, self._end[self._num_end_tokens])
+        else:
+            row[:] = ALL
+            if self._grammar is not None:  # what it asks for is still to come
+                for token_id in self._stops:
+                    row[token_id // 32] &= ~_bit(token_id)
+
+    def accept(self, token_id: int) -> bool:
+        if self._thinks:
+            self._think(token_id)
+            return True
+        begins = self._may_begin and token_id == self._begin
+        self._may_begin, self._thinks = False, begins
+        return begins or self._grammar is None or self._grammar.accept(token_id)
+
+    @property
+    def terminated(self) -> bool:
+        return not self._thinks and self._grammar is not None and self._grammar.terminated
+
+    def _think(self, token_id: int) -> None:
+        self._num_tokens += 1
+        if token_id == self._end[self._num_end_tokens]:
+            self._num_end_tokens += 1
+        else:
+            self._num_end_tokens = int(token_id == self._end[0])
+        self._thinks = self._num_end_tokens < len(self._end)
+
+
+def _bit(token_id: int) -> np.int32:
+    return np.array([1 << token_id % 32], dtype=np.uint32).view(np.int32)[0]
+
+
+def _allow(row: np.ndarray, token_id: int) -> None:
+    row[token_id // 32] |= _bit(token_id)

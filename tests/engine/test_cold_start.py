@@ -1,0 +1,109 @@
+"""What a cold start does ahead of time: files into the page cache, kernels compiled by helper processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vserve.engine import precompile, prefetch
+from vserve.engine.config import EngineConfig
+from vserve.engine.precompile import Precompile
+from vserve.engine.prefetch import Prefetch
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setattr(prefetch, "PIECE", 1 << 16)
+    for i in range(3):
+        (tmp_path / f"model-{i}.safetensors").write_bytes(bytes(300_000))
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_every_piece_is_read(checkpoint, monkeypatch):
+    monkeypatch.setattr(prefetch, "WARM_SPEED", float("inf"))
+    reader = Prefetch.start(str(checkpoint))
+    assert reader is not None
+    wait_until(lambda: reader.bytes_read == 900_000)
+
+
+def test_files_in_memory_are_left_alone(checkpoint, monkeypatch):
+    monkeypatch.setattr(prefetch, "WARM_SPEED", 0.0)
+    reader = Prefetch.start(str(checkpoint))
+    assert reader is not None
+    wait_until(lambda: reader.stopped)
+    time.sleep(0.1)
+    assert reader.bytes_read < 900_000
+
+
+def test_nothing_to_read(tmp_path):
+    assert Prefetch.start(str(tmp_path)) is None
+    assert Prefetch.start("some/model-of-the-hub") is None
+
+
+def helpers(*codes: str) -> list[subprocess.Popen[bytes]]:
+    return [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+
+
+def test_marker_only_when_all_have_compiled(tmp_path):
+    marker = tmp_path / "marker"
+    Precompile(helpers("pass", "raise SystemExit(3)"), marker).wait()
+    assert not marker.exists()
+    Precompile(helpers("pass", "pass"), marker).wait()
+    assert marker.exists()
+
+
+def test_a_helper_that_hangs_is_killed(tmp_path):
+    hanging = helpers("import time; time.sleep(600)")
+    Precompile(hanging, tmp_path / "marker").wait(seconds=0.2)
+    assert hanging[0].returncode == -9
+    assert not (tmp_path / "marker").exists()
+
+
+def test_no_helpers_without_a_gpu(checkpoint):
+    assert Precompile.start(EngineConfig(str(checkpoint), device="cpu")) is None
+
+
+def test_no_helpers_where_all_is_compiled(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(precompile.os.path, "exists", lambda path: True)
+    monkeypatch.setattr(precompile, "num_helpers", lambda: 5)
+    started: list[list[str]] = []
+    monkeypatch.setattr(precompile.subprocess, "Popen", lambda command, **_: started.append(command))
+    config = EngineConfig(str(checkpoint))
+    assert Precompile.start(config) is not None and len(started) == 5
+    marker = tmp_path / "cache" / f"vserve-{precompile.fingerprint(config)}"
+    marker.parent.mkdir()
+    marker.touch()
+    assert Precompile.start(config) is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "gigabytes", "expected"), [(64, 500, 8), (8, 500, 4), (64, 10, 3), (2, 500, 1), (64, 1, 0)]
+)
+def test_helpers_need_cores_and_memory(cores, gigabytes, expected, monkeypatch):
+    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    sizes = {"SC_AVPHYS_PAGES": gigabytes << 18, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(precompile.os, "sysconf", sizes.__getitem__)
+    assert precompile.num_helpers() == expected
+
+
+def test_fingerprint_follows_what_decides_on_kernels(checkpoint):
+    config = EngineConfig(str(checkpoint))
+    first = precompile.fingerprint(config)
+    assert precompile.fingerprint(dataclasses.replace(config, seed=7)) == first
+    assert precompile.fingerprint(dataclasses.replace(config, block_size=32)) != first
+    (checkpoint / "config.json").write_text('{"hidden_size": 64}')
+    assert precompile.fingerprint(config) != first

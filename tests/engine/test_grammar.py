@@ -1,0 +1,162 @@
+"""Matchers against brute force over a tiny vocabulary."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vserve.engine import grammar
+from vserve.engine.grammar import GrammarError, Grammars, Matcher
+from vserve.engine.messages import AddGrammar, SetVocabulary
+
+# Ids 7 and 8 stop, 9 is special, 10 and 11 are rows that no token uses.
+TOKENS = [b"a", b"b", b"ab", b"ba", b"aa", b"c", b"abc", b"", b"", b"", b"", b""]
+STOPS = (7, 8)
+SIZE = 40  # wider than the vocabulary by more than a word of the mask
+TOKENS += [b""] * (SIZE - len(TOKENS))
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    grammars = Grammars()
+    grammars.set_vocabulary(SetVocabulary(TOKENS, STOPS))
+    return grammars
+
+
+def payload(grammars: Grammars, backend: str, source: str) -> bytes:
+    if backend == "llguidance":
+        return f'%llguidance {{"no_forcing": true}}\n{source}'.encode()
+    import xgrammar
+
+    vocabulary = grammars._vocabulary
+    assert vocabulary is not None
+    compiler = xgrammar.GrammarCompiler(vocabulary.result().xgrammar, max_threads=1)
+    return compiler.compile_grammar(source).serialize_json().encode()
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    row = np.full(-(-SIZE // 32), -1, dtype=np.int32)  # what was in the row before does not count
+    matcher.fill(row)
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+
+
+CASES = [
+    ("xgrammar", 'root ::= ("ab" | "c")* "a"?', r"(ab|c)*a?"),
+    ("llguidance", 'start: ("ab" | "c")* "a"?', r"(ab|c)*a?"),
+    ("llguidance", "start: /(a|bc){2,3}/", r"(a|bc){2,3}"),
+    ("xgrammar", 'root ::= "abc"', r"abc"),
+    ("llguidance", 'start: "abc"', r"abc"),
+]
+
+
+@pytest.mark.parametrize("backend, source, pattern", CASES)
+def test_masks_are_those_of_brute_force(grammars: Grammars, backend: str, source: str, pattern: str) -> None:
+    """Every way of at most three tokens: allowed is what some text of the language continues."""
+    key = f"{backend} {source}"
+    grammars.add(AddGrammar(key, backend, payload(grammars, backend, source)))
+    words = {
+        "".join(letters)
+        for length in range(11)
+        for letters in itertools.product("abc", repeat=length)
+        if re.fullmatch(pattern, "".join(letters))
+    }
+    prefixes = {word[:end] for word in words for end in range(len(word) + 1)}
+    texts = {token_id: token.decode() for token_id, token in enumerate(TOKENS) if token}
+    checked = 0
+
+    def explore(path: list[int], text: str) -> None:
+        nonlocal checked
+        matcher = grammars.matcher(key)
+        assert all(matcher.accept(token) for token in path)
+        expected = {token for token, part in texts.items() if text + part in prefixes}
+        expected |= set(STOPS) if text in words else set()
+        if not expected:
+            return
+        assert allowed(matcher) == expected and allowed(matcher) == expected, "filling changes nothing"
+        checked += 1
+        for token in set(range(SIZE)) - expected:
+            again = grammars.matcher(key)
+            assert all(again.accept(earlier) for earlier in path)
+            assert not again.accept(token) and not again.terminated
+        for token in expected - set(STOPS) if len(path) < 2 else ():
+            explore([*path, token], text + texts[token])
+
+    explore([], "")
+    assert checked > 3
+
+
+@pytest.mark.parametrize("backend, source, pattern", CASES[:2])
+def test_a_stop_token_ends_it(grammars: Grammars, backend: str, source: str, pattern: str) -> None:
+    grammars.add(AddGrammar("end", backend, payload(grammars, backend, source)))
+    for stop in STOPS:
+        matcher = grammars.matcher("end")
+        assert matcher.accept(0) and not matcher.terminated
+        assert matcher.accept(stop) and matcher.terminated
+        assert not matcher.accept(stop) and not matcher.accept(0)
+
+
+def test_matchers_of_one_grammar_are_independent_and_outlive_it(grammars: Grammars) -> None:
+    for backend, source, _ in CASES[:2]:
+        grammars.add(AddGrammar("n", backend, payload(grammars, backend, source)))
+        one, two = grammars.matcher("n"), grammars.matcher("n")
+        assert one.accept(0)
+        grammars.drop(["n", "unknown"])
+        assert allowed(one) == {1, 3, 7, 8} and allowed(two) == {0, 2, 5, 6, 7, 8}
+        with pytest.raises(KeyError):
+            grammars.matcher("n")
+
+
+def test_what_cannot_go_on_says_so(grammars: Grammars) -> None:
+    grammars.add(AddGrammar("dead", "xgrammar", payload(grammars, "xgrammar", 'root ::= "a" "é"')))
+    matcher = grammars.matcher("dead")
+    assert matcher.accept(0)
+    with pytest.raises(GrammarError, match="no token can follow"):
+        allowed(matcher)
+
+
+def test_a_broken_payload_fails_its_users_only(grammars: Grammars) -> None:
+    for backend, broken in (("xgrammar", b"{}"), ("llguidance", b"start: /(/")):
+        grammars.add(AddGrammar("broken", backend, broken))
+        with pytest.raises(Exception, match=r"."):
+            allowed(grammars.matcher("broken"))
+    with pytest.raises(KeyError):
+        grammars.add(AddGrammar("other", "nobody", b""))
+    with pytest.raises(GrammarError):
+        Grammars().add(AddGrammar("early", "llguidance", b""))
+
+
+def test_a_slow_grammar_ends(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars.add(AddGrammar("slow", "llguidance", payload(grammars, "llguidance", 'start: "ab"*')))
+    monkeypatch.setattr(grammar, "TOO_SLOW", -1.0)
+    with pytest.raises(GrammarError, match="simplify"):
+        allowed(grammars.matcher("slow"))
+    with pytest.raises(GrammarError, match="simplify"):
+        grammars.matcher("slow").accept(0)
+
+
+def test_loading_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for a matcher meanwhile gets one at once, and hears when it is ready."""
+    go = threading.Event()
+
+    class Slow(grammar.Vocabulary):
+        def __init__(self, message: Any) -> None:
+            go.wait(60)
+            super().__init__(message)
+
+    monkeypatch.setattr(grammar, "Vocabulary", Slow)
+    grammars = Grammars()
+    grammars.set_vocabulary(SetVocabulary(TOKENS, STOPS))
+    grammars.add(AddGrammar("late", "llguidance", b'start: "ab"'))
+    matcher = grammars.matcher("late")
+    told = threading.Event()
+    matcher.when_ready(told.set)
+    assert not matcher.ready and not told.is_set()
+    go.set()
+    assert told.wait(60) and matcher.ready
+    assert matcher.accept(2) and not matcher.terminated and matcher.accept(8) and matcher.terminated
+    assert grammars.matcher("late").ready

@@ -1,0 +1,147 @@
+"""Log lines: one line each whatever is in them, and a log that cannot be written is nobody's problem."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vserve.engine import logs
+
+HOSTILE = "a\r\nERROR forged\x1b[31m\x07\x00\x7f\x85\x9b2J\u2028\u202egnp"
+CONTROLS = {*map(chr, range(32)), *map(chr, range(127, 160)), "\u2028", "\u2029", "\u202e"}
+
+
+def record(message: str, *args: Any, **extra: Any) -> logging.LogRecord:
+    return logging.makeLogRecord({"name": "x", "levelname": "INFO", "msg": message, "args": args, **extra})
+
+
+def failing() -> Any:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        return sys.exc_info()
+
+
+@pytest.mark.parametrize("position", ["message", "argument", "exception"])
+def test_text_cannot_be_forged(position: str) -> None:
+    line = logs.TextFormatter().format(
+        record(
+            HOSTILE if position == "message" else "say %s",
+            *([HOSTILE] if position == "argument" else ["this"] if position == "exception" else []),
+            exc_info=failing() if position == "exception" else None,
+        )
+    )
+    head, *rest = line.split("\n")
+    assert " INFO " in head and all(more.startswith("    ") for more in rest)
+    assert not CONTROLS & set(line.replace("\n", "")) and "forged" in line
+
+
+def test_json_is_one_ascii_line() -> None:
+    formatter = logs.JsonFormatter("api")
+    fields = {"fields": {"client": HOSTILE, "n": 3}}
+    line = formatter.format(record("say %s", HOSTILE, exc_info=failing(), created=1.25, **fields))
+    assert line.isascii() and line.isprintable()
+    parsed = json.loads(line)
+    assert parsed["message"] == "say " + HOSTILE and parsed["client"] == HOSTILE and parsed["n"] == 3
+    assert parsed["time"] == "1970-01-01T00:00:01.250Z" and parsed["process"] == "api" and parsed["level"] == "info"
+    assert "ValueError" in parsed["exception"]
+
+
+def test_escape() -> None:
+    assert logs.escape("a\r\n\tb\x1b\u2028ü") == "a\\r\\n\\tb\\x1b\\u2028ü"
+    assert logs.escape("plain") == "plain"
+
+
+def test_unprintable_message_is_said_so(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as file:
+        writer = logs.LineWriter(file.fileno())
+        writer.setFormatter(logs.TextFormatter())
+        writer.emit(record("%d things", "no number"))
+        writer.emit(record("fine"))
+        writer.wait(10)
+    first, second = (tmp_path / "log").read_text().splitlines()
+    assert "unprintable" in first and second.endswith("fine") and writer.num_lost == 0
+
+
+def test_stalled_reader_costs_lines_not_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_WAITING_LINES", 100)
+    reader, descriptor = os.pipe()
+    writer = logs.LineWriter(descriptor)
+    writer.setFormatter(logs.TextFormatter())
+    written = 2000
+    for i in range(written):  # far more than pipe and queue hold
+        writer.emit(record("line %d " + "x" * 1000, i))
+    lost = writer.num_lost
+    assert lost > 0
+    with open(reader, "rb") as pipe:
+        seen = [pipe.readline() for _ in range(written - lost + 1)]
+        writer.emit(record("after"))
+        seen.append(pipe.readline())
+    assert any(b"log lines were lost" in line for line in seen)
+
+
+def test_full_disk_is_counted() -> None:
+    with open("/dev/full", "w") as full:
+        writer = logs.LineWriter(full.fileno())
+        writer.setFormatter(logs.TextFormatter())
+        writer.emit(record("nobody reads this"))
+        writer.wait(10)
+        assert writer.num_lost == 1
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", "0<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
+def test_standard_streams_may_be_missing(redirection: str, tmp_path: Path) -> None:
+    """No socket or file takes a closed stream's place, and neither logging nor the end of the process fails."""
+    program = (
+        "import logging, os, sys\nfrom vserve.engine import logs\nlogs.open_standard_streams()\n"
+        f"mine = os.open({str(tmp_path / 'mine')!r}, os.O_CREAT | os.O_WRONLY)\nassert mine > 2, mine\n"
+        "logs.configure('info', 'json', 'api')\nlogging.error('hello')\nlogs.say('hello')\nlogs.flush()\n"
+    )
+    done = subprocess.run(["sh", "-c", f'{sys.executable} -c "$0" {redirection}', program], timeout=60)
+    assert done.returncode == 0 and (tmp_path / "mine").read_bytes() == b""
+
+
+def test_lines_of_two_processes_do_not_mix(tmp_path: Path) -> None:
+    program = (
+        "import logging, sys\nfrom vserve.engine import logs\nlogs.configure('info', 'json', sys.argv[1])\n"
+        "for i in range(2000): logging.info('%s %d %s', sys.argv[1], i, sys.argv[1] * 200)\nlogs.flush(30)\n"
+    )
+    with open(tmp_path / "log", "ab") as file:
+        processes = [subprocess.Popen([sys.executable, "-c", program, name], stderr=file) for name in ("api", "engine")]
+        assert [process.wait(60) for process in processes] == [0, 0]
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    for name in ("api", "engine"):
+        numbers = [int(line["message"].split()[1]) for line in lines if line["process"] == name]
+        assert numbers == list(range(2000))
+
+
+def test_a_child_logs_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_arguments", [])
+    assert logs.arguments()[-1] == "text"
+    monkeypatch.setattr(logs, "_arguments", ["--log-level", "DEBUG", "--log-format", "json"])
+    assert logs.arguments() == ["--log-level", "DEBUG", "--log-format", "json"]
+
+
+def test_logging_is_cheap_for_who_logs(tmp_path: Path) -> None:
+    """Handing a line over costs no more than a few times formatting it: no write, no wait."""
+    formatter = logs.JsonFormatter("api")
+    entry = record("a line of some length", fields={"request_id": "x", "seconds": 1.0})
+    with open(tmp_path / "log", "w") as file:
+        writer = logs.LineWriter(file.fileno())
+        writer.setFormatter(formatter)
+        spent = []
+        for work in (formatter.format, writer.emit):
+            started = time.process_time()
+            for _ in range(2000):
+                work(entry)
+            spent.append(time.process_time() - started)
+        writer.wait(30)
+    assert spent[1] < 20 * spent[0], spent

@@ -1,0 +1,114 @@
+"""The next step is launched late, so that who arrives during a step is in the one after it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from vserve.engine.config import SchedulerConfig
+from vserve.engine.loop import EngineLoop
+from vserve.engine.messages import AddRequest, Shutdown
+from vserve.engine.pacing import HOST_FACTOR, RELATIVE_SAFETY, SAFETY, Pacer
+from vserve.engine.plan import StepPlan, StepResult
+from vserve.engine.request import SamplingParams
+
+
+def plan(decodes: int, prompt: int = 0) -> StepPlan:
+    rows = decodes + bool(prompt)
+    tokens = [1] * decodes + [prompt] * bool(prompt)
+    return StepPlan(0, list(range(rows)), tokens, [0] * rows, [], decodes, [], [[]])
+
+
+def test_a_kind_of_step_that_was_never_seen_is_not_waited_for():
+    pacer = Pacer()
+    pacer.launched(plan(4), 0.001, True, 10.0)
+    assert pacer.slack(10.0) == 0
+
+
+def test_the_launch_comes_before_the_end_by_what_it_takes_and_a_margin():
+    pacer = Pacer()
+    pacer.finished(pacer.kind(plan(4)), 0.100, 9.0)
+    pacer.launched(plan(4), 0.002, True, 10.0)
+    lead = SAFETY + RELATIVE_SAFETY * 0.100 + HOST_FACTOR * 0.002
+    assert pacer.slack(10.0) == pytest.approx(0.100 - lead)
+    assert pacer.slack(10.05) == pytest.approx(0.050 - lead)
+    assert pacer.slack(10.2) == 0
+
+
+def test_a_step_behind_another_begins_when_that_one_ends():
+    pacer = Pacer()
+    pacer.finished(pacer.kind(plan(4)), 0.100, 9.0)
+    pacer.launched(plan(4), 0.0, True, 10.0)
+    pacer.launched(plan(4), 0.0, False, 10.04)
+    pacer.finished(pacer.kind(plan(4)), 0.100, 10.1)
+    assert pacer.slack(10.1) == pytest.approx(0.100 * (1 - RELATIVE_SAFETY) - SAFETY)
+
+
+def test_prompts_and_batches_of_other_sizes_are_other_kinds():
+    kinds = [Pacer.kind(p) for p in (plan(1), plan(9), plan(0, 100), plan(1, 100), plan(1, 1000))]
+    assert len(set(kinds)) == 5
+
+
+class Device:
+    """Stands in for the executor: steps take a fixed time, one after the other."""
+
+    STEP = 0.2
+    asynchronous = False
+
+    def __init__(self) -> None:
+        self.runner = SimpleNamespace(
+            model=SimpleNamespace(config=SimpleNamespace(vocab_size=100)), num_graph_misses=0, num_late_compilations=0
+        )
+        self.free_at = 0.0
+        self.plans: list[tuple[StepPlan, float]] = []  # with the time at which the device begins
+        self.futures: list[asyncio.Future[StepResult]] = []
+
+    def execute(self, plan: StepPlan) -> None:
+        begin = max(time.perf_counter(), self.free_at)
+        self.free_at = begin + self.STEP
+        self.plans.append((plan, begin))
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        result = StepResult(plan.step, [7] * len(plan.sampled), device_seconds=self.STEP)
+        loop.call_later(self.free_at - time.perf_counter(), lambda: future.done() or future.set_result(result))
+        self.futures.append(future)
+
+    def sample(self, mask: object = None) -> None:
+        pass
+
+    async def wait(self, seconds: float) -> bool:
+        done, _ = await asyncio.wait([self.futures[0]], timeout=seconds)
+        return bool(done)
+
+    async def result(self) -> StepResult:
+        return await self.futures.pop(0)
+
+
+def test_who_arrives_during_a_step_is_in_the_next_one():
+    async def run() -> None:
+        device = Device()
+        config = SchedulerConfig(max_model_len=64, max_num_batched_tokens=32, max_num_seqs=4, num_blocks=64, depth=2)
+        engine = EngineLoop(config, device, lambda message: None)  # type: ignore[arg-type]
+        task = asyncio.create_task(engine.run())
+        greedy = SamplingParams(max_tokens=50, temperature=0.0)
+        engine.submit(AddRequest(1, [1, 2, 3], greedy))
+        while len(device.plans) < 5:  # the kinds of steps are known by now
+            await asyncio.sleep(0.005)
+        begun = len(device.plans)
+        while len(device.plans) == begun:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(max(0.0, device.plans[-1][1] + 0.3 * Device.STEP - time.perf_counter()))
+        in_flight = len(device.plans)
+        engine.submit(AddRequest(2, [4, 5, 6], greedy))
+        while len(device.plans) == in_flight:
+            await asyncio.sleep(0.001)
+        new, begin = device.plans[in_flight]
+        assert [row.request_id for row in new.new_rows] == [2]
+        assert begin - device.plans[in_flight - 1][1] < 1.5 * Device.STEP, "the device waited for it"
+        engine.submit(Shutdown())
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(run())

@@ -1,0 +1,97 @@
+"""What the engine tells whoever watches: each step, who computed what in it, and the state of the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from vserve.engine.config import EngineConfig, SchedulerConfig
+from vserve.engine.kv_cache import KVCacheManager
+from vserve.engine.messages import StepReport, StepReports
+from vserve.engine.request import Request, SamplingParams
+from vserve.engine.step import Step
+from vserve.engine.watch import MAX_REQUESTS, PARTS, StepWatch
+from vserve.server.engine_client import EngineClient
+
+PROMPT, OUTPUT, REQUESTS = 40, 12, 3
+
+
+def test_every_token_of_every_request_is_in_the_reports(tiny_model):
+    """Chunks of 16: a prompt of 40 tokens takes several steps, of which none may be called a decode."""
+    seen: list[StepReports] = []
+
+    async def main() -> None:
+        config = EngineConfig(
+            str(tiny_model("llama")), device="cpu", cpu_threads=1, engine_in_process=True, max_num_batched_tokens=16,
+            max_num_seqs=4,
+        )  # fmt: skip
+        client = EngineClient(config)
+        await client.start()
+
+        async def ask(first: int) -> None:
+            sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+            mailbox = client.submit([first] * PROMPT, sampling)
+            while (await mailbox.get()).finish_reason is None:
+                pass
+
+        try:
+            await ask(5)
+            client.watch_steps(seen.append)
+            await asyncio.gather(*(ask(10 + i) for i in range(REQUESTS)))
+            while not sum(len(reports.steps) for reports in seen) or client.stats.num_running:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            client.unwatch_steps(seen.append)
+            await ask(6)
+            num_seen = len(seen)
+            await ask(7)
+            assert len(seen) == num_seen, "reported though nobody watches"
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+    steps = [step for reports in seen for step in reports.steps]
+    assert all(isinstance(step, StepReport) and step.device_us > 0 for step in steps)
+    assert [step.step for step in steps] == sorted({step.step for step in steps})
+    prefill: dict[int, int] = {}
+    decode: dict[int, int] = {}
+    for step in steps:
+        assert sum(tokens for _, tokens, _ in step.rows) == step.num_tokens and len(step.rows) == step.num_requests
+        for id, tokens, is_prefill in step.rows:
+            counts = prefill if is_prefill else decode
+            counts[id] = counts.get(id, 0) + tokens
+    assert set(prefill.values()) == {PROMPT} and len(prefill) == REQUESTS
+    assert decode.keys() == prefill.keys() and set(decode.values()) == {OUTPUT - 1}
+    first = seen[0].blocks
+    assert len(first.used) == len(first.cached) == first.num_cells, "a newcomer gets the whole map"
+
+
+def test_the_map_counts_every_block_once():
+    kv = KVCacheManager(SchedulerConfig(4096, 512, 8, num_blocks=2001))
+    blocks = [kv.pool.take() for _ in range(300)]
+    for number, block in enumerate(blocks):
+        if number % 2:
+            kv.pool.register(block, bytes([number % 256, number // 256]))
+    kv.pool.release(blocks[:100])
+    sent: list[StepReports] = []
+    watch = StepWatch(kv, sent.append)
+    (whole,) = sent
+    assert sum(whole.blocks.used) == 200 and sum(whole.blocks.cached) == 50
+    assert whole.blocks.num_cells * whole.blocks.blocks_per_cell >= 2000 and whole.blocks.num_cells <= 512
+    now = time.monotonic()
+    for second in range(1, PARTS + 2):
+        watch.add(StepReport(second, now + second, 1, 1, 1, 1, 1, []))
+    parts = [reports.blocks for reports in sent[1:]]
+    assert len({part.start for part in parts[:-1]}) == PARTS and parts[-1].start == 0, "the parts go round"
+    assert sum(sum(part.used) for part in parts[:-1]) == 200 and sum(sum(part.cached) for part in parts[:-1]) == 50
+
+
+def test_of_many_requests_the_first_and_the_last_are_named():
+    step = Step(0, 8192)
+    for id in range(1000):
+        request = Request(id, [1] * 4, SamplingParams(max_tokens=5))
+        request.num_computed_tokens = 4 if id > 990 else 5
+        step.scheduled[request] = 4 if id > 990 else 1
+    rows = StepWatch.rows(step)
+    assert len(rows) == MAX_REQUESTS
+    assert rows[0] == (0, 1, False) and (999, 4, True) in rows
