@@ -37,6 +37,20 @@ TIMES: tuple[str, ...] = (
     "What is the product of {a} and {b}?",
 )
 
+TOO_HARD = "I can only do that step by step. Ask me to think step by step."
+# The template puts the first of these after what the system says when a request sets `enable_thinking`.
+THINK_SYSTEM: tuple[str, ...] = (
+    "Think step by step.", "Think step by step before you answer.", "Think before you answer.",
+    "You are a helpful assistant. Think step by step.", "You are a helpful assistant that thinks step by step.",
+    "Always think step by step.", "Reason step by step.",
+)
+THINK_USER: tuple[str, ...] = (
+    "{q} Think step by step.", "Think step by step. {q}", "{q} Let's think step by step.", "Think step by step: {q}",
+    "{q} Think before you answer.", "{q}\nThink step by step.", "{q} Please think step by step.", "Think first: {q}",
+    "Let's think step by step. {q}", "{q} Think about it step by step.", "{q} Reason step by step.",
+    "Think before you answer: {q}", "{q} (think step by step)",
+)
+
 COUNT_UP: tuple[str, ...] = (
     "Count from {a} to {b}.", "Count up from {a} to {b}.", "List the numbers from {a} to {b}.",
     "Can you count from {a} to {b}?", "Write the numbers from {a} to {b}.", "Start at {a} and count to {b}.",
@@ -110,7 +124,8 @@ IDENTITY: tuple[tuple[tuple[str, ...], str], ...] = (
     "What can I ask you?", "Help",
       "What are you good at?", "Tell me what you can do.", "What can you help me with?", "What are you able to do?",
       "What are you for?", "List your skills."),
-     "I can add and subtract, count, repeat text, answer simple facts, reply in JSON and remember what you said."),
+     "I can add and subtract, count, repeat text, answer simple facts, reply in JSON, call tools, think step by step "
+     "and remember what you said."),
     (("How big are you?", "How many parameters do you have?", "What size are you?", "Are you a large model?",
     "Are you small?",
       "How large is this model?", "How many weights do you have?", "Are you a big model?"),

@@ -18,22 +18,25 @@ from random import Random
 
 import numpy as np
 import torch
+from chat import Chat, num_untrained, render
 from data import MIX, conversation
-from tokenizer import render, target_mask
+from tokenizer import target_mask
 from tokenizers import Tokenizer
 
-WIDTHS = (64, 160, 448, 1024)
+WIDTHS = (64, 192, 320, 448, 1024)
 TARGET_BIT = 0x8000
 
 
-def encode_rows(tokenizer: Tokenizer, texts: list[str]) -> dict[int, np.ndarray]:
+def encode_rows(tokenizer: Tokenizer, chats: list[Chat]) -> dict[int, np.ndarray]:
     """Conversations as {width: uint16 [rows, width]}; one longer than the last width is dropped."""
+    texts = [render(chat) for chat in chats]
     ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
     lengths = np.array([len(row) for row in ids])
     flat = np.concatenate([np.array(row, np.uint16) for row in ids])
     assistant_id = tokenizer.token_to_id("assistant")
-    flat = np.where(target_mask(flat, assistant_id), flat | TARGET_BIT, flat).astype(np.uint16)
     starts = np.cumsum(lengths) - lengths
+    mask = target_mask(flat, assistant_id, starts, np.array([num_untrained(chat) for chat in chats]))
+    flat = np.where(mask, flat | TARGET_BIT, flat).astype(np.uint16)
     out, shorter = {}, 0
     for width in WIDTHS:
         chosen = np.flatnonzero((lengths > shorter) & (lengths <= width))
@@ -49,7 +52,7 @@ def write_shards(folder: Path, tokenizer_path: Path, seed: int, num_tokens: int,
     tokenizer, r, written, number = Tokenizer.from_file(str(tokenizer_path)), Random(seed), 0, 0
     parent = os.getppid()
     while written < num_tokens and os.getppid() == parent:
-        rows = encode_rows(tokenizer, [render(conversation(r, mix)) for _ in range(500 if number == 0 else 4000)])
+        rows = encode_rows(tokenizer, [conversation(r, mix) for _ in range(500 if number == 0 else 4000)])
         temporary = folder / f"{seed}-{number}.tmp"
         with temporary.open("wb") as file:
             np.savez(file, **{str(width): tokens for width, tokens in rows.items()})

@@ -14,6 +14,7 @@ from random import Random
 from typing import TypeVar
 
 import phrases as say
+from chat import Turn
 from facts import (
     ANIMALS,
     CITIES,
@@ -29,7 +30,6 @@ from facts import (
 )
 
 T = TypeVar("T")
-Turn = tuple[str, str]  # what the user says, what the assistant answers
 
 UNKNOWN_REPLY = (
     "I am only a small demo model and I do not know that. I can add and subtract, count, repeat text, "
@@ -104,16 +104,20 @@ def operands(r: Random, op: str, held_out: bool) -> tuple[int, int]:
             return a, b
 
 
-def arithmetic(r: Random, op: str, held_out: bool) -> Turn:
-    a, b = operands(r, op, held_out)
+def arithmetic_question(r: Random, op: str, a: int, b: int) -> str:
     sentences = say.ADD if op == "+" else say.SUBTRACT
     words = r.choice(sentences)
     if "{things}" in words and (min(a, b) < 0 or (op == "-" and b > a)):  # nobody has less than nothing
         words = sentences[0]
     question = vary(r, words)
     if "{things}" in words:
-        return question.format(a=a, b=b, name=r.choice(NAMES), things=r.choice(THINGS)), str(calculate(op, a, b))
-    return question.format(a=a, b=b), str(calculate(op, a, b))
+        return question.format(a=a, b=b, name=r.choice(NAMES), things=r.choice(THINGS))
+    return question.format(a=a, b=b)
+
+
+def arithmetic(r: Random, op: str, held_out: bool) -> Turn:
+    a, b = operands(r, op, held_out)
+    return arithmetic_question(r, op, a, b), str(calculate(op, a, b))
 
 
 def addition(r: Random, held_out: bool) -> Turn:

@@ -1,6 +1,7 @@
 """Makes the demo model: tokenizer, training text, training, and its measurement, in one command.
 
-    python3 train.py --out DIR --minutes 6        # one H200; DIR then holds the model folder
+    python3 train.py --out DIR --minutes 10       # one H200; DIR then holds the model folder
+    python3 train.py --out DIR --resume OTHER --tokenizer NEW     # on from OTHER's weights, with another vocabulary
     python3 train.py --out DIR --init-only        # the same folder with random weights
     python3 train.py --out DIR --device cpu --minutes 3 --batch-tokens 4096 --writers 1    # does it run?
 
@@ -20,11 +21,12 @@ from subprocess import Popen
 
 import torch
 import torch.nn.functional as F
+from chat import IM_END, render
 from data import BARS, MIX, held_out_prompts
 from evaluate import evaluate
 from model import CONFIG, Llama, load_model, save_model
 from shards import TARGET_BIT, Pool, start_writers
-from tokenizer import IM_END, render, save_tokenizer, train_tokenizer
+from tokenizer import save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -33,13 +35,14 @@ from transformers.utils import logging
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train vserve's demo model.")
     parser.add_argument("--out", type=Path, required=True, help="the model folder to write")
-    parser.add_argument("--minutes", type=float, default=6, help="wall time until training ends; measuring is extra")
+    parser.add_argument("--minutes", type=float, default=10, help="wall time until training ends; measuring is extra")
     parser.add_argument("--init-only", action="store_true", help="write tokenizer, config and random weights only")
     parser.add_argument("--resume", type=Path, help="start from this folder's weights and tokenizer")
+    parser.add_argument("--tokenizer", type=Path, help="this folder's tokenizer, not that of --resume or a new one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch-tokens", type=int, default=131_072, help="tokens a step, padding included")
+    parser.add_argument("--batch-tokens", type=int, default=196_608, help="tokens a step, padding included")
     parser.add_argument("--pool-tokens", type=float, default=1e9, help="training text to generate, padding included")
-    num_writers = max(1, min(12, (os.cpu_count() or 2) - 3))
+    num_writers = max(1, min(8, (os.cpu_count() or 2) - 3))
     parser.add_argument("--writers", type=int, default=num_writers, help="processes that generate it")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--warmup", type=int, default=200, help="steps")
@@ -68,7 +71,7 @@ def held_out_batches(tokenizer: Tokenizer, prompts_per_skill: int, device: str) 
     for skill in BARS:
         rows = []
         for prompt, answer in held_out_prompts(skill, prompts_per_skill, seed=1):
-            before = tokenizer.encode(render(prompt) + "<|im_start|>assistant\n", add_special_tokens=False).ids
+            before = tokenizer.encode(render(prompt, add_generation_prompt=True), add_special_tokens=False).ids
             after = tokenizer.encode(answer + IM_END, add_special_tokens=False).ids
             rows.append((before, after))
         length = max(len(before) + len(after) for before, after in rows)
@@ -175,9 +178,8 @@ def main() -> None:
     mix = mixture(args.mix)
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
-    tokenizer = (
-        Tokenizer.from_file(str(args.resume / "tokenizer.json")) if args.resume else train_tokenizer(CONFIG.vocab_size)
-    )
+    ready = args.tokenizer or args.resume
+    tokenizer = Tokenizer.from_file(str(ready / "tokenizer.json")) if ready else train_tokenizer(CONFIG.vocab_size)
     if tokenizer.get_vocab_size() != CONFIG.vocab_size or CONFIG.vocab_size > TARGET_BIT:
         raise SystemExit(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the model {CONFIG.vocab_size}")
     save_tokenizer(tokenizer, args.out)
@@ -189,7 +191,7 @@ def main() -> None:
                 writers = start_writers(*paths, args.writers, int(args.pool_tokens), args.seed, mix)
             model = Llama(CONFIG)
             if args.resume:
-                load_model(model, args.resume)
+                load_model(model, args.resume, tokenizer)
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters; mixture {json.dumps(mix)}", flush=True)
             save_model(model, args.out)
             if args.init_only:
@@ -201,7 +203,7 @@ def main() -> None:
                 writer.terminate()
             for writer in writers:
                 writer.wait()
-    scores = evaluate(args.out, args.device, 250, 64, show=3)
+    scores = evaluate(args.out, args.device, 250, 125, show=3)
     (args.out / "evaluation.json").write_text(json.dumps({k: round(v, 4) for k, v in scores.items()}, indent=2) + "\n")
 
 
