@@ -1,0 +1,178 @@
+"""What the container files promise, held against the code; docker/prove.sh builds and runs the image itself."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+COMPOSE = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+KUBERNETES = list(yaml.safe_load_all((ROOT / "docker" / "kubernetes.yaml").read_text()))
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(name, rest) of the Dockerfile, continued lines joined, comments left out."""
+    text = "\n".join(li for li in (ROOT / "Dockerfile").read_text().splitlines() if not li.lstrip().startswith("#"))
+    lines = [" ".join(line.split()) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return [(line.split(" ", 1)[0].upper(), line.split(" ", 1)[1]) for line in lines]
+
+
+INSTRUCTIONS = instructions()
+LAST_STAGE = INSTRUCTIONS[max(i for i, (name, _) in enumerate(INSTRUCTIONS) if name == "FROM") :]
+FINAL = {name: rest for name, rest in LAST_STAGE if name not in ("RUN", "COPY")}
+
+
+def test_stages_and_base():
+    assert INSTRUCTIONS[0] == ("ARG", "BASE_IMAGE=debian:bookworm-slim")
+    stages: list[str] = []
+    for name, rest in INSTRUCTIONS:
+        if name == "FROM":
+            base, *alias = rest.split(" AS ")
+            assert base == "${BASE_IMAGE}" or base in stages
+            stages += alias
+        if name == "COPY" and (found := re.match(r"--from=(\S+)", rest)):
+            assert found[1] in stages
+    # The base of the last stage is bare: nothing of a build stage is in it but what is copied.
+    assert LAST_STAGE[0][1] == "${BASE_IMAGE}"
+
+
+def test_what_a_reviewer_would_ask_for():
+    for name, rest in INSTRUCTIONS:
+        assert name != "ADD" and "sudo" not in rest
+        if "apt-get install" in rest:
+            assert "--no-install-recommends" in rest and "rm -rf /var/lib/apt/lists/*" in rest
+        if "install" in rest and "pip --python" in rest:
+            assert "--no-cache-dir" in rest and ("--constraint constraints.txt" in rest or "--no-deps" in rest)
+    installed = next(rest for name, rest in LAST_STAGE if name == "RUN").split("--no-install-recommends")[1]
+    packages = installed.split("&&")[0].split()
+    assert packages == ["ca-certificates", "gcc", "libc6-dev", "python3"]  # nothing else is needed at run time
+    environment = dict(word.split("=", 1) for word in shlex.split(FINAL["ENV"]))
+    assert FINAL["VOLUME"] == environment["HF_HOME"]
+    assert environment["PATH"].startswith("/opt/vserve/bin:")
+    names = [name for name, _ in LAST_STAGE]
+    assert FINAL["USER"] not in ("root", "0") and "RUN" not in names[names.index("USER") :]
+    assert f"useradd --uid 10001 --create-home {FINAL['USER']}" in str(LAST_STAGE)
+    assert FINAL["EXPOSE"] == "8000"
+
+
+def test_the_entry_point_is_the_command_that_pyproject_installs():
+    (entry,) = json.loads(FINAL["ENTRYPOINT"])
+    module, function = PROJECT["project"]["scripts"][entry].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    # Arguments after the image's name are vserve's, as `MODEL` and as `--model MODEL`.
+    from vserve.server.cli import main, serve
+    from vserve.server.cli.flags import read_flags
+
+    for words in (["/m", "--port", "1"], ["--model", "/m", "--port", "1"]):
+        engine, server = read_flags(main.command_parser("serve", serve).parse_args(words))
+        assert engine.model == "/m" and server.port == 1
+
+
+@pytest.mark.slow
+def test_the_health_check_tells_a_server_that_serves(tmp_path: Path) -> None:
+    command = json.loads(FINAL["HEALTHCHECK"].split("CMD ")[1])
+
+    def check(port: str) -> int:
+        env = {"VSERVE_PORT": port, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+        return subprocess.run(command, env=env, capture_output=True, timeout=60).returncode
+
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+
+    class Handler(BaseHTTPRequestHandler):
+        status = 200
+
+        def do_GET(self) -> None:
+            assert self.path == "/readyz"
+            self.send_response(self.status)
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    port = str(server.server_address[1])
+    assert check(port) == 0
+    Handler.status = 503
+    assert check(port) != 0
+    server.shutdown()
+    server.server_close()
+    assert check(port) != 0
+
+
+def test_probes_ask_for_routes_that_exist():
+    from vserve.server.api import health
+
+    routes = {route.path for route in health.router.routes}
+    assert "/readyz" in FINAL["HEALTHCHECK"] and "/readyz" in routes
+    for container in deployment()["containers"]:
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"]["path"] in routes
+        assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
+        assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+def deployment() -> Any:
+    (found,) = (document for document in KUBERNETES if document["kind"] == "Deployment")
+    return found["spec"]["template"]["spec"]
+
+
+def test_grace_periods_are_longer_than_the_drain():
+    from vserve.server.cli import main, serve
+    from vserve.server.cli.flags import read_flags
+    from vserve.server.config import ServerConfig
+
+    pod = deployment()
+    (container,) = pod["containers"]
+    _, server = read_flags(main.command_parser("serve", serve).parse_args(container["args"]))
+    pre_stop = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= pre_stop + server.shutdown_timeout + 5
+    liveness = container["livenessProbe"]
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] > server.hang_timeout
+    assert float(COMPOSE["vserve"]["stop_grace_period"].rstrip("s")) >= ServerConfig.shutdown_timeout + 5
+    # A service of that name would set VSERVE_PORT.
+    assert pod["enableServiceLinks"] is False and pod["securityContext"]["runAsUser"] == 10001
+
+
+def test_compose_mounts_what_is_there():
+    for service in COMPOSE.values():
+        for mount in service["volumes"]:
+            source = mount.split(":")[0]
+            if source.startswith("."):
+                assert (ROOT / "docker" / source).exists(), source
+    for name in COMPOSE["vserve"]["environment"]:
+        from vserve.server.cli.given import options
+
+        assert name == "HF_TOKEN" or name.removeprefix("VSERVE_").lower() in options()
+    provider = yaml.safe_load((ROOT / "docker/grafana/provisioning/dashboards/vserve.yaml").read_text())["providers"][0]
+    mounts = dict(mount.split(":")[:2] for mount in COMPOSE["grafana"]["volumes"])
+    assert provider["options"]["path"] in mounts.values()
+
+
+def test_the_build_gets_all_of_the_package_and_nothing_else():
+    patterns = (ROOT / ".dockerignore").read_text().split()
+    assert patterns[0] == "*"  # whatever comes to lie here later stays out
+    kept = {pattern[1:] for pattern in patterns if pattern.startswith("!")}
+    rooms = {package.split(".")[1] for package in PROJECT["tool"]["setuptools"]["packages"] if "." in package}
+    assert rooms <= kept and {"pyproject.toml", "constraints.txt", "__init__.py", PROJECT["project"]["readme"]} <= kept
+    assert all((ROOT / name).exists() for name in kept)
+    assert not any(fnmatch.fnmatch(".git", name) or name in (".venv", "tests") for name in kept)
+
+
+def test_the_proof_is_a_script_that_bash_reads():
+    script = ROOT / "docker" / "prove.sh"
+    assert script.stat().st_mode & 0o111
+    assert subprocess.run(["bash", "-n", script], timeout=60).returncode == 0
