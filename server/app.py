@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
 
 from .. import __version__
-from .api import chat, completions, models, operations
+from .admission import Admission
+from .api import (
+    chat,
+    completions,
+    control,
+    embeddings,
+    health,
+    messages,
+    models,
+    operations,
+    responses,
+    tokens,
+    ui,
+)
+from .api.answer import IGNORED_HEADER
+from .auth import Authentication, Locks
 from .config import ServerConfig
 from .errors import add_error_handlers
 from .generation import Client
+from .http_config import json_list
 from .metrics import Metrics
-from .middleware import HttpMetrics, RequestMiddleware
-from .protocol import ChatRequest, CompletionRequest
+from .middleware import BodyLimit, Cors, HttpMetrics, RequestMiddleware
+from .openapi import openapi
+from .page import load_page
+from .request_log import RequestLog
 from .state import ServerState
 from .tokenizer import TextModel
-
-REQUESTS = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+from .tracing import Tracer
 
 
 def create_app(
@@ -29,13 +44,23 @@ def create_app(
     config: ServerConfig,
     model: TextModel,
     *,
+    sources: dict[str, str] | None = None,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """The server's ASGI application. `lifespan` runs around its life, in the event loop that serves."""
-    metrics = Metrics(client, model.names[0], config.metrics_prefix)
+    """The server's ASGI application. `sources`: where those settings are from that are no defaults; `lifespan` runs
+    around its life, in the event loop that serves.
+    """
+    metrics = Metrics(client, model.names[0], config)
     http_metrics = HttpMetrics()
     metrics.registry.register(http_metrics)
-    state = ServerState(client, config, model, metrics, http_metrics)
+    request_log = RequestLog(config)
+    listeners = [request_log.finished]
+    tracer = None
+    if config.otlp_traces_endpoint is not None:
+        tracer = Tracer(config.otlp_traces_endpoint, model.names[0])
+        listeners.append(tracer.finished)
+    admission = Admission(client, config, metrics.rejected, metrics.timed_out)
+    state = ServerState(client, config, model, metrics, http_metrics, request_log, admission, sources or {})
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
@@ -46,32 +71,32 @@ def create_app(
                 async with lifespan(app):
                     yield
         finally:
+            if "grammars" in vars(state):  # some request has asked for structured output
+                await state.grammars.close()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
             state.threads.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="vserve", version=__version__, root_path=config.root_path, lifespan=run)
     app.state.server = state
-    for api in (chat, completions, models, operations):
+    for api in (chat, completions, responses, messages, embeddings, models, health, operations, tokens, control):
         app.include_router(api.router)
+    if config.ui:
+        app.include_router(ui.router)
     add_error_handlers(app)
-    app.add_middleware(RequestMiddleware, metrics=http_metrics)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    # The last one added is the outermost: a refusal, too, has an id, is counted, and may be read by browsers.
+    app.add_middleware(BodyLimit, limit=config.max_body_size)
+    pages = load_page().paths if config.ui else ()
+    if (locks := Locks(config, config.root_path, pages)).are_needed:
+        app.add_middleware(Authentication, locks=locks)
+    app.add_middleware(
+        Cors,
+        allow_origins=json_list("allowed_origins", config.allowed_origins),
+        allow_methods=json_list("allowed_methods", config.allowed_methods),
+        allow_headers=json_list("allowed_headers", config.allowed_headers),
+        allow_credentials=config.allow_credentials,
+        expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
+    )
+    app.add_middleware(RequestMiddleware, metrics=http_metrics, listeners=listeners)
+    app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document with the request bodies in it, which the handlers read themselves."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, schemas = models_json_schema(
-            [(ChatRequest, "validation"), (CompletionRequest, "validation")],
-            ref_template="#/components/schemas/{model}",
-        )
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        for path, request in REQUESTS.items():
-            reference = {"$ref": f"#/components/schemas/{request.__name__}"}
-            document["paths"][path]["post"]["requestBody"] = {
-                "required": True,
-                "content": {"application/json": {"schema": reference}},
-            }
-        app.openapi_schema = document
-    return app.openapi_schema

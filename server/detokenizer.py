@@ -48,6 +48,10 @@ class Detokenizer:
         self._pending.clear()
         return text
 
+    def interrupt(self) -> str:
+        """What is held back, before a token that is no text."""
+        return self._restart() if self._pending else ""
+
     def flush(self) -> str:
         """What is still held back; incomplete characters become U+FFFD."""
         text = self._core.decode(self._pending, skip_special_tokens=self._skip) if self._pending else ""
@@ -60,6 +64,35 @@ class Detokenizer:
         # A stream that starts with half a character would give the whole context out once more.
         self._stream = DecodeStream(ids=[] if text.endswith("\ufffd") else context, skip_special_tokens=self._skip)
         return text
+
+
+class TightDetokenizer(Detokenizer):
+    """Shows special tokens, and puts nothing between two of them, whatever the decoder would."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        super().__init__(tokenizer, prompt, skip_special_tokens=False)
+        added = self._core.get_added_tokens_decoder()
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._after_special = bool(prompt) and prompt[-1] in self._special
+
+    def feed(self, token_id: int) -> str:
+        text = super().feed(token_id)
+        special = self._special.get(token_id)
+        tight = special is not None and self._after_special
+        self._after_special = special is not None
+        return special if tight and special is not None else text
+
+
+class NoText(Detokenizer):
+    """For those who want token ids only."""
+
+    def __init__(self) -> None: ...
+
+    def feed(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 class StopStrings:

@@ -1,172 +1,175 @@
-"""The API process's end of the engine: starts it, submits requests, gives each its mailbox, and notices its death."""
+"""The API process's side of the engine: submits requests, gives each its mailbox, and starts the engine again when it
+dies."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-import os
-import socket
-import subprocess
-import sys
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
-from ..engine.config import EngineConfig, default_cpu_threads
-from ..engine.connection import Connection
+from ..engine.config import EngineConfig
 from ..engine.messages import (
     AbortRequests,
     AddRequest,
     EngineInfo,
-    EngineStart,
     EngineStats,
     Failure,
     FromEngine,
+    Heartbeat,
     Progress,
-    RequestOutput,
-    Shutdown,
     StepOutputs,
+    StepReports,
     ToEngine,
+    WatchSteps,
 )
 from ..engine.process import run_engine
 from ..engine.request import SamplingParams
+from .engine_process import EngineProcess
+from .mailbox import EngineDeadError, Mailbox
 
 logger = logging.getLogger(__name__)
 
-
-class EngineDeadError(Exception):
-    """The engine is gone; the message is the cause, in one line."""
-
-
-class Mailbox:
-    """What the engine said of one request and nobody has read yet. A slow reader finds its outputs merged."""
-
-    __slots__ = ("_error", "_output", "_waiter", "arrival", "finished", "id")
-
-    def __init__(self, id: int, arrival: float) -> None:
-        self.id = id
-        self.arrival = arrival  # time.monotonic()
-        self.finished = False  # the engine has said its last word
-        self._output: RequestOutput | None = None
-        self._error: str | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def get(self) -> RequestOutput:
-        """Waits for news. Raises EngineDeadError when none will come."""
-        while self._output is None:
-            if self._error is not None:
-                raise EngineDeadError(self._error)
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        output, self._output = self._output, None
-        return output
-
-    def put(self, output: RequestOutput) -> None:
-        self._output = output if self._output is None else merge(self._output, output)
-        self.finished = output.finish_reason is not None
-        self._notify()
-
-    def fail(self, error: str) -> None:
-        self._error = error
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two outputs of one request as one. The first one's lists are extended: a long pile-up stays linear."""
-    token_ids, logprobs = first.token_ids, first.logprobs
-    token_ids += second.token_ids
-    if logprobs is None:
-        logprobs = second.logprobs
-    else:
-        logprobs += second.logprobs or ()
-    return RequestOutput(
-        first.id,
-        token_ids,
-        second.finish_reason,
-        second.stop_reason,
-        logprobs,
-        first.num_cached_tokens if first.num_cached_tokens is not None else second.num_cached_tokens,
-        first.first_scheduled if first.first_scheduled is not None else second.first_scheduled,
-        second.error,
-    )
+RESTART_WINDOW = 600.0  # seconds in which `restarts` deaths are forgiven
+MAX_PAUSE = 8.0  # before another attempt, when the last one failed too
 
 
 class EngineClient:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, restarts: int = 0) -> None:
+        """`restarts`: how often within RESTART_WINDOW an engine that died is replaced by another."""
         self.config = config
         self.ready = False
         self.phase: Progress | None = None
-        self.dead: str | None = None  # why, once the engine is gone
+        self.down: str | None = None  # why the last engine died, until the next one is ready
+        self.dead: str | None = None  # the same, once there will be no other
+        self.stalled: float | None = None  # for so many seconds; the watchdog's word
+        self.epoch = 0  # engines started so far: what an earlier one was told, this one does not know
+        self.num_restarts = 0  # that succeeded
+        self.num_stalls = 0
+        self.num_heartbeats = 0
         self.info: EngineInfo
         self.stats = EngineStats()
         self.stats_listeners: list[Callable[[StepOutputs], None]] = []
         self.progress_listeners: list[Callable[[Progress], None]] = []
-        self.death_listeners: list[Callable[[str], None]] = []
+        self.step_listeners: list[Callable[[StepReports], None]] = []  # see watch_steps
+        self.death_listeners: list[Callable[[str], None]] = []  # called when there will be no other engine
+        self._restarts = restarts
+        self._deaths: deque[float] = deque()  # of engines that had been ready, or should have replaced one
         self._mailboxes: dict[int, Mailbox] = {}
         self._next_id = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._process: EngineProcess | None = None
+        self._task: asyncio.Task[None] | None = None  # the engine in this process
+        self._restarting: asyncio.Task[None] | None = None
         self._send: Callable[[ToEngine], None]
         self._closing = False
+        self._begun = 0.0  # time.monotonic() when this engine was started
+        self._startup_seconds = 5.0  # of the last engine that became ready
 
     async def start(self) -> None:
         """Starts the engine and returns when it can serve. Raises EngineDeadError with the cause when it cannot."""
-        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self.config.engine_in_process:
-            self._task = asyncio.create_task(self._run_in_process())
-        else:
-            await self._spawn()
-        await self._started
+        try:
+            await self._start_engine()
+        except EngineDeadError as error:
+            self.dead = str(error)
+            raise
+
+    def send(self, message: ToEngine) -> None:
+        """Raises EngineDeadError when there is nobody to send it to."""
+        if not self.ready:
+            raise EngineDeadError(self.down or "the engine is not ready")
+        self._send(message)
 
     def submit(
         self, token_ids: list[int], sampling: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
     ) -> Mailbox:
         """Sends a request. Raises EngineDeadError when there is nobody to send it to."""
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
         self._next_id += 1
         mailbox = Mailbox(self._next_id, time.monotonic())
+        self.send(AddRequest(mailbox.id, token_ids, sampling, priority, cache_salt, mailbox.arrival))
         self._mailboxes[mailbox.id] = mailbox
-        self._send(AddRequest(mailbox.id, token_ids, sampling, priority, cache_salt, mailbox.arrival))
         return mailbox
 
     def abort(self, mailboxes: Iterable[Mailbox]) -> None:
         """Idempotent; what has finished is left alone. Nothing more arrives in these mailboxes."""
         ids = [m.id for m in mailboxes if self._mailboxes.pop(m.id, None) is not None]
-        if ids and self.dead is None:
+        if ids and self.ready:
             self._send(AbortRequests(ids))
+
+    def expire(self, mailboxes: Iterable[Mailbox]) -> None:
+        """Ends them with the finish reason "abort", unless the engine has begun with one of them."""
+        if self.ready:
+            self._send(AbortRequests([mailbox.id for mailbox in mailboxes], unless_begun=True))
+
+    def fail_all(self, error: EngineDeadError) -> None:
+        """Ends every open request with `error`, at once."""
+        mailboxes, self._mailboxes = self._mailboxes, {}
+        if mailboxes and self.ready:
+            self._send(AbortRequests(list(mailboxes)))
+        for mailbox in mailboxes.values():
+            mailbox.fail(error)
+
+    def watch_steps(self, listener: Callable[[StepReports], None]) -> None:
+        """From now on `listener` gets the reports, which engines make only while there is a listener."""
+        self.step_listeners.append(listener)
+        if self.ready:  # also where others watch: the newcomer needs the whole block map
+            self._send(WatchSteps(True))
+
+    def unwatch_steps(self, listener: Callable[[StepReports], None]) -> None:
+        self.step_listeners.remove(listener)
+        if not self.step_listeners and self.ready:
+            self._send(WatchSteps(False))
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait for the engine's next word."""
+        return len(self._mailboxes)
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds after which an engine that is being restarted is likely to serve again."""
+        left = self._startup_seconds - (time.monotonic() - self._begun) if self.down is None else self._startup_seconds
+        return min(60, max(1, math.ceil(left)))
+
+    def dump_stacks(self) -> bool:
+        """Of the engine's threads, to stderr. False when it is no process that could do so now."""
+        if self._process is None or self._process.is_stopped():
+            return False
+        self._process.dump_stacks()
+        return True
+
+    def give_up_on_engine(self, cause: str) -> None:
+        """Ends an engine that hangs; what happens next is what happens after any death."""
+        if self._process is not None:
+            self._process.kill()
+        self._down(cause)
+
+    def kill(self) -> None:
+        """Ends the engine at once, for whoever leaves at once."""
+        self._closing = True
+        if self._process is not None:
+            self._process.kill()
 
     async def close(self) -> None:
         """Ends the engine. Idempotent."""
         self._closing = True
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._task
-        if self._connection is not None and self.dead is None:
-            self._send(Shutdown())
+        for task in (self._restarting, self._task):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
         if self._process is not None:
-            try:
-                await asyncio.to_thread(self._process.wait, 10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                await asyncio.to_thread(self._process.wait)
-        if self._connection is not None:
-            self._connection.close()
+            await self._process.end()
 
     # ---- the engine's messages ----
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, StepOutputs):
+            for id in message.preempted:
+                if id in self._mailboxes:
+                    self._mailboxes[id].num_preemptions += 1
             for output in message.outputs:
                 mailbox = self._mailboxes.get(output.id)
                 if mailbox is None:
@@ -177,6 +180,11 @@ class EngineClient:
             self.stats = message.stats
             for listener in self.stats_listeners:
                 listener(message)
+        elif isinstance(message, StepReports):
+            for watcher in self.step_listeners:
+                watcher(message)
+        elif isinstance(message, Heartbeat):
+            self.num_heartbeats += 1
         elif isinstance(message, Progress):
             self.phase = message
             for report in self.progress_listeners:
@@ -184,62 +192,83 @@ class EngineClient:
         elif isinstance(message, EngineInfo):
             self.info = message
             self.ready = True
-            self._started.set_result(None)
+            self.down = None
+            self._startup_seconds = time.monotonic() - self._begun
+            if self.step_listeners:  # they have seen the last engine die
+                self._send(WatchSteps(True))
+            if not self._started.done():
+                self._started.set_result(None)
         elif isinstance(message, Failure):
-            self._die(message.message)
+            self._down(message.message)
 
-    def _die(self, cause: str) -> None:
-        """Fails everything that is open, at once. The first cause is the one that counts."""
-        if self.dead is not None or self._closing:
-            return
-        self.dead = cause
-        self.ready = False
-        mailboxes, self._mailboxes = self._mailboxes, {}
-        for mailbox in mailboxes.values():
-            mailbox.fail(cause)
-        if not self._started.done():
-            self._started.set_exception(EngineDeadError(cause))
+    # ---- its life and death ----
+
+    async def _start_engine(self) -> None:
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._begun = time.monotonic()
+        self.phase = None
+        self.epoch += 1
+        if self.config.engine_in_process:
+            self._task = asyncio.create_task(self._run_in_process())
         else:
-            for listener in self.death_listeners:
-                listener(cause)
+            process = EngineProcess(
+                lambda message: self._receive(message) if process is self._process else None,
+                lambda cause: self._down(cause) if process is self._process else None,
+            )
+            self._process = process
+            try:
+                await process.start(self.config)
+            except OSError as error:
+                raise EngineDeadError(f"the engine process cannot be started: {error}") from None
+            self._send = process.send
+        await self._started
 
-    # ---- the engine as a process ----
-
-    async def _spawn(self) -> None:
-        # A socket pair has no name: nothing is left behind, whoever is killed.
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        environment = dict(os.environ)
-        if self.config.device != "cuda":
-            environment.setdefault("OMP_NUM_THREADS", str(self.config.cpu_threads or default_cpu_threads()))
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "vserve.engine.process", "--fd", str(theirs.fileno()),
-                 "--log-level", logging.getLevelName(logging.getLogger().getEffectiveLevel())],
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches this process, which then ends the other
-                stdin=subprocess.DEVNULL,
-                env=environment,
-            )  # fmt: skip
-        ours.setblocking(False)
-        self._connection = await Connection.open(ours, FromEngine, self._receive, self._lost)
-        self._send = self._connection.send
-        self._send(EngineStart(dataclasses.asdict(self.config)))
-
-    def _lost(self, error: Exception | None) -> None:
+    def _down(self, cause: str) -> None:
+        """Fails everything that is open, at once. The first cause of a death is the one that counts."""
         if self._closing or self.dead is not None:
             return
-        assert self._process is not None
-        try:
-            code = self._process.wait(timeout=1)  # the socket closes a moment before the process is gone
-        except subprocess.TimeoutExpired:
-            cause = "the engine process closed its socket"
-        else:
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-            hint = "; out of memory is the usual reason (dmesg tells)" if code == -9 else "; its last words are above"
-            cause = f"the engine process {how}{hint}"
-        self._die(cause)
+        if not self._started.done():  # whoever starts it goes on from here
+            self._started.set_exception(EngineDeadError(cause))
+        elif self.ready:
+            self.ready = False
+            self.down = cause
+            self.stalled = None
+            self.fail_all(EngineDeadError(cause))
+            if self._may_restart():
+                self._restarting = asyncio.create_task(self._restart())
 
-    # ---- the engine in this process ----
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - RESTART_WINDOW:
+            self._deaths.popleft()
+        if len(self._deaths) <= self._restarts and not self.config.engine_in_process:
+            logger.error("%s; starting it again (%d of %d)", self.down, len(self._deaths), self._restarts)
+            return True
+        if self._restarts and len(self._deaths) > self._restarts:
+            self.down = f"{self.down} ({len(self._deaths)} deaths in {RESTART_WINDOW / 60:.0f} minutes)"
+        self.dead = self.down
+        for listener in self.death_listeners:
+            listener(self.dead or "")
+        return False
+
+    async def _restart(self) -> None:
+        pause = 0.0
+        while True:
+            if self._process is not None:
+                await self._process.end()
+            await asyncio.sleep(pause)
+            pause = min(MAX_PAUSE, 2 * pause + 1)
+            try:
+                await self._start_engine()
+            except EngineDeadError as error:
+                self.down = str(error)
+                if not self._may_restart():
+                    return
+            else:
+                self.num_restarts += 1
+                logger.warning("the engine serves again after %.1f s", self._startup_seconds)
+                return
 
     async def _run_in_process(self) -> None:
         submit: Callable[[ToEngine], None] | None = None
@@ -257,4 +286,4 @@ class EngineClient:
             await run_engine(self.config, self._receive, attach)
         except Exception as error:
             logger.debug("engine failed", exc_info=error)
-            self._die(str(error) or type(error).__name__)
+            self._down(str(error) or type(error).__name__)

@@ -23,6 +23,7 @@ class EngineThread:
     def __init__(self, config: EngineConfig) -> None:
         self.client = EngineClient(config)  # for coroutines on the thread only
         self.client.progress_listeners.append(_log_phases())
+        self.closing: list[Callable[[], Coroutine[Any, Any, None]]] = []  # what else ends with the engine
         try:
             import uvloop
 
@@ -55,6 +56,8 @@ class EngineThread:
         self._thread.join(timeout=5)
 
     async def _shut_down(self) -> None:
+        for close in self.closing:
+            await close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

@@ -1,8 +1,9 @@
-"""One exception, one error body: everything that goes wrong reaches the client in OpenAI's shape."""
+"""One exception, one error body: what goes wrong reaches the client in OpenAI's shape, or in Anthropic's."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,20 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
-from .engine_client import EngineDeadError
+from .mailbox import EngineDeadError, ShuttingDownError
+
+_ANTHROPIC_PATH = re.compile(r"/v1/messages(/|$)")
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -40,8 +53,18 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+    def anthropic_body(self, request_id: str | None) -> bytes:
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.message}
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
+    def response(self, scope: Scope | None = None) -> Response:
+        """`scope`: of the request, whose path says what shape its client expects."""
+        if scope is None or not _ANTHROPIC_PATH.search(scope["path"]):
+            return Response(self.body(), self.status, self.headers, media_type="application/json")
+        request_id = scope.get("state", {}).get("request_id")
+        headers = {**self.headers, "request-id": request_id} if request_id else self.headers
+        return Response(self.anthropic_body(request_id), self.status, headers, media_type="application/json")
 
 
 class ClientDisconnected(Exception):
@@ -75,8 +98,28 @@ def context_length_exceeded(limit: int, num_prompt: int, num_output: int | None,
     return bad_request(message, param, "context_length_exceeded")
 
 
-def engine_dead(cause: str) -> ApiError:
-    return ApiError(503, f"The engine died: {cause}", type="service_unavailable_error", code="engine_dead")
+def engine_dead(cause: str, retry_after: int = 5) -> ApiError:
+    return ApiError(
+        503,
+        f"The engine died: {cause}",
+        type="service_unavailable_error",
+        code="engine_dead",
+        headers={"retry-after": str(retry_after)},
+    )
+
+
+def shutting_down() -> ApiError:
+    return ApiError(
+        503,
+        "The server is shutting down.",
+        type="service_unavailable_error",
+        code="server_shutting_down",
+        headers={"retry-after": "5", "connection": "close"},
+    )
+
+
+def unavailable(error: EngineDeadError) -> ApiError:
+    return shutting_down() if isinstance(error, ShuttingDownError) else engine_dead(str(error))
 
 
 def still_loading(phase: str) -> ApiError:
@@ -103,17 +146,18 @@ def shorten(value: Any, limit: int = 60) -> str:
 def add_error_handlers(app: FastAPI) -> None:
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(request.scope)
 
     async def dead_engine(request: Request, error: Exception) -> Response:
-        return engine_dead(str(error)).response()
+        assert isinstance(error, EngineDeadError)
+        return unavailable(error).response(request.scope)
 
     async def disconnected(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path = request.url.path
+        path = request.scope["path"]  # request.url is made of the Host header too
         code = None
         if error.status_code == 404:
             message, code = f"Unknown path {shorten(path)}.", "unknown_url"
@@ -124,13 +168,13 @@ def add_error_handlers(app: FastAPI) -> None:
             message, code = f"{request.method} is not allowed for {shorten(path)}; use {allowed}.", "method_not_allowed"
         else:
             message = str(error.detail)
-        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+        return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.scope)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:]) or None
-        return bad_request(f"Invalid value for '{param}': {first['msg']}.", param).response()
+        return bad_request(f"Invalid value for '{param}': {first['msg']}.", param).response(request.scope)
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(EngineDeadError, dead_engine)

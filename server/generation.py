@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive
 
-from ..engine.messages import EngineInfo, EngineStats, Progress, RequestOutput
+from ..engine.config import EngineConfig
+from ..engine.messages import EngineInfo, EngineStats, Progress, RequestOutput, StepReports, ToEngine
 from ..engine.plan import TokenLogprobs
 from ..engine.request import SamplingParams
-from .detokenizer import Detokenizer, StopStrings
+from .choice import Choice, Delta, MailboxLike, Prompt, TextOptions
 from .errors import ApiError, ClientDisconnected
+from .logprobs import PromptReport
 from .metrics import Metrics
-from .sampling import Prompt
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")
-
-
-class MailboxLike(Protocol):
-    async def get(self) -> RequestOutput: ...
+Describe = Callable[[Prompt, list[TokenLogprobs]], Awaitable[PromptReport]]
+PLAIN = TextOptions()
 
 
 class Client(Protocol):
     """What the server needs of EngineClient."""
 
+    config: EngineConfig
     info: EngineInfo
     ready: bool
     phase: Progress | None
+    down: str | None
     dead: str | None
+    stalled: float | None
+    epoch: int
+    num_restarts: int
+    num_stalls: int
     stats: EngineStats
     stats_listeners: list[Any]
 
@@ -41,88 +46,16 @@ class Client(Protocol):
 
     def abort(self, mailboxes: Iterable[Any]) -> None: ...
 
+    def send(self, message: ToEngine) -> None: ...
 
-class Delta(NamedTuple):
-    """What one engine output adds to a choice."""
+    def expire(self, mailboxes: Iterable[Any]) -> None: ...
 
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None  # one a token, when asked
-    offsets: list[int] | None  # where each token's text begins in the choice's text, with logprobs
-    finish_reason: str | None = None  # with the choice's last delta
+    def watch_steps(self, listener: Callable[[StepReports], None]) -> None: ...
 
+    def unwatch_steps(self, listener: Callable[[StepReports], None]) -> None: ...
 
-class Choice:
-    """One answer in the making: one engine request, its text and its clock."""
-
-    __slots__ = (
-        "_detokenizer", "_include_stop", "_min_tokens", "_num_chars", "_stops", "_wants_offsets", "finish_reason",
-        "first_scheduled", "first_token", "index", "last_token", "mailbox", "num_cached_tokens", "num_tokens",
-        "prompt", "stop_reason", "submitted",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        index: int,
-        prompt: Prompt,
-        mailbox: MailboxLike,
-        detokenizer: Detokenizer,
-        stops: StopStrings | None,
-        include_stop: bool,
-    ) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.mailbox = mailbox
-        self.num_tokens = 0
-        self.num_cached_tokens = 0
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        # time.monotonic(), the clock that the engine stamps with too
-        self.submitted = time.monotonic()
-        self.first_scheduled: float | None = None
-        self.first_token: float | None = None
-        self.last_token: float | None = None
-        self._detokenizer = detokenizer
-        self._stops = stops
-        self._include_stop = include_stop
-        self._min_tokens = prompt.sampling.min_tokens
-        self._wants_offsets = prompt.sampling.logprobs is not None
-        self._num_chars = 0
-
-    def feed(self, output: RequestOutput) -> Delta:
-        """Token by token, so that a stop string ends the choice at the same token however outputs were merged."""
-        token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish_reason
-        offsets: list[int] | None = [] if self._wants_offsets else None
-        # The token that ended the answer is not part of its text.
-        num_visible = len(token_ids) - 1 if finish == "stop" and not self._include_stop else len(token_ids)
-        text = ""
-        for position, token_id in enumerate(token_ids):
-            if offsets is not None:
-                offsets.append(self._num_chars)
-            self.num_tokens += 1
-            piece = self._detokenizer.feed(token_id) if position < num_visible else ""
-            if piece:
-                text += self._release(piece)
-                if self.finish_reason is not None:
-                    used = position + 1
-                    return Delta(text, token_ids[:used], logprobs and logprobs[:used], offsets, "stop")
-        if finish is not None:
-            text += self._release(self._detokenizer.flush())
-            if self.finish_reason is None:
-                if self._stops is not None:
-                    text += self._stops.flush()
-                self.finish_reason, self.stop_reason = finish, output.stop_reason
-        return Delta(text, token_ids, logprobs, offsets, self.finish_reason)
-
-    def _release(self, piece: str) -> str:
-        """What of the text so far may go out; finishes the choice when it completes a stop string."""
-        self._num_chars += len(piece)
-        if self._stops is None:
-            return piece
-        piece = self._stops.push(piece, armed=self.num_tokens > self._min_tokens)
-        if self._stops.matched is not None:
-            self.finish_reason, self.stop_reason = "stop", self._stops.matched
-        return piece
+    @property
+    def retry_after(self) -> int: ...
 
 
 class Generation:
@@ -137,41 +70,56 @@ class Generation:
         *,
         arrival: float,
         n: int = 1,
-        stops: Sequence[str] = (),
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
+        text: TextOptions = PLAIN,
         priority: int = 0,
         cache_salt: str | None = None,
+        describe: Describe | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
-        """Submits prompts × n requests; choice i of prompt p has index p · n + i. Raises EngineDeadError."""
+        """Submits prompts × n requests; choice i of prompt p has index p · n + i. Raises EngineDeadError.
+
+        `describe`: what to make of the log-probabilities of a prompt, where they were asked for; `on_close` is called
+        when nothing of this is open any more, also when this raises.
+        """
         self.prompts = prompts
         self.n = n
         self.arrival = arrival
         self.choices: list[Choice] = []
+        self.reports: list[PromptReport | None] = [None] * len(prompts)
+        self.is_read = text.read is not None  # deltas have parts
         self._client = client
         self._metrics = metrics
+        self._describe = describe
+        self._described = [asyncio.Event() for _ in prompts] if describe is not None else []
+        self._on_close = on_close
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
+        self._cancelled = False
         self._unfinished = [n] * len(prompts)  # choices of each prompt
+        self.abort_reason = "disconnect"  # why close() would abort what is unfinished
+        self.on_abort: Callable[[], ApiError] | None = None  # what to answer when the engine aborts a choice
         try:
             for prompt in prompts:
                 for i in range(n):
                     mailbox = client.submit(
                         prompt.token_ids, prompt.sampling_of(i), priority=priority, cache_salt=cache_salt
                     )
-                    detokenizer = Detokenizer(tokenizer, prompt.token_ids, skip_special_tokens)
-                    stop_strings = StopStrings(stops, include_stop) if stops else None
-                    self.choices.append(
-                        Choice(len(self.choices), prompt, mailbox, detokenizer, stop_strings, include_stop)
-                    )
+                    self.choices.append(text.choice(len(self.choices), prompt, mailbox, tokenizer))
         except BaseException:
             self.close()
             raise
+
+    @property
+    def describes(self) -> bool:
+        """Whether `reports` get filled, each before the first delta of its choices comes out."""
+        return self._describe is not None
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """What the engine says, as it comes, until every choice is finished. Raises ApiError and EngineDeadError."""
         if len(self.choices) == 1:
             (choice,) = self.choices
+            if self._describe is not None:
+                yield choice, await self._opening(choice)
             while choice.finish_reason is None:
                 yield choice, self._feed(choice, await choice.mailbox.get())
             return
@@ -188,17 +136,39 @@ class Generation:
 
     async def _pump(self, choice: Choice, queue: asyncio.Queue[Any]) -> None:
         try:
+            if self._describe is not None:
+                await queue.put((choice, await self._opening(choice)))
             while choice.finish_reason is None:
                 await queue.put((choice, self._feed(choice, await choice.mailbox.get())))
         except Exception as error:
             await queue.put(error)
 
+    async def _opening(self, choice: Choice) -> Delta:
+        """What a choice says first, once its prompt is described: the first choice of a prompt brings what it takes."""
+        assert self._describe is not None
+        prompt = choice.index // self.n
+        if choice.index % self.n:
+            await self._described[prompt].wait()
+            return self._feed(choice, await choice.mailbox.get())
+        output = await choice.mailbox.get()
+        if output.prompt_logprobs is not None:
+            self.reports[prompt] = await self._describe(choice.prompt, output.prompt_logprobs)
+        delta = self._feed(choice, output)
+        self._described[prompt].set()
+        return delta
+
     def _feed(self, choice: Choice, output: RequestOutput) -> Delta:
         if output.finish_reason == "error":
+            self.abort_reason = "error"  # of one choice; the others have no reader any more
             self._finish(choice, "error")
             raise ApiError(500, f"The engine failed on this request: {output.error}.", type="server_error")
         if output.finish_reason == "abort":
+            if self._cancelled:
+                return self._end_cancelled(choice, output)
+            self.abort_reason = "error" if self.on_abort is None else "timeout"
             self._finish(choice, "abort")
+            if self.on_abort is not None:
+                raise self.on_abort()
             raise ApiError(503, "The engine aborted this request.", type="service_unavailable_error")
         now = time.monotonic()
         delta = choice.feed(output)
@@ -217,23 +187,47 @@ class Generation:
             self._finish(choice, choice.finish_reason)
         return delta
 
+    def cancel(self) -> None:
+        """Ends every open choice for whoever reads them: finish reason "stop", stop reason "abort". Idempotent."""
+        self._cancelled = True
+        self.abort_reason = "cancel"
+        mailboxes = [choice.mailbox for choice in self.choices if choice.finish_reason is None]
+        self._client.abort(mailboxes)
+        for mailbox in mailboxes:
+            mailbox.put(RequestOutput(0, [], "abort"))
+
+    def _end_cancelled(self, choice: Choice, output: RequestOutput) -> Delta:
+        delta = choice.feed(output)
+        self._metrics.generation_tokens += len(delta.token_ids)
+        if choice.finish_reason == "abort":
+            choice.stop_reason = "abort"
+        self._finish(choice, choice.finish_reason or "abort")
+        choice.finish_reason = "stop"
+        return delta._replace(finish_reason="stop")
+
     def _finish(self, choice: Choice, reason: str) -> None:
         choice.finish_reason = reason
         self._unfinished[choice.index // self.n] -= 1
         self._metrics.finished(self, choice, last_of_prompt=self._unfinished[choice.index // self.n] == 0)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         """Aborts what is unfinished. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        if self._on_close is not None:
+            self._on_close()
         for task in self._tasks:
             task.cancel()
         open_choices = [choice for choice in self.choices if choice.finish_reason is None]
         if open_choices:
             self._client.abort([choice.mailbox for choice in open_choices])
             for choice in open_choices:
-                self._finish(choice, "abort" if self._client.dead is None else "error")
+                self._finish(choice, "abort" if self._client.ready else "error")
 
     def usage(self) -> dict[str, Any]:
         num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
@@ -245,7 +239,7 @@ class Generation:
             "total_tokens": num_prompt + num_output,
             "completion_tokens": num_output,
             "prompt_tokens_details": {"cached_tokens": num_cached},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": sum(c.num_reasoning_tokens for c in self.choices)},
         }
 
 

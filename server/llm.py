@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import difflib
 import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 from ..engine.config import ConfigError, EngineConfig
 from ..engine.messages import EngineInfo
 from ..engine.plan import TokenLogprobs
+from .choice import Choice, Prompt, TextOptions
 from .config import ServerConfig
-from .detokenizer import Detokenizer, StopStrings
+from .embedding import embed_all, resolve_embeddings
 from .engine_client import Mailbox
 from .engine_thread import EngineThread
 from .errors import ApiError
-from .generation import Choice
-from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from .protocol import ChatRequest
-from .sampling import Prompt, resolve
-from .sampling_params import SamplingParams, validate
-from .tokenizer import TextModel, Tokenizer, load_text_model
+from .outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestMetrics, RequestOutput
+from .progress_bar import Progress, progress_bar
+from .prompt_like import PromptLike, tokenised
+from .protocol import ChatRequest, CompletionRequest
+from .sampling import resolve, text_options
+from .sampling_params import PoolingParams, SamplingParams, validate
+from .tokenizer import TextModel, load_text_model
+from .tools import definitions
+
+if TYPE_CHECKING:
+    from .constraint import Constraint
+    from .grammar import GrammarService
 
 logger = logging.getLogger(__name__)
 
-PromptLike = str | list[int] | Mapping[str, Any]  # a mapping has "prompt" or "prompt_token_ids"
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -38,10 +44,17 @@ class LLM:
     """A model in an engine process of its own. Use as a context manager, or call `close`, to end that process early."""
 
     def __init__(
-        self, model: str, *, tokenizer: str | None = None, chat_template: str | None = None, **engine_options: Any
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
+        pooling: str = "auto",
+        **engine_options: Any,
     ) -> None:
-        """`model`: folder or hub name; `chat_template`: file with a Jinja template; `engine_options`: as the flags of
-        `vserve serve`, with underscores (`max_model_len=4096`, `engine_in_process=True`).
+        """`model`: folder or hub name; `chat_template`: file with a Jinja template; `pooling`: what `embed` does, auto,
+        last, mean or cls; `engine_options`: as the flags of `vserve serve`, with underscores
+        (`max_model_len=4096`, `engine_in_process=True`).
 
         Raises ConfigError (a ValueError) for options that cannot work, EngineDeadError with the cause when the engine
         does not start.
@@ -57,7 +70,7 @@ class LLM:
         self._finalizer = weakref.finalize(self, self._engine.close)  # when collected, or when the interpreter ends
         try:
             starting = self._engine.begin(self._engine.client.start())
-            text = ServerConfig(tokenizer=tokenizer, chat_template=chat_template)
+            text = ServerConfig(tokenizer=tokenizer, chat_template=chat_template, pooling=pooling)
             self.model: TextModel = load_text_model(model, text, config.revision)
             starting()
         except BaseException:
@@ -83,11 +96,28 @@ class LLM:
         makes one. Raises ValueError before anything is submitted; a request that fails in the engine does not end the
         others: its answer has the finish reason "error".
         """
-        parsed = [_parse_prompt(prompt, i) for i, prompt in enumerate(_as_list(prompts))]
-        texts = [text for text, token_ids in parsed if token_ids is None and text is not None]
-        encoded = iter(self.model.tokenizer.core.encode_batch_fast(texts, add_special_tokens=True))
-        pairs = [(text, next(encoded).ids if token_ids is None else token_ids) for text, token_ids in parsed]
-        return self._run(pairs, sampling_params, use_tqdm)
+        return self._run(tokenised(prompts, self.model.tokenizer), sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding of each prompt, in their order; see `generate`.
+
+        Raises ValueError before anything is submitted, RuntimeError when the engine fails on a prompt.
+        """
+        self._check_open()
+        inputs = [token_ids for _, token_ids in tokenised(prompts, self.model.tokenizer)]
+        try:
+            resolved = resolve_embeddings((pooling_params or PoolingParams()).request(), inputs, self.model, self.info)
+        except ApiError as error:
+            raise ValueError(error.message) from None
+        ids = [str(next(self._request_ids)) for _ in resolved]
+        with progress_bar(use_tqdm, len(resolved)) as bar:
+            return self._engine.begin(embed_all(self._engine.client, resolved, ids, Progress(bar)))()
 
     def chat(
         self,
@@ -99,20 +129,23 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several; see `generate`. `chat_template`: Jinja text instead of the model's."""
+        """Answers one conversation or several; see `generate`. `chat_template`: Jinja text instead of the model's;
+        `tools`: what the template offers. Calls and reasoning stay text."""
         if not messages:
             raise ValueError("'messages' must not be empty.")
         several = not isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Messages], messages if several else [messages])
         tokenizer = self.model.tokenizer
         if chat_template is not None:
-            tokenizer = Tokenizer(tokenizer.hf, chat_template)
+            tokenizer = tokenizer.with_template(chat_template)
         options = dict(chat_template_kwargs or {})
         pairs = []
         try:
             tokenizer.check_template_kwargs(options)
             options["continue_final_message"] = continue_final_message
+            options["tools"] = definitions(tools)
             options["add_generation_prompt"] = add_generation_prompt and not continue_final_message
             for conversation in conversations:
                 request = validate(ChatRequest, {"messages": [dict(message) for message in conversation]})
@@ -144,6 +177,10 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("this LLM is closed: make another")
+
     # ---- one call of generate ----
 
     def _run(
@@ -152,8 +189,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
-        if not self._finalizer.alive:
-            raise RuntimeError("this LLM is closed: make another")
+        self._check_open()
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
@@ -164,23 +200,29 @@ class LLM:
                 raise ValueError(
                     f"{len(params)} sampling_params for {len(prompts)} prompts: give one for all, or one each"
                 )
-        resolved = self._resolve([token_ids for _, token_ids in prompts], params)
+        requests = self._requests(params)
+        resolved = self._resolve([token_ids for _, token_ids in prompts], requests)
         outputs = [
             RequestOutput(
                 str(next(self._request_ids)), text, token_ids, [CompletionOutput(index) for index in range(one.n or 1)]
             )
             for (text, token_ids), one in zip(prompts, params, strict=True)
         ]
-        with _progress_bar(use_tqdm, len(outputs)) as bar:
-            self._engine.begin(self._generate(resolved, params, outputs, _Progress(bar)))()
+        with progress_bar(use_tqdm, len(outputs)) as bar:
+            texts = [_text_options(request, one) for request, one in zip(requests, params, strict=True)]
+            constraints = [request.constraint for request in requests]
+            self._engine.begin(self._generate(resolved, texts, constraints, outputs, Progress(bar)))()
         return outputs
 
-    def _resolve(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Prompt]:
-        """Raises ValueError."""
+    def _requests(self, params: Sequence[SamplingParams]) -> list[CompletionRequest]:
+        """As a server would get them; those who share parameters share the request. Raises ValueError."""
         requests = {id(one): one.request() for one in params}
+        return [requests[id(one)] for one in params]
+
+    def _resolve(self, prompts: Sequence[list[int]], requests: Sequence[CompletionRequest]) -> list[Prompt]:
+        """Raises ValueError."""
         resolved = []
-        for i, (token_ids, one) in enumerate(zip(prompts, params, strict=True)):
-            request = requests[id(one)]
+        for i, (token_ids, request) in enumerate(zip(prompts, requests, strict=True)):
             left = self.info.max_model_len - len(token_ids)
             if request.max_tokens is not None and 0 < left < request.max_tokens:
                 # One setting for prompts of many lengths: the context ends those that reach it.
@@ -194,18 +236,24 @@ class LLM:
     async def _generate(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        texts: Sequence[TextOptions],
+        constraints: Sequence[tuple[str, Constraint] | None],
         outputs: Sequence[RequestOutput],
-        progress: _Progress,
+        progress: Progress,
     ) -> None:
         """On the engine's thread. Fills `outputs`; whatever is unfinished when it ends is aborted."""
         answers: list[tuple[RequestOutput, CompletionOutput, Choice]] = []
         tasks: list[asyncio.Task[None]] = []
+        keys: list[str] = []  # of the grammars in use
         try:
-            for prompt, one, output in zip(prompts, params, outputs, strict=True):
+            prompts = [
+                await self._constrained(i, prompt, constraint, keys)
+                for i, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True))
+            ]
+            for prompt, text, output in zip(prompts, texts, outputs, strict=True):
                 output.metrics = RequestMetrics(time.monotonic())
                 for completion in output.outputs:
-                    answers.append((output, completion, self._submit(prompt, one, completion.index)))
+                    answers.append((output, completion, self._submit(prompt, text, completion.index)))
             tasks += [asyncio.create_task(self._complete(*answer, progress)) for answer in answers]
             await asyncio.gather(*tasks)
         finally:
@@ -213,20 +261,35 @@ class LLM:
                 task.cancel()
             unfinished = [choice.mailbox for _, _, choice in answers if choice.finish_reason is None]
             self._engine.client.abort(cast(list[Mailbox], unfinished))
+            for key in keys:
+                self._grammars.release(key)
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, index: int) -> Choice:
+    async def _constrained(
+        self, index: int, prompt: Prompt, constraint: tuple[str, Constraint] | None, keys: list[str]
+    ) -> Prompt:
+        """The prompt with its grammar, whose key is added to `keys`. Raises ValueError."""
+        if constraint is None:
+            return prompt
+        try:
+            keys.append(await self._grammars.acquire(constraint[1], constraint[0]))
+        except ApiError as error:
+            raise ValueError(f"prompt {index}: {error.message}") from None
+        return prompt.with_grammar(keys[-1])
+
+    @cached_property
+    def _grammars(self) -> GrammarService:
+        from .grammar import GrammarService
+
+        service = GrammarService(self._engine.client, self.model)
+        self._engine.closing.append(service.close)
+        return service
+
+    def _submit(self, prompt: Prompt, text: TextOptions, index: int) -> Choice:
         mailbox = self._engine.client.submit(prompt.token_ids, prompt.sampling_of(index))
-        tokenizer = self.model.tokenizer
-        if params.detokenize is False:
-            detokenizer = cast(Detokenizer, _NoText())
-        else:
-            detokenizer = Detokenizer(tokenizer, prompt.token_ids, params.skip_special_tokens is not False)
-        stops = [params.stop] if isinstance(params.stop, str) else params.stop
-        include = bool(params.include_stop_str_in_output)
-        return Choice(index, prompt, mailbox, detokenizer, StopStrings(stops, include) if stops else None, include)
+        return text.choice(index, prompt, mailbox, self.model.tokenizer)
 
     async def _complete(
-        self, output: RequestOutput, completion: CompletionOutput, choice: Choice, progress: _Progress
+        self, output: RequestOutput, completion: CompletionOutput, choice: Choice, progress: Progress
     ) -> None:
         texts: list[str] = []
         logprobs: list[TokenLogprobs] = []
@@ -238,6 +301,9 @@ class LLM:
                 choice.finish_reason, choice.stop_reason = "error", message.error or "the engine aborted this request"
                 logger.error("request %s failed: %s", output.request_id, choice.stop_reason)
                 break
+            if message.prompt_logprobs is not None:
+                told = self._logprobs(output.prompt_token_ids[1:], message.prompt_logprobs)
+                output.prompt_logprobs = [None, *told]
             delta = choice.feed(message)
             texts.append(delta.text)
             completion.token_ids += delta.token_ids
@@ -258,7 +324,8 @@ class LLM:
             completion.cumulative_logprob = sum(at.logprob for at in logprobs)
         if all(each.finished for each in output.outputs):
             output.finished = True
-            progress.finished(output)
+            num_output = sum(len(each.token_ids) for each in output.outputs)
+            progress.finished(len(output.prompt_token_ids), num_output)
 
     def _logprobs(self, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> list[dict[int, Logprob]]:
         def text(token_id: int) -> str:
@@ -273,68 +340,5 @@ class LLM:
         return table
 
 
-class _NoText:
-    """A Detokenizer for those who want token ids only."""
-
-    def feed(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
-class _Progress:
-    """The bar and the rates beside it."""
-
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-        self._start = time.monotonic()
-        self._num_input = self._num_output = 0
-
-    def finished(self, output: RequestOutput) -> None:
-        if self._bar is None:
-            return
-        self._num_input += len(output.prompt_token_ids)
-        self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
-        seconds = max(time.monotonic() - self._start, 1e-9)
-        self._bar.set_postfix_str(
-            f"input {self._num_input / seconds:.1f} tok/s, output {self._num_output / seconds:.1f} tok/s", refresh=False
-        )
-        self._bar.update(1)
-
-
-@contextlib.contextmanager
-def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Any]:
-    if not use_tqdm or not total:
-        yield None
-        return
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    make = use_tqdm if callable(use_tqdm) else tqdm
-    with make(total=total, desc="Processed prompts", dynamic_ncols=True) as bar:
-        yield bar
-
-
-def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    """One prompt is a list of one; token ids are one prompt."""
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-        return [cast(PromptLike, prompts)]
-    return list(cast(Sequence[PromptLike], prompts))
-
-
-def _parse_prompt(prompt: PromptLike, index: int) -> tuple[str | None, list[int] | None]:
-    """(text, token ids); where there are ids, they count. Raises ValueError."""
-    text: Any = None
-    token_ids: Any = None
-    if isinstance(prompt, Mapping):
-        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
-            raise ValueError(f"prompt {index}: {min(unknown)!r} is not supported; give prompt or prompt_token_ids")
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    elif isinstance(prompt, str):
-        text = prompt
-    else:
-        token_ids = list(prompt) if isinstance(prompt, Sequence) else prompt
-    valid_ids = isinstance(token_ids, list) and all(type(token) is int for token in token_ids)
-    if not (valid_ids if token_ids is not None else isinstance(text, str)):
-        raise ValueError(f"prompt {index} is neither a string nor a list of token ids.")
-    return text, token_ids
+def _text_options(request: CompletionRequest, params: SamplingParams) -> TextOptions:
+    return dataclasses.replace(text_options(request), detokenize=params.detokenize is not False)

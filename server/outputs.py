@@ -31,6 +31,22 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    finished: bool = True
+
+
+@dataclass(slots=True)
 class RequestMetrics:
     """time.monotonic() of the first answer's events; None = did not happen."""
 
@@ -51,6 +67,6 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one a token, the first one None
     lora_request: None = None
     kv_transfer_params: None = None

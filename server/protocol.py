@@ -2,76 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-import msgspec
-from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from typing_extensions import TypedDict
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from .errors import ApiError, bad_request, shorten, unsupported
+from . import conversation, fields, structured, tools
+from .constraint import Constraint
+from .conversation import Message
+from .errors import bad_request, unsupported
+from .tools import ToolChoice, ToolDefinition, ToolUse
 
-MAX_PROMPTS = 1024  # in one completions request
 MAX_CHOICES = 16_384  # prompts times n
-MAX_STOPS = 128
-MAX_STOP_LENGTH = 1024  # characters; the tail of every stream is held back by the longest one
-MAX_TOKEN_ENTRIES = 4096  # in stop_token_ids and logit_bias
 MAX_SEED = 2**63 - 1
+MAX_PATTERN = 256  # tokens of a repeated pattern: each possible length costs a comparison a token
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: accepted, none is added
+    include_usage: bool | None = Field(None, description="one more chunk with the usage, before the end")
+    continuous_usage_stats: bool | None = Field(None, description="the usage so far in every chunk")
+    include_obfuscation: bool | None = Field(None, description="accepted; no padding is added")
 
 
-class TextPart(TypedDict):
-    type: Literal["text"]
-    text: str
+class RepetitionDetection(BaseModel):
+    """Ends an answer whose last tokens are one pattern over and over."""
 
-
-class Message(TypedDict, total=False):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str
-    reasoning: str
-    reasoning_content: str
+    model_config = ConfigDict(strict=True, extra="forbid")
+    max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN, description="tokens of the longest pattern; 0: off")
+    min_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN, description="tokens of the shortest pattern")
+    min_count: int = Field(0, ge=0, le=2**31 - 1, description="how often in a row ends the answer; at least 2")
 
 
 # Names of what is not built, with the values that ask for nothing. Anything else is refused.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
+    "best_of": (1,),  # and n
+    "early_stopping": (False,),
     "function_call": ("none",),
     "functions": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
+    "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "repetition_detection": (),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none",),
     "tools": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
+GUIDED = frozenset((*(f"guided_{kind}" for kind in structured.KINDS), "guided_whitespace_pattern"))
 
 
 class GenerationRequest(BaseModel):
@@ -79,82 +61,104 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    model: str | None = None
-    stream: bool | None = None
+    model: str | None = Field(None, description="a name that the server serves; where it is missing, the first one")
+    stream: bool | None = Field(None, description="answer as server-sent events")
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, max_length=1024)  # the client's own label
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)  # -1 and 0: off
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    logit_bias: dict[int, float] | None = None
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)  # lower runs sooner
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    return_token_ids: bool | None = None
+    user: str | None = Field(None, max_length=1024, description="the client's own label")
+    request_id: str | None = Field(
+        None, min_length=1, max_length=1024, description="becomes part of the answer's id; the header X-Request-Id wins"
+    )
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="how many answers")
+    max_tokens: int | None = Field(None, ge=1, description="most tokens to generate")
+    min_tokens: int | None = Field(None, ge=0, description="no end before so many tokens")
+    temperature: float | None = Field(None, ge=0, le=2, description="0: the most likely token each time")
+    top_p: float | None = Field(None, gt=0, le=1, description="sample from the likeliest tokens of this total weight")
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="sample from so many tokens; -1 and 0: off")
+    min_p: float | None = Field(None, ge=0, le=1, description="least probability, as a share of the likeliest token's")
+    repetition_penalty: float | None = Field(None, gt=0, description="above 1: prompt and output repeat less")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="off the logit of what the output has")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="the same, once for each time")
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="the same request gives the same answer")
+    logit_bias: dict[int, float] | None = Field(None, description="added to the logits of these token ids, -100 to 100")
+    allowed_token_ids: list[int] | None = Field(None, description="no other token is sampled")
+    bad_words: list[str] | None = Field(None, description="text that is not generated")
+    stop: list[str] | None = Field(None, description="text that ends the answer")
+    stop_token_ids: list[int] | None = Field(None, description="tokens that end the answer")
+    include_stop_str_in_output: bool | None = Field(None, description="leave what ended the answer in its text")
+    ignore_eos: bool | None = Field(None, description="go on after the model's end of text")
+    skip_special_tokens: bool | None = Field(None, description="leave special tokens out of the text (default true)")
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="where special tokens are shown, keep the decoder's spaces between them (default true)"
+    )
+    add_special_tokens: bool | None = Field(None, description="tokenise with the tokenizer's special tokens")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="keep the last tokens of the prompt; -1: as many as leave room for max_tokens"
+    )
+    repetition_detection: RepetitionDetection | None = None
+    prompt_logprobs: int | None = Field(
+        None, ge=0, description="log-probabilities of the prompt's tokens, with so many of the likeliest ones"
+    )
+    echo: bool | None = Field(None, description="begin with the prompt; in chat with the message that is continued")
+    return_token_ids: bool | None = Field(None, description="the ids of prompt and output beside their text")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="log-probabilities name tokens as token_id:7, which is never ambiguous"
+    )
+    response_format: structured.ResponseFormat | None = Field(None, description="JSON, or what a JSON schema allows")
+    structured_outputs: structured.StructuredOutputs | None = Field(None, description="the form of the output")
+    guided_json: Any = Field(None, description="older name of structured_outputs.json")
+    guided_regex: Any = Field(None, description="older name of structured_outputs.regex")
+    guided_choice: Any = Field(None, description="older name of structured_outputs.choice")
+    guided_grammar: Any = Field(None, description="older name of structured_outputs.grammar")
+    guided_json_object: Any = Field(None, description="older name of structured_outputs.json_object")
+    guided_structural_tag: Any = Field(None, description="older name of structured_outputs.structural_tag")
+    guided_whitespace_pattern: Any = Field(None, description="older name of structured_outputs.whitespace_pattern")
+    guided_decoding_backend: Any = Field(None, description="ignored: the server chooses for each request")
+    priority: int | None = Field(
+        None, ge=-(2**31), le=2**31 - 1, description="lower runs sooner, with --scheduling-policy priority"
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024, description="cached prefixes are shared only where this is equal"
+    )
+    _constraint: tuple[str, Constraint] | None = PrivateAttr(None)
 
     @field_validator("stop", mode="plain", json_schema_input_type=str | list[str] | None)
     @classmethod
     def _stop(cls, value: Any) -> list[str] | None:
-        if value is None:
-            return None
-        stops = [value] if isinstance(value, str) else value
-        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-            raise bad_request("'stop' must be a string or a list of strings.", "stop", "invalid_type")
-        if len(stops) > MAX_STOPS:
-            raise bad_request(f"'stop' has {len(stops)} strings; at most {MAX_STOPS} are allowed.", "stop")
-        if "" in stops:
-            raise bad_request("'stop' must not contain an empty string.", "stop")
-        if (longest := max(map(len, stops), default=0)) > MAX_STOP_LENGTH:
-            raise bad_request(
-                f"'stop' has a string of {longest} characters; at most {MAX_STOP_LENGTH} are allowed.", "stop"
-            )
-        return stops
+        return fields.stop_strings(value)
+
+    @field_validator("bad_words", mode="plain", json_schema_input_type=list[str] | None)
+    @classmethod
+    def _bad_words(cls, value: Any) -> list[str] | None:
+        return fields.bad_words(value)
 
     @field_validator("stop_token_ids", mode="plain", json_schema_input_type=list[int] | None)
     @classmethod
     def _stop_token_ids(cls, value: Any) -> list[int] | None:
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(type(token) is int for token in value):
-            raise bad_request("'stop_token_ids' must be a list of token ids.", "stop_token_ids", "invalid_type")
-        if len(value) > MAX_TOKEN_ENTRIES:
-            raise bad_request(
-                f"'stop_token_ids' has {len(value)} entries; at most {MAX_TOKEN_ENTRIES} are allowed.", "stop_token_ids"
-            )
-        return value
+        return fields.token_ids(value, "stop_token_ids")
+
+    @field_validator("allowed_token_ids", mode="plain", json_schema_input_type=list[int] | None)
+    @classmethod
+    def _allowed_token_ids(cls, value: Any) -> list[int] | None:
+        ids = fields.token_ids(value, "allowed_token_ids", fields.MAX_ALLOWED_TOKENS)
+        if ids == []:
+            raise bad_request("'allowed_token_ids' must not be empty.", "allowed_token_ids", "empty_array")
+        return ids
 
     @field_validator("logit_bias", mode="plain", json_schema_input_type=dict[str, float] | None)
     @classmethod
     def _logit_bias(cls, value: Any) -> dict[int, float] | None:
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise bad_request("'logit_bias' must be an object of token ids and numbers.", "logit_bias", "invalid_type")
-        if len(value) > MAX_TOKEN_ENTRIES:
-            raise bad_request(
-                f"'logit_bias' has {len(value)} entries; at most {MAX_TOKEN_ENTRIES} are allowed.", "logit_bias"
-            )
-        biases = {}
-        for key, bias in value.items():
-            if not (key.isascii() and key.isdigit() and len(key) < 12):
-                raise bad_request(f"'logit_bias' has the key {shorten(key)!r}, which is no token id.", "logit_bias")
-            if isinstance(bias, bool) or not isinstance(bias, int | float):
-                raise bad_request(f"'logit_bias' of token {key} must be a number.", "logit_bias", "invalid_type")
-            biases[int(key)] = float(min(100, max(-100, bias)))
-        return biases
+        return fields.logit_bias(value)
+
+    # Left as they are: _agree reads them together with the older names.
+    @field_validator("response_format", mode="plain", json_schema_input_type=structured.ResponseFormat | None)
+    @classmethod
+    def _response_format(cls, value: Any) -> Any:
+        return value
+
+    @field_validator("structured_outputs", mode="plain", json_schema_input_type=structured.StructuredOutputs | None)
+    @classmethod
+    def _structured_outputs(cls, value: Any) -> Any:
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -163,7 +167,9 @@ class GenerationRequest(BaseModel):
         for name, value in raw.items():
             if name in cls.model_fields or name not in _UNSUPPORTED:
                 kept[name] = value
-            elif value is not None and value not in _UNSUPPORTED[name]:
+                continue
+            neutral = (raw.get("n") or 1,) if name == "best_of" else _UNSUPPORTED[name]  # the best n of n
+            if value is not None and value not in neutral:
                 raise unsupported(name)
         return kept
 
@@ -171,11 +177,43 @@ class GenerationRequest(BaseModel):
     def _agree(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+        if self.truncate_prompt_tokens == 0:
+            name = "truncate_prompt_tokens"
+            raise bad_request(f"'{name}' is 0; it must be -1 or at least 1.", name)
+        if (watch := self.repetition_detection) is not None and watch.max_pattern_size:
+            name = "repetition_detection"
+            if watch.min_pattern_size > watch.max_pattern_size:
+                raise bad_request(
+                    f"'{name}.min_pattern_size' is {watch.min_pattern_size}, above 'max_pattern_size', which is "
+                    f"{watch.max_pattern_size}.",
+                    f"{name}.min_pattern_size",
+                )
+            if watch.min_count < 2:
+                raise bad_request(
+                    f"'{name}.min_count' must be at least 2, but it is {watch.min_count}.", f"{name}.min_count"
+                )
+        guided = {name: getattr(self, name) for name in GUIDED & self.model_fields_set}
+        if guided or self.response_format is not None or self.structured_outputs is not None:
+            self._constraint = structured.constraint(self.response_format, self.structured_outputs, guided)
+        if self._constraint is not None and self.min_tokens:
+            raise bad_request(
+                "'min_tokens' cannot be combined with structured output, which says itself when it may end.",
+                "min_tokens",
+            )
         return self
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def constraint(self) -> tuple[str, Constraint] | None:
+        """(the parameter that asks for it, what the output must look like)"""
+        return self._constraint
 
     @property
     def ignored(self) -> list[str]:
@@ -184,33 +222,78 @@ class GenerationRequest(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = Field(None, max_length=32)  # for templates that know it
+    messages: list[dict[str, Any]] = Field(description="the conversation so far")
+    max_completion_tokens: int | None = Field(None, ge=1, description="newer name of max_tokens, which it overrides")
+    logprobs: bool | None = Field(None, description="log-probabilities of the answer's tokens")
+    top_logprobs: int | None = Field(None, ge=0, description="and of so many of the likeliest tokens at each place")
+    add_generation_prompt: bool | None = Field(None, description="end the prompt where the assistant begins to speak")
+    continue_final_message: bool | None = Field(None, description="the answer goes on where the last message ends")
+    documents: list[dict[str, Any]] | None = Field(None, description="for templates that know them")
+    chat_template: str | None = Field(None, description="a Jinja template; only with --trust-request-chat-template")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the chat template")
+    reasoning_effort: str | None = Field(
+        None, max_length=32, description="for templates that know it; none: without reasoning, where the model can"
+    )
+    include_reasoning: bool | None = Field(None, description="false: leave the reasoning out of the answer")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="tokens of reasoning, after which it is ended"
+    )
+    tools: list[dict[str, Any]] | None = Field(None, description="functions that the model may call")
+    tool_choice: Any = Field(None, description="whether a tool is called, and which (default auto)")
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most (default true)")
+    _tool_use: ToolUse | None = PrivateAttr(None)
 
     @field_validator("messages", mode="plain", json_schema_input_type=list[Message])
     @classmethod
     def _messages(cls, value: Any) -> list[dict[str, Any]]:
-        if not isinstance(value, list):
-            raise bad_request("'messages' must be a list of messages.", "messages", "invalid_type")
-        if not value:
-            raise bad_request("'messages' must not be empty.", "messages", "empty_array")
-        return [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
+        return conversation.messages(value)
+
+    @field_validator("tools", mode="plain", json_schema_input_type=list[ToolDefinition] | None)
+    @classmethod
+    def _tools(cls, value: Any) -> list[dict[str, Any]] | None:
+        return tools.definitions(value)
+
+    @field_validator("tool_choice", mode="plain", json_schema_input_type=ToolChoice | None)
+    @classmethod
+    def _tool_choice(cls, value: Any) -> Any:
+        return tools.choice(value)
+
+    @field_validator("documents", mode="plain", json_schema_input_type=list[dict[str, Any]] | None)
+    @classmethod
+    def _documents(cls, value: Any) -> list[dict[str, Any]] | None:
+        return fields.documents(value)
 
     @model_validator(mode="after")
-    def _logprobs_agree(self) -> ChatRequest:
+    def _chat_agrees(self) -> ChatRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            name = "add_generation_prompt"
+            raise bad_request(f"'{name}' must be false when 'continue_final_message' is true.", name)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+        if self.tools is not None or self.tool_choice is not None:
+            self._tool_use = tools.tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self._tool_use is not None and self.min_tokens:
+            raise bad_request(
+                "'min_tokens' cannot be combined with 'tools', whose calls say themselves where they end.", "min_tokens"
+            )
         return self
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """Which tools may be called; None: none."""
+        return self._tool_use
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
+    def prompt_only(self) -> bool:
+        return False
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
@@ -221,135 +304,38 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: list[str] | list[list[int]]  # one or many, text or token ids: a list in any case after validation
-    logprobs: int | None = Field(None, ge=0)
+    prompt: list[str] | list[list[int]] = Field(description="one or many, as text or as token ids")
+    max_tokens: int | None = Field(None, ge=0, description="most tokens to generate; 0 only with echo (default 16)")
+    logprobs: int | None = Field(
+        None, ge=0, description="log-probabilities of the tokens, with so many of the likeliest ones"
+    )
 
     @field_validator("prompt", mode="plain", json_schema_input_type=str | list[str] | list[int] | list[list[int]])
     @classmethod
     def _prompt(cls, value: Any) -> list[str] | list[list[int]]:
-        prompts = value
-        if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
-            prompts = [value]
-        if not isinstance(prompts, list):
-            raise bad_request("'prompt' must be a string, token ids, or a list of either.", "prompt", "invalid_type")
-        if len(prompts) > MAX_PROMPTS:
-            raise bad_request(f"'prompt' has {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed.", "prompt")
-        if not prompts or not all(prompts):
-            raise bad_request("'prompt' must not be empty.", "prompt", "empty_array")
-        strings = all(isinstance(prompt, str) for prompt in prompts)
-        if not strings and not all(
-            isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in prompts
-        ):
-            raise bad_request("'prompt' must be a string, token ids, or a list of either.", "prompt", "invalid_type")
-        return prompts
+        return fields.prompts(value)
+
+    @model_validator(mode="after")
+    def _something_to_say(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request("'max_tokens' must be at least 1, but it is 0; 0 is only for 'echo'.", "max_tokens")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """What the engine is asked for: an echo shows the prompt's log-probabilities as it does the output's."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((k for k in asked if k is not None), default=None)
+
+    @property
+    def prompt_only(self) -> bool:
+        """Nothing of the output is wanted; the engine, which cannot generate nothing, is asked for one token."""
+        return self.max_tokens == 0
+
+    @property
     def token_limit(self) -> tuple[str, int | None]:
-        return "max_tokens", self.max_tokens
-
-
-def _message(raw: Any, where: str) -> dict[str, Any]:
-    """One message as chat templates want it: content is a string."""
-    if not isinstance(raw, dict):
-        raise bad_request(f"'{where}' must be an object.", where, "invalid_type")
-    role = raw.get("role")
-    if role is None:
-        raise bad_request(f"Missing required parameter: '{where}.role'.", f"{where}.role", "missing_required_parameter")
-    if role in ("tool", "function") or raw.get("tool_calls") or raw.get("function_call"):
-        raise unsupported(f"{where}.role" if role in ("tool", "function") else f"{where}.tool_calls", "Tool calling")
-    if role not in ("system", "developer", "user", "assistant"):
-        raise bad_request(
-            f"'{where}.role' must be one of system, developer, user, assistant, but it is {shorten(role)!r}.",
-            f"{where}.role",
-        )
-    message = {"role": role, "content": _content(raw.get("content"), f"{where}.content")}
-    for name in ("name", "reasoning", "reasoning_content"):
-        if (value := raw.get(name)) is not None:
-            if not isinstance(value, str):
-                raise bad_request(f"'{where}.{name}' must be a string.", f"{where}.{name}", "invalid_type")
-            message[name] = value
-    return message
-
-
-def _content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise bad_request(f"Missing required parameter: '{where}'.", where, "missing_required_parameter")
-    if not isinstance(content, list) or not content:
-        raise bad_request(f"'{where}' must be a string or a list of content parts.", where, "invalid_type")
-    texts = []
-    for i, part in enumerate(content):
-        if not isinstance(part, dict):
-            raise bad_request(f"'{where}[{i}]' must be an object.", f"{where}[{i}]", "invalid_type")
-        if part.get("type") != "text":
-            raise unsupported(f"{where}[{i}].type", f"Content of type {shorten(part.get('type'))!r}")
-        if not isinstance(part.get("text"), str):
-            raise bad_request(f"'{where}[{i}].text' must be a string.", f"{where}[{i}].text", "invalid_type")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-Model = TypeVar("Model", bound=BaseModel)
-
-
-async def read_request(model: type[Model], request: Request) -> Model:
-    """The validated body. Raises ApiError (400, 415)."""
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        message = "Unsupported Media Type: Only 'application/json' is allowed."
-        raise ApiError(415, message, code="unsupported_media_type")
-    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise ApiError(415, "A compressed body is not accepted.", code="unsupported_media_type")
-    try:
-        raw = msgspec.json.decode(await request.body())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"The body is not valid JSON: {shorten(str(error))}.", None, "invalid_json") from None
-    if not isinstance(raw, dict):
-        raise bad_request("The body must be a JSON object.", None, "invalid_type")
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        raise first_error(error) from None
-
-
-_TYPES = {
-    "bool_type": "a boolean",
-    "dict_type": "an object",
-    "float_type": "a number",
-    "int_type": "an integer",
-    "list_type": "a list",
-    "model_type": "an object",
-    "string_type": "a string",
-}
-_LIMITS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "finite_number": lambda limit: "must be finite",
-    "greater_than": lambda limit: f"must be above {limit['gt']:g}",
-    "greater_than_equal": lambda limit: f"must be at least {limit['ge']}",
-    "less_than_equal": lambda limit: f"must be at most {limit['le']}",
-    "string_too_long": lambda limit: f"must have at most {limit['max_length']} characters",
-    "string_too_short": lambda limit: "must not be empty",
-}
-
-
-def first_error(errors: ValidationError) -> ApiError:
-    """The first thing wrong, in one sentence."""
-    error = errors.errors(include_url=False)[0]
-    kind = error["type"]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
-    if kind == "missing":
-        return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-    if kind == "extra_forbidden":
-        return bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
-    value = shorten(repr(error["input"]), 30)
-    if kind in _TYPES:
-        return bad_request(f"'{param}' must be {_TYPES[kind]}, but it is {value}.", param, "invalid_type")
-    if kind in _LIMITS:
-        what = _LIMITS[kind](error.get("ctx", {}))
-        got = "" if kind.startswith("string") else f", but it is {value}"
-        return bad_request(f"'{param}' {what}{got}.", param)
-    return bad_request(f"Invalid value for '{param}': {error['msg']}.", param)
+        return "max_tokens", 1 if self.prompt_only else self.max_tokens

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from .embedding_protocol import EmbeddingRequest
 from .errors import ApiError
-from .protocol import CompletionRequest, first_error
+from .protocol import CompletionRequest
+from .validation import first_error
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -19,6 +21,30 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE = 0  # everything so far
     DELTA = 1  # what is new
     FINAL_ONLY = 2  # everything, once
+
+
+@dataclass
+class StructuredOutputsParams:
+    """The form of an answer: one of the first six."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+@dataclass
+class RepetitionDetectionParams:
+    """Ends an answer whose last tokens are one pattern, `min_count` times in a row."""
+
+    max_pattern_size: int = 0  # tokens; 0 = off
+    min_pattern_size: int = 0
+    min_count: int = 0
 
 
 @dataclass
@@ -43,7 +69,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None  # k = of the sampled token and of the k most likely ones
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
     logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
     detokenize: bool = True
@@ -51,14 +77,14 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None
     bad_words: list[str] | None = None
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
-    repetition_detection: Any = None
+    repetition_detection: RepetitionDetectionParams | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.request()
@@ -79,7 +105,10 @@ class SamplingParams:
                 values[spec.name] = spec.default
         if isinstance(values["logit_bias"], dict):
             values["logit_bias"] = {str(token): bias for token, bias in values["logit_bias"].items()}
-        for name in ("stop", "stop_token_ids"):
+        for name in ("structured_outputs", "repetition_detection"):
+            if dataclasses.is_dataclass(values[name]):
+                values[name] = dataclasses.asdict(values[name])
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if isinstance(values[name], tuple | set):
                 values[name] = list(values[name])
         try:
@@ -88,20 +117,33 @@ class SamplingParams:
             raise ValueError(f"SamplingParams: {error}") from None
 
 
+@dataclass
+class PoolingParams:
+    """What an embedding is to be like. Raises ValueError for values that cannot be."""
+
+    truncate_prompt_tokens: int | None = None  # keep the last ones; -1 = as many as the context holds
+    dimensions: int | None = None  # only so many of the leading ones
+    normalize: bool | None = None  # to length 1; None = what the model's folder says, or so
+
+    def __post_init__(self) -> None:
+        self.request()
+
+    def request(self) -> EmbeddingRequest:
+        """As a server would get it, with an input that stands for any. Raises ValueError."""
+        try:
+            return validate(EmbeddingRequest, {"input": [0], **dataclasses.asdict(self)})
+        except ValueError as error:
+            raise ValueError(f"PoolingParams: {error}") from None
+
+
 # What would change the output and is not built, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (None,),
     "logprob_token_ids": (None, []),
     "flat_logprobs": (None, False),
-    "spaces_between_special_tokens": (None, True),
     "output_kind": (None, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY),
-    "structured_outputs": (None,),
-    "allowed_token_ids": (None,),
     "extra_args": (None, {}),
-    "bad_words": (None, []),
     "skip_reading_prefix_cache": (None, False),
     "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
 }
 
 

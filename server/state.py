@@ -7,17 +7,25 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakKeyDictionary
 
 from fastapi import Request
 
 from ..engine.messages import EngineInfo
+from .admission import Admission
 from .config import ServerConfig
-from .errors import engine_dead, model_not_found, still_loading
-from .generation import Client
+from .dialects.response_store import ResponseStore
+from .errors import engine_dead, model_not_found, shutting_down, still_loading
+from .generation import Client, Generation
 from .metrics import Metrics
 from .middleware import HttpMetrics
+from .request_log import RequestLog
 from .tokenizer import TextModel
+
+if TYPE_CHECKING:
+    from .grammar import GrammarService
 
 T = TypeVar("T")
 
@@ -32,11 +40,29 @@ class ServerState:
     model: TextModel
     metrics: Metrics
     http_metrics: HttpMetrics
+    request_log: RequestLog
+    admission: Admission
+    sources: dict[str, str] = field(default_factory=dict)  # where settings are from that are no defaults
+    generations: WeakKeyDictionary[Generation, str] = field(default_factory=WeakKeyDictionary)  # and the request's id
+    draining: bool = False  # told to end: what runs is finished, nothing new begins
     started: int = field(default_factory=lambda: int(time.time()))
     # Few threads: tokenising competes with the event loop and, on the CPU, with the model itself.
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(max_workers=4, thread_name_prefix="tokenise")
     )
+
+    @cached_property
+    def grammars(self) -> GrammarService:
+        """Made when the first request asks for structured output: until then none of it is loaded."""
+        from .grammar import GrammarService
+
+        service = GrammarService(self.client, self.model, timeout=self.config.grammar_compile_timeout)
+        self.metrics.grammars = service
+        return service
+
+    @cached_property
+    def responses(self) -> ResponseStore:
+        return ResponseStore(self.config.response_store_size, self.config.response_store_bytes)
 
     @staticmethod
     def of(request: Request) -> ServerState:
@@ -46,10 +72,15 @@ class ServerState:
 
     def engine_info(self) -> EngineInfo:
         """Raises ApiError (503) unless the engine can serve."""
-        if self.client.dead is not None:
-            raise engine_dead(self.client.dead)
-        if not self.client.ready:
-            raise still_loading(self.client.phase.phase if self.client.phase else "starting")
+        client = self.client
+        if not client.ready:
+            self.metrics.rejected("engine_down" if client.dead or client.down else "loading")
+            if client.dead is not None or client.down is not None:
+                raise engine_dead(client.dead or client.down or "", client.retry_after)
+            raise still_loading(client.phase.phase if client.phase else "starting")
+        if self.draining:
+            self.metrics.rejected("draining")
+            raise shutting_down()
         return self.client.info
 
     def model_name(self, asked: str | None) -> str:
@@ -60,8 +91,14 @@ class ServerState:
             raise model_not_found(asked)
         return asked
 
-    async def tokenise(self, num_characters: int, work: Callable[[], T]) -> T:
-        """The result of `work`, off the event loop where that pays."""
-        if num_characters <= INLINE_CHARACTERS:
+    def refused(self, reason: str) -> None:
+        """A connection was ended by the server, before its request came this far or beside it."""
+        self.http_metrics.refusals[reason] += 1
+        if reason == "stalled_reader":
+            self.metrics.timed_out("write")
+
+    async def tokenise(self, num_characters: int, work: Callable[[], T], slow: bool = False) -> T:
+        """The result of `work`, off the event loop where that pays, or where it may take long anyway."""
+        if num_characters <= INLINE_CHARACTERS and not slow:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)

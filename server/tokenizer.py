@@ -1,11 +1,12 @@
-"""The tokenizer of a model, its chat template, and the defaults that its folder sets."""
+"""The tokenizer of a model, its chat template, and what its folder says of answers."""
 
 from __future__ import annotations
 
-import inspect
-import json
 import logging
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +15,76 @@ from tokenizers import decoders
 
 from ..engine.config import ConfigError
 from .config import ServerConfig
+from .conversation import with_ids
 from .errors import ApiError, bad_request, shorten
+from .model_defaults import read_defaults, read_json
+from .parsers.formats import Formats, choose
+from .pooling import PoolingDefaults, read_pooling
+from .template import ChatTemplate, check_variables, read_template, request_template
+from .tokenizer_files import read_tokenizer, template_dict
+from .tokenizer_trial import is_panic, try_out
 
 logger = logging.getLogger(__name__)
 
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Of a model on the hub, what there is besides weights.
+_TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*"]
 
 
 class Tokenizer:
     """Text to token ids and back. Safe to use from several threads: the Rust tokenizer is never reconfigured."""
 
-    def __init__(self, hf: Any, chat_template: str | None = None) -> None:
-        """`hf`: a tokenizer of transformers; it renders templates, its Rust core does the rest."""
-        core = getattr(hf, "backend_tokenizer", None)
-        if not isinstance(core, FastTokenizer):
-            raise ConfigError(
-                f"the tokenizer ({type(hf).__name__}) has no fast form: add a tokenizer.json to the model's folder, or "
-                "name a tokenizer that has one with --tokenizer"
-            )
+    def __init__(
+        self,
+        core: FastTokenizer,
+        special_tokens: dict[str, str],
+        templates: dict[str, str],
+        load_hf: Callable[[], Any],
+    ) -> None:
+        """`special_tokens`: "eos_token" and so on, as templates know them. `templates`: by name, "default" among them.
+        `load_hf` makes the tokenizer of transformers, for those who ask for it.
+        """
         core.no_truncation()
         core.no_padding()
-        self.hf = hf
         self.core = core
-        self.chat_template = chat_template
-        self.eos_token_id: int | None = hf.eos_token_id
+        self.special_tokens = special_tokens
+        eos = special_tokens.get("eos_token")
+        self.eos_token_id: int | None = None if eos is None else core.token_to_id(eos)
         # A byte-level decoder turns each token into bytes whatever stands before it; others (Metaspace strips the first
         # space) need to see some tokens of the prompt.
         self.byte_level = isinstance(core.decoder, decoders.ByteLevel)
+        self._templates = templates
+        self._compiled: dict[str, ChatTemplate] = {}
+        self._load_hf = load_hf
         self._bytes: dict[int, bytes] = {}
-        self._reserved = set(inspect.signature(hf.apply_chat_template).parameters) - {"kwargs"}
+        self.history_id: Callable[[str], str] | None = None  # what the template wants of the ids of tool calls
+
+    @cached_property
+    def hf(self) -> Any:
+        """The tokenizer of transformers. Takes seconds the first time: nothing that serves a request needs it."""
+        return self._load_hf()
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self.chat_template or self.hf.chat_template)
+        return bool(self._templates)
+
+    def with_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with another chat template."""
+        return Tokenizer(self.core, self.special_tokens, {"default": source}, self._load_hf)
+
+    @cached_property
+    def special(self) -> dict[int, str]:
+        """The special tokens, by id."""
+        return {id: token.content for id, token in self.core.get_added_tokens_decoder().items() if token.special}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The "fast" call leaves out the offsets, which nobody reads here.
-        return self.core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Raises ApiError (400) where the tokenizer itself gives up."""
+        try:
+            # The "fast" call leaves out the offsets, which nobody reads here.
+            return self.core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            if is_panic(error):
+                raise bad_request(f"The tokenizer cannot read this text ({shorten(str(error))}).", "prompt") from None
+            raise
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for, also where it is only part of a character. Special tokens are their names."""
@@ -74,43 +108,39 @@ class Tokenizer:
         return self.core.decode([token_id], skip_special_tokens=False).encode()
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        """The prompt of a chat. `options`: add_generation_prompt, continue_final_message, variables of the template.
+        """The prompt of a chat. `options`: add_generation_prompt, continue_final_message, tools, documents,
+        chat_template (instead of the model's), and variables of the template.
 
-        Raises ApiError (400) when there is no template or it does not accept these messages.
+        Raises ApiError (400) when there is no template, or it does not accept these messages, or takes too long.
         """
-        if not self.has_chat_template:
-            raise bad_request(
-                "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
-                "messages",
-                "no_chat_template",
-            )
-        try:
-            rendered = self.hf.apply_chat_template(
-                messages, tokenize=False, chat_template=self.chat_template, **options
-            )
-        except Exception as error:  # the template is a program of the model's author: it may raise anything
-            raise _template_error(error) from error
-        assert isinstance(rendered, str)
-        return rendered
+        variables = {**self.special_tokens, **options}
+        source = variables.pop("chat_template", None)
+        template = self.template(bool(options.get("tools"))) if source is None else request_template(source)
+        if self.history_id is not None:
+            messages = with_ids(messages, self.history_id)
+        return template.render(messages, variables)
+
+    def template(self, tools: bool = False) -> ChatTemplate:
+        """The model's template. Raises ApiError (400)."""
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._compiled.get(name)
+        if template is None:
+            if name not in self._templates:
+                raise bad_request(
+                    "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
+                    "messages",
+                    "no_chat_template",
+                )
+            template = self._compiled[name] = ChatTemplate(self._templates[name])
+        return template
+
+    def renders_slowly(self, options: dict[str, Any]) -> bool:
+        """A template whose author is a client, or that once took long, is to be kept off the event loop."""
+        return "chat_template" in options or any(template.slow for template in self._compiled.values())
 
     def check_template_kwargs(self, kwargs: dict[str, Any]) -> None:
-        for name in kwargs:
-            if name in self._reserved or name == "messages":
-                raise bad_request(
-                    f"'chat_template_kwargs' must not contain {shorten(name)!r}.", f"chat_template_kwargs.{name}"
-                )
-
-
-def _template_error(error: Exception) -> ApiError:
-    line = getattr(error, "lineno", None)  # of a syntax error
-    frame = error.__traceback__
-    while frame is not None:
-        if frame.tb_frame.f_code.co_filename == "<template>":
-            line = frame.tb_lineno
-        frame = frame.tb_next
-    where = f" at line {line}" if line else ""
-    message = f"The chat template failed{where}: {shorten(str(error), 300).rstrip('.')}."
-    return bad_request(message, "messages", "chat_template_error")
+        """Raises ApiError (400)."""
+        check_variables(kwargs)
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -134,60 +164,104 @@ class TextModel:
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     defaults: dict[str, float]  # of sampling, where the model's folder sets them
+    max_new_tokens: int | None = None  # no answer is longer, where the model's folder says so
+    default_sources: dict[str, str] = field(default_factory=dict)  # where each default is from
+    formats: Formats = field(default_factory=Formats)  # of tool calls and reasoning
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)  # of embeddings
 
 
 def load_text_model(model: str, config: ServerConfig, revision: str | None = None) -> TextModel:
-    """Reads tokenizer, chat template and generation_config.json. Takes seconds; raises ConfigError with the remedy.
+    """Reads tokenizer, chat template and generation_config.json. Raises ConfigError with the remedy.
 
     `model`: a folder, or a name on the hub.
     """
-    from transformers import AutoTokenizer
-
+    folder = _folder(model, revision)
     source = config.tokenizer or model
-    try:
-        hf = AutoTokenizer.from_pretrained(source, revision=revision if source == model else None)
-    except Exception as error:  # transformers raises whatever the broken file provokes
-        raise ConfigError(
-            f"cannot load the tokenizer of {source!r} ({shorten(str(error), 200)}); name another with --tokenizer"
-        ) from error
-    template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
-    tokenizer = Tokenizer(hf, template)
-    generation = _read_json(model, "generation_config.json", revision)
-    # generation_config.json has the last word on where an answer ends; config.json stands in for it
-    listed = generation.get("eos_token_id", None)
-    if listed is None:
-        listed = _read_json(model, "config.json", revision).get("eos_token_id")
-    eos = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
-    defaults = {}
-    for name in SAMPLING_DEFAULTS:
-        value = generation.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            defaults[name] = value
-    if defaults:
-        logger.info(
-            "generation_config.json sets the defaults of sampling: %s",
-            ", ".join(f"{name} {value}" for name, value in defaults.items()),
-        )
+    tokenizer = _load_tokenizer(source, folder if source == model else _folder(source, None))
+    try_out(tokenizer.core)
+    if config.chat_template is not None:
+        try:
+            tokenizer = tokenizer.with_template(read_template(config.chat_template))
+            tokenizer.template()
+        except (ApiError, ValueError) as error:
+            raise ConfigError(f"{error}" if "--chat-template" in str(error) else f"--chat-template: {error}") from None
+    elif tokenizer.has_chat_template:
+        try:
+            tokenizer.template()
+        except ApiError as error:
+            logger.warning("%s Chats will be refused; name another template with --chat-template", error.message)
+    defaults = read_defaults(folder, config, tokenizer.eos_token_id)
+    formats = _formats(tokenizer, folder, config)
+    if formats.tools is not None:
+        tokenizer.history_id = formats.tools.history_id
     return TextModel(
         names=config.served_model_name or (model,),
         root=model,
         tokenizer=tokenizer,
-        eos_token_ids=tuple(dict.fromkeys(token for token in eos if isinstance(token, int))),
-        defaults=defaults,
+        eos_token_ids=defaults.eos_token_ids,
+        defaults=defaults.sampling,
+        max_new_tokens=defaults.max_new_tokens,
+        default_sources=defaults.sources,
+        formats=formats,
+        pooling=read_pooling(folder, config.pooling),
     )
 
 
-def _read_json(model: str, name: str, revision: str | None) -> dict[str, Any]:
-    """A JSON file of the model's folder; {} where there is none."""
-    from transformers.utils.hub import cached_file
-
-    path = cached_file(model, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        return {}
+def _formats(tokenizer: Tokenizer, folder: Path, config: ServerConfig) -> Formats:
+    """Raises ConfigError for names that no parser has."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        template, tool_template = tokenizer.template().source, tokenizer.template(tools=True).source
+    except ApiError:  # completions are possible
+        template = tool_template = ""
+    model_type = read_json(folder / "config.json").get("model_type")
+    tools = config.tool_call_parser if config.enable_auto_tool_choice else "none"
+    reasoning = config.reasoning_parser if config.enable_reasoning else "none"
+    try:
+        formats = choose(template, tool_template, model_type, tools, reasoning)
     except ValueError as error:
-        raise ConfigError(f"{name} of {model!r} is no JSON ({error}): repair or delete the file") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{name} of {model!r} holds no JSON object: repair or delete the file")
-    return content
+        raise ConfigError(str(error)) from None
+    for what, format in (("tool calls", formats.tools), ("reasoning", formats.reasoning)):
+        if format is not None:
+            logger.info("the format of this model's %s: %s", what, format.name)
+    return formats
+
+
+def _load_tokenizer(source: str, folder: Path) -> Tokenizer:
+    def load_hf() -> Any:
+        from transformers import AutoTokenizer  # slow to import
+
+        return AutoTokenizer.from_pretrained(str(folder))
+
+    try:
+        files = read_tokenizer(folder)
+        if files is not None:
+            return Tokenizer(files.core, files.special_tokens, files.templates, load_hf)
+        logger.debug("the tokenizer of %s is left to transformers", source)
+        hf = load_hf()
+    except Exception as error:  # transformers and tokenizers raise whatever the broken file provokes
+        raise ConfigError(
+            f"cannot load the tokenizer of {source!r} ({shorten(str(error), 200)}); name another with --tokenizer"
+        ) from error
+    core = getattr(hf, "backend_tokenizer", None)
+    if not isinstance(core, FastTokenizer):
+        raise ConfigError(
+            f"the tokenizer ({type(hf).__name__}) has no fast form: add a tokenizer.json to the model's folder, or "
+            "name a tokenizer that has one with --tokenizer"
+        )
+    return Tokenizer(core, dict(hf.special_tokens_map), template_dict(hf.chat_template), lambda: hf)
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    """Where a model's small files are. Raises ConfigError."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() or folder.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        return folder
+    import huggingface_hub  # slow, and not needed for a folder
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_TEXT_FILES))
+    except Exception as error:  # network, name, licence, disk
+        raise ConfigError(
+            f"cannot get the tokenizer of {name!r} from the hub ({type(error).__name__}: {shorten(str(error), 200)}): "
+            "check name, network and HF_TOKEN, or pass a folder"
+        ) from error

@@ -5,20 +5,29 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Request, Response
 
+from ...engine.plan import TokenLogprobs
+from ..admission import CHARACTERS_PER_TOKEN
+from ..choice import Choice, Delta, Prompt
 from ..errors import shorten
-from ..generation import Choice, Delta, Generation, unless_disconnected
+from ..generation import Generation, unless_disconnected
+from ..logprobs import LogprobFormat, PromptReport, prompt_report
+from ..middleware import clean_id
+from ..parsers.parts import Part, append
 from ..protocol import ChatRequest, CompletionRequest
-from ..sampling import resolve
-from ..sse import Chunks, EventStream, events
+from ..sampling import resolve, text_options
+from ..speech import Speech
+from ..sse import Events, EventStream, events
 from ..state import ServerState
 
 IGNORED_HEADER = "x-vserve-ignored-params"
+SLOW_ENTRY = 8  # an entry of log-probabilities costs about as much as so many characters of a prompt
 
 
 @dataclass
@@ -30,10 +39,20 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)  # where reasoning and tool calls are told from the text
 
     @property
     def delta(self) -> Delta:
-        return Delta(self.text, self.token_ids, self.logprobs, self.offsets, self.choice.finish_reason)
+        parts, finish = self.parts or None, self.choice.finish_reason
+        return Delta(self.text, self.token_ids, self.logprobs, self.offsets, finish, parts)
+
+
+class Head(NamedTuple):
+    """What an answer says of itself."""
+
+    id: str
+    created: int  # Unix time
+    model: str
 
 
 async def respond(
@@ -42,22 +61,55 @@ async def respond(
     *,
     id_prefix: str,
     tokenise: Callable[[], Awaitable[list[list[int]]]],
+    echo: Callable[[int, list[int]], str] | None,
     default_max_tokens: int | None,
-    chunks: type[Chunks],
-    full: Callable[[ServerState, list[Answer]], dict[str, Any]],
+    chunks: Callable[[Generation, Head], Events],
+    full: Callable[[Generation, list[Answer], Head], dict[str, Any]],
+    speech: Speech | None = None,
 ) -> Response:
-    """Answers a validated request. `full` makes the choices and further fields of an answer that is not streamed."""
+    """Answers a validated request. `echo`: what the answers to a prompt (its index, its tokens) begin with; `full`
+    makes an answer that is not streamed; `speech`: where there may be more than text.
+    """
     arrival = time.monotonic()
     server = ServerState.of(request)
     info = server.engine_info()
     name = server.model_name(body.model)
+    if body.request_id is not None and "x-request-id" not in request.headers:
+        request.state.request_id = clean_id(body.request_id)
     request_id = request.state.request_id
-    id, created = f"{id_prefix}-{request_id}", int(time.time())
+    head = Head(id_prefix + request_id, int(time.time()), name)
     headers = {IGNORED_HEADER: header_list(body.ignored)} if body.ignored else {}
+
+    text = text_options(body)
+
+    def describe(prompt: Prompt, entries: list[TokenLogprobs]) -> Awaitable[PromptReport]:
+        form = LogprobFormat.of(body) if isinstance(body, CompletionRequest) and body.echo else None
+        work = partial(prompt_report, server.model.tokenizer, prompt, entries, text, body.prompt_logprobs, form)
+        return server.tokenise(SLOW_ENTRY * len(entries), work)
+
+    num_prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
+    # Not more than a guess: it is let in, or not, before it is tokenised.
+    num_tokens = len(await request.body()) // CHARACTERS_PER_TOKEN
+    ticket = server.admission.admit(num_prompts * (body.n or 1), num_tokens, arrival)
+    request.state.ticket = ticket  # released when the request is over, however it ends
 
     async def begin() -> tuple[Generation, AsyncIterator[tuple[Choice, Delta]], tuple[Choice, Delta]]:
         """Returns once the engine has said something: until then an error can still be a status code."""
         prompts = resolve(body, await tokenise(), server.model, info, default_max_tokens)
+        if echo is not None:
+            num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+            prompts = await server.tokenise(4 * num_tokens, partial(_echoed, prompts, echo))
+        ticket.settle(sum(len(prompt.token_ids) for prompt in prompts))
+        on_close = key = None
+        options = text
+        if speech is not None:
+            grammars = server.grammars if speech.is_constrained else None
+            prompts[0], options, key = await speech.prepare(grammars, prompts[0], text, server.model.tokenizer)
+        elif body.constraint is not None:
+            key = await server.grammars.acquire(body.constraint[1], body.constraint[0])
+            prompts = [prompt.with_grammar(key) for prompt in prompts]
+        if key is not None:
+            on_close = partial(server.grammars.release, key)
         generation = Generation(
             server.client,
             server.metrics,
@@ -65,14 +117,21 @@ async def respond(
             prompts,
             arrival=arrival,
             n=body.n or 1,
-            stops=body.stop or (),
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
+            text=options,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
+            describe=None if body.num_prompt_logprobs is None else describe,
+            on_close=on_close,
         )
+        server.generations[generation] = request_id
+        request.state.generation = generation  # for whoever looks at the request when it is over
+        ticket.watch(generation)
         try:
             deltas = generation.deltas()
+            if server.request_log.prompts:
+                server.request_log.prompt(request_id, generation, server.model.tokenizer)
+            if server.request_log.outputs:
+                deltas = server.request_log.listen(request_id, deltas)
             return generation, deltas, await anext(deltas)
         except BaseException:
             generation.close()
@@ -89,6 +148,8 @@ async def respond(
                 answer.token_ids += delta.token_ids
                 answer.logprobs += delta.logprobs or ()
                 answer.offsets += delta.offsets or ()
+                for part in delta.parts or ():
+                    append(answer.parts, part)
                 following = await anext(deltas, None)
                 if following is None:
                     break
@@ -101,22 +162,21 @@ async def respond(
 
     if body.stream:
         generation, deltas, first = await unless_disconnected(request.receive, begin())
-        encoder = chunks(
-            generation,
-            server.model.tokenizer,
-            id=id,
-            created=created,
-            model=name,
-            include_usage=body.include_usage,
-            num_logprobs=body.num_logprobs,
-            token_ids=bool(body.return_token_ids),
-        )
+        encoder = chunks(generation, head)
         stream = events(generation, encoder, first, deltas, request_id)
         return EventStream(stream, generation.close, headers, server.config.sse_ping_interval)
     generation, answers = await unless_disconnected(request.receive, collect())
-    content = {"id": id, "object": "", "created": created, "model": name, **full(server, answers)}
-    content["usage"] = generation.usage()
-    return Response(msgspec.json.encode(content), headers=headers, media_type="application/json")
+
+    def encode() -> bytes:
+        return msgspec.json.encode(full(generation, answers, head))
+
+    num_entries = sum(len(answer.logprobs) for answer in answers)
+    content = await server.tokenise(SLOW_ENTRY * num_entries, encode)
+    return Response(content, headers=headers, media_type="application/json")
+
+
+def _echoed(prompts: list[Prompt], echo: Callable[[int, list[int]], str]) -> list[Prompt]:
+    return [replace(prompt, echo=echo(i, prompt.token_ids)) for i, prompt in enumerate(prompts)]
 
 
 def header_list(names: list[str]) -> str:

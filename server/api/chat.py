@@ -6,11 +6,16 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from ..logprobs import chat_logprobs
-from ..protocol import ChatRequest, read_request
+from ..generation import Generation
+from ..logprobs import LogprobFormat, chat_logprobs
+from ..parsers.parts import CallBegin, Content, Reasoning
+from ..prompt import chat_options, chat_prompt
+from ..protocol import ChatRequest
+from ..speech import Speech
 from ..sse import ChatChunks
 from ..state import ServerState
-from .answer import Answer, respond
+from ..validation import read_request
+from .answer import Answer, Head, respond
 
 router = APIRouter()
 
@@ -20,59 +25,90 @@ async def chat_completions(request: Request) -> Response:
     body = await read_request(ChatRequest, request)
     server = ServerState.of(request)
     tokenizer = server.model.tokenizer
-    options = dict(body.chat_template_kwargs or {})
-    tokenizer.check_template_kwargs(options)
-    if body.reasoning_effort is not None:
-        options["reasoning_effort"] = body.reasoning_effort
-    continued = bool(body.continue_final_message)
-    options["continue_final_message"] = continued
-    answer_follows = body.add_generation_prompt
-    options["add_generation_prompt"] = not continued if answer_follows is None else answer_follows
-
-    def encode() -> list[list[int]]:
-        # The template writes its own special tokens: the tokenizer's would come on top.
-        return [tokenizer.encode(tokenizer.render(body.messages, options), bool(body.add_special_tokens))]
+    speech = Speech.of(body, server.model)
+    options = chat_options(body, tokenizer, server.config.trust_request_chat_template)
 
     async def tokenise() -> list[list[int]]:
-        return await server.tokenise(sum(len(message["content"]) for message in body.messages), encode)
+        num_characters = sum(len(message["content"]) for message in body.messages)
+        if body.tool_use is not None:
+            num_characters += body.tool_use.num_characters
+        slow = tokenizer.renders_slowly(options)
+        _, token_ids = await server.tokenise(num_characters, lambda: chat_prompt(body, tokenizer, options), slow)
+        return [token_ids]
 
-    def full(server: ServerState, answers: list[Answer]) -> dict[str, Any]:
+    def echo(index: int, token_ids: list[int]) -> str:
+        """The message that the answer goes on from."""
+        final: dict[str, Any] = body.messages[-1]
+        return final["content"] if final["role"] == "assistant" else ""
+
+    def full(generation: Generation, answers: list[Answer], head: Head) -> dict[str, Any]:
+        (report,) = generation.reports
         return {
+            "id": head.id,
             "object": "chat.completion",
+            "created": head.created,
+            "model": head.model,
             "choices": [_choice(server, body, answer) for answer in answers],
             "service_tier": None,
             "system_fingerprint": None,
-            "prompt_logprobs": None,
+            "prompt_logprobs": None if report is None else report.logprobs,
             "prompt_token_ids": answers[0].choice.prompt.token_ids if body.return_token_ids else None,
             "kv_transfer_params": None,
+            "usage": generation.usage(),
         }
 
     return await respond(
         request,
         body,
-        id_prefix="chatcmpl",
+        id_prefix="chatcmpl-",
         tokenise=tokenise,
+        echo=echo if body.echo else None,
         default_max_tokens=None,
-        chunks=ChatChunks,
+        chunks=lambda generation, head: ChatChunks(generation, tokenizer, body, **head._asdict()),
         full=full,
+        speech=speech,
     )
 
 
+def message(answer: Answer) -> dict[str, Any]:
+    """What the assistant said. Its fields are there when they have something to say, and those that always are."""
+    reasoning: str | None = None
+    content = answer.choice.prompt.echo
+    calls: list[dict[str, Any]] = []
+    if not answer.parts:
+        content += answer.text
+    for part in answer.parts:
+        if isinstance(part, Content):
+            content += part.text
+        elif isinstance(part, Reasoning):
+            reasoning = (reasoning or "") + part.text
+        elif isinstance(part, CallBegin):
+            calls.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+        else:
+            calls[part.index]["function"]["arguments"] += part.text
+    said: dict[str, Any] = {
+        "role": "assistant",
+        "content": content if content or not answer.parts else None,
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "reasoning": reasoning,
+    }
+    if reasoning is not None:
+        said["reasoning_content"] = reasoning
+    if calls:
+        said["tool_calls"] = calls
+    return said
+
+
 def _choice(server: ServerState, body: ChatRequest, answer: Answer) -> dict[str, Any]:
-    num_top = body.num_logprobs
+    form = LogprobFormat.of(body)
     return {
         "index": answer.choice.index,
-        "message": {
-            "role": "assistant",
-            "content": answer.text,
-            "refusal": None,
-            "annotations": None,
-            "audio": None,
-            "function_call": None,
-            "reasoning": None,
-        },
-        "logprobs": None if num_top is None else chat_logprobs(server.model.tokenizer, answer.delta, num_top),
-        "finish_reason": answer.choice.finish_reason,
+        "message": message(answer),
+        "logprobs": None if form is None else chat_logprobs(server.model.tokenizer, answer.delta, form),
+        "finish_reason": answer.choice.ending,
         "stop_reason": answer.choice.stop_reason,
         "token_ids": answer.token_ids if body.return_token_ids else None,
     }

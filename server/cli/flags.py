@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import types
+import os
 import typing
 from pathlib import Path
 from typing import Any
 
-from ...engine.config import ConfigError, EngineConfig, flag
+from ...engine.config import EngineConfig, flag
 from ..config import ServerConfig
+from ..http_config import ENVIRONMENT
+from .given import given_options, kind_of, performance_modes
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 
@@ -19,6 +21,14 @@ def add_flags(parser: argparse.ArgumentParser, *configs: type, only: tuple[str, 
     """A positional model, and a flag for every option (or those in `only`), in the groups that the options name."""
     if not any(action.dest == "model" for action in parser._actions):
         parser.add_argument("model", nargs="?", help="folder of a Hugging Face model, or its name on the hub")
+        parser.add_argument(
+            "--config", dest="opt_config", metavar="FILE",
+            help="YAML file with options, named as here; flags and VSERVE_… variables come before it",
+        )  # fmt: skip
+        parser.add_argument(
+            "--performance-mode", dest="opt_performance_mode", choices=performance_modes(),
+            help="options that suit latency or throughput; whatever is set elsewhere comes before them",
+        )  # fmt: skip
     groups = {group.title: group for group in parser._action_groups}
     for config in configs:
         hints = typing.get_type_hints(config)
@@ -36,11 +46,10 @@ def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
     if default is not dataclasses.MISSING and default not in (None, "", (), True, False):
         help += f" (default: {default})"
     options: dict[str, Any] = {"help": help.replace("%", "%%"), "dest": f"opt_{spec.name}", "default": None}
-    arguments = [a for a in typing.get_args(hint) if a is not type(None)]
-    kind = arguments[0] if isinstance(hint, types.UnionType) else hint
+    kind = kind_of(hint)
     if kind is bool:
         group.add_argument(flag(spec.name), action=argparse.BooleanOptionalAction, **options)
-    elif typing.get_origin(kind) is tuple:
+    elif kind is tuple:
         group.add_argument(flag(spec.name), nargs="+", metavar="NAME", **options)
     else:
         choices = spec.metadata["choices"]
@@ -48,17 +57,20 @@ def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
         group.add_argument(flag(spec.name), type=kind, choices=choices, metavar=metavar, **options)
 
 
+def sources(arguments: argparse.Namespace) -> dict[str, str]:
+    """Where the options are from that are no defaults, by name."""
+    given = {name: one.source for name, one in given_options(arguments).items()}
+    given.setdefault("model", "default")
+    for name, variables in ENVIRONMENT.items():
+        if name not in given and any(os.environ.get(variable, "").strip() for variable in variables):
+            given[name] = "environment"
+    given.setdefault("served_model_name", "model")
+    return given
+
+
 def read_flags(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """What was given, over the defaults. Without a model: the demo model. Raises ConfigError."""
-    given = {
-        name[4:]: value for name, value in vars(arguments).items() if name.startswith("opt_") and value is not None
-    }
-    if arguments.model:
-        if given.get("model", arguments.model) != arguments.model:
-            raise ConfigError(
-                f"two models are named, {arguments.model!r} and --model {given['model']!r}: leave one out"
-            )
-        given["model"] = arguments.model
+    """What was given, wherever, over the defaults. Without a model: the demo model. Raises ConfigError."""
+    given = {name: one.value for name, one in given_options(arguments).items()}
     demo = "model" not in given
     if demo:
         given["model"] = str(DEMO)

@@ -3,34 +3,98 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
+from types import ModuleType
 
 from ... import __version__
-from . import serve
-from .bench import command as bench
+from .parser import Parser, did_you_mean
+from .terminal import styled
 
-COMMANDS = {"serve": serve, "bench": bench}
+# By what a person wants; the modules are imported when they are needed, for all of them together take seconds.
+GROUPS = {
+    "Serve": {
+        "serve": ("a model over HTTP; the demo model when none is named", "serve"),
+        "run-batch": ("answer a file of requests, without a server", "run_batch"),
+    },
+    "Talk to a server": {
+        "chat": ("several turns, streamed", "chat"),
+        "complete": ("continue a text", "complete"),
+    },
+    "Measure": {"bench": ("a server, the engine, or how long starting takes", "bench.command")},
+    "Look after it": {
+        "doctor": ("whether this machine can serve, and what to do where not", "doctor"),
+        "collect-env": ("versions and hardware, for a bug report", "collect_env"),
+        "completion": ("make the shell complete commands and options", "completion"),
+    },
+}
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+USAGE = "vserve [MODEL] [options] | vserve COMMAND ..."
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 fine, 1 could not run, 2 wrong usage."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    # `vserve MODEL --port 8000` is `vserve serve MODEL --port 8000`
-    if not argv or (argv[0] not in COMMANDS and argv[0] not in ("-h", "--help", "--version")):
-        argv.insert(0, "serve")
-    parser = argparse.ArgumentParser(
-        prog="vserve", description="Serve a language model over the OpenAI API.",
-        epilog="`vserve MODEL` is short for `vserve serve MODEL`; `vserve` alone serves the bundled demo model. "
-               "`vserve serve --help` lists the options.",
-    )  # fmt: skip
-    parser.add_argument("--version", action="version", version=f"vserve {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True)
-    for name, module in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=module.__doc__, description=module.__doc__)
-        if name == argv[0]:  # the others would only make it start later
-            module.add_arguments(subparser)
-    arguments = parser.parse_args([argv[0], *(_dashes(a) for a in argv[1:])])
-    return COMMANDS[arguments.command].run(arguments)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough; Python would complain about stdout when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: list[str]) -> int:
+    first = argv[0] if argv else ""
+    if first in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if first in ("-V", "--version"):
+        print(f"vserve {__version__}")
+        return 0
+    if first in COMMANDS:
+        name = argv.pop(0)
+    elif not first.startswith("-") and not os.path.exists(first) and (hint := did_you_mean(first, COMMANDS)):
+        print(f"vserve: there is no command, and no folder, {first!r}{hint}", file=sys.stderr)
+        return 2
+    else:
+        name = "serve"  # `vserve MODEL --port 8000` is `vserve serve MODEL --port 8000`
+    module = load(name)
+    arguments = command_parser(name, module).parse_args([_dashes(word) for word in argv])
+    code: int = module.run(arguments)
+    return code
+
+
+def overview() -> str:
+    lines = [f"usage: {USAGE}", "", "Serve a language model over the OpenAI API."]
+    for title, commands in GROUPS.items():
+        lines += ["", styled(f"{title}:", "bold", sys.stdout)]
+        lines += [f"  {name:<14}{help}" for name, (help, _) in commands.items()]
+    lines += [
+        "",
+        "`vserve COMMAND --help` lists a command's options, `vserve serve --help=cache` those of one group.",
+        "`vserve` alone serves the bundled demo model; then try `vserve chat`.",
+        "Exit codes: 0 fine, 1 could not run, 2 wrong usage, 128 + n ended by signal n.",
+    ]
+    return "\n".join(lines)
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(f".{COMMANDS[name][1]}", __package__)
+
+
+def command_parser(name: str, module: ModuleType) -> Parser:
+    parser = Parser(prog=f"vserve {name}", description=module.__doc__)
+    fill(parser, name, module)
+    return parser
+
+
+def fill(parser: argparse.ArgumentParser, name: str, module: ModuleType) -> None:
+    if name == "serve":
+        parser.usage = "vserve [serve] [MODEL] [options]"  # without it, all of them
+    module.add_arguments(parser)
 
 
 def _dashes(argument: str) -> str:

@@ -24,6 +24,7 @@ from ....engine.config import ConfigError, EngineConfig, flag
 from ...config import ServerConfig
 from .. import serve as serve_command
 from ..flags import read_flags
+from ..given import META
 from .client import Target
 from .datasets import PROBE
 from .event_stream import ConnectionPool, StreamResult
@@ -195,7 +196,7 @@ def print_starts(kinds: dict[str, list[StartUp]]) -> None:
 
 def _flags(arguments: argparse.Namespace) -> list[str]:
     """The server's options that were given, as flags again."""
-    flags = []
+    flags = [f"{flag(name)}={value}" for name in META if (value := getattr(arguments, f"opt_{name}"))]
     for config in (EngineConfig, ServerConfig):
         for spec in dataclasses.fields(config):
             value = getattr(arguments, f"opt_{spec.name}")

@@ -1,0 +1,77 @@
+"""/livez, /readyz, /health, /ping: is the server alive, and does it take requests?
+
+All of them follow the engine's heartbeat, not the mere fact that somebody answers HTTP. /livez is 503 only where a
+restart from outside is the cure: the engine is dead for good or stalled. The others are 503 whenever a request would
+not be served now: while loading, restarting, stalled, draining or dead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+if TYPE_CHECKING:  # the front door needs this file in the first second, without what these two import
+    from ..generation import Client
+    from ..state import ServerState
+
+PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})
+
+router = APIRouter()
+
+
+def trouble(client: Client, draining: bool) -> dict[str, Any] | None:
+    """Why the server takes no requests, as a JSON object with a "status"; None when it does."""
+    if client.dead is not None:
+        return {"status": "dead", "error": client.dead}
+    if not client.ready:
+        phase = client.phase
+        progress = phase.done / phase.total if phase and phase.total else None
+        loading = {"status": "loading", "phase": phase.phase if phase else None, "progress": progress}
+        return loading if client.down is None else loading | {"status": "restarting", "error": client.down}
+    if draining:
+        return {"status": "draining"}
+    if client.stalled is not None:
+        return {"status": "stalled", "seconds": client.stalled}
+    return None
+
+
+def probe(path: str, client: Client, draining: bool) -> Response:
+    """200 and nothing, or 503 and why."""
+    found = trouble(client, draining)
+    if found is None or (path == "/livez" and found["status"] not in ("dead", "stalled")):
+        return Response(status_code=200)
+    headers = {}
+    if found["status"] in ("loading", "restarting"):
+        headers["retry-after"] = str(client.retry_after)
+    return Response(msgspec.json.encode(found), 503, headers, media_type="application/json")
+
+
+@router.get("/health", response_class=Response)
+async def health(request: Request) -> Response:
+    """200 and nothing when the server takes requests; otherwise 503 and why."""
+    return _answer("/health", request)
+
+
+@router.get("/readyz", response_class=Response)
+async def readyz(request: Request) -> Response:
+    """200 and nothing when the server takes requests; otherwise 503 and why."""
+    return _answer("/readyz", request)
+
+
+@router.get("/livez", response_class=Response)
+async def livez(request: Request) -> Response:
+    """503 when only a restart from outside can help: the engine is dead for good, or it is stalled."""
+    return _answer("/livez", request)
+
+
+@router.api_route("/ping", methods=["GET", "POST"], response_class=Response, include_in_schema=False)
+async def ping(request: Request) -> Response:
+    """/health under the name that some platforms probe."""
+    return _answer("/ping", request)
+
+
+def _answer(path: str, request: Request) -> Response:
+    server: ServerState = request.app.state.server
+    return probe(path, server.client, server.draining)

@@ -1,0 +1,93 @@
+"""argparse as this command line wants it: help on a group or a flag alone, and "did you mean" for what is unknown."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from .terminal import styled
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean --port?`, or nothing where nothing is near."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    near = near or [longer for longer in known if len(name) > 4 and longer.startswith(name)][:1]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        # No abbreviations: a script that uses one breaks when another option of that beginning is added.
+        super().__init__(**{"allow_abbrev": False, "add_help": False, "formatter_class": _Formatter, **options})
+        self.add_argument(
+            "-h", "--help", action=_Help, nargs="?", metavar="WORD",
+            help="this help, or that on a group of options or a flag alone: --help=cache, --help=max-model-len",
+        )  # fmt: skip
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            if not names:
+                self.error(f"unexpected argument {unknown[0]!r}")
+            self.error(f"unknown option {names[0]}{did_you_mean(names[0], self.all_flags())}")
+        return parsed
+
+    def all_flags(self) -> list[str]:
+        """Those of its subcommands included."""
+        flags = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    flags += parser.all_flags()
+        return flags
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the options\n")
+
+    def help_on(self, word: str) -> str:
+        """The group of that title, else the flag of that name, else all flags that contain it; "" where none does."""
+        name = word.lower().lstrip("-").replace("_", "-")
+        if name == "all":
+            return self.format_help()
+        groups = [(group.title or "", group._group_actions) for group in self._action_groups]
+        found = [(title, actions) for title, actions in groups if title.lower() == name and actions]
+        for fits in (lambda flag: flag == name, lambda flag: name in flag):
+            if not found:
+                chosen = [(t, [a for a in actions if any(map(fits, _names(a)))]) for t, actions in groups]
+                found = [(title, actions) for title, actions in chosen if actions]
+        formatter = self._get_formatter()
+        for title, actions in found:
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return formatter.format_help()
+
+    def help_words(self) -> list[str]:
+        names = [name for action in self._actions for name in _names(action)]
+        return [group.title or "" for group in self._action_groups if group._group_actions] + names
+
+
+def _names(action: argparse.Action) -> list[str]:
+    return [flag.lstrip("-") for flag in action.option_strings]
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if values is None:
+            parser.print_help()
+            parser.exit()
+        text = parser.help_on(values)
+        if not text:
+            parser.error(f"there is no group and no option {values!r}{did_you_mean(values, parser.help_words())}")
+        print(text, end="")
+        parser.exit()
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(styled(heading or "", "bold", sys.stdout))

@@ -1,0 +1,64 @@
+"""What the person who starts the server reads: how far it is, and where it listens."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+
+from ... import __version__
+from ...engine import logs
+from ...engine.messages import EngineInfo, Progress
+from ..config import ServerConfig
+
+logger = logging.getLogger("vserve")
+
+
+class ProgressLine:
+    """One line on a terminal that says how far start-up is; plain log lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._phase = ""
+        self._shown = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        if not self._terminal:
+            if progress.phase != self._phase:
+                logger.info("starting: %s", progress.phase)
+            self._phase = progress.phase
+            return
+        now = time.monotonic()
+        if progress.phase == self._phase and progress.done < progress.total and now - self._shown < 0.05:
+            return
+        self._phase, self._shown = progress.phase, now
+        text = f"starting: {progress.phase}"
+        if progress.total:
+            share = progress.done / progress.total
+            bar = "█" * int(30 * share) + "░" * (30 - int(30 * share))
+            text += f" {bar} {share:4.0%}  {progress.done / 1e9:.1f} of {progress.total / 1e9:.1f} GB"
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def done(self) -> None:
+        if self._terminal and self._phase:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self._phase = ""
+
+
+def announce(info: EngineInfo, config: ServerConfig, sock: socket.socket, seconds: float) -> None:
+    phases = ", ".join(f"{name} {spent:.1f}" for name, spent in info.startup_seconds.items())
+    if config.uds is not None:
+        url, curl = f"unix:{config.uds}", f"--unix-socket {config.uds} http://localhost"
+    else:
+        host = "localhost" if config.host in ("0.0.0.0", "::", "127.0.0.1") else config.host
+        scheme = "http" if config.ssl_certfile is None else "https"
+        url = curl = f"{scheme}://{host}:{sock.getsockname()[1]}"
+    name = config.served_model_name[0]
+    logs.say(
+        f"vserve {__version__} serves {name} on {info.device} in {info.dtype}, context {info.max_model_len} tokens; "
+        f"ready in {seconds:.1f} s ({phases})\n"
+        f"{url}   try:\n"
+        f"  curl {curl}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f'    -d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\''
+    )

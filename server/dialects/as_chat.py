@@ -1,0 +1,122 @@
+"""What the other APIs share: their requests become a chat's, and errors about that speak of their own fields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import ApiError, bad_request, shorten, unsupported
+from ..protocol import ChatRequest
+from ..validation import first_error
+
+MAX_ITEMS = 65_536  # of an input, or messages
+MAX_PARTS = 4096  # of one item
+
+Names = Sequence[tuple[str, str]]  # patterns of a chat's fields, and what they are called in another API
+
+
+class SamplingFields(BaseModel):
+    """Parameters of chat completions that go beyond the other APIs."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    top_k: int | None = Field(None, description="sample from so many tokens; -1 and 0: off")
+    min_p: float | None = Field(None, description="least probability, as a share of the likeliest token's")
+    seed: int | None = Field(None, description="the same request gives the same answer")
+    repetition_penalty: float | None = Field(None, description="above 1: prompt and output repeat less")
+    presence_penalty: float | None = Field(None, description="off the logit of what the output has")
+    frequency_penalty: float | None = Field(None, description="the same, once for each time")
+    logit_bias: dict[str, float] | None = Field(None, description="added to the logits of these token ids")
+    allowed_token_ids: list[int] | None = Field(None, description="no other token is sampled")
+    bad_words: list[str] | None = Field(None, description="text that is not generated")
+    stop_token_ids: list[int] | None = Field(None, description="tokens that end the answer")
+    min_tokens: int | None = Field(None, description="no end before so many tokens")
+    ignore_eos: bool | None = Field(None, description="go on after the model's end of text")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the chat template")
+    priority: int | None = Field(None, description="lower runs sooner, with --scheduling-policy priority")
+    cache_salt: str | None = Field(None, description="cached prefixes are shared only where this is equal")
+    request_id: str | None = Field(
+        None, min_length=1, max_length=1024, description="the request's own id; the header X-Request-Id wins"
+    )
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Those that are set, as a chat has them."""
+        return {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that nobody here knows."""
+        return list(self.model_extra or ())
+
+
+@contextmanager
+def speaking_of(names: Names) -> Iterator[None]:
+    """Errors about a chat's fields become errors about these."""
+    try:
+        yield
+    except ValidationError as error:
+        raise _renamed(first_error(error), names) from None
+    except ApiError as error:
+        raise _renamed(error, names) from None
+
+
+def _renamed(error: ApiError, names: Names) -> ApiError:
+    if error.param is None:
+        return error
+    message, param = error.message, error.param
+    for pattern, name in names:
+        if re.match(pattern, param):
+            param = re.sub(f"^{pattern}", name, param)
+            message = re.sub(f"'{pattern}", f"'{name}", message)
+            break
+    return ApiError(error.status, message, type=error.type, param=param, code=error.code, headers=error.headers)
+
+
+def chat_request(given: Mapping[str, Any]) -> ChatRequest:
+    """What has no value is left out: to a chat the two are not always the same."""
+    return ChatRequest.model_validate({name: value for name, value in given.items() if value is not None})
+
+
+# ---- reading fields by hand ----
+
+
+def objects(value: Any, where: str, most: int = MAX_ITEMS) -> list[dict[str, Any]]:
+    """A list of objects. Raises ApiError (400)."""
+    if not isinstance(value, list):
+        raise bad_request(f"'{where}' must be a list.", where, "invalid_type")
+    if len(value) > most:
+        raise bad_request(f"'{where}' has {len(value)} entries; at most {most} are allowed.", where)
+    for i, entry in enumerate(value):
+        if not isinstance(entry, dict):
+            raise bad_request(f"'{where}[{i}]' must be an object.", f"{where}[{i}]", "invalid_type")
+    return value
+
+
+def string(value: Mapping[str, Any], name: str, where: str) -> str:
+    """A field that must be there. Raises ApiError (400)."""
+    param = f"{where}.{name}"
+    if (text := value.get(name)) is None:
+        raise bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    if not isinstance(text, str):
+        raise bad_request(f"'{param}' must be a string.", param, "invalid_type")
+    return text
+
+
+def text_of(content: Any, where: str, kinds: Mapping[str, str]) -> str:
+    """The text of a string, or of parts whose type is one of `kinds`, which has it in the field of that name."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise bad_request(f"Missing required parameter: '{where}'.", where, "missing_required_parameter")
+    texts = []
+    for i, part in enumerate(objects(content, where, MAX_PARTS)):
+        kind = part.get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise unsupported(f"{where}[{i}].type", f"Content of type {shorten(kind)!r}")
+        texts.append(string(part, kinds[kind], f"{where}[{i}]"))
+    return "\n".join(texts)

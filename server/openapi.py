@@ -1,0 +1,133 @@
+"""The OpenAPI document: FastAPI's list of routes, with the bodies that handlers read and write themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from . import responses
+from .dialects.messages_request import CountRequest, MessagesRequest
+from .dialects.messages_schemas import AnthropicError, MessageEvent, MessageObject, TokenCount
+from .dialects.responses_request import ResponsesRequest
+from .dialects.responses_schemas import DeletedResponse, ResponseEvent, ResponseObject
+from .embedding_protocol import EmbeddingRequest
+from .protocol import ChatRequest, CompletionRequest
+from .token_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
+
+JSON = "application/json"
+_MEANINGS = {
+    400: "The request is wrong; the message says where.",
+    401: "A key is missing or wrong.",
+    404: "There is no such model or request.",
+    408: "The request took too long.",
+    413: "The body is too large.",
+    415: "The body is no JSON.",
+    429: "Too many requests wait; the header Retry-After says when to come back.",
+    500: "The server is at fault.",
+    503: "The engine cannot serve now; the header Retry-After says when to come back.",
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What one route takes and gives."""
+
+    path: str
+    answer: type[BaseModel] | None  # None: nothing, or no JSON
+    method: str = "post"
+    body: type[BaseModel] | None = None
+    chunk: type[BaseModel] | None = None  # of a stream
+    errors: tuple[int, ...] = ()
+    text: str = JSON
+    failure: type[BaseModel] = field(default=responses.Error)
+    done: bool = True  # a stream ends with [DONE]
+
+
+_BODY = (400, 404, 413, 415, 503)
+_GENERATION = (*_BODY, 408, 429, 500)
+OPERATIONS = (
+    Operation("/v1/chat/completions", responses.ChatCompletion, body=ChatRequest,
+              chunk=responses.ChatCompletionChunk, errors=_GENERATION),
+    Operation("/v1/completions", responses.Completion, body=CompletionRequest, chunk=responses.CompletionChunk,
+              errors=_GENERATION),
+    Operation("/v1/responses", ResponseObject, body=ResponsesRequest, chunk=ResponseEvent, errors=_GENERATION,
+              done=False),
+    Operation("/v1/responses/{response_id}", ResponseObject, "get", errors=(400, 404)),
+    Operation("/v1/responses/{response_id}", DeletedResponse, "delete", errors=(404,)),
+    Operation("/v1/responses/{response_id}/cancel", ResponseObject, errors=(404,)),
+    Operation("/v1/messages", MessageObject, body=MessagesRequest, chunk=MessageEvent, errors=_GENERATION,
+              failure=AnthropicError, done=False),
+    Operation("/v1/messages/count_tokens", TokenCount, body=CountRequest, errors=_BODY, failure=AnthropicError),
+    Operation("/v1/embeddings", responses.EmbeddingList, body=EmbeddingRequest, errors=_GENERATION),
+    Operation("/v1/chat/completions/render", responses.RenderedPrompt, body=ChatRequest, errors=_BODY),
+    Operation("/tokenize", responses.Tokens, body=TokenizeRequest, errors=_BODY),
+    Operation("/detokenize", responses.Text, body=DetokenizeRequest, errors=_BODY),
+    Operation("/v1/models", responses.ModelList, "get", errors=(503,)),
+    Operation("/v1/models/{model}", responses.Model, "get", errors=(404, 503)),
+    Operation("/v1/requests/{request_id}/cancel", responses.Cancelled, errors=(404,)),
+    Operation("/abort_request", responses.Cancelled, body=AbortRequest, errors=(400, 404, 413, 415)),
+    Operation("/load", responses.Load, "get"),
+    Operation("/server_info", responses.ServerInfo, "get", errors=(503,)),
+    Operation("/version", responses.Version, "get"),
+    Operation("/metrics", None, "get", text="text/plain"),
+    *(Operation(path, None, "get", errors=(503,), text="", failure=responses.Health)
+      for path in ("/health", "/readyz", "/livez")),
+)  # fmt: skip
+
+
+def openapi(app: FastAPI) -> dict[str, Any]:
+    """Made when first asked for."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        document.setdefault("components", {})["schemas"] = _schemas()
+        for operation in OPERATIONS:
+            described = document["paths"][operation.path][operation.method]
+            if operation.body is not None:
+                described["requestBody"] = {"required": True, "content": {JSON: _reference(operation.body)}}
+            described["responses"] = _responses(operation)
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _schemas() -> dict[str, Any]:
+    bodies = {operation.body for operation in OPERATIONS if operation.body is not None}
+    answers: set[type[BaseModel]] = set()
+    for operation in OPERATIONS:
+        answers |= {model for model in (operation.answer, operation.chunk, operation.failure) if model is not None}
+    models: list[Any] = [(model, "validation") for model in sorted(bodies | answers, key=lambda model: model.__name__)]
+    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    return schemas["$defs"]
+
+
+def _responses(operation: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if operation.answer is not None:
+        content[JSON] = _reference(operation.answer)
+    elif operation.text:
+        content[operation.text] = {"schema": {"type": "string"}}
+    if operation.chunk is not None:
+        said = {"anyOf": [_reference(model)["schema"] for model in (operation.chunk, operation.failure)]}
+        data = {"type": "string", "contentMediaType": JSON, "contentSchema": said}
+        # OpenAPI 3.1 has no words for events: the schema is that of each one, as OpenAPI 3.2 would have it.
+        content["text/event-stream"] = {
+            "schema": {
+                "type": "object",
+                "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}] if operation.done else [data]}},
+                "required": ["data"],
+            }
+        }
+    answer = {"description": "As asked."} | ({"content": content} if content else {})
+    failures = {
+        str(status): {"description": _MEANINGS[status], "content": {JSON: _reference(operation.failure)}}
+        for status in sorted({401, *operation.errors})
+    }
+    return {"200": answer, **failures}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, Any]:
+    return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}

@@ -1,0 +1,126 @@
+"""What is known of each format, and which one a model uses. Every file in this folder with FORMATS adds some."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from .reader import Reader, Reading, new_id
+
+Grammar = dict[str, Any]  # a format of xgrammar's structural tags
+
+
+def json_arguments(schema: dict[str, Any]) -> Grammar:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 8}
+
+
+@dataclass(frozen=True)
+class Detection:
+    """How a chat template gives a format away: it has one of `any`, and none of `none`."""
+
+    any: tuple[str, ...] = ()
+    none: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()  # of config.json, where the template says that there are tools but not how
+
+    def matches(self, template: str) -> bool:
+        return any(sign in template for sign in self.any) and not any(sign in template for sign in self.none)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """How a model writes tool calls: opening, calls with separators between them, closing. A call is begin(its name),
+    arguments, end."""
+
+    name: str
+    read: Callable[[Reader], Reading[None]]
+    begin: Callable[[str], str]
+    end: str
+    aliases: tuple[str, ...] = ()  # what others call it
+    detection: Detection = Detection()
+    opening: str = ""
+    closing: str = ""
+    separator: str = ""
+    trigger: str | None = None  # from here on a text must be a call; None: from opening and begin(name) on
+    arguments: Callable[[dict[str, Any]], Grammar] = json_arguments  # of a JSON schema
+    markers: tuple[str, ...] = ()  # special tokens that it is written with
+    new_id: Callable[[], str] = new_id
+    history_id: Callable[[str], str] | None = None  # what the template wants of ids that came from elsewhere
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningFormat:
+    """How a model marks what it thinks before it answers."""
+
+    name: str
+    begin: str
+    end: str
+    aliases: tuple[str, ...] = ()
+    detection: Detection = Detection()
+
+    def read(self, reader: Reader, open: bool) -> Reading[None]:
+        """The reasoning at the beginning of an answer, if there is any. `open`: the prompt ends within it."""
+        if open or (yield from reader.skip(self.begin)):
+            reader.turn(thinking=True)
+            if (yield from reader.text_until(self.end)):
+                reader.turn(thinking=False)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Of one model."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Special tokens that are part of a call."""
+        return frozenset(self.tools.markers if self.tools else ())
+
+
+@cache
+def known() -> tuple[tuple[ToolFormat, ...], tuple[ReasoningFormat, ...]]:
+    """All formats, in the order of their files' names."""
+    package = __name__.rpartition(".")[0]
+    folder = importlib.import_module(package).__path__
+    modules = [importlib.import_module(f"{package}.{name}") for _, name, _ in sorted(pkgutil.iter_modules(folder))]
+    formats = [format for module in modules for format in getattr(module, "FORMATS", ())]
+    return (
+        tuple(format for format in formats if isinstance(format, ToolFormat)),
+        tuple(format for format in formats if isinstance(format, ReasoningFormat)),
+    )
+
+
+def choose(template: str, tool_template: str, model_type: str | None, tools: str, reasoning: str) -> Formats:
+    """`template`, `tool_template`: the sources for chats without and with tools; `tools`, `reasoning`: a format's name,
+    auto, or none. Raises ValueError that names the option and what it may be.
+    """
+    tool_formats, reasoning_formats = known()
+    tool_format = _named("--tool-call-parser", tools, tool_formats)
+    if tools == "auto":
+        tool_format = next((format for format in tool_formats if format.detection.matches(tool_template)), None)
+        if tool_format is None and "tools" in tool_template and not _unknown(tool_template):
+            tool_format = next((f for f in tool_formats if model_type in f.detection.model_types), None)
+    reasoning_format = _named("--reasoning-parser", reasoning, reasoning_formats)
+    if reasoning == "auto":
+        reasoning_format = next((f for f in reasoning_formats if f.detection.matches(template)), None)
+    return Formats(tool_format, reasoning_format)
+
+
+def _unknown(template: str) -> bool:
+    """The template shows a format that is not known here."""
+    return any(sign in template for sign in ("<function=", "<arg_key>", "<invoke", "functools["))
+
+
+def _named(option: str, name: str, formats: tuple[Any, ...]) -> Any:
+    if name in ("auto", "none"):
+        return None
+    for format in formats:
+        if name == format.name or name in format.aliases:
+            return format
+    names = ", ".join(("auto", "none", *(format.name for format in formats)))
+    raise ValueError(f"{option} is {name[:60]!r}: choose one of {names}")

@@ -1,0 +1,34 @@
+"""Hermes 2 Pro and 3, Qwen 2.5 and 3: each call is a JSON object between <tool_call> and </tool_call>."""
+
+from __future__ import annotations
+
+import json
+
+from .formats import Detection, ToolFormat
+from .reader import Reader, Reading
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+def read(reader: Reader) -> Reading[None]:
+    while (yield from reader.text_until(BEGIN)):
+        if (yield from reader.json_call()):
+            yield from reader.skip(END)
+        else:
+            reader.reject()
+
+
+FORMATS = (
+    ToolFormat(
+        name="hermes",
+        aliases=("qwen", "qwen25", "qwen3"),
+        # The others write something else between the same tags.
+        detection=Detection(any=(BEGIN,), none=("<function=", "<arg_key>"), model_types=("qwen2", "qwen3")),
+        read=read,
+        begin=lambda name: f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ',
+        end=f"}}\n{END}",
+        separator="\n",
+        trigger=BEGIN,
+        markers=(BEGIN, END),
+    ),
+)

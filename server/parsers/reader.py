@@ -1,0 +1,323 @@
+"""The incremental core of all parsers: text comes in pieces, parts come out as soon as they are certain.
+
+A format is a generator that reads with the methods below and yields wherever it needs text that has not come. Where the
+pieces are cut makes no difference to what comes out, taken together.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Container, Generator
+from typing import TypeVar
+
+from .json_text import Scan, as_object, as_string
+from .parts import CallArguments, CallBegin, Content, Part, Reasoning, append
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]  # yields for more text, returns a T
+
+_KEYS = ("name", "arguments", "parameters", "type", "id")  # of a call
+
+
+def new_id() -> str:
+    return f"chatcmpl-tool-{secrets.token_hex(16)}"
+
+
+class Reader:
+    def __init__(
+        self,
+        read: Callable[[Reader], Reading[None]],
+        names: Container[str] = (),
+        *,
+        streams: bool = False,
+        new_id: Callable[[], str] = new_id,
+    ) -> None:
+        """`names`: of the tools that may be called; what calls another one is text. `streams`: arguments go out as they
+        come, which needs a grammar that keeps them valid. Otherwise a call goes out once it is complete and valid, and
+        as text where it never is.
+        """
+        self.thinking = False  # what comes now is reasoning
+        self.num_calls = 0
+        self._names = names
+        self._streams = streams
+        self._new_id = new_id
+        self._text = ""  # what has come and may be needed
+        self._at = 0  # what stands before this is read
+        self._ended = False  # nothing more will come
+        self._starved = False  # something was incomplete when the text ended
+        self._marker = (0, 0)  # start and end of what may have begun a call
+        self._space = ""  # white space that goes out with what follows it, if text does
+        self._fresh = False  # leading white space is dropped
+        self._spoken = False  # some text was no reasoning
+        self._parts: list[Part] = []
+        self._reading = read(self)
+        self.feed("")  # it may be in its reasoning before anything has come
+
+    def feed(self, text: str) -> list[Part]:
+        """What is certain now."""
+        self._text += text
+        try:
+            next(self._reading)
+        except StopIteration:  # the format is through: all that follows is text
+            self._say(self._text[self._at :])
+            self._text, self._at = "", 0
+        parts, self._parts = self._parts, []
+        return parts
+
+    def finish(self) -> list[Part]:
+        """What is left when nothing more comes."""
+        self._ended = True
+        while True:  # what is no call may be read once more, as text
+            try:
+                next(self._reading)
+            except StopIteration:
+                break
+        self._say(self._text[self._at :])
+        if self._space and not self.thinking and not self.num_calls and not self._fresh:
+            append(self._parts, Content(self._space))
+        self._text, self._at = "", 0
+        parts, self._parts = self._parts, []
+        return parts
+
+    # ---- text ----
+
+    def _say(self, text: str) -> None:
+        if self._fresh:
+            text = text.lstrip()
+            self._fresh = not text
+        said = (self._space + text).rstrip()
+        self._space = (self._space + text)[len(said) :]
+        if said:
+            append(self._parts, Reasoning(said) if self.thinking else Content(said))
+            self._spoken |= not self.thinking
+
+    def turn(self, thinking: bool) -> None:
+        """From text to reasoning, or back. White space around either is dropped."""
+        self.thinking, self._space, self._fresh = thinking, "", True
+
+    def text_until(self, *markers: str) -> Reading[str]:
+        """Lets text out up to one of these and reads that; returns it, "" at the end."""
+        while True:
+            text = self._text
+            found = [(start, marker) for marker in markers if (start := text.find(marker, self._at)) >= 0]
+            if found:
+                start, marker = min(found)
+                self._say(text[self._at : start])
+                self._marker = start, start + len(marker)
+                self._at = start + len(marker)
+                return marker
+            cut = len(text) if self._ended else len(text) - self._begun(markers)
+            self._say(text[self._at : cut])
+            self._text, self._at, self._marker = text[cut:], 0, (0, 0)
+            if self._ended:
+                return ""
+            yield
+
+    def _begun(self, markers: tuple[str, ...]) -> int:
+        """How many of the last characters may be the beginning of a marker."""
+        text, longest = self._text, 0
+        for marker in markers:
+            start = text.find(marker[0], max(self._at, len(text) - len(marker) + 1))
+            while start >= 0:
+                if marker.startswith(text[start:]):
+                    longest = max(longest, len(text) - start)
+                    break
+                start = text.find(marker[0], start + 1)
+        return longest
+
+    def skip(self, *literals: str) -> Reading[str]:
+        """Reads one of these and the white space before it, where they are next; returns it, "" otherwise."""
+        while True:
+            rest = self._text[self._at :].lstrip()
+            for literal in literals:
+                if rest.startswith(literal):
+                    self._at = len(self._text) - len(rest) + len(literal)
+                    return literal
+            possible = any(literal.startswith(rest) for literal in literals)
+            if self._ended or not possible:
+                self._starved |= possible
+                return ""
+            yield
+
+    def word_until(self, *stops: str) -> Reading[tuple[str, str] | None]:
+        """Reads up to one of these; (what stands before it, which it is). None at the end, or after 200 characters."""
+        while True:
+            found = [(start, stop) for stop in stops if (start := self._text.find(stop, self._at)) >= 0]
+            start, stop = min(found, default=(len(self._text), ""))
+            if start - self._at > 200:
+                return None
+            if stop:
+                word, self._at = self._text[self._at : start], start + len(stop)
+                return word, stop
+            if self._ended:
+                self._starved = True
+                return None
+            yield
+
+    def unread(self, text: str) -> None:
+        """Goes back before `text`, which was read last."""
+        self._at -= len(text)
+
+    def bracketed(self) -> Reading[str | None]:
+        """Reads up to the bracket that closes what is open, as Python writes it; what stands before it, or None."""
+        start, quote, depth, escaped = self._at, "", 1, False
+        while True:
+            while self._at < len(self._text):
+                char = self._text[self._at]
+                self._at += 1
+                if quote:
+                    if escaped:
+                        escaped = False
+                    elif char == "\\":
+                        escaped = True
+                    elif char == quote:
+                        quote = ""
+                elif char in "\"'":
+                    quote = char
+                elif char in "([{":
+                    depth += 1
+                elif char in ")]}":
+                    depth -= 1
+                    if not depth:
+                        return self._text[start : self._at - 1]
+            if self._ended:
+                self._starved = True
+                return None
+            yield
+
+    # ---- calls ----
+
+    def mark(self) -> None:
+        """What follows may be a call: `reject` goes back to here."""
+        self._marker = self._at, self._at
+
+    def reject(self) -> None:
+        """What began at the last marker, or after the last call, is none: it is text from there on."""
+        start, end = self._marker
+        self._at = len(self._text) if self._starved else end
+        self._say(self._text[start : self._at])
+        self._marker = self._at, self._at
+
+    def call(self, name: str, arguments: str) -> None:
+        """A whole call."""
+        self._begin(name)
+        self._more(arguments)
+        self.mark()
+
+    def _begin(self, name: str) -> None:
+        self._space, self._fresh = "", not self._spoken
+        append(self._parts, CallBegin(self.num_calls, self._new_id(), name))
+        self.num_calls += 1
+
+    def _more(self, arguments: str) -> None:
+        if arguments:
+            append(self._parts, CallArguments(self.num_calls - 1, arguments))
+
+    def knows(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._names
+
+    def json_call(self, *, needs_arguments: bool = False) -> Reading[bool]:
+        """Reads a call written as a JSON object: {"name": …, "arguments" or "parameters": {…}}, in any order.
+
+        False: there is none, and nothing was read. `needs_arguments`: without them it is none, nor with keys that calls
+        do not have: it may be some other JSON.
+        """
+        start, before = self._at, self.num_calls
+        if (yield from self._members(needs_arguments)):
+            self.mark()
+            return True
+        if self.num_calls > before:  # it broke off when part of it was out
+            self.mark()
+            return True
+        self._at = start
+        return False
+
+    def _members(self, needs_arguments: bool) -> Reading[bool]:
+        if not (yield from self.skip("{")):
+            return False
+        name: str | None = None
+        arguments: str | None = None if needs_arguments else "{}"
+        begun = False
+        while True:
+            key = as_string((yield from self.value()))
+            if key is None or (needs_arguments and key not in _KEYS) or not (yield from self.skip(":")):
+                return False
+            if key == "name":
+                given = as_string((yield from self.value()))
+                if not self.knows(given):
+                    return False
+                name = given if name is None else name
+            elif key in ("arguments", "parameters"):
+                if name is not None and not begun and self._streams:
+                    begun = yield from self._pass_on(name)
+                    if not begun:
+                        return False
+                else:
+                    arguments = as_object((yield from self.value()))
+                    if arguments is None:
+                        return False
+            elif (yield from self.value()) is None:
+                return False
+            following = yield from self.skip(",", "}")
+            if following != ",":
+                break
+        if not following or name is None or (arguments is None and not begun):
+            return False
+        if not begun:
+            self.call(name, arguments or "{}")
+        return True
+
+    def arguments(self, name: str) -> Reading[bool]:
+        """Reads the arguments of a call of this tool, a JSON object. False: there is none."""
+        if self._streams:
+            return (yield from self._pass_on(name))
+        arguments = as_object((yield from self.value()))
+        if arguments is None:
+            return False
+        self.call(name, arguments)
+        return True
+
+    def _pass_on(self, name: str) -> Reading[bool]:
+        """Lets arguments out as they come. False: nothing went out, they are no object."""
+        if (yield from self.peek()) != "{":
+            arguments = as_object((yield from self.value()))
+            if arguments is not None:
+                self.call(name, arguments)
+            return arguments is not None
+        self._begin(name)
+        yield from self.value(self._more)
+        return True
+
+    def peek(self) -> Reading[str]:
+        """The next character that is no white space, which is not read; "" at the end."""
+        while not (rest := self._text[self._at :].lstrip()):
+            if self._ended:
+                return ""
+            yield
+        return rest[0]
+
+    def value(self, pass_on: Callable[[str], None] | None = None) -> Reading[str | None]:
+        """Reads a JSON value; its text, or None where none is or it breaks off. Only `as_object` says if it is valid.
+
+        `pass_on` gets the text as it comes.
+        """
+        yield from self.peek()
+        self._at = len(self._text) - len(self._text[self._at :].lstrip())
+        start = sent = self._at
+        scan = Scan()
+        while True:
+            done = None
+            while done is None and self._at < len(self._text):
+                done = scan.ends_with(self._text[self._at])
+                self._at += done is not False
+            if done and scan.bare:
+                self._at -= 1  # a number ends where something else stands
+            if pass_on is not None:
+                pass_on(self._text[sent : self._at])
+                sent = self._at
+            if done is not None:
+                return self._text[start : self._at] if done else None
+            if self._ended:
+                self._starved = True
+                return None
+            yield

@@ -1,0 +1,218 @@
+"""A server process from its first second to its last: start, watch, drain, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+import uvicorn
+
+from ..engine import faults, logs
+from ..engine.config import ConfigError, EngineConfig
+from .cli.progress import ProgressLine, announce
+from .config import ServerConfig
+from .engine_client import EngineClient
+from .front_door import FrontDoor
+from .http_protocol import uvicorn_options
+from .mailbox import EngineDeadError, ShuttingDownError
+from .page import load_page
+from .watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+logger = logging.getLogger("vserve")
+
+LAST_BYTES = 2.0  # seconds that answers get to leave when nothing more is computed for them
+# Ctrl-C under make or a shell script arrives twice, from the terminal and from the parent: that is one signal.
+SAME_SIGNAL = 0.5
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, but for its signal handlers, which end the process by the signal instead of exit code 0."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+class Service:
+    def __init__(
+        self, engine_config: EngineConfig, config: ServerConfig, sources: dict[str, str], sock: socket.socket
+    ) -> None:
+        self.config = config
+        self.sources = sources  # of the settings that are no defaults
+        self.sock = sock
+        self.client = EngineClient(engine_config, restarts=config.engine_restarts)
+        self.client.death_listeners.append(lambda _: setattr(self.server, "should_exit", True))
+        self.front = FrontDoor(self.client, config.root_path, load_page() if config.ui else None)
+        self.server = Server(uvicorn_config(self.front, config, self._refused))
+        self.app: FastAPI | None = None  # once everything is loaded
+        self._started = time.monotonic()
+        self._signal: signal.Signals | None = None  # the first that was received
+        self._signal_time = 0.0
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        """The exit code. Leaves by itself, with the cause as the last line, where there is a cause."""
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._receive, number, task)
+        serving = asyncio.create_task(self.server.serve(sockets=[self.sock]))
+        app = await self._start(serving)
+        watchdog = Watchdog(self.client, stall_timeout=self.config.stall_timeout, hang_timeout=self.config.hang_timeout)
+        watching = asyncio.create_task(watchdog.run())
+        try:
+            async with app.router.lifespan_context(app):
+                self.app = self.front.app = app
+                gc.collect()
+                gc.freeze()
+                announce(self.client.info, self.config, self.sock, time.monotonic() - self._started)
+                await serving
+        finally:
+            watching.cancel()
+            await self.client.close()
+            self._unlink()
+        if self.client.dead is not None:
+            self._leave(f"the engine died: {self.client.dead}", 1)
+        return 0
+
+    def _refused(self, reason: str) -> None:
+        if self.app is not None:
+            self.app.state.server.refused(reason)
+
+    # ---- start ----
+
+    async def _start(self, serving: asyncio.Task[None]) -> FastAPI:
+        """Returns when everything is loaded; meanwhile the port answers that it is not."""
+        progress = ProgressLine()
+        self.client.progress_listeners.append(progress)
+        loading = asyncio.create_task(self._load())
+        try:
+            await asyncio.wait((loading, serving), return_when=asyncio.FIRST_COMPLETED)
+            if serving.done() and (error := serving.exception()) is not None:
+                raise error
+            app = await loading
+        except asyncio.CancelledError:
+            progress.done()
+            await self.client.close()
+            number = self._signal or signal.SIGTERM
+            self._leave(f"stopped by {number.name} while starting", 128 + number)
+        except Exception as error:
+            progress.done()
+            await self.client.close()
+            cause = str(error)
+            if not isinstance(error, EngineDeadError | ConfigError):
+                logger.error("start-up failed", exc_info=error)
+                cause = f"{type(error).__name__}: {error}"
+            self._leave(cause, 1)
+        progress.done()
+        self.client.progress_listeners.remove(progress)
+        return app
+
+    async def _load(self) -> FastAPI:
+        app = asyncio.create_task(asyncio.to_thread(self._make_app))
+        await self.client.start()
+        return await app
+
+    def _make_app(self) -> FastAPI:
+        """On a thread, while the engine starts: its imports and the tokenizer take seconds."""
+        from .app import create_app
+        from .detokenizer import Detokenizer
+        from .tokenizer import load_text_model
+
+        faults.arm(Detokenizer, "feed", "detokenize")
+        engine = self.client.config
+        model = load_text_model(engine.model, self.config, engine.revision)
+        return create_app(self.client, self.config, model, sources=self.sources)
+
+    # ---- end ----
+
+    def _receive(self, number: signal.Signals, task: asyncio.Task[int]) -> None:
+        """SIGTERM and SIGINT: the first ends the server in order (or its start), the second at once."""
+        repeated, self._signal_time = time.monotonic() - self._signal_time < SAME_SIGNAL, time.monotonic()
+        if repeated:
+            return
+        number = signal.Signals(number)
+        if self._signal is None:
+            self._signal = number
+            if self.app is None:
+                task.cancel()
+            else:
+                self._draining = asyncio.create_task(self._drain())
+        else:
+            self.client.kill()
+            self._leave(f"stopped at once by a second {number.name}", 128 + number)
+
+    async def _drain(self) -> None:
+        """Nothing new begins; what runs gets `shutdown_timeout` to finish, and then an error as its last word."""
+        assert self.app is not None and self._signal is not None
+        self.app.state.server.draining = True
+        timeout = self.config.shutdown_timeout
+        if self.front.num_open:
+            logger.info(
+                "%s: finishing %d requests, for %g s at most; a second signal ends them",
+                self._signal.name, self.front.num_open, timeout,
+            )  # fmt: skip
+        await self._until_idle(timeout)
+        if self.front.num_open:
+            logger.warning("%d requests are cut off: --shutdown-timeout %g is over", self.front.num_open, timeout)
+            self.client.fail_all(ShuttingDownError("the server is shutting down"))
+            await self._until_idle(LAST_BYTES)
+        self.server.should_exit = True
+
+    async def _until_idle(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self.front.num_open and self.client.dead is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    def _leave(self, cause: str, code: int) -> NoReturn:
+        """The cause is the last line: a thread that is still importing must neither delay nor outtalk it."""
+        self._unlink()
+        logs.flush()
+        logging.disable()
+        logs.write_line(2, f"vserve: {' '.join(cause.split())}")
+        os._exit(code)
+
+    def _unlink(self) -> None:
+        if self.config.uds is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self.config.uds)
+
+
+def uvicorn_config(app: FrontDoor, config: ServerConfig, refused: Callable[[str], None]) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        **uvicorn_options(config, refused),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        loop="none",
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=int(LAST_BYTES),
+    )
+
+
+def run(engine_config: EngineConfig, config: ServerConfig, sources: dict[str, str], sock: socket.socket) -> int:
+    async def main() -> int:
+        return await Service(engine_config, config, sources, sock).run()
+
+    try:
+        import uvloop
+
+        return uvloop.run(main())
+    except ImportError:
+        return asyncio.run(main())
+    except KeyboardInterrupt:  # before the handlers were in place
+        print("vserve: stopped by SIGINT while starting", file=sys.stderr)
+        return 130

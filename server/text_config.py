@@ -1,0 +1,100 @@
+"""The options on text: tokenizer, chat template, and the defaults of sampling that a model brings."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.config import ConfigError, option
+
+# Defaults that count, with what they may be: (lowest, highest, lowest itself allowed).
+RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, 2, True),
+    "top_p": (0, 1, False),
+    "top_k": (-1, 2**31 - 1, True),
+    "min_p": (0, 1, True),
+    "repetition_penalty": (0, 1e6, False),
+    "max_new_tokens": (1, 2**31 - 1, True),
+}
+_INTEGERS = ("top_k", "max_new_tokens")
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    tokenizer: str | None = option(None, "folder or hub name of the tokenizer (default: the model's)", group="text")
+    chat_template: str | None = option(
+        None, "Jinja chat template, or the file that has it (default: the tokenizer's)", group="text"
+    )
+    trust_request_chat_template: bool = option(
+        False, "let requests bring a 'chat_template' of their own, which then runs here, within limits", group="text"
+    )
+    tool_call_parser: str = option(
+        "auto", "format of the model's tool calls; auto: found in its chat template, none: calls stay text",
+        group="text",
+    )  # fmt: skip
+    reasoning_parser: str = option(
+        "auto", "format of the model's reasoning; auto: found in its chat template, none: it stays in the text",
+        group="text",
+    )  # fmt: skip
+    enable_auto_tool_choice: bool = option(True, "off: the same as --tool-call-parser none", group="text")
+    enable_reasoning: bool = option(True, "off: the same as --reasoning-parser none", group="text")
+    pooling: str = option(
+        "auto", "which hidden state of an input is its embedding; auto: what the model's folder says, or last",
+        choices=("auto", "last", "mean", "cls"), group="text",
+    )  # fmt: skip
+    generation_config: str = option(
+        "auto", "defaults of sampling; auto: the model's generation_config.json, vserve: none, or the path of another",
+        group="text",
+    )  # fmt: skip
+    override_generation_config: str | None = option(
+        None, "JSON object with defaults of sampling that come before those, such as '{\"temperature\": 0.5}'",
+        group="text",
+    )  # fmt: skip
+
+    def check_text(self) -> None:
+        """Raises ConfigError."""
+        template = self.chat_template
+        if template is not None and not (is_template(template) or os.path.isfile(template)):
+            raise ConfigError(
+                f"--chat-template {template[:200]!r} is no file: give the path of a Jinja template, or its text"
+            )
+        self.overrides()
+
+    def overrides(self) -> dict[str, Any]:
+        """--override-generation-config, read. Raises ConfigError."""
+        flag = "--override-generation-config"
+        try:
+            content = json.loads(self.override_generation_config or "{}")
+        except ValueError as error:
+            raise ConfigError(f'{flag} is no JSON ({error}): give an object such as {{"temperature": 0.5}}') from None
+        if not isinstance(content, dict):
+            raise ConfigError(f'{flag} is no JSON object: give one such as {{"temperature": 0.5}}')
+        for name, value in content.items():
+            if name not in RANGES:
+                raise ConfigError(f"{flag} has {name[:60]!r}: it may set {', '.join(RANGES)}")
+            if problem := default_problem(name, value):
+                raise ConfigError(f"{flag} has {name} {value!r:.60}, which {problem}")
+        return {name: as_default(name, value) for name, value in content.items()}
+
+
+def is_template(text: str) -> bool:
+    """Whether it is a template and no path."""
+    return "{" in text or "\n" in text
+
+
+def default_problem(name: str, value: Any) -> str | None:
+    """What is wrong with a default of sampling."""
+    low, high, inclusive = RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "is no number"
+    if not low <= value <= high or (value == low and not inclusive):  # also infinity and NaN
+        return f"must be {'at least' if inclusive else 'above'} {low} and at most {high}"
+    if name in _INTEGERS and value != int(value):
+        return "is no integer"
+    return None
+
+
+def as_default(name: str, value: float) -> float:
+    return int(value) if name in _INTEGERS else value

@@ -1,0 +1,91 @@
+// The page: two views, the server's state, and the colours.
+import { hasKey, request } from "./api.js";
+import { Chat } from "./chat.js";
+import { byId } from "./dom.js";
+import { EngineView } from "./engine.js";
+
+const THEMES = ["auto", "light", "dark"];
+const PATIENCE = 3000; // milliseconds between two looks at the server's health
+
+const chat = new Chat();
+const engine = new EngineView();
+const tabs = [byId("tab-chat"), byId("tab-engine")];
+
+function show(tab, focus = false) {
+  for (const other of tabs) {
+    const selected = other === tab;
+    other.setAttribute("aria-selected", String(selected));
+    other.tabIndex = selected ? 0 : -1;
+    byId(other.getAttribute("aria-controls")).hidden = !selected;
+  }
+  document.title = `vserve – ${tab.textContent}`;
+  history.replaceState(null, "", tab === tabs[0] ? location.pathname : "#engine");
+  if (focus) tab.focus();
+  attend();
+}
+
+function attend() {
+  if (!document.hidden && tabs[1].getAttribute("aria-selected") === "true") engine.start();
+  else engine.stop();
+}
+
+tabs.forEach((tab, index) => {
+  tab.addEventListener("click", () => show(tab));
+  tab.addEventListener("keydown", (event) => {
+    const to = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: tabs.length - 1 }[event.key];
+    if (to !== undefined) { event.preventDefault(); show(tabs[(to + tabs.length) % tabs.length], true); }
+  });
+});
+document.addEventListener("visibilitychange", attend);
+
+const themeButton = byId("theme");
+function paint(theme) {
+  document.documentElement.dataset.theme = theme;
+  localStorage.setItem("vserve.theme", theme);
+  byId("theme-name").textContent = theme;
+  themeButton.setAttribute("aria-label", `Theme: ${theme}`);
+  engine.repaint();
+}
+themeButton.addEventListener("click", () => {
+  paint(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => engine.repaint());
+
+const toggle = byId("toggle-settings");
+toggle.addEventListener("click", () => {
+  const open = byId("settings").classList.toggle("open");
+  toggle.setAttribute("aria-expanded", String(open));
+});
+
+let refused = false;
+
+/** Says in the header how the server is; the first time that it serves, learns what. */
+async function look() {
+  let text, kind = "bad";
+  try {
+    const response = await fetch("health");
+    if (response.ok) {
+      if (chat.model === null && (!refused || hasKey())) {
+        const [model] = (await (await request("v1/models")).json()).data;
+        chat.model = model.id;
+        byId("prompt").placeholder = `Message ${model.id}`;
+      }
+      [text, kind] = chat.model === null ? ["a key is needed", "wait"] : [chat.model, "good"];
+    } else {
+      const { status, phase, progress } = await response.json();
+      const share = progress ? `, ${Math.round(100 * progress)} %` : "";
+      [text, kind] = [phase ? `${status}: ${phase}${share}` : status, "wait"];
+    }
+  } catch (error) {
+    refused = error.status === 401; // asked once: from now on only when somebody wants something
+    text = refused ? "a key is needed" : "the server does not answer";
+  }
+  if (byId("served").textContent !== text) byId("served").textContent = text;
+  byId("dot").className = `dot ${kind}`;
+  setTimeout(look, kind === "good" || document.hidden ? PATIENCE : PATIENCE / 6);
+}
+
+paint(THEMES.includes(document.documentElement.dataset.theme) ? document.documentElement.dataset.theme : "auto");
+show(location.hash === "#engine" ? tabs[1] : tabs[0]);
+if (matchMedia("(min-width: 60rem)").matches) toggle.click();
+look();
