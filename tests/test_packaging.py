@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,9 @@ def test_the_wheel_serves_the_demo_model_from_a_clean_environment(tmp_path):
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "--wheel-dir", tmp_path, source], check=True)
     (wheel,) = tmp_path.glob("vserve-*.whl")
     # The dependencies are taken from this environment: what is tested is the wheel, not the index.
+    names = zipfile.ZipFile(wheel).namelist()
+    pages = {name for name in files if name.startswith("server/web/") and "/pictures/" not in name}
+    assert {f"vserve/{name}" for name in pages} == {name for name in names if name.startswith("vserve/server/web/")}
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "-q", "--no-deps", "--target", site, wheel], check=True)
     script = (

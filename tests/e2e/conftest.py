@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -25,35 +31,90 @@ class ServerProcess:
     process: subprocess.Popen[str]
     url: str
     stderr: list[str] = field(default_factory=list)
+    reader: threading.Thread | None = None  # of stderr
 
     @property
     def model(self) -> str:
         return httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
 
-    def wait(self, timeout: float = 30) -> int:
-        return self.process.wait(timeout)
+    def wait(self, timeout: float = 60) -> int:
+        """The exit code, when all that it wrote to stderr has been read."""
+        code = self.process.wait(timeout)
+        if self.reader is not None:
+            self.reader.join(timeout)
+        return code
+
+    def engine_pids(self) -> list[int]:
+        """Of its children, those that are engines; the living ones."""
+        pids = []
+        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            command = Path(f"/proc/{pid}/cmdline")
+            if command.exists() and b"vserve.engine.process" in command.read_bytes():
+                pids.append(int(pid))
+        return pids
+
+    def engine_pid(self) -> int:
+        (pid,) = self.engine_pids()
+        return pid
+
+    def health(self, probe: str = "health") -> dict[str, object]:
+        """The probe's JSON object; {} where it says 200."""
+        response = httpx.get(f"{self.url}/{probe}", timeout=30)
+        assert response.status_code in (200, 503)
+        return response.json() if response.content else {}
 
 
-def start(*arguments: str) -> ServerProcess:
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Generous: the machine may be busy."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def launch(*arguments: str, port: int = 0, env: dict[str, str] | None = None) -> ServerProcess:
+    """A server that has been started, no more; `url` is known where `port` is."""
     command = [sys.executable, "-m", "vserve.server.cli.main", *arguments, "--device", "cpu", "--cpu-threads", "1"]
-    process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    server = ServerProcess(process, "")
-    threading.Thread(target=lambda: server.stderr.extend(process.stderr or ()), daemon=True).start()
+    process = subprocess.Popen(
+        [*command, "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **(env or {})},
+    )  # fmt: skip
+    server = ServerProcess(process, f"http://127.0.0.1:{port}")
+    server.reader = threading.Thread(target=lambda: server.stderr.extend(process.stderr or ()), daemon=True)
+    server.reader.start()
+    return server
+
+
+def start(*arguments: str, env: dict[str, str] | None = None) -> ServerProcess:
+    return announced(launch(*arguments, env=env))
+
+
+def announced(server: ServerProcess) -> ServerProcess:
+    """Once it can serve."""
+    process = server.process
+    assert process.stdout is not None
     for line in process.stdout:
-        if found := re.match(r"(http://\S+)", line):
+        if found := re.match(r"(https?://\S+)", line):
             server.url = found[1].replace("localhost", "127.0.0.1")
             return server
     raise AssertionError(f"exit code {process.wait()} before it was ready:\n" + "".join(server.stderr))
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[ServerProcess]:
-    server = start(*arguments)
+def serving(*arguments: str, env: dict[str, str] | None = None) -> Iterator[ServerProcess]:
+    server = start(*arguments, env=env)
     try:
         yield server
     finally:
         server.process.terminate()
+        server.process.send_signal(signal.SIGCONT)
         try:
             server.process.wait(20)
         except subprocess.TimeoutExpired:
@@ -69,8 +130,106 @@ def demo_server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="session")
-def start_server() -> Callable[..., ServerProcess]:
-    return start
+def guarded_server() -> Iterator[ServerProcess]:
+    """The demo model behind tight limits, for the tests that attack it."""
+    with serving(
+        "--header-timeout", "2", "--body-timeout", "2", "--write-timeout", "2", "--timeout-keep-alive", "20",
+        "--max-body-size", "1000000", "--served-model-name", "demo",
+    ) as server:  # fmt: skip
+        yield server
+
+
+@pytest.fixture(scope="session")
+def attacks() -> Any:
+    """The module attacks.py: with --import-mode=importlib, tests cannot import a file beside them by name."""
+    name = "vserve_attacks"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("attacks.py"))
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium, no longer than for a module: while it runs, its event loop is in the way of others."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("chromium is not installed; .ci/run installs it")
+    playwright.expect.set_options(timeout=60_000)
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """open_page(url, **context options) → a page, which must not complain in its console: see `page.complaints`."""
+    contexts: list[Any] = []
+    complaints: list[str] = []
+
+    def open_one(url: str, **options: Any) -> Any:
+        options.setdefault("viewport", {"width": 1280, "height": 860})
+        context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
+        context.set_default_timeout(60_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.complaints = complaints
+        page.goto(url)
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    assert not complaints
+
+
+@pytest.fixture(scope="session")
+def picture() -> Callable[[Any, str], None]:
+    """picture(page, name): kept as build/screenshots/name.png."""
+    folder = Path(__file__).parents[2] / "build" / "screenshots"
+
+    def take(page: Any, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=folder / f"{name}.png")
+
+    return take
+
+
+@pytest.fixture
+def launch_server() -> Iterator[Callable[..., ServerProcess]]:
+    """launch(*arguments); what still runs when the test is over, is killed."""
+    launched: list[ServerProcess] = []
+
+    def launch_one(*arguments: str, **options: object) -> ServerProcess:
+        launched.append(launch(*arguments, **options))  # type: ignore[arg-type]
+        return launched[-1]
+
+    yield launch_one
+    for server in launched:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture
+def start_server(launch_server: Callable[..., ServerProcess]) -> Callable[..., ServerProcess]:
+    """As launch_server, and waits until it has said where it listens."""
+    return lambda *arguments, **options: announced(launch_server(*arguments, **options))
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., None]:
+    return wait_until
+
+
+@pytest.fixture(scope="session")
+def is_gone() -> Callable[[int], bool]:
+    return gone
 
 
 @pytest.fixture(scope="session")

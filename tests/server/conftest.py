@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 from fastapi import FastAPI
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from vserve.engine.config import EngineConfig
 from vserve.engine.messages import EngineInfo, EngineStats, RequestOutput, StepOutputs
 from vserve.engine.plan import TokenLogprobs
 from vserve.engine.request import SamplingParams
@@ -89,6 +91,7 @@ class ScriptedEngine:
     def __init__(
         self, script: Callable[[Submitted], Iterable[Sequence[int]]], eos: int = 2, delay: float = 0.0
     ) -> None:
+        self.config = EngineConfig(model="test")
         self.info = EngineInfo(
             max_model_len=MAX_MODEL_LEN, vocab_size=320, max_num_seqs=64, max_num_batched_tokens=512, block_size=16,
             num_blocks=100, enable_prefix_caching=True, scheduling_policy="fcfs", max_logprobs=20, dtype="float32",
@@ -96,7 +99,12 @@ class ScriptedEngine:
         )  # fmt: skip
         self.ready = True
         self.phase: Any = None
+        self.down: str | None = None
         self.dead: str | None = None
+        self.stalled: float | None = None
+        self.retry_after = 1
+        self.epoch = 1
+        self.num_restarts = self.num_stalls = 0
         self.stats = EngineStats(num_blocks=100, num_free_blocks=100)
         self.stats_listeners: list[Callable[[StepOutputs], None]] = []
         self.script = script
@@ -157,6 +165,7 @@ class ScriptedEngine:
                 None if request.sampling.logprobs is None else [self._logprobs(i, request.sampling) for i in ids],
                 4 if first else None,
                 mailbox.arrival if first else None,
+                prompt_logprobs=self._prompt_logprobs(request) if first else None,
             )
             self._put(mailbox, output)
             if finish:
@@ -186,6 +195,14 @@ class ScriptedEngine:
         )  # fmt: skip
         for listener in self.stats_listeners:
             listener(StepOutputs([output], self.stats))
+
+    @staticmethod
+    def _prompt_logprobs(request: Submitted) -> list[TokenLogprobs] | None:
+        """Of token i: -i, and token 5, a "#", is the likeliest at each place."""
+        k = request.sampling.prompt_logprobs
+        if k is None:
+            return None
+        return [TokenLogprobs(-1.0 * i, 2, [5, 6][:k], [-0.25, -0.75][:k]) for i in range(1, len(request.token_ids))]
 
     @staticmethod
     def _logprobs(token_id: int, sampling: SamplingParams) -> TokenLogprobs:
@@ -221,10 +238,111 @@ def client(app: FastAPI) -> Iterable[Client]:
     client.close()
 
 
+SPEAKING_TEMPLATE = (
+    "{% if tools %}{% for t in tools %}{{ t.function.name }};{% endfor %}as <tool_call> json </tool_call>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+class Grammars:
+    """Stands for the compiler of grammars: remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.held = 0
+
+    async def acquire(self, constraint: Any, param: str) -> str:
+        self.asked.append((param, constraint))
+        self.held += 1
+        return "key"
+
+    def release(self, key: str) -> None:
+        self.held -= 1
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture(scope="session")
+def thinker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    """A model that thinks in <think> and calls tools in <tool_call>."""
+    folder = tmp_path_factory.mktemp("thinker")
+    for file in model_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": SPEAKING_TEMPLATE}))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    for token in ("<think>", "</think>"):
+        entry = {"id": 320 + (token[1] == "/"), "content": token, "special": False, "normalized": False}
+        tokenizer["added_tokens"].append(entry | {"single_word": False, "lstrip": False, "rstrip": False})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return load_text_model(str(folder), ServerConfig(served_model_name=("test",)))
+
+
+class Thinking:
+    """A server of the thinker, what its engine is asked, and what its grammars are."""
+
+    def __init__(self, engine: ScriptedEngine, model: TextModel, **options: Any) -> None:
+        self.engine, self.model, self.grammars = engine, model, Grammars()
+        engine.info = msgspec.structs.replace(engine.info, max_model_len=2000, vocab_size=322)
+        self.app = create_app(engine, ServerConfig(**options), model)
+        self.state = self.app.state.server
+        self.state.grammars = self.grammars
+        self.client = Client(self.app)
+
+    def says(self, text: str, size: int = 1, ends: bool = True) -> int:
+        """From now on this, so many tokens an output. Returns how many there are."""
+        ids = [*self.model.tokenizer.encode(text, False), *([2] if ends else [])]
+        self.engine.script = lambda request: [ids[at : at + size] for at in range(0, len(ids), size)]
+        return len(ids)
+
+    @property
+    def prompt(self) -> str:
+        """What the engine read last."""
+        return self.model.tokenizer.core.decode(self.engine.submitted[-1].token_ids, skip_special_tokens=False)
+
+
+@pytest.fixture
+def new_thinking(engine: ScriptedEngine, thinker: TextModel) -> Iterable[Callable[..., Thinking]]:
+    """new_thinking(**options) → a server with these options."""
+    made: list[Thinking] = []
+
+    def make(**options: Any) -> Thinking:
+        made.append(Thinking(engine, thinker, **options))
+        return made[-1]
+
+    yield make
+    for thinking in made:
+        thinking.client.close()
+
+
+@pytest.fixture
+def thinking(new_thinking: Callable[..., Thinking]) -> Thinking:
+    return new_thinking()
+
+
+@pytest.fixture
+def new_client(engine: ScriptedEngine, text_model: TextModel) -> Iterable[Callable[..., Client]]:
+    """new_client(**options) → the same of a server with these options, and of another `model`."""
+    clients: list[Client] = []
+
+    def make(model: TextModel = text_model, **options: Any) -> Client:
+        clients.append(Client(create_app(engine, ServerConfig(**options), model)))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
 class Client:
     """Requests without a socket; one event loop for the life of a test."""
 
     def __init__(self, app: FastAPI) -> None:
+        self.app = app
         self._runner = asyncio.Runner()
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from vserve.server.config import ServerConfig
-from vserve.server.detokenizer import MAX_PENDING, Detokenizer, StopStrings
+from vserve.server.detokenizer import MAX_PENDING, Detokenizer, StopStrings, TightDetokenizer
 from vserve.server.tokenizer import TextModel, Tokenizer, load_text_model
 
 
@@ -102,6 +102,22 @@ def test_token_bytes_put_together_are_the_text(text_model: TextModel, byte_fallb
         assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == "Hello é你!"
     assert text_model.tokenizer.token_bytes(2) == b"<|im_end|>"
     assert text_model.tokenizer.token_bytes(10**6) == b""
+
+
+def test_no_space_between_special_tokens() -> None:
+    """A decoder that joins words with spaces; what stands beside text keeps its space."""
+    core = FastTokenizer(models.WordLevel({"one": 0, "two": 1, "[A]": 2, "[B]": 3}, "one"))
+    core.add_special_tokens(["[A]", "[B]"])
+    core.decoder = decoders.WordPiece()
+    tokenizer = type("", (), {"core": core, "byte_level": False})
+    for prompt, ids, expected in (
+        ([0], [1, 2, 3, 3, 0, 2, 1], " two [A][B][B] one [A] two"),
+        ([2], [3, 2, 1], "[B][A] two"),
+        ([], [1, 0], "two one"),
+    ):
+        detokenizer = TightDetokenizer(tokenizer, prompt)
+        assert "".join([detokenizer.feed(token) for token in ids] + [detokenizer.flush()]) == expected
+    assert decode(tokenizer, [1, 2, 3], prompt=[0], skip=False) == " two [A] [B]"
 
 
 # ---- stop strings ----

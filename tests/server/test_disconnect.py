@@ -32,6 +32,8 @@ async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
 BODIES = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
     ("/v1/completions", {"prompt": "Hi", "max_tokens": 100}),
+    ("/v1/responses", {"input": "Hi"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100}),
     ("/v1/completions", {"prompt": ["Hi", "Ho"], "max_tokens": 100, "n": 2}),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from vserve import LLM, SamplingParams
+from vserve import LLM, SamplingParams, StructuredOutputsParams
 from vserve.engine.messages import RequestOutput
 from vserve.server.engine_client import EngineDeadError
-from vserve.server.sampling_params import RequestOutputKind
+from vserve.server.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
 PROMPTS = ["hello there, what", [40, 41, 42, 43], {"prompt": "the quick brown fox"}, {"prompt_token_ids": [7] * 33}]
 
@@ -159,6 +160,54 @@ def test_logprobs_are_those_of_transformers(llm, oracle):
     assert completion.cumulative_logprob == pytest.approx(sum(sampled))
 
 
+def test_prompt_logprobs_are_those_of_transformers(llm, oracle):
+    params = SamplingParams(temperature=1, seed=1, n=2, max_tokens=2, prompt_logprobs=2)
+    for output in llm.generate([[7] * 9 + [8, 9], [5], "hello there"], params, use_tqdm=False):
+        with torch.inference_mode():
+            rows = oracle(torch.tensor([output.prompt_token_ids])).logits[0].log_softmax(-1)
+        assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        for token, entries, row in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], rows, strict=False):
+            assert entries is not None and set(entries) == {token, *row.topk(2).indices.tolist()}
+            assert entries[token].logprob == pytest.approx(row[token].item(), abs=1e-3)
+            assert entries[token].rank == (row > row[token]).sum().item() + 1
+
+
+def test_what_may_be_sampled(llm):
+    free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (plain,) = llm.generate([[40, 41]], free, use_tqdm=False)
+    tokens = plain.outputs[0].token_ids
+    word = llm.get_tokenizer().decode(tokens[3])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, bad_words=(word,))
+    (output,) = llm.generate([[40, 41]], params, use_tqdm=False)
+    assert output.outputs[0].token_ids[:3] == tokens[:3] and tokens[3] not in output.outputs[0].token_ids
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, allowed_token_ids=[50, 51],
+                            repetition_detection=RepetitionDetectionParams(4, 1, 3))  # fmt: skip
+    (output,) = llm.generate([[40, 41]], params, use_tqdm=False)
+    assert set(output.outputs[0].token_ids) <= {50, 51}
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "repetition")
+    assert idle(llm)
+
+
+@pytest.mark.slow
+def test_structured_outputs(llm):
+    one_of = StructuredOutputsParams(choice=["yes", "no"])
+    params = [
+        SamplingParams(n=2, temperature=1, seed=1, structured_outputs=one_of, ignore_eos=True),
+        SamplingParams(temperature=0, structured_outputs={"regex": "[ab]{3}"}),
+        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
+    ]
+    answers = llm.generate([[40, 41]] * 3, params, use_tqdm=False)
+    assert {completion.text for completion in answers[0].outputs} <= {"yes", "no"}
+    assert re.fullmatch("[ab]{3}", answers[1].outputs[0].text)
+    assert [completion.finish_reason for answer in answers for completion in answer.outputs] == ["stop"] * 3 + [
+        "length"
+    ]
+    with pytest.raises(ValueError, match=r"prompt 1: Invalid 'structured_outputs'"):
+        llm.generate([[1], [2]], [params[0], SamplingParams(structured_outputs={"regex": "(a"})], use_tqdm=False)
+    assert idle(llm)
+
+
 def test_token_ids_without_text(llm):
     params = [SamplingParams(temperature=0, max_tokens=6, detokenize=detokenize) for detokenize in (True, False)]
     with_text, without = llm.generate([PROMPTS[1]] * 2, params, use_tqdm=False)
@@ -234,11 +283,13 @@ def test_prompts_that_cannot_be(llm, prompt, message):
         ({"max_tokens": 0}, "'max_tokens' must be at least 1"),
         ({"stop": ["a", ""]}, "'stop' must not contain an empty string"),
         ({"stop": "a", "detokenize": False}, "'stop' needs 'detokenize'"),
-        ({"bad_words": ["a"]}, "'bad_words' is not supported"),
-        ({"prompt_logprobs": 0}, "'prompt_logprobs' is not supported"),
-        ({"structured_outputs": {"json": {}}}, "'structured_outputs' is not supported"),
+        ({"bad_words": [""]}, "'bad_words' must not contain an empty string"),
+        ({"prompt_logprobs": -1}, "'prompt_logprobs' must be at least 0"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "'structured_outputs' must have exactly one of"),
+        ({"structured_outputs": StructuredOutputsParams()}, "'structured_outputs' must have exactly one of"),
+        ({"repetition_detection": {"max_pattern_size": 3}}, "'repetition_detection.min_count' must be at least 2"),
+        ({"thinking_token_budget": 5}, "'thinking_token_budget' is not supported"),
         ({"output_kind": RequestOutputKind.DELTA}, "'output_kind' is not supported"),
-        ({"spaces_between_special_tokens": False}, "'spaces_between_special_tokens' is not supported"),
         ({"logit_bias": {"x": 1.0}}, "'logit_bias' has the key 'x'"),
     ],
 )
@@ -251,6 +302,8 @@ def test_params_that_cannot_be(values, message):
 def test_params_that_this_model_cannot_do(llm):
     for params, message in (
         (SamplingParams(logprobs=21), "'logprobs' is 21"),
+        (SamplingParams(prompt_logprobs=21), "'prompt_logprobs' is 21"),
+        (SamplingParams(allowed_token_ids=[300]), "'allowed_token_ids' has the token id 300"),
         (SamplingParams(stop_token_ids=[300]), "'stop_token_ids' has the token id 300"),
         (SamplingParams(n=2, temperature=0), "'n' must be 1"),
         (SamplingParams(min_tokens=9, max_tokens=3), "'min_tokens' is 9"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,26 +17,45 @@ from vserve.server.histogram import Histogram
 from vserve.server.metrics import PHASE, TOKEN, TTFT
 
 # Dashboards and alerts are built on these: a name may be added here, never changed or removed.
-NAMES = {
-    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:kv_blocks",
-    "vllm:kv_blocks_free", "vllm:num_preemptions_total", "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total", "vllm:engine_steps_total", "vllm:cudagraph_misses_total",
-    "vllm:late_kernel_compilations_total", "vllm:step_device_seconds_total",
-    "vllm:step_host_seconds_total", "vllm:prompt_tokens_total", "vllm:prompt_tokens_cached_total",
-    "vllm:generation_tokens_total", "vllm:request_success_total", "vllm:startup_phase_seconds", "vllm:memory_bytes",
-    "vllm:cache_config_info",
-    *(f"vllm:{name}_{part}" for part in ("bucket", "count", "sum") for name in (
+OWN = ("model_name", "engine")
+METRICS = {
+    "vllm:num_requests_running": "gauge", "vllm:num_requests_waiting": "gauge", "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:kv_blocks": "gauge", "vllm:kv_blocks_free": "gauge", "vllm:engine_healthy": "gauge",
+    "vllm:prompt_tokens_per_second": "gauge", "vllm:generation_tokens_per_second": "gauge",
+    "vllm:num_preemptions": "counter", "vllm:prefix_cache_queries": "counter", "vllm:prefix_cache_hits": "counter",
+    "vllm:corrupted_requests": "counter", "vllm:engine_steps": "counter", "vllm:engine_restarts": "counter",
+    "vllm:engine_stalls": "counter", "vllm:cudagraph_misses": "counter", "vllm:late_kernel_compilations": "counter",
+    "vllm:step_device_seconds": "counter", "vllm:step_host_seconds": "counter", "vllm:prompt_tokens": "counter",
+    "vllm:prompt_tokens_cached": "counter", "vllm:generation_tokens": "counter", "vllm:log_lines_lost": "counter",
+    "vllm:grammar_cache_hits": "counter", "vllm:grammar_cache_misses": "counter",
+    "vllm:grammar_compile_failures": "counter",
+    **dict.fromkeys((f"vllm:{name}" for name in (
         "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
         "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
         "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
-        "request_generation_tokens", "request_max_num_generation_tokens", "request_params_max_tokens",
-        "request_params_n", "iteration_tokens_total",
-    )),
-    "http_requests_total", "http_request_size_bytes_count", "http_request_size_bytes_sum",
-    "http_response_size_bytes_count", "http_response_size_bytes_sum",
-    *(f"{name}_{part}" for part in ("bucket", "count", "sum") for name in (
-        "http_request_duration_seconds", "http_request_duration_highr_seconds",
-    )),
+        "request_prefill_kv_computed_tokens", "request_generation_tokens", "request_max_num_generation_tokens",
+        "request_params_max_tokens", "request_params_n", "request_num_preemptions", "iteration_tokens_total",
+        "grammar_compile_seconds",
+    )), "histogram"),
+}  # fmt: skip
+LABELLED = {
+    "vllm:num_requests_waiting_by_reason": ("gauge", (*OWN, "reason")),
+    "vllm:startup_phase_seconds": ("gauge", (*OWN, "phase")),
+    "vllm:memory_bytes": ("gauge", (*OWN, "purpose")),
+    "vllm:cache_config_info": (
+        "gauge", ("block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype", "engine"),
+    ),
+    "vllm:prompt_tokens_by_source": ("counter", (*OWN, "source")),
+    "vllm:request_success": ("counter", (*OWN, "finished_reason")),
+    "vllm:requests_rejected": ("counter", (*OWN, "reason")),
+    "vllm:requests_aborted": ("counter", (*OWN, "reason")),
+    "vllm:requests_timed_out": ("counter", (*OWN, "reason")),
+    "http_requests": ("counter", ("handler", "method", "status")),
+    "http_refused_connections": ("counter", ("reason",)),
+    "http_request_duration_seconds": ("histogram", ("handler", "method")),
+    "http_request_duration_highr_seconds": ("histogram", ()),
+    "http_request_size_bytes": ("summary", ("handler",)),
+    "http_response_size_bytes": ("summary", ("handler",)),
 }  # fmt: skip
 
 VLLM_BUCKETS = {
@@ -63,14 +86,19 @@ def value(samples: dict[Any, float], name: str, **labels: str) -> float:
     return sum(found)
 
 
-def test_names_and_labels(client: Any) -> None:
+def test_names_types_and_labels(client: Any, engine: Any, app: Any) -> None:
     client.chat()
+    app.state.server.refused("header_timeout")
+    frozen = {name: (kind, OWN) for name, kind in METRICS.items()} | LABELLED
+    found = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        if not family.name.startswith(("process_", "python_")):
+            assert family.documentation.endswith(".")
+            found[family.name] = (family.type, {frozenset(sample.labels) - {"le"} for sample in family.samples})
+    assert found == {name: (kind, {frozenset(labels)}) for name, (kind, labels) in frozen.items()}
     samples = scrape(client)
-    own = {name for name, _ in samples if not name.startswith(("process_", "python_"))}
-    assert own == NAMES
-    for name, labels in samples:
-        if name.startswith("vllm:") and name != "vllm:cache_config_info":
-            assert {("model_name", "test"), ("engine", "0")} <= labels
+    assert all(dict(labels).get("engine", "0") == "0" for _, labels in samples)
+    assert all(dict(labels).get("model_name", "test") == "test" for _, labels in samples)
     assert value(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100", engine="0") == 1
     assert value(samples, "vllm:memory_bytes", purpose="weights") == 10
     assert value(samples, "vllm:startup_phase_seconds", phase="load") == 1.5
@@ -140,6 +168,155 @@ def test_engine_state(client: Any, engine: Any) -> None:
     assert value(samples, "vllm:kv_blocks_free") == 100 and value(samples, "vllm:kv_cache_usage_perc") == 0
 
 
+def test_reasons_are_there_before_the_first_case(client: Any) -> None:
+    """An alert on an increase would miss the first one of a series that begins at one."""
+    samples = scrape(client)
+    for name, reasons in (
+        ("requests_rejected", ("queued_requests", "queued_tokens", "loading", "draining", "engine_down")),
+        ("requests_aborted", ("disconnect", "cancel", "timeout", "error")),
+        ("requests_timed_out", ("request", "queue", "write")),
+        ("request_success", ("stop", "length", "abort", "error")),
+    ):
+        for reason in reasons:
+            label = "finished_reason" if name == "request_success" else "reason"
+            assert value(samples, f"vllm:{name}_total", **{label: reason}) == 0
+
+
+def test_rejected_by_reason(client: Any, engine: Any, app: Any) -> None:
+    app.state.server.draining = True
+    assert client.chat().status_code == 503
+    app.state.server.draining, engine.ready = False, False
+    assert client.chat().status_code == 503
+    engine.down = "out of luck"
+    assert client.chat().status_code == client.complete().status_code == 503
+    samples = scrape(client)
+    for reason, count in (("draining", 1), ("loading", 1), ("engine_down", 2), ("queued_requests", 0)):
+        assert value(samples, "vllm:requests_rejected_total", reason=reason) == count
+
+
+def test_aborted_by_reason_adds_up(client: Any, engine: Any, app: Any, say: Any) -> None:
+    """Each choice that did not finish has one reason, and is an abort among the ended requests."""
+    state = app.state.server
+    engine.script = say("one two three four five six seven", ends=False)
+
+    async def give_up(end: Any) -> None:
+        from vserve.engine.request import SamplingParams
+        from vserve.server.choice import Prompt
+        from vserve.server.generation import Generation
+
+        prompts = [Prompt([3, 4, 5], SamplingParams(max_tokens=100))]
+        generation = Generation(engine, state.metrics, state.model.tokenizer, prompts, arrival=0.0, n=2)
+        deltas = generation.deltas()
+        await anext(deltas)
+        end(generation)
+        with contextlib.suppress(StopAsyncIteration):
+            while generation.abort_reason == "cancel":
+                await anext(deltas)
+        generation.close()
+
+    client.run(give_up(lambda generation: None))
+    client.run(give_up(lambda generation: generation.cancel()))
+    client.run(give_up(lambda generation: setattr(generation, "abort_reason", "timeout")))
+    samples = scrape(client)
+    for reason in ("disconnect", "cancel", "timeout"):
+        assert value(samples, "vllm:requests_aborted_total", reason=reason) == 2
+    assert value(samples, "vllm:request_success_total", finished_reason="abort") == 6
+    assert value(samples, "vllm:request_success_total", finished_reason="stop") == 0
+
+
+def test_a_new_engine_does_not_turn_counters_back(client: Any, engine: Any) -> None:
+    client.chat()
+    before = scrape(client)
+    engine.ready = False
+    down = scrape(client)
+    assert value(down, "vllm:engine_healthy") == 0 and value(down, "vllm:num_requests_running") == 0
+    engine.ready, engine.epoch, engine.num_restarts, engine.num_outputs = True, 2, 1, 0
+    assert value(scrape(client), "vllm:engine_steps_total") == value(before, "vllm:engine_steps_total")
+    client.chat()
+    after = scrape(client)
+    for name in ("engine_steps", "num_preemptions", "prefix_cache_hits", "step_device_seconds"):
+        assert value(after, f"vllm:{name}_total") == 2 * value(before, f"vllm:{name}_total")
+    assert value(after, "vllm:engine_restarts_total") == 1 and value(after, "vllm:engine_healthy") == 1
+
+
+def test_preemptions_of_a_request(client: Any, engine: Any, text_model: Any) -> None:
+    client.chat()
+
+    def script(request: Any) -> list[list[int]]:
+        engine._open[request.id].num_preemptions = 3
+        return [[5], [2]]
+
+    engine.script = script
+    client.chat()
+    samples = scrape(client)
+    assert value(samples, "vllm:request_num_preemptions_sum") == 3
+    assert value(samples, "vllm:request_num_preemptions_bucket", le="0.0") == 1
+
+
+def test_grammars(client: Any, app: Any) -> None:
+    """The service's own counts, once there is one; series of the same buckets before."""
+    before = {key for key in scrape(client) if "grammar" in key[0]}
+    service = app.state.server.grammars
+    service.compile_seconds.observe(0.3)
+    service.num_hits, service.num_misses, service.num_failures = 5, 4, 3
+    samples = scrape(client)
+    assert before == {key for key in samples if "grammar" in key[0]}
+    for name, count in (("cache_hits", 5), ("cache_misses", 4), ("compile_failures", 3)):
+        assert value(samples, f"vllm:grammar_{name}_total") == count
+    assert value(samples, "vllm:grammar_compile_seconds_sum") == 0.3
+
+
+def test_throughput(client: Any, engine: Any, app: Any, monkeypatch: pytest.MonkeyPatch, say: Any) -> None:
+    """Tokens over the interval in which they came; an idle time before it does not dilute it."""
+    from vserve.server import throughput
+
+    now = [1000.0]
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    metrics = app.state.server.metrics
+    metrics.throughput.rates()
+    engine.script = say("one two three", ends=False)
+    client.chat(max_tokens=1)
+    now[0] += 10.0
+    metrics.generation_tokens += 70
+    metrics.prompt_tokens += 300
+    client.chat(max_tokens=1)
+    samples = scrape(client)
+    # the last step of the interval comes before its own tokens are counted
+    assert value(samples, "vllm:generation_tokens_per_second") == pytest.approx(7, abs=0.5)
+    assert value(samples, "vllm:prompt_tokens_per_second") > 25
+    now[0] += 60.0
+    assert value(scrape(client), "vllm:generation_tokens_per_second") == 0
+    client.chat(max_tokens=1)
+    assert value(scrape(client), "vllm:generation_tokens_per_second") == pytest.approx(7, abs=0.5)
+
+
+def test_a_streamed_token_costs_two_calls(client: Any, engine: Any, say: Any) -> None:
+    """Of all code that counts, logs and traces, a token runs two functions, and a step two listeners: no more."""
+    watched = ("metrics", "histogram", "exposition", "request_log", "tracing", "throughput", "logs")
+    files = {f"{name}.py" for name in watched}
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        path = Path(frame.f_code.co_filename)
+        calls += event == "call" and path.name in files and path.parent.name in ("server", "engine")
+
+    totals = {}
+    for num_tokens in (20, 60):
+        engine.script = lambda _, n=num_tokens: [[40 + i % 20] for i in range(n)]
+        client.chat(stream=True, max_tokens=num_tokens)
+        calls = 0
+        sys.setprofile(count)
+        try:
+            client.chat(stream=True, max_tokens=num_tokens)
+        finally:
+            sys.setprofile(None)
+        totals[num_tokens] = calls
+    # more_output and its observe a token; _step, its observe and the throughput's _step a step
+    assert totals[60] - totals[20] == 40 * (2 + 3), totals
+    assert totals[20] - 20 * 5 < 60, totals  # once a request
+
+
 def test_labels_are_bounded(client: Any) -> None:
     """Neither paths nor methods that a client invents become labels."""
     for i in range(20):
@@ -157,6 +334,16 @@ def test_openmetrics_when_asked(client: Any) -> None:
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
     assert client.get("/metrics").headers["content-type"].startswith("text/plain")
+
+
+@pytest.mark.parametrize("asked", ["text/plain;version=0.0.4", "application/openmetrics-text;version=1.0.0;q=0.9,*/*",
+    "application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5",
+    "application/openmetrics-text;version=1.0.0;escaping=underscores,text/plain;version=1.0.0;escaping=underscores",
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0", ""])  # fmt: skip
+def test_every_scraper_sees_the_same_names(client: Any, asked: str) -> None:
+    """The library would give Prometheus 2 names without the colon."""
+    page = client.get("/metrics", headers={"accept": asked}).text
+    assert "\nvllm:num_requests_running{" in page and "vllm_" not in page
 
 
 @pytest.mark.parametrize("observed", [0.0, 0.5, 1.0, 1.5, 2.0, 9.0])

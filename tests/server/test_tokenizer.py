@@ -51,15 +51,19 @@ def test_chat_template_file(model_folder: Path, tmp_path: Path) -> None:
     model = load_text_model(str(model_folder), ServerConfig(chat_template=str(file)))
     rendered = model.tokenizer.render(MESSAGES, {"add_generation_prompt": True})
     assert rendered == "Hello, how are you?|True"
-    with pytest.raises(ConfigError, match="is no file"):
-        ServerConfig(chat_template=str(tmp_path / "none"))
+    text = load_text_model(str(model_folder), ServerConfig(chat_template="{{ messages[0].role }}"))
+    assert text.tokenizer.render(MESSAGES, {}) == "user"
+    for path in (str(tmp_path / "none"), str(tmp_path), "x" * 5000):
+        with pytest.raises(ConfigError, match="is no file"):
+            ServerConfig(chat_template=path)
+    with pytest.raises(ConfigError, match=r"--chat-template: .* at line 2"):
+        load_text_model(str(model_folder), ServerConfig(chat_template="a\n{% for %}"))
 
 
 @pytest.mark.parametrize(
     "template, message",
     [
         ("ok\n{{ ''.__class__.__mro__ }}", "at line 2: access to attribute '__class__'"),
-        ("{% for %}", "at line 1"),
         ("\n\n{{ raise_exception('roles must alternate') }}", "at line 3: roles must alternate."),
         ("{{ 1 // 0 }}", "at line 1"),
         ("{{ messages[7].content.x }}", "at line 1"),
@@ -74,6 +78,16 @@ def test_failing_templates(model_folder: Path, tmp_path: Path, template: str, me
     assert error.value.status == 400 and message in error.value.message
 
 
+def test_a_broken_template_of_the_model(model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Completions need none: the server starts, and says it."""
+    folder = shutil.copytree(model_folder, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("\n\n{% for %}")
+    model = load_text_model(str(folder), ServerConfig())
+    assert "at line 3" in caplog.text and "--chat-template" in caplog.text
+    with pytest.raises(ApiError, match="at line 3"):
+        model.tokenizer.render(MESSAGES, {})
+
+
 def test_no_template(model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "m")
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -82,6 +96,46 @@ def test_no_template(model_folder: Path, tmp_path: Path) -> None:
     model = load_text_model(str(folder), ServerConfig())
     with pytest.raises(ApiError, match="This model has no chat template"):
         model.tokenizer.render(MESSAGES, {})
+
+
+def test_generation_config(model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def load(**options: str) -> TextModel:
+        return load_text_model(str(model_folder), ServerConfig(**options))
+
+    assert load(generation_config="vserve").defaults == {}
+    assert load(generation_config="vserve").eos_token_ids == (2, 0)  # what ends an answer is no matter of taste
+    model = load(override_generation_config='{"temperature": 0.1, "max_new_tokens": 9}')
+    assert model.defaults == {"temperature": 0.1, "top_k": 20} and model.max_new_tokens == 9
+    assert model.default_sources == {
+        "temperature": "flag", "top_k": "generation_config.json", "max_new_tokens": "flag",
+    }  # fmt: skip
+    other = tmp_path / "generation_config.json"
+    other.write_text(json.dumps({"top_p": 0.5, "min_p": 7, "top_k": None, "eos_token_id": 1, "max_new_tokens": 30}))
+    for path in (other, tmp_path):
+        model = load(generation_config=str(path))
+        assert model.defaults == {"top_p": 0.5} and model.max_new_tokens == 30 and model.eos_token_ids == (2, 1)
+    assert "min_p 7, which must be at least 0 and at most 1: ignored" in caplog.text
+    with pytest.raises(ConfigError, match=r"--generation-config .* is no file"):
+        load(generation_config=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("{", "is no JSON"),
+        ("[1]", "is no JSON object"),
+        ('{"temprature": 1}', "'temprature': it may set temperature"),
+        ('{"temperature": 3}', "temperature 3, which must be at least 0 and at most 2"),
+        ('{"temperature": NaN}', "temperature nan"),
+        ('{"top_k": Infinity}', "top_k inf"),
+        ('{"top_k": 1.5}', "is no integer"),
+        ('{"top_p": true}', "is no number"),
+    ],
+)
+def test_bad_overrides(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ServerConfig(override_generation_config=override)
+    assert message in str(error.value)
 
 
 def test_broken_folders(model_folder: Path, tmp_path: Path) -> None:

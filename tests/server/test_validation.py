@@ -39,18 +39,56 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"user": "x" * 10**6}, "user"),
     ({"model": 5}, "model"),
     ({"ignore_eos": "true"}, "ignore_eos"),
-    ({"echo": True}, "echo"),
     ({"best_of": 2}, "best_of"),
+    ({"best_of": 10**9}, "best_of"),
+    ({"n": 2, "temperature": 1, "best_of": 1}, "best_of"),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"guided_json": {}}, "guided_json"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"length_penalty": 0.5}, "length_penalty"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"tools": []}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
-    ({"bad_words": ["a"]}, "bad_words"),
-    ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ({"echo": "yes"}, "echo"),
+    *[({"prompt_logprobs": value}, "prompt_logprobs") for value in (-1, 21, 10**6, True, "1")],
+    *[({"allowed_token_ids": value}, "allowed_token_ids") for value in ([], [-1], [320], [2**63], [True], 5)],
+    ({"allowed_token_ids": [0, 2], "min_tokens": 1}, "allowed_token_ids"),  # only what ends, and it must not
+    *[({"bad_words": value}, "bad_words") for value in ("a", [""], [None], ["a"] * 1000, ["x" * 10**6])],
+    *[({"truncate_prompt_tokens": value}, "truncate_prompt_tokens") for value in (0, -2, 129, 1.5, "5")],
+    ({"truncate_prompt_tokens": -1, "max_tokens": 128}, "truncate_prompt_tokens"),
+    *[({"repetition_detection": value}, "repetition_detection") for value in (5, [], "x")],
+    ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection.min_count"),
+    ({"repetition_detection": {"max_pattern_size": 10**6, "min_count": 2}}, "repetition_detection.max_pattern_size"),
+    ({"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}},
+     "repetition_detection.min_pattern_size"),
+    ({"repetition_detection": {"patterns": 1}}, "repetition_detection.patterns"),
+    *[({"request_id": value}, "request_id") for value in ("", "x" * 10**7, 5)],
+    ({"stream": True, "stream_options": {"continuous_usage_stats": "yes"}}, "stream_options.continuous_usage_stats"),
+    *[({name: "yes"}, name) for name in ("skip_special_tokens", "spaces_between_special_tokens", "return_token_ids",
+                                         "return_tokens_as_token_ids")],
+    *[({"response_format": value}, "response_format") for value in (5, "json_object", [])],
+    ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": ["text"]}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format.json_schema.schema"),
+    *[({"structured_outputs": value}, "structured_outputs") for value in (
+        5, {}, {"disable_any_whitespace": True}, {"regex": "a", "choice": ["a"]}, {"json_object": False})],
+    ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": 5}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"regex": "a", "disable_any_whitespace": "no"}},
+     "structured_outputs.disable_any_whitespace"),
+    *[({"structured_outputs": {"choice": value}}, "structured_outputs.choice") for value in ([], "a", [""], [1])],
+    *[({"structured_outputs": {"regex": value}}, "structured_outputs.regex") for value in ("", 5, ["a"])],
+    *[({"structured_outputs": {"json": value}}, "structured_outputs.json") for value in ("{", "5", [], True)],
+    ({"structured_outputs": {"json": '{"a":' * 10**5}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs.json_object"),
+    ({"guided_json": 5}, "guided_json"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"guided_regex": "a", "guided_whitespace_pattern": 5}, "guided_whitespace_pattern"),
+    ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens"),
 ]  # fmt: skip
 
 CHAT: list[tuple[dict[str, Any], str]] = [
@@ -61,8 +99,27 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"content": "Hi"}]}, "messages[1].role"),
     ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0].role"),
     ({"messages": [{"role": ["user"], "content": "Hi"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}] * 10**5}]}, "messages[0].tool_calls"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "x", "function": {"name": "f"}}]}]},
+        "messages[0].tool_calls[0].type",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ({"messages": [{"role": "tool", "content": "Hi", "tool_call_id": 5}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "assistant", "content": "Hi", "reasoning": 5}]}, "messages[0].reasoning"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10**5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]}, "messages[0].content[0].type"),
+    ({"documents": {}}, "documents"),
+    ({"documents": ["text"]}, "documents"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"echo": True, "max_tokens": 0}, "max_tokens"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -81,7 +138,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
-    ({"continue_final_message": True, "add_generation_prompt": True}, "messages"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
 ]
 
 COMPLETIONS: list[tuple[dict[str, Any], str]] = [
@@ -162,9 +219,20 @@ def test_null_is_the_same_as_absent(client: Any, engine: Any) -> None:
 
 def test_values_that_ask_for_nothing_are_fine(client: Any) -> None:
     response = client.complete(
-        best_of=1, echo=False, suffix="", use_beam_search=False, response_format={"type": "text"}, tool_choice="none"
-    )
+        best_of=1, echo=False, suffix="", use_beam_search=False, response_format={"type": "text"}, tool_choice="none",
+        length_penalty=1.0, early_stopping=False, guided_json=None, guided_decoding_backend="outlines", bad_words=[],
+        repetition_detection={"max_pattern_size": 0}, guided_json_object=False,
+    )  # fmt: skip
     assert response.status_code == 200 and "x-vserve-ignored-params" not in response.headers
+    assert client.complete(n=2, temperature=1, best_of=2).status_code == 200
+
+
+def test_strict_params(engine: Any, text_model: Any, new_client: Any) -> None:
+    client = new_client(strict_params=True)
+    error = check(client.chat(metadata={}, store=True), "metadata")
+    assert error["message"] == "Unknown parameter: 'metadata'." and error["code"] == "unknown_parameter"
+    check(client.complete(**{"evil\r\nx-header: 1": 1}), "evil x-header: 1")
+    assert client.complete(max_tokens=1, priority=0).status_code == 200
 
 
 def test_unknown_fields_are_named(client: Any) -> None:

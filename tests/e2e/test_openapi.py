@@ -1,0 +1,301 @@
+"""The OpenAPI document: it describes every field, real answers fit it, and whatever fits it is no server error."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+pytestmark = pytest.mark.slow
+HI = [{"role": "user", "content": "Hello!"}]
+# FastAPI's own pages
+HIDDEN = {"/openapi.json", "/docs", "/redoc", "/docs/oauth2-redirect", "/ping"}
+
+
+@pytest.fixture(scope="module")
+def server(serve: Any) -> Iterator[Any]:
+    """Answers are short, whatever a request asks for: its grammar matters here, not its text."""
+    options = ("--override-generation-config", '{"max_new_tokens": 4}', "--trust-request-chat-template")
+    with serve(*options, "--no-access-log") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def document(server: Any) -> dict[str, Any]:
+    return httpx.get(f"{server.url}/openapi.json").json()
+
+
+def check(document: dict[str, Any], name: str, content: Any) -> None:
+    """`content` is what the document calls `name`."""
+    schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+    jsonschema.Draft202012Validator(schema).validate(content)
+
+
+def schema_of(
+    document: dict[str, Any], path: str, method: str, status: str = "200", kind: str = "application/json"
+) -> str:
+    content = document["paths"][path][method]["responses"][status]["content"][kind]["schema"]
+    if kind == "text/event-stream":
+        content = content["properties"]["data"]["anyOf"][0]["contentSchema"]["anyOf"][0]
+    return content["$ref"].rpartition("/")[2]
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    if text.startswith("event: "):  # Responses and Messages
+        *parts, rest = text.split("\n\n")
+        assert rest == ""
+        return [json.loads(part.partition("\ndata: ")[2]) for part in parts]
+    *parts, done, rest = text.split("\n\n")
+    assert done == "data: [DONE]" and rest == ""
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def test_every_route_and_every_field(document: dict[str, Any]) -> None:
+    from vserve.server.openapi import OPERATIONS
+
+    described = {(operation.path, operation.method) for operation in OPERATIONS}
+    routes = {(path, method) for path, methods in document["paths"].items() for method in methods}
+    assert routes == described, "a route without a description, or a description without a route"
+    for path, method in routes:
+        operation = document["paths"][path][method]
+        assert operation.get("description") or operation.get("summary"), path
+        assert ("requestBody" in operation) == (method == "post" and "{" not in path), path
+        for status, answer in operation["responses"].items():
+            assert status == "200" or "content" in answer, (path, status)
+    for name, schema in document["components"]["schemas"].items():
+        for field, described_field in schema.get("properties", {}).items():
+            keys = described_field.keys() - {"title", "default"}
+            assert keys, f"{name}.{field} may be anything"
+    for name in ("ChatRequest", "CompletionRequest", "EmbeddingRequest", "TokenizeRequest", "DetokenizeRequest"):
+        for field, described_field in document["components"]["schemas"][name]["properties"].items():
+            assert "description" in described_field or "$ref" in str(described_field), f"{name}.{field}"
+
+
+LOGPROBS = {"logprobs": True, "top_logprobs": 2}
+CHATS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "logprobs": LOGPROBS,
+    "prompt": {"prompt_logprobs": 1, "return_token_ids": True, "echo": True},
+    "several": {"n": 3, "temperature": 1.0, "seed": 5},
+    "ids": {**LOGPROBS, "return_tokens_as_token_ids": True, "return_token_ids": True},
+    "stop": {"stop": ["ell", "vserve"], "include_stop_str_in_output": True},
+    "stop token": {"stop_token_ids": list(range(3, 600)), "min_tokens": 1},
+    "length": {"max_tokens": 1},
+}
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "logprobs": {"logprobs": 2},
+    "echo": {"logprobs": 1, "echo": True, "max_tokens": 0},
+    "prompts": {"prompt": ["Hello", "What is"], "n": 2, "temperature": 1.0, "echo": True, "logprobs": 0},
+    "prompt": {"prompt": [5, 6, 7], "prompt_logprobs": 1, "return_token_ids": True},
+}
+CALLING = {"name": "f", "description": "d"}
+RESPONSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    "call": {"tools": [{"type": "function", **CALLING}], "tool_choice": "required", "max_output_tokens": 40},
+    "settings": {"reasoning": {"effort": "low"}, "metadata": {"a": "b"}, "instructions": "x", "store": False},
+}
+MESSAGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "length": {"max_tokens": 1},
+    "stop": {"stop_sequences": ["ell", "vserve"]},
+    "call": {"tools": [{**CALLING, "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"}},
+}
+USAGES = [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chats_fit(server: Any, document: dict[str, Any], name: str) -> None:
+    generation_fits(server, document, "/v1/chat/completions", {"messages": HI, **CHATS[name]})
+
+
+@pytest.mark.parametrize("name", COMPLETIONS)
+def test_completions_fit(server: Any, document: dict[str, Any], name: str) -> None:
+    generation_fits(server, document, "/v1/completions", {"prompt": "Hello", **COMPLETIONS[name]})
+
+
+def generation_fits(server: Any, document: dict[str, Any], path: str, body: dict[str, Any]) -> None:
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    check(document, schema_of(document, path, "post"), answer.json())
+    for usage in USAGES:
+        options = {"stream": True} | ({} if usage is None else {"stream_options": usage})
+        answer = httpx.post(f"{server.url}{path}", json={**body, **options}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        chunks = events(answer.text)
+        assert chunks
+        for chunk in chunks:
+            check(document, schema_of(document, path, "post", kind="text/event-stream"), chunk)
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_responses_fit(server: Any, document: dict[str, Any], name: str) -> None:
+    events_and_answer_fit(server, document, "/v1/responses", {"input": "Hello!", **RESPONSES[name]})
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_fit(server: Any, document: dict[str, Any], name: str) -> None:
+    events_and_answer_fit(server, document, "/v1/messages", {"messages": HI, "max_tokens": 40, **MESSAGES[name]})
+
+
+def events_and_answer_fit(server: Any, document: dict[str, Any], path: str, body: dict[str, Any]) -> None:
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    check(document, schema_of(document, path, "post"), answer.json())
+    answer = httpx.post(f"{server.url}{path}", json={**body, "stream": True}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    for event in events(answer.text):
+        check(document, schema_of(document, path, "post", kind="text/event-stream"), event)
+
+
+def test_stored_responses_fit(server: Any, document: dict[str, Any]) -> None:
+    id = httpx.post(f"{server.url}/v1/responses", json={"input": "Hello!"}, timeout=60).json()["id"]
+    for method, end in (("get", ""), ("post", "/cancel"), ("delete", ""), ("get", "")):
+        answer = httpx.request(method, f"{server.url}/v1/responses/{id}{end}")
+        route = "/v1/responses/{response_id}" + end
+        check(document, schema_of(document, route, method, str(answer.status_code)), answer.json())
+    assert answer.status_code == 404
+
+
+def test_other_answers_fit(server: Any, document: dict[str, Any]) -> None:
+    requests: list[tuple[str, str, str, Any]] = [
+        ("get", "/v1/models", "/v1/models", None),
+        ("get", "/v1/models/{model}", "/v1/models/demo", None),
+        ("get", "/load", "/load", None),
+        ("get", "/version", "/version", None),
+        ("get", "/server_info", "/server_info", None),
+        ("post", "/tokenize", "/tokenize", {"prompt": "Hello", "return_token_strs": True}),
+        ("post", "/tokenize", "/tokenize", {"messages": HI}),
+        ("post", "/detokenize", "/detokenize", {"tokens": [1, 2]}),
+        ("post", "/v1/chat/completions/render", "/v1/chat/completions/render", {"messages": HI}),
+        ("post", "/v1/messages/count_tokens", "/v1/messages/count_tokens", {"messages": HI}),
+        ("post", "/v1/embeddings", "/v1/embeddings", {"input": ["Hello", "you"]}),
+        ("post", "/v1/embeddings", "/v1/embeddings", {"input": [5, 6], "encoding_format": "base64"}),
+    ]
+    for method, route, path, body in requests:
+        answer = httpx.request(method, f"{server.url}{path}", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        check(document, schema_of(document, route, method), answer.json())
+
+
+def test_errors_fit(server: Any, document: dict[str, Any]) -> None:
+    requests: list[tuple[str, str, Any, int]] = [
+        ("/v1/chat/completions", "/v1/chat/completions", {"messages": []}, 400),
+        ("/v1/completions", "/v1/completions", {"prompt": "x", "model": "other"}, 404),
+        ("/v1/responses", "/v1/responses", {"input": "x", "previous_response_id": "x"}, 400),
+        ("/v1/messages", "/v1/messages", {"messages": HI}, 400),
+        ("/tokenize", "/tokenize", {}, 400),
+        ("/abort_request", "/abort_request", {"request_id": "none"}, 404),
+        ("/v1/requests/{request_id}/cancel", "/v1/requests/none/cancel", None, 404),
+    ]
+    for route, path, body, status in requests:
+        answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+        assert answer.status_code == status
+        check(document, schema_of(document, route, "post", str(status)), answer.json())
+
+
+def events_fit(context: Any, response: Any, case: Any) -> None:
+    """What schemathesis cannot see: the data of each event of a stream."""
+    if response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
+        document = case.operation.schema.raw_schema
+        name = schema_of(document, case.operation.path, "post", kind="text/event-stream")
+        for event in events(response.content.decode()):
+            failed = "error" in event
+            failure = schema_of(document, case.operation.path, "post", "400")
+            check(document, failure if failed else name, event)
+            assert not failed or event["error"]["type"] not in ("server_error", "api_error"), event
+
+
+def thin_out(case: Any, document: dict[str, Any], data: st.DataObject) -> None:
+    """Of many fields some two always contradict each other, and most texts are empty: this leaves what can be right."""
+    body = case.body
+    if not isinstance(body, dict):
+        return
+    name = case.operation.definition.raw["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    schema = document["components"]["schemas"][name.rpartition("/")[2]]
+    if case.operation.path == "/tokenize":
+        body.pop("messages" if body.get("prompt") is not None else "prompt", None)
+    needed = {*schema.get("required", ()), "messages", "prompt"}
+    optional = sorted(schema["properties"].keys() & body.keys() - needed)
+    kept = data.draw(st.lists(st.sampled_from(optional), max_size=3)) if optional else []
+    case.body = body = {field: value for field, value in body.items() if field in needed or field in kept}
+    if "model" in body:
+        body["model"] = "demo"
+    if "messages" in body:
+        body["messages"] = body["messages"] or HI
+        for message in body["messages"]:
+            if not isinstance(message.get("content"), str):
+                message["content"] = "Hello"
+    if isinstance(body.get("prompt"), list):
+        several = [[token % 1000 for token in p] if isinstance(p, list) else p for p in body["prompt"] if p]
+        body["prompt"] = [p % 1000 if isinstance(p, int) else p for p in several]
+    if not body.get("prompt", "x") or (case.operation.path == "/tokenize" and "messages" not in body):
+        body["prompt"] = body.get("prompt") or "Hello"
+    if case.operation.path == "/v1/responses":
+        body["input"] = "Hello"
+        body.pop("previous_response_id", None)
+    if case.operation.path == "/v1/embeddings":
+        given = body["input"] or "Hello"
+        if isinstance(given, list):
+            given = [[token % 1000 for token in one] if isinstance(one, list) else one for one in given if one]
+            given = [one % 1000 if isinstance(one, int) else one for one in given]
+        body["input"] = given or "Hello"
+    if "tokens" in body:
+        body["tokens"] = [token % 1000 for token in body["tokens"]]
+
+
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_whatever_fits_is_answered(server: Any, document: dict[str, Any], mode: str) -> None:
+    """schemathesis makes requests from the document, right ones and wrong ones; the same ones each time."""
+    schema = schemathesis.openapi.from_dict(document)
+    generation = schemathesis.GenerationMode.POSITIVE if mode == "positive" else schemathesis.GenerationMode.NEGATIVE
+    statuses: Counter[tuple[str, int]] = Counter()
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if mode == "negative" and not operation.body.items:
+            continue  # any name may be in a path, and nothing else can be wrong
+
+        @given(case=operation.as_strategy(generation_mode=generation), data=st.data())
+        @settings(
+            max_examples=60, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        def ask(case: Any, data: st.DataObject) -> None:
+            if mode == "positive":
+                thin_out(case, document, data)
+            answer = case.call_and_validate(
+                base_url=server.url, checks=CHECKS, additional_checks=[events_fit], timeout=60
+            )
+            statuses[case.operation.path, answer.status_code] += 1
+
+        ask()
+    assert sum(statuses.values()) > 200
+    if mode == "positive":
+        paths = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+        for path in (*paths, "/v1/responses", "/v1/messages"):
+            assert statuses[path, 200] > 20, statuses
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/load").json() == {"server_load": 0}

@@ -1,0 +1,358 @@
+"""The page's chat in a real browser: headless Chromium against the demo model. Pictures go to build/screenshots."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api").expect
+pytestmark = pytest.mark.slow
+
+
+def ask(page: Any, text: str) -> Any:
+    """Sends a message; the last answer's element, which may still grow."""
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+    return page.locator("article.assistant").last
+
+
+def answered(page: Any, text: str) -> Any:
+    answer = ask(page, text)
+    expect(answer).to_have_attribute("aria-busy", "false")
+    return answer
+
+
+def more(page: Any, **parameters: Any) -> None:
+    page.get_by_label("More parameters (JSON)").fill(json.dumps(parameters) if parameters else "")
+
+
+def event_stream(*deltas: dict[str, Any], finish: str = "stop") -> str:
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+    ]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    usage = {"prompt_tokens": 7, "completion_tokens": len(deltas), "prompt_tokens_details": {"cached_tokens": 2}}
+    chunks.append({"choices": [], "usage": usage})
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+@contextmanager
+def scripted(page: Any, *streams: str) -> Iterator[list[dict[str, Any]]]:
+    """The next answers are these event streams. Gives the bodies of the requests."""
+    bodies: list[dict[str, Any]] = []
+    left = list(streams)
+
+    def answer(route: Any) -> None:
+        bodies.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body=left.pop(0))
+
+    page.route("**/v1/chat/completions", answer)
+    yield bodies
+    page.unroute("**/v1/chat/completions")
+
+
+# ---- chat ----
+
+
+def test_chat_streams_and_remembers(demo_server: Any, open_page: Any, picture: Any) -> None:
+    page = open_page(demo_server.url)
+    expect(page.locator("#served")).to_have_text(demo_server.model)
+    page.evaluate("""() => {
+      window.seen = new Set();
+      new MutationObserver(() => window.seen.add(document.querySelector("article.assistant .prose")?.textContent))
+        .observe(document.getElementById("log"), { childList: true, subtree: true, characterData: true });
+    }""")
+    answer = answered(page, "Count from 1 to 10.")
+    expect(answer.locator(".prose")).to_have_text("1, 2, 3, 4, 5, 6, 7, 8, 9, 10")
+    assert page.evaluate("window.seen.size") > 4, "it came in pieces"
+    footer = answer.locator("footer")
+    expect(footer.locator(".tokens")).to_have_text(re.compile(r"^\d\d tokens$"))
+    assert "ms" in footer.locator(".ttft").inner_text() or " s" in footer.locator(".ttft").inner_text()
+    assert float(footer.locator(".rate").inner_text().split()[0]) > 0
+    answered(page, "My name is Ada.")
+    expect(answered(page, "What is my name?").locator(".prose")).to_contain_text("Ada")
+    expect(answered(page, "What is the capital of France? Answer in JSON.").locator(".code pre")).to_have_text(
+        '{\n  "capital": "Paris"\n}'
+    )
+    picture(page, "chat-light")
+    page.reload()
+    expect(page.locator("article")).to_have_count(8)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("article")).to_have_count(0)
+
+
+def test_stop_stops_the_engine_too(demo_server: Any, open_page: Any, until: Any) -> None:
+    def aborted() -> float:
+        lines = httpx.get(f"{demo_server.url}/metrics").text.splitlines()
+        return sum(float(x.split()[-1]) for x in lines if "requests_aborted_total{" in x and '"disconnect"' in x)
+
+    page = open_page(demo_server.url)
+    before = aborted()
+    more(page, ignore_eos=True, max_tokens=1900)
+    answer = ask(page, "Count from 1 to 10.")
+    expect(answer.locator(".prose")).to_contain_text("1, 2")
+    page.keyboard.press("Escape")
+    expect(answer.locator(".finish")).to_have_text("stopped")
+    until(lambda: httpx.get(f"{demo_server.url}/load").json()["server_load"] == 0)
+    assert aborted() == before + 1
+    answer = ask(page, "Again.")
+    page.get_by_role("button", name="Stop").click()
+    expect(answer.locator(".finish")).to_have_text("stopped")
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    more(page)
+    expect(answered(page, "Hello!").locator(".prose")).not_to_be_empty()
+
+
+HOSTILE = (
+    "<script>window.hacked=1</script> <img src=x onerror=window.hacked=2> **bold**\n\n"
+    "[a](javascript:window.hacked=3) ![b](/leak?secret) <iframe srcdoc='<script>parent.hacked=4</script>'></iframe>\n\n"
+    "```html\n<script>window.hacked=5</script>\n```\n\n<svg/onload=window.hacked=6>"
+)
+
+
+def test_a_script_in_an_answer_does_not_run(demo_server: Any, open_page: Any) -> None:
+    page = open_page(demo_server.url)
+    addresses: list[str] = []
+    page.on("request", lambda request: addresses.append(request.url))
+    more(page, structured_outputs={"choice": [HOSTILE]})  # the demo model has to say just this
+    answer = answered(page, "Hello!")
+    expect(answer.locator(".prose")).to_contain_text("<script>window.hacked=1</script>")
+    expect(answer.locator(".code pre")).to_have_text("<script>window.hacked=5</script>")
+    expect(answer.locator("strong")).to_have_text("bold")
+    assert answer.locator("script, img, iframe, svg, [onerror], [onload]").count() == 0
+    assert answer.locator("a").count() == 0, "neither javascript: nor an address of this server is worth a link"
+    page.reload()  # what was kept is no less harmless
+    expect(page.locator("article.assistant .prose")).to_contain_text("window.hacked=6")
+    assert page.evaluate("window.hacked") is None
+    assert not [address for address in addresses if "leak" in address]
+    # Even where a way in were found: the browser lets no such script run.
+    blocked = page.evaluate("""() => {
+      const tries = [() => { document.body.innerHTML = "<img src=x onerror=window.hacked=7>"; },
+                     () => { document.createElement("script").textContent = "window.hacked=8"; },
+                     () => {
+                       const button = document.createElement("button");
+                       button.setAttribute("onclick", "window.hacked=9");
+                       button.click();
+                       if (!window.hacked) throw new Error("not run");
+                     }];
+      return tries.map((attempt) => { try { attempt(); return false; } catch { return true; } });
+    }""")
+    assert blocked == [True, True, True] and page.evaluate("window.hacked") is None
+    page.complaints.clear()  # the browser has reported those
+
+
+def test_reasoning_and_tool_calls(demo_server: Any, open_page: Any, picture: Any) -> None:
+    page = open_page(demo_server.url)
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
+    rest = {"index": 0, "function": {"arguments": '"Rome"}'}}
+    first = event_stream(
+        {"role": "assistant", "content": ""}, {"reasoning": "Rome is a city."}, {"reasoning_content": " I ask."},
+        {"tool_calls": [call]}, {"tool_calls": [rest]}, finish="tool_calls",
+    )  # fmt: skip
+    with scripted(page, first, event_stream({"content": "It is "}, {"content": "**warm**."})) as bodies:
+        answer = answered(page, "Weather in Rome?")
+        thoughts = answer.locator("details.reasoning")
+        assert not thoughts.evaluate("element => element.open"), "folded"
+        expect(thoughts.locator("summary")).to_contain_text("Thought")
+        thoughts.locator("summary").click()
+        expect(thoughts.locator("pre")).to_have_text("Rome is a city. I ask.")
+        expect(answer.locator(".call code").first).to_have_text("weather")
+        expect(answer.locator(".call pre")).to_have_text('{\n  "city": "Rome"\n}')
+        expect(answer.locator(".finish")).to_have_text("wants a tool")
+        picture(page, "tools-light")
+        answer.get_by_label("Result of weather").fill('{"celsius": 30}')
+        answer.get_by_role("button", name="Send results").click()
+        expect(page.locator("article.assistant").last.locator("strong")).to_have_text("warm")
+    assert bodies[1]["messages"][1:] == [
+        {
+            "role": "assistant", "content": "", "reasoning": "Rome is a city. I ask.",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"celsius": 30}'},
+    ]  # fmt: skip
+
+
+TOOL = {
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+def test_the_model_itself_thinks_and_calls(demo_server: Any, open_page: Any, picture: Any) -> None:
+    page = open_page(demo_server.url)
+    page.get_by_label("Reasoning").select_option("high")
+    answer = answered(page, "What is 57 + 68?")
+    expect(answer.locator(".prose")).to_contain_text("125")
+    answer.locator("summary").click()
+    expect(answer.locator(".reasoning pre")).to_contain_text("57 + 68 = 125")
+    page.get_by_label("Reasoning").select_option("default")
+    page.get_by_role("button", name="New chat").click()
+    more(page, tools=[{"type": "function", "function": TOOL}])
+    answer = answered(page, "What is the weather in Paris?")
+    expect(answer.locator(".call .code pre")).to_have_text('{\n  "city": "Paris"\n}')
+    answer.get_by_label("Result of get_weather").fill('{"temperature": 21, "sky": "sunny"}')
+    answer.get_by_role("button", name="Send results").click()
+    expect(page.locator("article.assistant").last.locator(".prose")).to_contain_text("21")
+    expect(page.locator("article.assistant").last).to_have_attribute("aria-busy", "false")
+    picture(page, "tools-of-the-model")
+
+
+def test_edit_regenerate_and_errors(demo_server: Any, open_page: Any) -> None:
+    page = open_page(demo_server.url)
+    answered(page, "What is 12 + 30?")
+    answered(page, "Hello!")
+    page.locator("article.user").first.get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit your message").fill("What is 5 + 6?")
+    page.keyboard.press("Enter")
+    expect(page.locator("article")).to_have_count(2)
+    answer = page.locator("article.assistant")
+    expect(answer.locator(".prose")).to_have_text("11")
+    expect(answer).to_have_attribute("aria-busy", "false")
+    answer.get_by_role("button", name="Regenerate").click()
+    expect(page.locator("article.assistant[aria-busy=false] .prose")).to_have_text("11")
+    expect(page.locator("article")).to_have_count(2)
+    page.get_by_label("Temperature").fill("7")
+    ask(page, "Hello!")
+    expect(page.locator("#settings-error")).to_contain_text("Temperature")
+    page.get_by_label("Temperature").fill("")
+    page.get_by_label("System prompt").fill("Be brief.")
+    more(page, n=0)
+    failed = answered(page, "Hello!")
+    expect(failed.get_by_role("alert")).to_contain_text("'n'")
+    assert any("400" in text for text in page.complaints)
+    page.complaints.clear()  # Chromium reports every 400
+
+
+def test_what_is_copied_runs(demo_server: Any, open_page: Any) -> None:
+    page = open_page(demo_server.url)
+    page.get_by_label("Seed").fill("1")
+    page.get_by_label("Top k", exact=True).fill("1")
+    page.get_by_label("System prompt").fill('It\'s "quoted" $HOME `x` \\ ü 🙂')
+    more(page, structured_outputs={"choice": ["Paris", "Rome"]}, ignore_eos=False)
+    answer = answered(page, "What is the capital of France?")
+    expect(answer.locator(".prose")).to_have_text("Paris")
+    answer.get_by_role("button", name="Copy as curl").click()
+    expect(answer.get_by_role("button", name="Copied")).to_be_visible()
+    curl = page.evaluate("navigator.clipboard.readText()")
+    output = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60, check=True).stdout
+    events = [json.loads(line[6:]) for line in output.splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "Paris", output
+    answer.get_by_role("button", name="Copy as Python").click()
+    page.wait_for_function("() => navigator.clipboard.readText().then((text) => text.startsWith('from openai'))")
+    python = page.evaluate("navigator.clipboard.readText()")
+    done = subprocess.run([sys.executable, "-c", python], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "Paris\n", done.stderr
+
+
+# ---- everybody can use it ----
+
+
+def test_by_keyboard_and_by_ear(demo_server: Any, open_page: Any) -> None:
+    page = open_page(demo_server.url)
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("tab", name="Chat")).to_be_focused()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tab", name="Engine")).to_be_focused()
+    expect(page.get_by_role("tabpanel", name="Engine")).to_be_visible()
+    expect(page.get_by_role("tabpanel", name="Chat")).to_be_hidden()
+    engine = names(page)
+    page.keyboard.press("Home")
+    expect(page.get_by_role("tabpanel", name="Chat")).to_be_visible()
+    answer = answered(page, "Hello!")
+    expect(page.locator("#spoken")).to_have_text(re.compile(r"^Answered, \d+ tokens\.$"))
+    expect(page.get_by_role("log", name="Conversation")).to_have_attribute("aria-live", "polite")
+    expect(answer).to_have_attribute("aria-label", "Model")
+    for role, name in [*engine, *names(page)]:
+        assert name, f"a {role} has no name"
+    headings = page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map((h) => h.tagName)")
+    assert headings[0] == "H1" and headings.count("H1") == 1
+    assert page.evaluate("document.documentElement.lang") == "en"
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map((element) => element.id)")
+    assert len(ids) == len(set(ids))
+
+
+ROLES = frozenset({
+    "button", "link", "textbox", "spinbutton", "combobox", "slider", "tab", "tabpanel", "image", "img", "log",
+    "complementary", "dialog", "region",
+})  # fmt: skip
+
+
+def names(page: Any) -> list[tuple[str, str]]:
+    """(role, name) of all that can be used or seen, as the browser tells screen readers."""
+    session = page.context.new_cdp_session(page)
+    found = []
+    for node in session.send("Accessibility.getFullAXTree")["nodes"]:
+        role = node.get("role", {}).get("value")
+        if not node["ignored"] and role in ROLES:
+            found.append((role, node.get("name", {}).get("value", "")))
+    session.detach()
+    assert len(found) > 5
+    return found
+
+
+CONTRAST = """() => {
+  const channel = (value) => (value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+  const read = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => 0.2126 * channel(r / 255) + 0.7152 * channel(g / 255) + 0.0722 * channel(b / 255);
+  const ground = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const colour = read(getComputedStyle(e).backgroundColor);
+      if (colour.length === 3 || colour[3] > 0) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const says = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!says || !element.checkVisibility() || element.closest("noscript, .hidden-label, .skip")) continue;
+    const [a, b] = [light(read(getComputedStyle(element).color)), light(ground(element))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) poor.push(`${element.tagName}.${element.className} ${element.textContent.slice(0, 20)}: ${ratio}`);
+  }
+  return poor;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_stands_out(demo_server: Any, open_page: Any, picture: Any, scheme: str) -> None:
+    page = open_page(demo_server.url, color_scheme=scheme)
+    text = "# T\n\n> quote\n\n`code` [x](https://example.org)\n\n```python\nif x == 1:  # why\n    print('a')\n```"
+    with scripted(page, event_stream({"reasoning": "Hm."}, {"content": text}, finish="length")):
+        answered(page, "Hello!")
+    assert page.evaluate(CONTRAST) == []
+    picture(page, f"markdown-{scheme}")
+    page.get_by_role("tab", name="Engine").click()
+    expect(page.locator(".tile .value").first).not_to_have_text("–")
+    assert page.evaluate(CONTRAST) == []
+
+
+def test_on_a_phone(demo_server: Any, open_page: Any, picture: Any) -> None:
+    page = open_page(demo_server.url, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True)
+    wide = "| a | b |\n|---|---|\n| " + "x" * 200 + " | y |\n\n```\n" + "y" * 300 + "\n```\n\n" + "z" * 400
+    with scripted(page, event_stream({"content": wide})):
+        answered(page, "w" * 300)
+    narrow = (
+        "document.documentElement.scrollWidth <= innerWidth && document.getElementById('log').scrollWidth <= innerWidth"
+    )
+    assert page.evaluate(narrow)
+    picture(page, "phone-chat")
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("System prompt")).to_be_in_viewport()
+    assert page.evaluate(narrow)
+    page.get_by_role("tab", name="Engine").click()
+    expect(page.locator(".tile .value").first).not_to_have_text("–")
+    assert page.evaluate(narrow) and page.evaluate("document.getElementById('view-engine').scrollWidth <= innerWidth")
+    picture(page, "phone-engine")

@@ -1,0 +1,153 @@
+"""Row 37: SIGTERM and SIGINT end the server in order, a second one at once. Real processes, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+BODY = {"model": "demo", "prompt": "go on", "temperature": 0, "ignore_eos": True}
+
+
+class Stream:
+    """A streamed completion, read by a thread of its own."""
+
+    def __init__(self, server, **options):
+        self.events: list[str] = []
+        self.status = 0
+        self.begun = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(server.url, BODY | {"stream": True} | options))
+        self._thread.start()
+        assert self.begun.wait(60)
+
+    def _read(self, url, body):
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+            self.status = response.status_code
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    self.events.append(line[6:])
+                    self.begun.set()
+        self.begun.set()
+
+    def join(self):
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        return self.events
+
+
+def port_is_free(server) -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_row_37_what_runs_is_finished_and_nothing_new_begins(start_server, until, is_gone, number):
+    server = start_server("--shutdown-timeout", "120")
+    pid = server.engine_pid()
+    streams = [Stream(server, max_tokens=1000) for _ in range(2)]
+    server.process.send_signal(number)
+    until(lambda: server.health().get("status") == "draining")
+    assert server.health("readyz") == {"status": "draining"}
+    assert server.health("livez") == {}
+    refused = httpx.post(f"{server.url}/v1/completions", json=BODY)
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "server_shutting_down"
+    for stream in streams:
+        events = stream.join()
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+    assert server.wait() == 0
+    assert is_gone(pid) and port_is_free(server)
+
+
+@pytest.mark.slow
+def test_row_37_what_does_not_finish_in_time_ends_with_an_error(start_server, is_gone):
+    server = start_server("--shutdown-timeout", "0.5")
+    pid = server.engine_pid()
+    whole = {}
+
+    def complete():
+        whole["answer"] = httpx.post(f"{server.url}/v1/completions", json=BODY | {"max_tokens": 2000}, timeout=120)
+
+    streams = [Stream(server, max_tokens=2000) for _ in range(7)]  # some seconds of work
+    thread = threading.Thread(target=complete)
+    thread.start()
+    time.sleep(0.2)
+    server.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        events = stream.join()
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["error"]["code"] == "server_shutting_down"
+    thread.join(60)
+    assert whole["answer"].status_code == 503
+    assert server.wait() == 0
+    assert any("cut off" in line for line in server.stderr)
+    assert is_gone(pid) and port_is_free(server)
+
+
+@pytest.mark.slow
+def test_row_37_no_time_at_all(start_server, is_gone):
+    server = start_server("--shutdown-timeout", "0")
+    pid = server.engine_pid()
+    stream = Stream(server, max_tokens=2000)
+    started = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert time.monotonic() - started < 10  # 4 s on an idle machine
+    assert json.loads(stream.join()[-2])["error"]["code"] == "server_shutting_down"
+    assert is_gone(pid)
+
+
+@pytest.mark.slow
+def test_row_37_a_second_signal_ends_at_once(start_server, until, is_gone):
+    server = start_server("--shutdown-timeout", "600")
+    pid = server.engine_pid()
+    os.kill(pid, signal.SIGSTOP)  # so that it would take for ever
+
+    def complete():
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
+
+    thread = threading.Thread(target=complete)
+    thread.start()
+    time.sleep(0.5)
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: server.health().get("status") == "draining")
+    time.sleep(1)  # nearer together they would count as one
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait(10) == 128 + signal.SIGINT
+    assert server.stderr[-1] == "vserve: stopped at once by a second SIGINT\n"
+    thread.join(60)
+    until(lambda: is_gone(pid), 10)
+
+
+@pytest.mark.slow
+def test_row_37_an_engine_that_does_not_answer_cannot_hold_up_the_end(start_server, until, is_gone):
+    server = start_server()
+    pid = server.engine_pid()
+    os.kill(pid, signal.SIGSTOP)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    until(lambda: is_gone(pid))
+
+
+@pytest.mark.slow
+def test_row_37_a_unix_socket_is_removed(start_server, launch_server, until, tmp_path):
+    path = tmp_path / "vserve.sock"
+    server = launch_server("--uds", str(path))
+    until(path.exists)
+    transport = httpx.HTTPTransport(uds=str(path))
+    with httpx.Client(transport=transport, base_url="http://x") as client:
+        until(lambda: client.get("/health").status_code == 200)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert not path.exists()

@@ -1,0 +1,237 @@
+"""The queue in front of the engine: how many may wait, what the others are told, and that every place is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from vserve.engine.messages import EngineStats
+from vserve.server.admission import LONGEST_WAIT, WINDOW, Admission, DrainRate, retry_after
+from vserve.server.app import create_app
+from vserve.server.config import ServerConfig
+from vserve.server.errors import ApiError
+
+
+def admission(num_waiting: int = 0, **options: Any) -> Any:
+    info = SimpleNamespace(max_num_seqs=4, num_blocks=10, block_size=16)
+    client = SimpleNamespace(info=info, stats=EngineStats(num_waiting=num_waiting))
+    counted: list[str] = []
+    made: Any = Admission(client, ServerConfig(**options), counted.append, counted.append)  # type: ignore[arg-type]
+    made.counted = counted
+    return made
+
+
+def test_places_in_the_batch_and_in_the_queue() -> None:
+    queue = admission(max_num_queued_reqs=2)
+    tickets = [queue.admit(1, 1, 0.0) for _ in range(6)]  # four run, two wait
+    with pytest.raises(ApiError) as refused:
+        queue.admit(1, 1, 0.0)
+    assert refused.value.status == 429 and refused.value.code == "queue_full"
+    assert "2 requests wait" in refused.value.message and queue.counted == ["queued_requests"]
+    tickets.pop().release()
+    queue.admit(1, 1, 0.0)
+
+
+def test_choices_and_prompts_count_one_by_one() -> None:
+    queue = admission(max_num_queued_reqs=2)
+    queue.admit(5, 1, 0.0)
+    with pytest.raises(ApiError):
+        queue.admit(2, 1, 0.0)
+    queue.admit(1, 1, 0.0)
+
+
+def test_a_lone_request_is_let_in_whatever_its_size() -> None:
+    queue = admission(max_num_queued_reqs=2, max_num_queued_tokens=2)
+    queue.admit(100, 10**6, 0.0).release()
+    assert queue.num_requests == queue.num_tokens == 0
+
+
+def test_what_waits_in_the_engine_for_memory_counts_though_places_are_free() -> None:
+    queue = admission(num_waiting=2, max_num_queued_reqs=2)
+    queue.admit(1, 1, 0.0)
+    queue.admit(1, 1, 0.0)  # the engine's word is old: only one can wait by now
+    with pytest.raises(ApiError):
+        queue.admit(1, 1, 0.0)
+
+
+def test_tokens() -> None:
+    queue = admission(max_num_queued_tokens=40)  # the cache holds 160
+    first = queue.admit(1, 10, 0.0)
+    first.settle(150)
+    queue.admit(1, 50, 0.0)
+    with pytest.raises(ApiError) as refused:
+        queue.admit(1, 1, 0.0)
+    assert "40 tokens wait" in refused.value.message and "--max-num-queued-tokens" in refused.value.message
+    assert queue.counted == ["queued_tokens"]
+    first.release()
+    first.release()
+    assert (queue.num_requests, queue.num_tokens) == (1, 50)
+
+
+def test_defaults_and_no_limit() -> None:
+    queue = admission()
+    for _ in range(4 + 4 * 4):
+        queue.admit(1, 1, 0.0)
+    with pytest.raises(ApiError, match="allows 16"):
+        queue.admit(1, 1, 0.0)
+    unlimited = admission(max_num_queued_reqs=0, max_num_queued_tokens=0)
+    for _ in range(1000):
+        unlimited.admit(10, 10**6, 0.0)
+
+
+def test_drain_rate_is_measured() -> None:
+    rate, now = DrainRate(), 100.0
+    rate.begin(now)
+    assert rate.per_second(now) == 0
+    for _ in range(50):  # two a second, from the first second on
+        now += 0.5
+        rate.add(1, now)
+        if now >= 102:
+            assert rate.per_second(now) == pytest.approx(2, rel=0.3)
+    assert rate.per_second(now) == pytest.approx(2, rel=0.05)
+    for _ in range(400):
+        now += 0.1
+        rate.add(3, now)
+    assert rate.per_second(now) == pytest.approx(30, rel=0.3)
+    rate.begin(now + 10_000)  # nothing was asked for in between: the server is as fast as it was
+    assert rate.per_second(now + 10_000) == pytest.approx(30, rel=0.3)
+    assert rate.per_second(now + 10_000 + 10 * WINDOW) < 1  # but now something is open, and does not end
+
+
+def test_retry_after_follows_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    queue = admission(max_num_queued_reqs=1)
+    for _ in range(100):
+        ticket = queue.admit(1, 1, 0.0)
+        clock[0] += 0.25
+        ticket.release()  # four a second
+    for _ in range(5):
+        queue.admit(1, 1, 0.0)
+    with pytest.raises(ApiError) as refused:
+        queue.admit(1, 1, 0.0)
+    assert 200 < int(refused.value.headers["retry-after-ms"]) < 320 and refused.value.headers["retry-after"] == "1"
+    queue = admission(max_num_queued_reqs=1)
+    slow = queue.admit(1, 1, 0.0)
+    clock[0] += 1000
+    slow.release()
+    for _ in range(5):
+        queue.admit(1, 1, 0.0)
+    with pytest.raises(ApiError) as refused:
+        queue.admit(1, 1, 0.0)
+    assert WINDOW <= float(refused.value.headers["retry-after"]) <= LONGEST_WAIT
+    assert retry_after(0.2) == {"retry-after": "1", "retry-after-ms": "200"}
+
+
+def test_a_check_costs_the_same_however_long_the_queue() -> None:
+    def cost(num_open: int) -> float:
+        queue = admission(max_num_queued_reqs=0, max_num_queued_tokens=0)
+        for _ in range(num_open):
+            queue.admit(1, 1, 0.0)
+        best = 1e9
+        for _ in range(20):
+            started = time.perf_counter()
+            for _ in range(200):
+                queue.admit(1, 1, 0.0).release()
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    assert cost(20_000) < 5 * cost(10)
+
+
+# ---- through the server ----
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "Hello"}, {"prompt": "Hello", "stream": True}, {"prompt": ["a", "b"], "n": 3, "temperature": 1},
+        {"prompt": "Hello", "max_tokens": 10**6}, {"prompt": "Hello", "n": 0}, {"prompt": [[0, 10**9]]},
+        {"prompt": "Hello", "model": "nobody"},
+    ],
+)  # fmt: skip
+def test_places_are_given_back_however_it_ends(app: Any, client: Any, engine: Any, body: dict[str, Any]) -> None:
+    queue = app.state.server.admission
+    for fault in (None, "fail_with", "die"):
+        if fault == "fail_with":
+            engine.script, engine.fail_with = (lambda request: [[50]]), "a broken step"
+        elif fault == "die":
+            engine.die_after, engine.num_outputs = 1, 0
+        client.post("/v1/completions", body)
+        assert queue.num_requests == queue.num_tokens == 0
+
+
+def test_the_queue_is_full_before_anything_is_tokenised(
+    engine: Any, text_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vserve.server.tokenizer import Tokenizer
+
+    app = create_app(engine, ServerConfig(max_num_queued_reqs=1), text_model)
+    engine.info = msgspec.structs.replace(engine.info, max_num_seqs=1)
+    engine.delay = 1000.0
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            body = {"prompt": "Hello", "max_tokens": 5}
+            tasks = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(2)]
+            while engine.num_open < 2:
+                await asyncio.sleep(0.001)
+            monkeypatch.setattr(Tokenizer, "encode", lambda *arguments: pytest.fail("tokenised"))
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code == 429
+            assert answer.json()["error"]["type"] == "rate_limit_error" and answer.headers["retry-after"]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert app.state.server.admission.num_requests == 0
+            page = (await http.get("/metrics")).text
+            assert 'reason="queued_requests"} 1.0' in page
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_request_timeout(engine: Any, text_model: Any, stream: bool, begun: bool) -> None:
+    app = create_app(engine, ServerConfig(request_timeout=1.0), text_model)
+    engine.script = lambda request: [[50]] * 1000
+    engine.delay = 0.02 if begun else 1000.0
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            body = {"prompt": "Hello", "max_tokens": 1000, "stream": stream}
+            answer = await http.post("/v1/completions", json=body)
+        if stream and begun:
+            *_, error, done = answer.text.strip().split("\n\n")
+            assert answer.status_code == 200 and done == "data: [DONE]"
+            assert '"code":"request_timeout"' in error and "--request-timeout" in error
+        else:
+            assert answer.status_code == 408 and answer.json()["error"]["code"] == "request_timeout"
+            assert answer.headers["x-should-retry"] == "false"
+        assert engine.aborted == [0] and not engine.num_open
+        assert app.state.server.metrics.timed_out_requests["request"] == 1
+        assert app.state.server.metrics.aborted_requests["timeout"] == 1
+
+    engine.info = msgspec.structs.replace(engine.info, max_model_len=10**6)
+    asyncio.run(main())
+
+
+def test_clocks_stop_with_the_request(engine: Any, text_model: Any) -> None:
+    app = create_app(engine, ServerConfig(request_timeout=0.3, queue_timeout=0.3), text_model)
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            assert (await http.post("/v1/completions", json={"prompt": "Hello"})).status_code == 200
+        await asyncio.sleep(0.5)
+        assert not any(app.state.server.metrics.timed_out_requests.values())
+
+    asyncio.run(main())

@@ -1,0 +1,385 @@
+"""The grammar service with a real compiler process: what it compiles, refuses, keeps, forgets and survives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vserve.engine.grammar import Grammars
+from vserve.engine.messages import AddGrammar, DropGrammars, SetVocabulary
+from vserve.server.config import ServerConfig
+from vserve.server.errors import ApiError
+from vserve.server.grammar import Constraint, GrammarService
+from vserve.server.tokenizer import load_text_model
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo"
+
+
+class Engine:
+    """Takes in what a real one would be told."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.epoch = 1
+        self.info = type("Info", (), {"vocab_size": vocab_size})()
+        self.messages: list[Any] = []
+        self.grammars = Grammars()
+
+    def send(self, message: Any) -> None:
+        self.messages.append(message)
+        if isinstance(message, SetVocabulary):
+            self.grammars.set_vocabulary(message)
+        elif isinstance(message, AddGrammar):
+            self.grammars.add(message)
+        elif isinstance(message, DropGrammars):
+            self.grammars.drop(message.keys)
+
+    def restart(self) -> None:
+        self.epoch += 1
+        self.grammars = Grammars()
+
+    def sent(self, kind: type) -> list[Any]:
+        return [message for message in self.messages if isinstance(message, kind)]
+
+
+class House:
+    """One event loop, engine and service, so that the process with the libraries is started once."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.model = load_text_model(str(DEMO), ServerConfig())
+        self.size = self.model.tokenizer.core.get_vocab_size() + 70  # as models do that pad their vocabulary
+        self.engine = Engine(self.size)
+        self.service = GrammarService(self.engine, self.model, timeout=20)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 120))
+
+    def acquire(self, kind: str, text: Any, **options: Any) -> str:
+        return self.run(self.service.acquire(constraint(kind, text, **options)))
+
+    def refusal(self, kind: str, text: Any, **options: Any) -> str:
+        with pytest.raises(ApiError) as caught:
+            self.run(self.service.acquire(constraint(kind, text, **options), "structured_outputs.test"))
+        assert (caught.value.status, caught.value.param) == (400, "structured_outputs.test")
+        return caught.value.message
+
+    def follows(self, key: str, text: str) -> bool:
+        """Whether the whole text, and then its end, follows the grammar, as the engine sees it."""
+        matcher = self.engine.grammars.matcher(key)
+        row = np.empty(-(-self.size // 32), dtype=np.int32)
+        stop = self.model.eos_token_ids[0]
+        for token in [*self.model.tokenizer.encode(text, False), stop]:
+            matcher.fill(row)
+            allowed = bool(row[token // 32] >> (token % 32) & 1)
+            assert allowed == matcher.accept(token)
+            if not allowed:
+                return False
+        return matcher.terminated
+
+
+def constraint(kind: str, text: Any, **options: Any) -> Constraint:
+    return Constraint(kind, text if isinstance(text, str) else json.dumps(text), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def house() -> Any:
+    house = House()
+    yield house
+    house.run(house.service.close())
+    house.runner.close()
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name"],
+}
+
+
+@pytest.mark.parametrize(
+    "kind, text, good, bad",
+    [
+        ("json", PERSON, ['{"name": "Ada", "age": 36}', '{ "name" :\n"Ada"}'], ['{"age": 3}', "[]", ""]),
+        ("json", {"type": "string", "maxLength": 2}, ['"ab"'], ['"abc"', "ab"]),
+        ("json", {"type": "array", "items": {"$ref": "#"}}, ["[]", "[[], [[]]]"], ["[1]", "[", "{}"]),
+        ("json_object", "", ['{"a": [1, {"b": null}]}', "{}"], ["[]", "3", '{"a": }']),
+        ("regex", r"\d{3}-[a-c]+", ["123-abc"], ["12-a", "123-", "123-d"]),
+        ("choice", ["yes", "no", 'a "quoted" \\ é\n'], ["yes", 'a "quoted" \\ é\n'], ["maybe", "ye", ""]),
+        ("grammar", 'root ::= "a" root "b" | ""', ["", "ab", "aaabbb"], ["aab", "ba"]),
+        ("grammar", 'start: "a" start "b" |', ["", "ab", "aaabbb"], ["aab", "ba"]),
+        (
+            "structural_tag",
+            {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f>"]},
+            ["free text", "see <f>12</f> there"],
+            ["see <f>x</f>"],
+        ),
+        (
+            "structural_tag",
+            {"type": "structural_tag", "format": {"type": "tag", "begin": "<a>", "content": {"type": "json_schema",
+             "json_schema": PERSON}, "end": "</a>"}},
+            ['<a>{"name": "Ada"}</a>'],
+            ["<a></a>", '<a>{"name": 1}</a>'],
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_asked_for_is_what_the_engine_allows(
+    house: House, kind: str, text: Any, good: list[str], bad: list[str]
+) -> None:
+    key = house.acquire(kind, text)
+    assert all(house.follows(key, one) for one in good)
+    assert not any(house.follows(key, one) for one in bad)
+    house.service.release(key)
+
+
+def test_options(house: House) -> None:
+    compact = house.acquire("json", PERSON, any_whitespace=False)
+    assert house.follows(compact, '{"name": "Ada", "age": 1}') and not house.follows(compact, '{ "name": "Ada"}')
+    spaced = house.acquire("json", PERSON, whitespace_pattern=r"\s?")
+    assert house.follows(spaced, '{ "name":"Ada"}') and not house.follows(spaced, '{  "name":"Ada"}')
+    assert "whitespace pattern" in house.refusal("json", PERSON, whitespace_pattern="x")
+    extra = '{"name": "Ada", "x": 1}'
+    assert not house.follows(house.acquire("json", PERSON), extra)
+    assert house.follows(house.acquire("json", PERSON | {"additionalProperties": True}), extra)
+    two = {"allOf": [{"type": "object", "properties": {"name": {"type": "string"}}}, {"required": ["name"]}]}
+    assert house.follows(house.acquire("json", two), extra)
+    assert not house.follows(house.acquire("json", two, additional_properties=False), extra)
+
+
+DEEP: Any = {"type": "integer"}
+for _ in range(400):
+    DEEP = {"type": "array", "items": DEEP}
+
+
+@pytest.mark.parametrize(
+    "kind, text, words",
+    [
+        ("json", {"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
+        ("json", {"not": {}}, "'not' is not supported"),
+        ("json", {"type": "string", "format": "regex"}, "'format' 'regex' is not supported"),
+        ("json", {"$ref": "http://127.0.0.1:9/schema.json"}, "leads outside"),
+        ("json", {"$ref": "#/$defs/none"}, "leads nowhere"),
+        ("json", {"type": "strin"}, "must be of"),
+        ("json", {"type": "array", "items": [{}]}, "prefixItems"),
+        ("json", {"type": "string", "pattern": "(?=a)b"}, "not supported"),
+        ("json", {"type": "string", "pattern": "("}, "not a regular expression"),
+        ("json", {"minimum": 3, "maximum": 2, "type": "integer"}, "greater than"),
+        ("json", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "nothing satisfies it"),
+        ("json", DEEP, "nested"),
+        ("json", {"enum": [2**60]}, "2^53"),
+        ("regex", "a(", "not a regular expression"),
+        ("regex", "(?<!a)b", "not supported"),
+        ("regex", "(a{1,1000}){1,1000}{1,1000}" + "a?" * 200_000, "regular expression"),
+        ("grammar", "root ::= nothing", "not defined"),
+        ("grammar", "root ::= root", "no token can follow"),
+        ("grammar", "start: start", "nothing satisfies it"),
+        ("grammar", "x" * 600_000, "at most 524288"),
+        ("structural_tag", {"type": "structural_tag"}, "structural tag"),
+        (
+            "structural_tag",
+            {
+                "type": "structural_tag",
+                "format": {"type": "json_schema", "json_schema": {"type": "string", "minLength": 2}},
+            },
+            "'minLength' is not supported in the schema of a structural tag",
+        ),
+    ],
+)
+def test_bad_ones_are_refused_with_the_reason(house: House, kind: str, text: Any, words: str) -> None:
+    message = house.refusal(kind, text)
+    assert words in message and "\n" not in message and len(message) < 400
+    assert "/project/" not in message and ".rs" not in message
+
+
+def test_equal_requests_compile_once_and_later_ones_not_at_all(house: House) -> None:
+    service = house.service
+    asked = constraint("json", {"type": "object", "properties": {"once": {"type": "null"}}})
+
+    async def together() -> list[str]:
+        return await asyncio.gather(*(service.acquire(asked) for _ in range(20)))
+
+    misses, hits, added = service.num_misses, service.num_hits, len(house.engine.sent(AddGrammar))
+    keys = house.run(together())
+    assert len(set(keys)) == 1
+    assert (service.num_misses - misses, service.num_hits - hits) == (1, 19)
+    assert house.acquire("json", asked.text) == keys[0]
+    assert service.num_misses - misses == 1
+    assert len(house.engine.sent(AddGrammar)) - added == 1, "the engine was told once"
+
+
+def test_a_refusal_is_kept_for_a_while(house: House) -> None:
+    bad = {"type": "object", "dependentRequired": {}}
+    house.refusal("json", bad)
+    misses, count = house.service.num_misses, house.service.num_failures
+    house.refusal("json", bad)
+    assert (house.service.num_misses, house.service.num_failures) == (misses, count)
+    (entry,) = [e for e in house.service._entries.values() if "dependentRequired" in e.constraint.text]
+    assert entry.users == 0
+    entry.expires = time.monotonic()
+    house.refusal("json", bad)
+    assert house.service.num_misses == misses + 1
+
+
+def test_the_engine_hears_everything_again_after_a_restart(house: House) -> None:
+    key = house.acquire("regex", "again[0-9]")
+    house.engine.restart()
+    del house.engine.messages[:]
+    assert house.acquire("regex", "again[0-9]") == key
+    assert [type(message) for message in house.engine.messages] == [SetVocabulary, AddGrammar]
+    assert house.follows(key, "again7") and not house.follows(key, "again")
+
+
+def test_special_and_unused_tokens_are_never_allowed(house: House) -> None:
+    core = house.model.tokenizer.core
+    special = [i for i, token in core.get_added_tokens_decoder().items() if token.special]
+    stops = set(house.model.eos_token_ids)
+    assert special
+    for kind, text in (("regex", "(.|\n)*"), ("grammar", r"root ::= [^]*"), ("grammar", "start: /(.|\n)*/ <[2]>*")):
+        matcher = house.engine.grammars.matcher(house.acquire(kind, text))
+        row = np.full(-(-house.size // 32), -1, dtype=np.int32)
+        matcher.fill(row)
+        allowed = set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+        assert len(allowed) > 100 and stops <= allowed
+        assert not (allowed - stops) & set(special) and max(allowed) < core.get_vocab_size()
+
+
+@pytest.fixture
+def small(house: House) -> Any:
+    """Services of one's own, on the house's loop."""
+    services: list[GrammarService] = []
+
+    def make(**options: Any) -> GrammarService:
+        services.append(GrammarService(Engine(house.size), house.model, **options))
+        return services[-1]
+
+    yield make
+    for service in services:
+        house.run(service.close())
+
+
+def test_the_least_recently_used_one_that_nobody_holds_is_forgotten(
+    house: House, small: Callable[..., GrammarService]
+) -> None:
+    service = small(timeout=60, max_entries=2)
+
+    async def main() -> None:
+        one, two = [await service.acquire(constraint("regex", text)) for text in ("one", "two")]
+        service.release(two)
+        three = await service.acquire(constraint("regex", "three"))
+        assert service._client.sent(DropGrammars)[0].keys == [two], "one is older, but in use"
+        service.release(one)
+        service.release(three)
+        await service.acquire(constraint("regex", "four"))
+        assert [message.keys for message in service._client.sent(DropGrammars)] == [[two], [one]]
+        await service.acquire(constraint("regex", "three"))
+        assert service.num_hits == 1
+
+    house.run(main())
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_who_waits_behind_hostile_ones_still_gets_an_answer(house: House, small: Callable[..., GrammarService]) -> None:
+    """More grammars that never finish than children may run; then one that is good."""
+    service = small(timeout=6)
+
+    async def main() -> None:
+        hostile = [
+            asyncio.create_task(service.acquire(constraint("grammar", bomb(seed)), "structured_outputs.grammar"))
+            for seed in range(5)
+        ]
+        await asyncio.sleep(0)
+        longest, stop = 0.0, asyncio.Event()
+
+        async def heart() -> None:
+            nonlocal longest
+            while not stop.is_set():
+                before = time.monotonic()
+                await asyncio.sleep(0.01)
+                longest = max(longest, time.monotonic() - before)
+
+        beating = asyncio.create_task(heart())
+        key = await service.acquire(constraint("json", PERSON))
+        assert key
+        for result in await asyncio.gather(*hostile, return_exceptions=True):
+            assert isinstance(result, ApiError) and result.status == 400, result
+            assert "too long" in result.message or "too much memory" in result.message
+        stop.set()
+        await beating
+        assert longest < 2, "the event loop stood still"
+
+    house.run(main())
+
+
+def bomb(seed: int) -> str:
+    """EBNF of 100 KB that takes xgrammar minutes."""
+    return "root ::= " + " ".join(f'("{seed}{i}")?' for i in range(12_000))
+
+
+@pytest.mark.slow
+def test_a_killed_compiler_is_replaced_and_nobody_notices(house: House, small: Callable[..., GrammarService]) -> None:
+    service = small(timeout=60)
+
+    async def main() -> None:
+        waiting = [asyncio.create_task(service.acquire(constraint("regex", f"x{i}"))) for i in range(4)]
+        await until(lambda: service._compiler is not None and service._compiler.pid is not None)
+        os.kill(service._compiler.pid, signal.SIGKILL)  # type: ignore[union-attr, arg-type]
+        assert len(set(await asyncio.gather(*waiting))) == 4
+        assert service._compiler.num_restarts == 1  # type: ignore[union-attr]
+        for death in (2, 3):
+            os.kill(service._compiler.pid, signal.SIGKILL)  # type: ignore[union-attr, arg-type]
+            assert await service.acquire(constraint("regex", f"y{death}"))
+
+    house.run(main())
+
+
+@pytest.mark.slow
+def test_closing_leaves_no_process(house: House) -> None:
+    service = GrammarService(Engine(house.size), house.model, timeout=60)
+
+    async def main() -> list[int]:
+        await service.acquire(constraint("regex", "here"))
+        assert service._compiler is not None
+        pids = [service._compiler.pid]
+        hostile = asyncio.create_task(service.acquire(constraint("grammar", bomb(9))))
+
+        def children() -> list[int]:
+            return [int(pid) for pid in Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split()]
+
+        await until(children)
+        pids += children()
+        await service.close()
+        with pytest.raises((ApiError, asyncio.CancelledError)):
+            await hostile
+        await until(lambda: not any(is_alive(pid) for pid in pids))
+        return pids
+
+    assert len(house.run(main())) == 2
+
+
+def is_alive(pid: int | None) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_compiler_has_one_thread(house: House) -> None:
+    """It forks."""
+    house.acquire("json_object", "")
+    assert house.service._compiler is not None
+    assert len(os.listdir(f"/proc/{house.service._compiler.pid}/task")) == 1

@@ -1,0 +1,242 @@
+"""JSON Schemas: whatever follows the grammar made of one satisfies it, in the eyes of `jsonschema`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vserve.engine.grammar import BACKENDS, GrammarMatcher, Vocabulary
+from vserve.engine.messages import SetVocabulary
+from vserve.server.constraint import Constraint
+from vserve.server.grammar_compile import CompileError, compile
+from vserve.server.regex import RegexError, translate
+
+PIECES = [
+    b'":',
+    b'",',
+    b'{"',
+    b'": "',
+    b'"}',
+    b"}}",
+    b"]]",
+    b"[]",
+    b", ",
+    b"true",
+    b"12",
+    b"0.",
+    b"e+",
+    b"\\u00",
+    b"ab",
+]
+TOKENS = [bytes([i]) for i in range(256)] + PIECES + ["é".encode(), "日".encode(), b"\n  "]
+STOP = len(TOKENS)
+TOKENS += [b""] * 4
+# What trips careless grammars: keys written in two ways, numbers that are integers in disguise, control characters.
+WORDS = [b'"a"', b'"b"', b'"ab"', b'"\\u0061"', b'"a\\/b"', b"1.0", b"1e1", b"-0", b"\\n", b"\x1e", b"12345", b'"z"']
+USUAL = set(b'{}[]":,0123456789abc-.') | set(range(256, STOP))
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(SetVocabulary(TOKENS, (STOP,)))
+
+
+def walk(matcher: GrammarMatcher, rng: random.Random, limit: int = 150) -> bytes | None:
+    """A random text that follows the grammar, drawn to where mistakes are; None if it has not ended by then."""
+    row = np.empty(-(-len(TOKENS) // 32), dtype=np.int32)
+    text, planned = b"", b""
+    for _ in range(limit):
+        matcher.fill(row)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+        if STOP in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            assert matcher.accept(STOP)
+            return text
+        allowed = [token for token in allowed if token != STOP]
+        planned = planned or (rng.choice(WORDS) if rng.random() < 0.3 else b"")
+        closing = [token for token in allowed if token in (34, 93, 125)]
+        usual = [token for token in allowed if token in USUAL]
+        if planned and planned[0] in allowed:
+            token, planned = planned[0], planned[1:]
+        elif closing and rng.random() < 0.35:
+            token, planned = rng.choice(closing), b""
+        else:
+            token, planned = rng.choice(usual if usual and rng.random() < 0.9 else allowed), b""
+        assert matcher.accept(token)
+        text += TOKENS[token]
+    return None
+
+
+def check(schema: Any, vocabulary: Vocabulary, seed: int, num_texts: int, **options: Any) -> int:
+    """Walks and validates; how many texts ended. Raises CompileError if the schema is refused."""
+    backend, payload = compile(Constraint("json", json.dumps(schema), **options), vocabulary)
+    validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
+    rng = random.Random(seed)
+    grammar = BACKENDS[backend](vocabulary, payload)
+    num_ended = 0
+    for _ in range(num_texts):
+        text = walk(GrammarMatcher(vocabulary, grammar), rng)
+        if text is not None:
+            num_ended += 1
+            value = json.loads(text.decode())
+            assert not [error.message for error in validator.iter_errors(value)], (backend, text)
+    return num_ended
+
+
+SCHEMAS = r"""
+{}
+{"type": "object"}
+{"type": "array"}
+{"type": ["integer", "null"]}
+{"enum": ["a", 1, null, {"x": [1]}, "é\n"]}
+{"type": "string", "enum": ["a", 1, "b"]}
+{"const": {"a": [1, "x"]}}
+{"minimum": 5}
+{"type": "integer", "minimum": -13}
+{"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 9}
+{"type": "number", "minimum": -1.25, "maximum": 3.5}
+{"type": "integer", "multipleOf": 7}
+{"type": "string", "minLength": 2, "maxLength": 3}
+{"minLength": 3}
+{"type": "string", "pattern": "^a+b?$"}
+{"type": "string", "pattern": "ab"}
+{"type": "string", "pattern": "^a|b$"}
+{"type": "string", "pattern": "^[^a]{2}$"}
+{"type": "string", "pattern": "^a+$", "maxLength": 3}
+{"pattern": "^\"\\\\$"}
+{"type": "string", "format": "date-time"}
+{"type": "string", "format": "date", "pattern": "^2"}
+{"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}
+{"minItems": 1}
+{"type": "array", "prefixItems": [{"type": "integer"}, {"type": "null"}], "items": false, "minItems": 2}
+{"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "null"}], "additionalItems": false}
+{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["z"]}
+{"type": "object", "required": ["z", "a"]}
+{"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "boolean"}}
+{"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": true}
+{"type": "object", "properties": {"a/b": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+{"type": "object", "properties": {"a": false, "b": {"type": "null"}}, "additionalProperties": true}
+{"type": "object", "patternProperties": {"^a": {"type": "integer"}}}
+{"type": "object", "maxProperties": 1}
+{"type": "object", "properties": {"ab": {"type": "integer"}}, "patternProperties": {"^a": {"minimum": 5}}}
+{"type": "object", "properties": {"a\"\\é\n": {"type": "integer"}, "": {}}, "required": ["a\"\\é\n", ""]}
+{"anyOf": [{"type": "integer"}, {"type": "null"}]}
+{"type": "integer", "anyOf": [{"maximum": 5}, {"minimum": 8}]}
+{"type": "object", "properties": {"a": {"type": "null"}}, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]}
+{"oneOf": [{"type": "integer"}, {"type": "string"}]}
+{"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 9}]}
+{"allOf": [{"type": "object", "properties": {"a": {}}, "required": ["a"]}, {"properties": {"b": {"type": "null"}}}]}
+{"$ref": "#/$defs/x", "maximum": 3, "$defs": {"x": {"type": "integer", "minimum": 1}}}
+{"$ref": "#/definitions/a%20b", "definitions": {"a b": {"type": "integer"}}}
+{"title": "t", "default": 1, "x-guidance": {}}
+{"$ref": "#x", "$defs": {"y": {"$anchor": "x", "type": "null"}}}
+{"uniqueItems": false, "nullable": true, "minItems": 0}
+{"type": "object", "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["n"]}
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_what_follows_the_grammar_is_valid(schema: str, vocabulary: Vocabulary) -> None:
+    for whitespace in (True, False):  # llguidance's, and xgrammar's where it can
+        assert check(json.loads(schema), vocabulary, 1, 40, any_whitespace=whitespace) > 10
+
+
+_LEAVES = st.one_of(
+    st.sampled_from(
+        [
+            {},
+            {"type": "null"},
+            {"type": "boolean"},
+            {"type": "string"},
+            {"enum": ["a", 2, None]},
+            {"type": ["null", "string"]},
+        ]
+    ),
+    st.builds(
+        lambda kind, limits: {"type": kind, **limits},
+        st.sampled_from(["integer", "number"]),
+        st.dictionaries(st.sampled_from(["minimum", "maximum", "exclusiveMinimum"]), st.integers(-30, 30)),
+    ),
+    st.builds(
+        lambda limits: {"type": "string", **limits},
+        st.dictionaries(st.sampled_from(["minLength", "maxLength"]), st.integers(0, 4)),
+    ),
+    st.sampled_from([{"type": "string", "pattern": p} for p in ("^a", "b$", "^[ab]{1,3}$", r"^\w-\d$", "é")]),
+)
+
+
+def _objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.builds(
+        lambda properties, required, more: {"type": "object", "properties": properties, "required": required, **more},
+        st.dictionaries(st.sampled_from(["a", "b", "ab", "c d"]), inner, max_size=3),
+        st.lists(st.sampled_from(["a", "b", "z"]), unique=True, max_size=2),
+        st.one_of(st.just({}), st.builds(lambda rest: {"additionalProperties": rest}, inner | st.booleans())),
+    )
+
+
+_SCHEMAS = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        _objects(inner),
+        st.builds(
+            lambda items, limits: {"type": "array", "items": items, **limits},
+            inner,
+            st.dictionaries(st.sampled_from(["minItems", "maxItems"]), st.integers(0, 3)),
+        ),
+        st.builds(
+            lambda first, rest: {"prefixItems": first, "items": rest}, st.lists(inner, min_size=1, max_size=2), inner
+        ),
+        st.builds(
+            lambda kind, parts, more: {kind: parts, **more},
+            st.sampled_from(["anyOf", "allOf", "oneOf"]),
+            st.lists(inner, min_size=1, max_size=3),
+            st.sampled_from([{}, {"type": "object"}, {"minimum": 2}, {"maxLength": 3}]),
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schema=_SCHEMAS, seed=st.integers(0, 999), closed=st.booleans(), compact=st.booleans())
+def test_what_follows_any_grammar_is_valid(
+    schema: Any, seed: int, closed: bool, compact: bool, vocabulary: Vocabulary
+) -> None:
+    with contextlib.suppress(CompileError):  # contradictions, mostly
+        check(schema, vocabulary, seed, 6, additional_properties=not closed, any_whitespace=not compact)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^abc$", r"a|^b$", r"\d{2,3}-\w+", r"[^\W\d]+", r'[^\s"]{3}', r"\S\W\D", r"[\S,]+", r"[\W-]+", r"[]a]",
+        r"[+--]", r"[&&~~\[[]", r"a{,3}b", r"a{2}{", r"{a}", r"\.\/\"\ \#\-", r"[\b]", r"[^\n]*", r".", r"[à-ü]+",
+        r"[\x41-\x43]\u00e9", r"[^a-z0-9\-_]", r"a{}", r"[*+?()|^$.{}]", r"(\+\d{1,2}\s)?\(?\d{3}\)?", r"[^\D]",
+        r"[^\S\n]", r"\0\t\v", r"[#\-~]", r"[\]\\\-\^]", r"\\d", r"[\\d]", r"(a|b)*?c", r"a{2,}?", r"[\w\W]{2}",
+        r"(?:a|b)(?P<x>c)", r"[ -~]/", "a\\\n/b", "", "//",
+    ],
+)  # fmt: skip
+def test_texts_of_a_regex_match_it_in_python(pattern: str, vocabulary: Vocabulary) -> None:
+    backend, payload = compile(Constraint("regex", pattern), vocabulary)
+    rng, grammar, num_ended = random.Random(3), BACKENDS[backend](vocabulary, payload), 0
+    for _ in range(60):
+        text = walk(GrammarMatcher(vocabulary, grammar), rng, 60)
+        if text is not None:
+            num_ended += 1
+            assert re.fullmatch(pattern, text.decode()), text
+    assert num_ended
+
+
+@pytest.mark.parametrize("pattern", ["(", "a++", "(?=a)", r"(a)\1", r"\bfoo", "(?i)a", r"\p{L}", "(?#c)", r"\A"])
+def test_what_only_some_engines_understand_is_refused(pattern: str) -> None:
+    with pytest.raises(RegexError):
+        translate(pattern)

@@ -1,0 +1,295 @@
+# ruff: noqa: E501, recorded texts are as long as they are
+"""Each format on recorded outputs: what comes out, however the text is cut, and whatever garbage it is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vserve.server.parsers.formats import ReasoningFormat, ToolFormat, choose, known
+from vserve.server.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from vserve.server.parsers.reader import Reader, Reading
+
+TOOLS, THOUGHTS = ({format.name: format for format in formats} for formats in known())
+NAMES = ("get_weather", "search")
+PARIS, NESTED = '{"city": "Paris"}', '{"q": "a \\"quoted\\" } ]", "n": [1, {"x": null}], "u": "é 👩‍🚀 \\u00e9"}'
+
+Told = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, calls with their arguments
+
+
+def reader(tools: ToolFormat | None, thoughts: ReasoningFormat | None = None, *, open=False, streams=False) -> Reader:
+    def read(reader: Reader) -> Reading[None]:
+        if thoughts is not None:
+            yield from thoughts.read(reader, open)
+        if tools is not None:
+            yield from tools.read(reader)
+
+    return Reader(read, NAMES, streams=streams, new_id=tools.new_id if tools else lambda: "")
+
+
+def told(parts: list[Part]) -> Told:
+    """Checks that the parts come in an order that endpoints can rely on."""
+    reasoning = content = ""
+    calls: list[tuple[str, str]] = []
+    ids = set()
+    for part in parts:
+        if isinstance(part, Reasoning):
+            assert not content and not calls
+            reasoning += part.text
+        elif isinstance(part, Content):
+            content += part.text
+        elif isinstance(part, CallBegin):
+            assert part.index == len(calls)
+            ids.add(part.id)
+            calls.append((part.name, ""))
+        else:
+            assert isinstance(part, CallArguments) and part.index == len(calls) - 1
+            name, arguments = calls[-1]
+            calls[-1] = name, arguments + part.text
+        assert not isinstance(part, Content | Reasoning | CallArguments) or part.text
+    assert len(ids) == len(calls)
+    return reasoning, content, calls
+
+
+def run(pieces: list[str], *arguments: Any, **options: Any) -> Told:
+    one = reader(*arguments, **options)
+    parts = [part for piece in pieces for part in one.feed(piece)]
+    return told(parts + one.finish())
+
+
+def call(name: str = "get_weather", arguments: str = PARIS) -> tuple[str, str]:
+    return name, arguments
+
+
+# (tool format, what the model wrote, content, calls)
+RECORDED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", [call()]),
+    ("hermes", '<tool_call>{"arguments": {"city": "Paris"}, "name": "get_weather"}</tool_call>', "", [call()]),
+    (
+        "hermes",
+        'Let me see.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n<tool_call>\n'
+        f'{{"name": "search", "arguments": {NESTED}}}\n</tool_call>',
+        "Let me see.", [call(), call("search", NESTED)],
+    ),
+    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>\nDone.', "Done.", [call(arguments="{}")]),
+    ("hermes", '<tool_call>{"name": "get_weather"}</tool_call>', "", [call(arguments="{}")]),
+    ("hermes", '<tool_call>{"name": "search", "arguments": "{\\"q\\": 1}"}</tool_call>', "", [call("search", '{"q": 1}')]),
+    ("hermes", '<tool_call>{"name": "search", "arguments": null}</tool_call>', "", [call("search", "{}")]),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}', "", [call()]),  # it stopped there
+    ("hermes", "a <tool_calls> b < c </tool_call> d <tool_cal", "a <tool_calls> b < c </tool_call> d <tool_cal", []),
+    ("hermes", '<tool_call>{"name": "steal", "arguments": {}}</tool_call>', "", []),
+    ("hermes", 'x <tool_call>{"name": "search", "arguments": {"a": }}</tool_call>', "", []),
+    ("hermes", 'x <tool_call>{"name": "search", "arguments": [1]}</tool_call>', "", []),
+    ("hermes", 'x <tool_call>{"name": "search", "arguments": {"a": "b', "", []),
+    ("hermes", 'no <tool_call> no\n<tool_call>{"name": "search"}</tool_call>', "no <tool_call> no", [call("search", "{}")]),
+    ("hermes", "  only text \n", "  only text \n", []),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [call()]),
+    ("llama3_json", '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [call()]),
+    (
+        "llama3_json",
+        f'{{"type": "function", "name": "get_weather", "parameters": {PARIS}}}; {{"name": "search", "parameters": {NESTED}}}',
+        "", [call(), call("search", NESTED)],
+    ),
+    ("llama3_json", f'Sure: <|python_tag|>{{"name": "search", "parameters": {NESTED}}}', "Sure:", [call("search", NESTED)]),
+    ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    ("llama3_json", '{"name": "search"}', '{"name": "search"}', []),
+    ("llama3_json", '{"capital": "Paris"} is it', '{"capital": "Paris"} is it', []),
+    ("llama3_json", '{"name": "search", "parameters": {"q', '{"name": "search", "parameters": {"q', []),
+    ("llama3_json", '<|python_tag|>print("hi")', 'print("hi")', []),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}]', "", [call()]),
+    (
+        "mistral",
+        f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}, "id": "abc123xyz"}}, '
+        f'{{"name": "search", "arguments": {NESTED}}}]', "", [call(), call("search", NESTED)],
+    ),
+    ("mistral", f"I look.[TOOL_CALLS]get_weather[ARGS]{PARIS}", "I look.", [call()]),
+    ("mistral_args", f"[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]search[ARGS]{NESTED}", "", [call(), call("search", NESTED)]),
+    ("mistral_args", f"[TOOL_CALLS]get_weather[CALL_ID]abc123xyz[ARGS]{PARIS}", "", [call()]),
+    ("mistral_args", f"[TOOL_CALLS]get_weather{PARIS}", "", [call()]),
+    ("mistral_args", f"[TOOL_CALLS]steal[ARGS]{PARIS}", f"[TOOL_CALLS]steal[ARGS]{PARIS}", []),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": 3}}]', ', {"name": 3}]', [call()]),
+    ("pythonic", "[get_weather(city='Paris')]", "", [call()]),
+    (
+        "pythonic", "[get_weather(city='Paris'), search(q='it\\'s (a) ]', n=[1, -2.5, {'x': None}], ok=True, no=false)]",
+        "", [call(), call("search", '{"q": "it\'s (a) ]", "n": [1, -2.5, {"x": null}], "ok": true, "no": false}')],
+    ),
+    ("pythonic", "<|python_start|>[get_weather(city='Paris')]<|python_end|>", "", [call()]),
+    ("pythonic", '[search(q="\\ud83d\\ude00")]', "", [call("search", '{"q": "😀"}')]),
+    ("pythonic", "[1, 2, 3] is a list", "[1, 2, 3] is a list", []),
+    ("pythonic", "[steal()]", "[steal()]", []),
+    ("pythonic", "[search(__import__('os'))]", "[search(__import__('os'))]", []),
+    ("pythonic", "[search(q=open('x'))]", "[search(q=open('x'))]", []),
+    ("pythonic", "[search(q=1e999)]", "[search(q=1e999)]", []),
+    ("pythonic", "[search(q='", "[search(q='", []),
+    ("json", f'[{{"name": "get_weather", "parameters": {PARIS}}}]', "", [call()]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), RECORDED)
+def test_recorded_outputs_at_every_cut(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    format = TOOLS[name]
+    whole = run([text], format)
+    if content or calls:
+        assert whole == ("", content, calls)
+    else:  # a call that is none is text, all of it
+        assert whole == ("", text, [])
+    assert run(list(text), format) == whole
+    for cut in range(len(text)):
+        assert run([text[:cut], text[cut:]], format) == whole
+    streamed = run([text], format, streams=True)
+    assert all(run([text[:cut], text[cut:]], format, streams=True) == streamed for cut in range(len(text)))
+    assert run(list(text), format, streams=True) == streamed
+    if calls and name != "mistral":
+        assert streamed == whole
+    for _, arguments in calls:
+        assert isinstance(json.loads(arguments), dict)
+
+
+def test_arguments_stream_only_where_a_grammar_guards_them() -> None:
+    text = '<tool_call>\n{"name": "search", "arguments": {"q": "one two'
+    assert run([text], TOOLS["hermes"]) == ("", text, [])
+    assert run([text], TOOLS["hermes"], streams=True) == ("", "", [("search", '{"q": "one two')])
+    one = reader(TOOLS["hermes"], streams=True)
+    assert [type(part) for part in one.feed(text)] == [CallBegin, CallArguments]
+    assert one.feed(" three") == [CallArguments(0, " three")]
+    held = reader(TOOLS["hermes"])
+    assert held.feed(text) == [] and [type(part) for part in held.feed('"}}')] == [CallBegin, CallArguments]
+
+
+def test_text_is_not_held_back_without_need() -> None:
+    for format in TOOLS.values():
+        one = reader(format)
+        assert one.feed("Hello wor") == [Content("Hello wor")]
+        assert one.feed("ld, a <b> is") == [Content("ld, a <b> is")]
+    llama = reader(TOOLS["llama3_json"])
+    assert llama.feed('{"answ') == []
+    assert llama.feed('er": [{"x') == [Content('{"answer": [{"x')]
+
+
+THINKING = [
+    # format, open, text, reasoning, content
+    ("think", False, "<think>\nHm, 12.\n</think>\n\nIt is 12.", "Hm, 12.", "It is 12."),
+    ("think", True, "Hm, 12.\n</think>\n\nIt is 12.", "Hm, 12.", "It is 12."),
+    ("think", True, "\n\n</think>\n\nIt is 12.\n", "", "It is 12.\n"),
+    ("think", False, "It is 12, not <think>13</think>.", "", "It is 12, not <think>13</think>."),
+    ("think", True, "it never ends </thin", "it never ends </thin", ""),
+    ("think", False, "  <think>a < b</think>c</think>", "a < b", "c</think>"),
+    ("mistral", False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+]
+
+
+@pytest.mark.parametrize(("name", "open", "text", "reasoning", "content"), THINKING)
+def test_reasoning_at_every_cut(name: str, open: bool, text: str, reasoning: str, content: str) -> None:
+    for tools in (None, TOOLS["hermes"]):
+        assert run([text], tools, THOUGHTS[name], open=open) == (reasoning, content, [])
+        for cut in range(len(text)):
+            assert run([text[:cut], text[cut:]], tools, THOUGHTS[name], open=open) == (reasoning, content, [])
+
+
+def test_tools_are_called_after_the_reasoning() -> None:
+    written = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
+    text = f"<think>I could {written} here</think>\n\nWell.\n{written}"
+    assert run(list(text), TOOLS["hermes"], THOUGHTS["think"]) == (
+        f"I could {written} here", "Well.", [("search", "{}")],
+    )  # fmt: skip
+
+
+FRAGMENTS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<think>",
+     "</think>", "[THINK]", "[/THINK]", "[", "]", "{", "}", "(", ")", '"', "'", ",", ";", ":", " ", "\n", "\\", "=", "x",
+     "get_weather", "search", '"name": ', '"arguments": ', '"parameters": ', '{"name": "search", "arguments": {', "-1",
+     '"search"', "search(", "q='", "null", "true", "é", "👩‍🚀", PARIS, NESTED]
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    fragments=st.lists(FRAGMENTS, max_size=24),
+    cuts=st.lists(st.integers(0, 200), max_size=12),
+    name=st.sampled_from(sorted(TOOLS)),
+    thoughts=st.sampled_from([None, *THOUGHTS.values()]),
+    open=st.booleans(),
+    streams=st.booleans(),
+)
+def test_whatever_is_written_and_however_it_is_cut(
+    fragments: list[str], cuts: list[int], name: str, thoughts: Any, open: bool, streams: bool
+) -> None:
+    text = "".join(fragments)
+    options = {"open": open and thoughts is not None, "streams": streams}
+    whole = run([text], TOOLS[name], thoughts, **options)
+    places = sorted({min(cut, len(text)) for cut in cuts})
+    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    assert run(pieces, TOOLS[name], thoughts, **options) == whole
+    assert run(list(text), TOOLS[name], thoughts, **options) == whole
+    if not streams:
+        for called, arguments in whole[2]:
+            assert called in NAMES and isinstance(json.loads(arguments), dict)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arguments=st.lists(
+        st.dictionaries(st.text(max_size=8), st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=12),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=8,
+        ), max_size=4),
+        min_size=1, max_size=3,
+    ),
+    name=st.sampled_from(["hermes", "llama3_json", "mistral", "mistral_args", "json"]),
+    size=st.integers(1, 9),
+    indent=st.sampled_from([None, 2]),
+    streams=st.booleans(),
+)  # fmt: skip
+def test_what_a_format_writes_it_reads(
+    arguments: list[Any], name: str, size: int, indent: int | None, streams: bool
+) -> None:
+    format = TOOLS[name]
+    texts = [json.dumps(one, ensure_ascii=False, indent=indent) for one in arguments]
+    calls = [format.begin("search") + text + format.end for text in texts]
+    text = format.opening + format.separator.join(calls) + format.closing
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert run(pieces, format, streams=streams) == ("", "", [("search", text) for text in texts])
+
+
+TEMPLATES = {
+    "hermes": "{% if tools %}<tools>{{ tools }}</tools> within <tool_call></tool_call> XML tags{% endif %}",
+    "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}',
+    "mistral": "{{ '[AVAILABLE_TOOLS] ' }}{{ '[TOOL_CALLS] [' }}",
+    "mistral_args": "{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
+    "pythonic": "put it in the format of [func_name1(params_name1=params_value1)] {{ tools }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_template_says_which_format(name: str) -> None:
+    chosen = choose("", TEMPLATES[name], "llama", "auto", "auto")
+    assert chosen.tools is TOOLS[name] and chosen.reasoning is None
+
+
+def test_what_is_chosen_otherwise() -> None:
+    assert choose("", "{{ messages }}", "qwen3", "auto", "auto").tools is None  # no tools in it at all
+    assert choose("", "{{ tools }}", "qwen3", "auto", "auto").tools is TOOLS["hermes"]
+    assert choose("", "{{ tools }}<tool_call><function=f>", "qwen3", "auto", "auto").tools is None
+    assert choose("", "<tool_call>", None, "none", "auto").tools is None
+    assert choose("", "{{ messages }}", None, "pythonic", "deepseek_r1").tools is TOOLS["pythonic"]
+    assert choose("", "", None, "none", "deepseek_r1").reasoning is THOUGHTS["think"]
+    assert choose("<think></think>", "", None, "auto", "none").reasoning is None
+    assert choose("a.split('</think>')", "", None, "auto", "auto").reasoning is THOUGHTS["think"]
+    assert choose("[THINK]", "", None, "auto", "auto").reasoning is THOUGHTS["mistral"]
+    with pytest.raises(ValueError, match="--tool-call-parser is 'x': choose one of auto, none, hermes"):
+        choose("", "", None, "x", "auto")
+    with pytest.raises(ValueError, match="--reasoning-parser is 'x': choose one of auto, none"):
+        choose("", "", None, "auto", "x")
+
+
+def test_ids_of_mistral_have_nine_characters() -> None:
+    format = TOOLS["mistral"]
+    assert len(format.new_id()) == 9 and format.new_id() != format.new_id()
+    assert format.history_id is not None
+    assert format.history_id("abc123XYZ") == "abc123XYZ"
+    other = format.history_id("chatcmpl-tool-0123")
+    assert other == format.history_id("chatcmpl-tool-0123") and len(other) == 9 and other.isalnum()
