@@ -6,17 +6,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .server.llm import LLM
-    from .server.outputs import CompletionOutput, RequestOutput
-    from .server.sampling_params import SamplingParams
+    from .server.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from .server.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "llm",
     "CompletionOutput": "outputs",
+    "EmbeddingRequestOutput": "outputs",
+    "PoolingParams": "sampling_params",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "sampling_params",
 }
 
 
