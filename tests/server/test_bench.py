@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from vserve.engine.config import ConfigError
-from vserve.server.cli.bench import load
+from vserve.server.cli.bench import load, serve
 from vserve.server.cli.bench.arrivals import arrival_times, split
 from vserve.server.cli.bench.client import Job, Target, TimedRequest, run_job
 from vserve.server.cli.bench.datasets import CustomDataset, PrefixRepetitionDataset, RandomDataset, Vocabulary
