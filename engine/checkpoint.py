@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .model_config import ModelError
+from .model_config import ModelError, unreadable
 
 _INDEX = "model.safetensors.index.json"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -43,7 +43,10 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     files, index = _weight_files(Path(folder))
     for file in files:
-        tensors |= _read_header(file)
+        try:
+            tensors |= _read_header(file)
+        except PermissionError:
+            raise unreadable(file) from None
     absent = sorted(name for name in index if name not in tensors)
     if absent:
         raise ModelError(

@@ -25,7 +25,7 @@ class Connection(asyncio.Protocol):
         self._on_message = on_message
         self._on_lost = on_lost
         self._received = bytearray()
-        self._outbox: list[Any] = []
+        self._outbox: list[msgspec.Raw] = []
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -42,9 +42,11 @@ class Connection(asyncio.Protocol):
         return connection
 
     def send(self, message: Any) -> None:
+        """Raises what encoding the message raises; the others of its frame leave all the same."""
+        encoded = msgspec.Raw(self._encoder.encode(message))
         if not self._outbox:
             self._loop.call_soon(self._flush)
-        self._outbox.append(message)
+        self._outbox.append(encoded)
 
     def _flush(self) -> None:
         messages, self._outbox = self._outbox, []

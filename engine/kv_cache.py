@@ -105,7 +105,7 @@ class KVCacheManager:
         self.grow(request, request.num_computed_tokens + num_new)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
-            if self.caching and read:
+            if self.caching and read and request.first_scheduled is None:  # who starts over was counted before
                 self.prefix_queries += num_tokens
                 self.prefix_hits += request.num_computed_tokens
         return num_new
@@ -142,11 +142,11 @@ class KVCacheManager:
                 self.pool.revoke(block)
 
     def distrust(self, request: Request) -> None:
-        """Forget the keys of a request's blocks: their content may be worthless."""
-        table = self.tables.get(request.id)
-        for blocks in table.groups if table else ():
-            for block in blocks:
-                self.pool.revoke(block)
+        """Forget every block with the content of a request's, whether it still runs or not: it may be worthless."""
+        for key in request.block_hashes:
+            for suffix in self.group_suffixes:
+                while (block := self.pool.find(key + suffix)) is not None:
+                    self.pool.revoke(block)
 
     def free(self, request: Request) -> None:
         """Give up all blocks of a request, its tail first."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from .checkpoint import FLOATS, TensorInfo, and_more, one_line, read_headers
 from .layers.weights import Placement, WeightHolder
 from .model_config import ModelConfig, ModelError
+from .model_path import find_model
 from .models.blocks import CausalLM
 from .models.registry import build_model
 
@@ -33,15 +33,8 @@ _HUB_SKIP = ["consolidated*", "original/*", "onnx/*"]  # second copies of the we
 
 def resolve_model_path(name: str, revision: str | None = None) -> Path:
     """A folder as it is; else a model of the Hugging Face hub, downloaded (or found in its cache, HF_HUB_OFFLINE=1)."""
-    if not name:
-        raise ModelError("no model was named: pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B")
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if (folder := find_model(name)) is not None:
         return folder
-    if folder.exists():
-        raise ModelError(f"{name} is a file: pass the folder of a Hugging Face model with safetensors weights")
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise ModelError(f"model {name!r} does not exist: pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B")
     import huggingface_hub  # slow, and not needed for a folder
 
     try:

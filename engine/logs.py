@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 FORMATS = ("auto", "json", "text")
+CLEAR_LINE = "\r\x1b[K"  # on a terminal
 MAX_WAITING_LINES = 10_000  # what a reader that has stopped may cost; a line more is lost, and counted
 # C0 and C1 controls, line and paragraph separators, and what turns the direction of writing around.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -75,6 +76,7 @@ class LineWriter(logging.Handler):
         super().__init__()
         self.num_lost = 0
         self._descriptor = descriptor
+        self._begin = CLEAR_LINE if os.isatty(descriptor) else ""  # some process's progress line may stand there
         self._lines: queue.Queue[str | threading.Event] = queue.Queue(MAX_WAITING_LINES)
         self._thread = threading.Thread(target=self._run, name="vserve-log", daemon=True)
         self._thread.start()
@@ -104,7 +106,7 @@ class LineWriter(logging.Handler):
             line = self._lines.get()
             if isinstance(line, threading.Event):
                 line.set()
-            elif not write_line(self._descriptor, line):
+            elif not write_line(self._descriptor, self._begin + line):
                 self.num_lost += 1
             elif self.num_lost > reported:
                 reported = self.num_lost

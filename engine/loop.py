@@ -120,7 +120,7 @@ class EngineLoop:
 
         Returns whether time has passed.
         """
-        if len(self._plans) != 1 or self.config.depth == 1 or self._unsampled or self.scheduler.waiting:
+        if len(self._plans) != 1 or self.config.depth == 1 or self._unsampled or self.scheduler.roster.waiting:
             return False
         until = time.perf_counter() + self._pacer.slack(time.perf_counter())
         left = until - time.perf_counter()
@@ -198,8 +198,11 @@ class EngineLoop:
         loop = asyncio.get_running_loop()
 
         def resume() -> None:
+            # At once, not by way of the inbox: an abort that is already waiting there has to find the request.
             if self._held.pop(message.id, None):
-                self.submit(message)
+                if outputs := self._add(message):
+                    self._emit(outputs, 0)
+                self._wake.set()
 
         def loaded() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
@@ -218,6 +221,9 @@ class EngineLoop:
                 f"the prompt has {length} tokens and chunked prefill is off: at most "
                 f"max_num_batched_tokens={self.config.max_num_batched_tokens} fit one step"
             )
+        for token in (min(message.token_ids), max(message.token_ids)):
+            if not 0 <= token < self._vocab_size:  # reading beyond the embeddings would cost a GPU
+                return f"the prompt has the token id {token}; the vocabulary ends at {self._vocab_size - 1}"
         return message.sampling.problem(self._vocab_size)
 
     def _change_grammars(self, message: SetVocabulary | AddGrammar | DropGrammars) -> None:

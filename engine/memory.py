@@ -44,11 +44,14 @@ class MemoryPlan:
 
     def table(self, block_size: int) -> str:
         usable = (self.num_blocks - 1) * block_size
+        beside = (
+            ("activations, at most", self.activations),
+            ("CUDA graphs, about", self.graphs),
+            ("other", self.other),
+        )
         rows = [
             ("weights", _size(self.weights)),
-            ("activations, at most", _size(self.activations)),
-            ("CUDA graphs, about", _size(self.graphs)),
-            ("other", _size(self.other)),
+            *((name, _size(size)) for name, size in beside if size),  # on the CPU: nothing
             ("KV cache", f"{_size(self.cache)} = {self.num_blocks - 1} blocks of {block_size} = {usable} tokens"),
             ("in all", f"{_size(self.needed + self.cache)} of {_size(self.budget)}"),
             ("full-length requests", f"{usable / self.max_model_len:.1f} of {self.max_model_len} tokens"),

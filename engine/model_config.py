@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,12 @@ _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
+def unreadable(file: Path) -> ModelError:
+    return ModelError(
+        f"{file} may not be read by the user with the id {os.geteuid()}, who runs vserve: permit it (chmod)"
+    )
+
+
 def _read_json(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     remedy = "pass the folder of a Hugging Face model (config.json, tokenizer.json, *.safetensors)"
@@ -168,7 +175,13 @@ def _read_json(folder: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         what = f"{folder} has no config.json" if folder.is_dir() else f"{folder} is no folder"
+        if (folder / "adapter_config.json").exists():
+            what, remedy = f"{folder} is a LoRA adapter", "merge it into its base model, and pass the result's folder"
+        elif any(folder.glob("*.gguf")):
+            what += ", only GGUF files, which are not supported"
         raise ModelError(f"{what}: {remedy}") from None
+    except PermissionError:
+        raise unreadable(file) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"cannot read {file} ({error}): download it again") from None
     try:

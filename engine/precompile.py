@@ -36,7 +36,7 @@ class Precompile:
 
     @classmethod
     def start(cls, config: EngineConfig) -> Precompile | None:
-        """None where it cannot help: no GPU, few cores, or kernels that were compiled for such a model before."""
+        """None where it cannot help: no GPU, few cores, no process to be had, or kernels that were compiled before."""
         on_gpu = config.device != "cpu" and os.path.exists("/dev/nvidiactl")
         count = num_helpers()
         if not on_gpu or count < 2 or not Path(config.model).is_dir():
@@ -47,13 +47,17 @@ class Precompile:
         options = json.dumps(dataclasses.asdict(config))
         command = [sys.executable, "-m", "vserve.engine.precompile", options, str(count)]
         quiet = subprocess.DEVNULL
-        return cls(
-            [
-                subprocess.Popen([*command, str(i), str(os.getpid())], stdin=quiet, stdout=quiet, stderr=quiet)
-                for i in range(count)
-            ],
-            marker,
-        )
+        started = cls([], marker)
+        try:
+            for i in range(count):
+                started._processes.append(
+                    subprocess.Popen([*command, str(i), str(os.getpid())], stdin=quiet, stdout=quiet, stderr=quiet)
+                )
+        except OSError as error:  # no memory, or no more processes: the engine can do without
+            started.kill()
+            logger.info("no helpers to compile kernels in parallel: %s", error)
+            return None
+        return started
 
     def wait(self, seconds: float = 60.0) -> None:
         """Returns when all are done, or killed after that long. What a helper did not get to, the engine compiles."""
@@ -71,6 +75,7 @@ class Precompile:
             self._marker.touch()
 
     def kill(self) -> None:
+        """Nothing is left of those that still run."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

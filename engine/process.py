@@ -34,15 +34,6 @@ async def run_engine(
 
     Raises ConfigError or ModelError for what the user can mend, anything else for what the user cannot.
     """
-    # Both work while torch is imported and the weights are copied.
-    prefetch = Prefetch.start(config.model) if config.load_format != "dummy" else None
-    precompile = Precompile.start(config)
-    # torch takes seconds: on a thread, so that the heart beats and the first Progress leaves
-    await asyncio.to_thread(importlib.import_module, ".worker", __package__)
-    from .executor import Executor
-    from .loop import EngineLoop
-    from .worker import Worker
-
     loop = asyncio.get_running_loop()
 
     def report(progress: Progress) -> None:  # called on the worker's thread
@@ -55,7 +46,22 @@ async def run_engine(
         if precompile is not None:
             precompile.wait()
 
-    worker = await asyncio.to_thread(Worker, config, report, before_memory)
+    # Both work while torch is imported and the weights are copied.
+    prefetch = Prefetch.start(config.model) if config.load_format != "dummy" else None
+    precompile = Precompile.start(config)
+    try:
+        # torch takes seconds: on a thread, so that the heart beats and the first Progress leaves
+        await asyncio.to_thread(importlib.import_module, ".worker", __package__)
+        from .executor import Executor
+        from .loop import EngineLoop
+        from .worker import Worker
+
+        worker = await asyncio.to_thread(Worker, config, report, before_memory)
+    finally:  # also of an engine that cannot start: this process may live on
+        if prefetch is not None:
+            prefetch.stop()
+        if precompile is not None:
+            precompile.kill()
     executor = Executor(worker.runner, num_threads=worker.num_threads)
     engine = EngineLoop(worker.scheduler_config, executor, send, seed=config.seed)
     faults.arm_engine(engine)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
@@ -18,18 +17,17 @@ from .config import FEW_DECODES, LARGEST_CHUNK, SchedulerConfig
 from .kv_cache import KVCacheManager
 from .mask import refusal
 from .messages import EngineStats, RequestOutput
-from .plan import NOT_FINITE, NOTHING_ALLOWED, BlockWrite, NewRow, StepPlan, StepResult, TokenLogprobs
+from .plan import NOT_FINITE, NOTHING_ALLOWED, StepPlan, StepResult, TokenLogprobs
 from .prompt_results import PromptResults
 from .request import FinishReason, Request, Status
+from .roster import Roster
 from .step import Step
 
 logger = logging.getLogger(__name__)
 
 Logprobs = list[TokenLogprobs] | None
-Entry = tuple[int, float, int, Request]  # sorts by (priority, arrival, order of add): smaller runs first
 
 RUNNING, FINISHED = Status.RUNNING, Status.FINISHED
-
 
 BACKLOG_STEPS = 32  # in which a long queue should be worked off
 
@@ -42,17 +40,13 @@ class Scheduler:
         assert config.policy in ("fcfs", "priority") and config.depth >= 1
         self.config = config
         self.kv = KVCacheManager(config)
-        self.entries: dict[int, Entry] = {}  # of all unfinished requests, by id
-        self.waiting: list[Entry] = []  # sorted; a preempted request sorts before all that came after it
-        self.running: dict[int, Request] = {}  # in the order of admission
-        self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self.roster = Roster(config.max_num_seqs, by_priority=config.policy == "priority")
         self.in_flight: deque[Step] = deque()
         self.prompt_results = PromptResults()
         self.num_constrained = 0  # unfinished requests with a grammar
         self._undelivered: list[RequestOutput] = []  # of requests refused on arrival
         # Beyond this many tokens, the last one's value is needed before the request can go on, if it can at all.
         self._stop = min(config.max_model_len - 1, self.kv.max_tokens)
-        self.num_added = 0
         self.num_preemptions = 0
         self.preempted: list[int] = []  # ids; whoever reports them empties the list
         self.num_corrupted_requests = 0
@@ -64,39 +58,35 @@ class Scheduler:
     # ---- arrivals and departures ----
     def add(self, request: Request) -> None:
         """Queue a request of validated lengths. One that the cache can never hold ends with the next result: error."""
-        assert request.id not in self.entries, f"request id {request.id} is in use"
         room = self.config.max_model_len - (request.sampling.pooling is None)
         assert 0 < request.num_prompt_tokens <= room, "prompt leaves no room for a token"
         assert request.sampling.max_tokens >= 1, "max_tokens must be at least 1"
         if not self.config.enable_chunked_prefill:
             assert request.num_prompt_tokens <= self.config.max_num_batched_tokens, "prompt longer than a step"
-        rank = (request.priority, request.arrival) if self.config.policy == "priority" else (0, 0.0)
-        entry = (*rank, self.num_added, request)
-        self.num_added += 1
-        self.entries[request.id] = entry
+        fits = request.num_tokens <= self.kv.max_tokens
+        if fits:
+            self.kv.extend_hashes(request)  # before it is in any book, lest it stays there when this raises
+        self.roster.add(request)
         self.num_constrained += request.grammar is not None
         self.prompt_results.add(request)
-        insort(self.waiting, entry)
-        if request.num_tokens > self.kv.max_tokens:
+        if not fits:
             self._undelivered.append(self._finish(request, FinishReason.ERROR, error=self.kv.too_small(request)))
-        else:
-            self.kv.extend_hashes(request)
 
     def abort(self, ids: Iterable[int]) -> list[RequestOutput]:
         """End these requests now; results still in flight for them are ignored. Unknown and finished ids are too."""
-        live = [self.entries[id][3] for id in dict.fromkeys(ids) if id in self.entries]
-        return [self._finish(request, FinishReason.ABORT) for request in live]
+        return [self._finish(request, FinishReason.ABORT) for request in self.roster.find(ids)]
 
     def has_begun(self, ids: Iterable[int]) -> bool:
         """Whether one of these requests has left the queue, or is finished."""
-        return any(id not in self.entries or self.entries[id][3].first_scheduled is not None for id in ids)
+        entries = self.roster.entries
+        return any(id not in entries or entries[id][3].first_scheduled is not None for id in ids)
 
     def reject(self, request: Request, error: str) -> RequestOutput:
         """End an unfinished request now; results still in flight for it are ignored."""
         return self._finish(request, FinishReason.ERROR, error=error)
 
     def has_unfinished(self) -> bool:
-        return bool(self.entries or self._undelivered)
+        return bool(self.roster.entries or self._undelivered)
 
     @property
     def num_in_flight(self) -> int:
@@ -124,14 +114,14 @@ class Scheduler:
             return None
         self.num_scheduled_steps += 1
         self.in_flight.append(step)
-        return self._plan(step)
+        return step.freeze(self.kv, self.prompt_results, self.num_constrained > 0)
 
     def _schedule_decodes(self, step: Step) -> list[Request]:
         """Pass 1: one token for each running request that lacks just one. Returns the others."""
         block_size, stop, scheduled = self.config.block_size, self._stop, step.scheduled
         pooling = self.prompt_results.pooling
         prefills = []
-        for request in list(self.running.values()):
+        for request in list(self.roster.running.values()):
             computed = request.num_computed_tokens
             total = len(request.token_ids) + request.num_in_flight_tokens
             if total - computed != 1:
@@ -154,11 +144,11 @@ class Scheduler:
             # together does not end together. A long queue gets larger ones, for throughput; a few decodes do not cut a
             # chunk short, and however many there are, a quarter is left to prompts.
             decodes = len(scheduled)
-            backlog = sum(len(entry[3].token_ids) for entry in self.waiting)
             largest = LARGEST_CHUNK * mixed
+            backlog = self.roster.backlog(BACKLOG_STEPS * largest)
             while 2 * mixed <= min(backlog // BACKLOG_STEPS, largest):  # the sizes that have CUDA graphs
                 mixed *= 2
-            mixed = max(mixed + (decodes if decodes <= FEW_DECODES else 0), decodes + mixed // 4)
+            mixed = max(mixed + (decodes if decodes <= FEW_DECODES else 0), decodes + max(1, mixed // 4))
             step.limit = min(step.limit, mixed)
         step.budget = step.limit - len(scheduled)
         return prefills
@@ -181,65 +171,22 @@ class Scheduler:
         by chunks are never promised twice.
         """
         whole = 0 if self.config.enable_chunked_prefill else self.config.max_num_batched_tokens
-        now = time.monotonic() if self.waiting else 0.0
-        while self.waiting and self.free_rows and step.budget:
-            request = self.waiting[0][3]
+        roster = self.roster
+        now = time.monotonic() if roster.waiting else 0.0
+        while roster.waiting and roster.free_rows and step.budget:
+            request = roster.waiting[0][3]
             if request.num_in_flight_steps:
                 break  # preempted, and a sample of it may be on its way: it has to know all its tokens to start over
             num_new = self.kv.admit(request, step.budget, whole, self.prompt_results.reads_cache(request))
             if not num_new:
                 break
-            del self.waiting[0]
-            request.status, request.row = RUNNING, self.free_rows.pop()
+            roster.start()
             request.first_scheduled = request.first_scheduled or now
-            self.running[request.id] = request
             step.admitted[request] = request.num_computed_tokens
             step.appended[request] = len(self.kv.tables[request.id].groups[0])
             step.scheduled[request] = num_new
             step.budget -= num_new
             self.kv.register(request, request.num_computed_tokens + num_new, step.registered)
-
-    def _plan(self, step: Step) -> StepPlan:
-        """Freeze the step, and count what it computes as computed."""
-        scheduled = step.scheduled
-        batch = [request for request, num_new in scheduled.items() if num_new == 1]
-        num_decodes = len(batch)
-        if num_decodes < len(scheduled):
-            batch += [request for request, num_new in scheduled.items() if num_new != 1]
-        new_rows = [
-            NewRow(_row(r), r.id, r.token_ids.copy(), r.num_prompt_tokens, r.num_computed_tokens, r.sampling)
-            for r in step.admitted
-        ]
-        new_blocks: list[list[BlockWrite]] = [[] for _ in range(self.kv.num_groups)]
-        for request, count in step.appended.items():
-            for writes, blocks in zip(new_blocks, self.kv.tables[request.id].groups, strict=True):
-                start = len(blocks) - count
-                writes.append(BlockWrite(_row(request), start, blocks[start:]))
-        rows: list = []  # of int, every scheduled request has a row; the type checker is not worth a call each
-        num_tokens, num_computed, sampled = [], [], []
-        pooling = self.prompt_results.pooling
-        for index, request in enumerate(batch):
-            num_new, computed = scheduled[request], request.num_computed_tokens
-            rows.append(request.row)
-            num_tokens.append(num_new)
-            num_computed.append(computed)
-            request.num_computed_tokens = computed = computed + num_new
-            request.num_in_flight_steps += 1
-            if computed == len(request.token_ids) + request.num_in_flight_tokens and request not in pooling:
-                sampled.append(index)
-                step.sampled.append(request)
-                request.num_in_flight_tokens += 1
-        step.total = step.limit - step.budget
-        if self.num_constrained:
-            step.constrained = any(
-                request and request.grammar and request.grammar.binds(request.num_in_flight_tokens - 1)
-                for request in step.sampled
-            )
-        prompts = self.prompt_results
-        scored, pooled = prompts.plan(step, batch, num_computed) if prompts else ([], [])
-        return StepPlan(
-            step.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled
-        )
 
     def _grow(self, step: Step, request: Request, num_tokens: int) -> bool:
         """Blocks for this many tokens, preempting the least important requests as long as there is no room.
@@ -247,7 +194,7 @@ class Scheduler:
         False when that was the request itself. It never is for the most important one: alone, every request fits.
         """
         while (appended := self.kv.grow(request, num_tokens)) < 0:
-            victim = max(self.entries[id] for id in self.running)[3]
+            victim = self.roster.least_important()
             self._preempt(step, victim)
             if victim is request:
                 return False
@@ -385,17 +332,9 @@ class Scheduler:
             self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        self._stop_running(request)
-        request.num_computed_tokens = 0
-        request.status = Status.WAITING
-        insort(self.waiting, self.entries[request.id])
-
-    def _stop_running(self, request: Request) -> None:
-        """Row and blocks are free at once: whoever gets them is computed after the plans in flight (stream order)."""
-        del self.running[request.id]
         self.kv.free(request)
-        self.free_rows.append(_row(request))
-        request.row = None
+        request.num_computed_tokens = 0
+        self.roster.requeue(request)
 
     def _finish(
         self, request: Request, reason: FinishReason, tokens: Sequence[int] = (), logprobs: Logprobs = None,
@@ -403,13 +342,11 @@ class Scheduler:
     ) -> RequestOutput:  # fmt: skip
         """The one place where a request ends; what it returns is the last that is said about it."""
         if request.status is RUNNING:
-            self._stop_running(request)
-        else:
-            del self.waiting[bisect_left(self.waiting, self.entries[request.id])]
-        del self.entries[request.id]
+            self.kv.free(request)
+        self.roster.remove(request)
         self.prompt_results.discard(request)
         self.num_constrained -= request.grammar is not None
-        request.status, request.finish_reason = FINISHED, reason
+        request.finish_reason = reason
         return self._output(request, list(tokens), logprobs, error)
 
     def _output(self, request: Request, tokens: list[int], logprobs: Logprobs, error: str = "") -> RequestOutput:
@@ -427,7 +364,7 @@ class Scheduler:
     def stats(self, device_seconds: float = 0.0, host_seconds: float = 0.0) -> EngineStats:
         """State after the last `update`; the seconds are the caller's to measure."""
         return EngineStats(
-            len(self.running), len(self.waiting), self.config.num_blocks - 1, self.kv.num_free_blocks,
+            len(self.roster.running), len(self.roster.waiting), self.config.num_blocks - 1, self.kv.num_free_blocks,
             self.num_preemptions, self.kv.prefix_queries, self.kv.prefix_hits, self.num_steps, self.step_tokens,
             self.prompt_tokens_computed, device_seconds, host_seconds,
             num_corrupted_requests=self.num_corrupted_requests,
@@ -435,30 +372,20 @@ class Scheduler:
 
     def check_invariants(self, thorough: bool = False) -> None:
         """Raises AssertionError where the books do not balance, busy or idle. O(requests); `thorough`: O(blocks)."""
-        self.kv.check_invariants(self.running, thorough)
-        waiting = [entry[3] for entry in self.waiting]
-        assert self.waiting == sorted(self.waiting), "queue out of order"
-        assert sorted(self.entries) == sorted([*self.running, *(r.id for r in waiting)]), "lost, or in two places"
-        rows = [_row(request) for request in self.running.values()] + self.free_rows
-        assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row was lost or given out twice"
+        running = self.roster.running
+        self.kv.check_invariants(running, thorough)
+        self.roster.check()
         steps = Counter(request for step in self.in_flight for request in step.scheduled)
         samples = Counter(request for step in self.in_flight for request in step.sampled if request)
-        for request in waiting:
-            assert request.status is Status.WAITING and request.row is None and request.num_computed_tokens == 0
-        for request in self.running.values():
+        for request in running.values():
             computed = request.num_computed_tokens
             pooled = request.sampling.pooling is not None and request.num_in_flight_steps > 0
-            assert request.status is RUNNING and computed < request.target + pooled, f"{request}: nothing left"
+            assert computed < request.target + pooled, f"{request}: nothing left"
             assert not request.num_in_flight_tokens or computed == request.target - 1, f"{request}: not one behind"
-        live = [*waiting, *self.running.values()]
+        live = self.roster.find(self.roster.entries)
         assert self.num_constrained == sum(request.grammar is not None for request in live)
         self.prompt_results.check(live)
         for request in live:
             assert (request.num_in_flight_steps, request.num_in_flight_tokens) == (steps[request], samples[request])
             pooled = request.sampling.pooling is not None
             assert request.num_tokens <= self._stop + pooled, f"{request}: should have ended"
-
-
-def _row(request: Request) -> int:
-    assert request.row is not None, f"{request} has no row"
-    return request.row

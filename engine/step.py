@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from .kv_cache import Registered
+from typing import TYPE_CHECKING
+
+from .kv_cache import KVCacheManager, Registered
+from .plan import BlockWrite, NewRow, StepPlan
 from .request import Request
+from .roster import row_of
+
+if TYPE_CHECKING:
+    from .prompt_results import PromptResults
 
 
 class Step:
@@ -39,3 +46,44 @@ class Step:
         self.scored: list[tuple[Request, int]] = []  # → the first token computed: the log-probabilities come from there
         self.pooled: list[Request | None] = []  # whose prompts end in this step; None: to be thrown away
         self.constrained = False  # a grammar limits what some row samples
+
+    def freeze(self, kv: KVCacheManager, prompts: PromptResults, some_have_grammars: bool) -> StepPlan:
+        """The plan, which shares nothing with the scheduler. What it computes counts as computed from here on."""
+        scheduled = self.scheduled
+        batch = [request for request, num_new in scheduled.items() if num_new == 1]
+        num_decodes = len(batch)
+        if num_decodes < len(scheduled):
+            batch += [request for request, num_new in scheduled.items() if num_new != 1]
+        new_rows = [
+            NewRow(row_of(r), r.id, r.token_ids.copy(), r.num_prompt_tokens, r.num_computed_tokens, r.sampling)
+            for r in self.admitted
+        ]
+        new_blocks: list[list[BlockWrite]] = [[] for _ in range(kv.num_groups)]
+        for request, count in self.appended.items():
+            for writes, blocks in zip(new_blocks, kv.tables[request.id].groups, strict=True):
+                start = len(blocks) - count
+                writes.append(BlockWrite(row_of(request), start, blocks[start:]))
+        rows: list = []  # of int, every scheduled request has a row; the type checker is not worth a call each
+        num_tokens, num_computed, sampled = [], [], []
+        pooling = prompts.pooling
+        for index, request in enumerate(batch):
+            num_new, computed = scheduled[request], request.num_computed_tokens
+            rows.append(request.row)
+            num_tokens.append(num_new)
+            num_computed.append(computed)
+            request.num_computed_tokens = computed = computed + num_new
+            request.num_in_flight_steps += 1
+            if computed == len(request.token_ids) + request.num_in_flight_tokens and request not in pooling:
+                sampled.append(index)
+                self.sampled.append(request)
+                request.num_in_flight_tokens += 1
+        self.total = self.limit - self.budget
+        if some_have_grammars:
+            self.constrained = any(
+                request and request.grammar and request.grammar.binds(request.num_in_flight_tokens - 1)
+                for request in self.sampled
+            )
+        scored, pooled = prompts.plan(self, batch, num_computed) if prompts else ([], [])
+        return StepPlan(
+            self.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled
+        )

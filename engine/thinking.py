@@ -76,10 +76,9 @@ class ThinkingMatcher:
 
     def _think(self, token_id: int) -> None:
         self._num_tokens += 1
-        if token_id == self._end[self._num_end_tokens]:
-            self._num_end_tokens += 1
-        else:
-            self._num_end_tokens = int(token_id == self._end[0])
+        # The most of `end` that these tokens end in: where it repeats itself, one attempt begins within another.
+        tail = (*self._end[: self._num_end_tokens], token_id)
+        self._num_end_tokens = next(n for n in range(len(tail), -1, -1) if tail[len(tail) - n :] == self._end[:n])
         self._thinks = self._num_end_tokens < len(self._end)
 
 

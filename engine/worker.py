@@ -72,8 +72,8 @@ class Worker:
             if device.type == "cuda" and not config.enforce_eager:
                 graphs = runner.plan_graphs(config.max_cudagraph_capture_size, mixed, tokens)
             plan = plan_memory(runner, config, dtype, tokens, graphs.shapes() if graphs else ())
-            for notice in plan.notices:
-                logger.warning(notice)
+            for cut in plan.notices:
+                logger.warning(cut)
             if plan.max_model_len != max_model_len:
                 runner.make_rows(plan.max_model_len)
             runner.bind_cache(plan.num_blocks, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -45,6 +46,10 @@ async def collect(client: EngineClient, prompt: list[int], sampling: SamplingPar
             )  # fmt: skip
 
 
+def at_rest(stats: EngineStats) -> bool:
+    return stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks
+
+
 @dataclass
 class Engine:
     """`waves` of requests; those of a wave run at once, each wave after the last."""
@@ -62,7 +67,9 @@ class Engine:
                     for wave in waves
                 ]
                 # The last answer is seen a moment before the step that brought it has been accounted for.
-                await asyncio.sleep(0.01)
+                end = time.monotonic() + 10
+                while not at_rest(client.stats) and time.monotonic() < end:
+                    await asyncio.sleep(0.01)
                 return answers, client.stats
             finally:
                 await client.close()

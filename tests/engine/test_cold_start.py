@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import subprocess
 import sys
@@ -10,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from vserve.engine import precompile, prefetch
+from vserve.engine import precompile, prefetch, worker
 from vserve.engine.config import EngineConfig
+from vserve.engine.model_config import ModelError
 from vserve.engine.precompile import Precompile
 from vserve.engine.prefetch import Prefetch
+from vserve.engine.process import run_engine
 
 
-def wait_until(condition, seconds=20.0):
+def wait_until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -70,6 +73,51 @@ def test_a_helper_that_hangs_is_killed(tmp_path):
     Precompile(hanging, tmp_path / "marker").wait(seconds=0.2)
     assert hanging[0].returncode == -9
     assert not (tmp_path / "marker").exists()
+
+
+def test_an_engine_that_cannot_start_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch):
+    ahead = Precompile(helpers("import time; time.sleep(600)"), tmp_path / "marker")
+    reader = Prefetch([])
+    monkeypatch.setattr(Precompile, "start", lambda config: ahead)
+    monkeypatch.setattr(Prefetch, "start", lambda model: reader)
+
+    def broken(*_):
+        raise ModelError("no weights")
+
+    monkeypatch.setattr(worker, "Worker", broken)
+    try:
+        with pytest.raises(ModelError, match="no weights"):
+            asyncio.run(run_engine(EngineConfig(str(checkpoint)), print, print))
+        assert reader.stopped
+        assert ahead._processes[0].returncode == -9
+    finally:
+        ahead.kill()
+
+
+def test_no_helpers_where_no_process_can_be_started(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(precompile.os.path, "exists", lambda path: True)
+    monkeypatch.setattr(precompile, "num_helpers", lambda: 5)
+    started = []
+
+    def start(*_, **__):
+        if len(started) == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.extend(helper := helpers_before("import time; time.sleep(600)"))
+        return helper[0]
+
+    popen = subprocess.Popen
+
+    def helpers_before(code):
+        return [popen([sys.executable, "-c", code])]
+
+    monkeypatch.setattr(precompile.subprocess, "Popen", start)
+    try:
+        assert Precompile.start(EngineConfig(str(checkpoint))) is None
+        assert [process.returncode for process in started] == [-9, -9]
+    finally:
+        for process in started:
+            process.kill()
 
 
 def test_no_helpers_without_a_gpu(checkpoint):

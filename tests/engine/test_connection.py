@@ -36,7 +36,25 @@ def test_messages_arrive_whole_and_in_order_whatever_the_frames():
         assert received[:50] == sent
         assert received[50] == AbortRequests([1, 2])
         ours.close()
-        await asyncio.wait_for(lost, 5)
+        await asyncio.wait_for(lost, 60)
+        theirs.close()
+
+    asyncio.run(run())
+
+
+def test_a_message_that_cannot_be_sent_is_refused_alone():
+    async def run():
+        left, right = socket.socketpair()
+        arrived = asyncio.get_running_loop().create_future()
+        ours = await Connection.open(left, FromEngine, print, lambda _: None)
+        theirs = await Connection.open(right, ToEngine, arrived.set_result, lambda _: None)
+        with pytest.raises(OverflowError):
+            ours.send(AddRequest(1, [1], SamplingParams(max_tokens=1, seed=1 << 70)))
+        with pytest.raises(UnicodeEncodeError):
+            ours.send(AddRequest(2, [1], SamplingParams(max_tokens=1), cache_salt="\ud800"))
+        ours.send(AbortRequests([3]))
+        assert await asyncio.wait_for(arrived, 60) == AbortRequests([3])
+        ours.close()
         theirs.close()
 
     asyncio.run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,7 +15,7 @@ import vserve.engine.loop as loop_module
 import vserve.engine.worker as worker_module
 from vserve.engine.executor import Executor
 from vserve.engine.mask import make_mask
-from vserve.engine.messages import AddGrammar, SetVocabulary
+from vserve.engine.messages import AbortRequests, AddGrammar, SetVocabulary
 from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
 from vserve.server.engine_client import EngineClient
@@ -179,19 +180,25 @@ def test_grammars_that_are_unknown_or_could_not_be_read(engine, prompts, plain, 
     assert "cannot read broken" in answers[2].error
 
 
-def test_nobody_waits_for_the_loading_of_anothers_grammar(engine, prompts, plain, depth, monkeypatch):
-    loaded: Future[None] = Future()
-    order = []
+@pytest.fixture
+def loaded(monkeypatch) -> Future[None]:
+    """Until it has a result, no grammar is ready."""
+    future: Future[None] = Future()
 
     class Slow(Pattern):
         def __init__(self, key: str) -> None:
             super().__init__(key)
-            self.ready = loaded.done()
+            self.ready = future.done()
 
         def when_ready(self, call) -> None:
-            loaded.add_done_callback(lambda _: call())
+            future.add_done_callback(lambda _: call())
 
     monkeypatch.setattr(Patterns, "matcher", lambda self, key: Slow(key))
+    return future
+
+
+def test_nobody_waits_for_the_loading_of_anothers_grammar(engine, prompts, plain, depth, loaded, monkeypatch):
+    order = []
     real = loop_module.EngineLoop._emit
 
     def emit(self, outputs, step_tokens):
@@ -204,6 +211,31 @@ def test_nobody_waits_for_the_loading_of_anothers_grammar(engine, prompts, plain
     (answers,), _ = engine.run([(prompts[0], pattern(4)), (prompts[1], free())])
     assert order == [2, 1]
     assert answers[1].tokens == plain[1] and answers[0].finish_reason == "stop"
+
+
+def test_a_request_is_aborted_in_the_moment_its_grammar_is_loaded(engine, prompts, plain, depth, loaded, monkeypatch):
+    said = []
+    real = loop_module.EngineLoop._emit
+
+    def emit(self, outputs, step_tokens):
+        said.extend((output.id, len(output.token_ids), output.finish_reason) for output in outputs)
+        real(self, outputs, step_tokens)
+
+    monkeypatch.setattr(loop_module.EngineLoop, "_emit", emit)
+    submit = EngineClient.submit
+
+    def submitted(self, prompt, sampling, **options):
+        mailbox = submit(self, prompt, sampling, **options)
+        if sampling.grammar is None:  # the other one waits for its grammar by now
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loaded.set_result, None)
+            loop.call_soon(self._send, AbortRequests([mailbox.id - 1]))
+        return mailbox
+
+    monkeypatch.setattr(EngineClient, "submit", submitted)
+    (answers,), _ = engine.run([(prompts[0], pattern(4)), (prompts[1], free())])
+    assert answers[0].finish_reason == "abort" and answers[1].tokens == plain[1]
+    assert [entry for entry in said if entry[0] == 1] == [(1, 0, "abort")]
 
 
 @pytest.mark.parametrize("place", ["execute", "sample"])

@@ -117,3 +117,12 @@ def test_what_slips_through_ends_alone(engine, prompt):
     assert answers[0].tokens == answers[1].tokens == free.tokens
     for answer, sampling in zip(answers[2:], wrong, strict=True):
         assert (answer.finish_reason, answer.tokens, answer.error) == ("error", [], sampling.problem(300))
+
+
+@pytest.mark.parametrize("token", [-1, 300, 1 << 40])
+def test_a_prompt_with_a_token_that_the_model_does_not_have_ends_alone(engine, prompt, token):
+    ((free,),), _ = engine.run([(prompt, params())])
+    (answers,), _ = engine.run([(prompt, params()), ([*prompt, token, 5], params())])
+    assert answers[0].tokens == free.tokens
+    assert (answers[1].finish_reason, answers[1].tokens) == ("error", [])
+    assert answers[1].error == f"the prompt has the token id {token}; the vocabulary ends at 299"

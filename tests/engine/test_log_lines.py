@@ -105,7 +105,7 @@ def test_standard_streams_may_be_missing(redirection: str, tmp_path: Path) -> No
         f"mine = os.open({str(tmp_path / 'mine')!r}, os.O_CREAT | os.O_WRONLY)\nassert mine > 2, mine\n"
         "logs.configure('info', 'json', 'api')\nlogging.error('hello')\nlogs.say('hello')\nlogs.flush()\n"
     )
-    done = subprocess.run(["sh", "-c", f'{sys.executable} -c "$0" {redirection}', program], timeout=60)
+    done = subprocess.run(["sh", "-c", f'{sys.executable} -c "$0" {redirection}', program], timeout=240)
     assert done.returncode == 0 and (tmp_path / "mine").read_bytes() == b""
 
 
@@ -145,3 +145,16 @@ def test_logging_is_cheap_for_who_logs(tmp_path: Path) -> None:
             spent.append(time.process_time() - started)
         writer.wait(30)
     assert spent[1] < 20 * spent[0], spent
+
+
+def test_a_line_does_not_follow_a_progress_line(tmp_path: Path) -> None:
+    reader, terminal = os.openpty()
+    writer = logs.LineWriter(terminal)
+    writer.setFormatter(logs.TextFormatter())
+    os.write(terminal, b"starting: weights")
+    writer.emit(record("next"))
+    writer.wait(30)
+    shown = os.read(reader, 1000).decode()
+    assert shown.startswith("starting: weights\r\x1b[K") and shown.endswith(" INFO next\r\n")
+    for descriptor in (reader, terminal):
+        os.close(descriptor)

@@ -121,6 +121,14 @@ def test_a_quarter_of_a_mixed_step_is_left_to_prompts() -> None:
     assert by_id(engine.schedule(), *others, late) == {**{i: 1 for i in range(20)}, 99: 4}
 
 
+def test_tiny_mixed_steps_leave_a_token_to_prompts() -> None:
+    engine = Engine(max_num_batched_tokens=64, max_mixed_tokens=2, max_num_seqs=30)
+    others = [engine.add(i, [i]) for i in range(20)]
+    engine.step()
+    late = engine.add(99, range(100, 130))
+    assert by_id(engine.schedule(), *others, late) == {**{i: 1 for i in range(20)}, 99: 1}
+
+
 def test_rows_of_one_token_come_first() -> None:
     engine = Engine(max_num_batched_tokens=9)
     a, b = engine.add(1, range(4)), engine.add(2, range(100, 112))
@@ -247,6 +255,14 @@ def test_resumed_request_that_outgrew_a_step_is_cut_even_without_chunked_prefill
     assert a.finished and not b.finished
 
 
+def test_request_that_cannot_be_hashed_is_not_queued() -> None:
+    engine = Engine()
+    with pytest.raises(OverflowError):
+        engine.add(1, [1 << 40] * 5, prompt_logprobs=1)
+    assert not engine.scheduler.has_unfinished() and not engine.scheduler.prompt_results
+    assert engine.schedule() is None
+
+
 # ---- preemption ----
 def full_engine(**options) -> tuple[Engine, Request, Request]:
     """Two requests of 8 tokens in a cache of 5 blocks: the next token of both needs a block, and one is left."""
@@ -274,7 +290,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
     engine, a, b = full_engine()
     c = engine.add(3, [1])
     assert by_id(engine.schedule(), a, b, c) == {1: 1}
-    assert [entry[3].id for entry in engine.scheduler.waiting] == [2, 3], "to the front of the queue"
+    assert [entry[3].id for entry in engine.scheduler.roster.waiting] == [2, 3], "to the front of the queue"
 
 
 def test_sample_in_flight_of_a_preempted_request_is_kept() -> None:
@@ -307,7 +323,7 @@ def test_preempted_request_waits_for_its_steps_and_nobody_overtakes() -> None:
     assert engine.schedule() is None, "the head of the queue has a step in flight"
     engine.update()
     assert a.finished
-    assert by_id(engine.schedule(), b, engine.scheduler.entries[3][3]) == {2: 1, 3: 1}
+    assert by_id(engine.schedule(), b, engine.scheduler.roster.entries[3][3]) == {2: 1, 3: 1}
 
 
 def test_preempted_request_may_end_while_it_waits() -> None:
@@ -320,13 +336,13 @@ def test_preempted_request_may_end_while_it_waits() -> None:
     engine.schedule()
     assert b.status is Status.WAITING
     assert [(output.id, output.finish_reason) for output in engine.update(50, 9)] == [(1, None), (2, "stop")]
-    assert not engine.scheduler.waiting
+    assert not engine.scheduler.roster.waiting
 
 
 def test_worst_priority_is_the_victim_even_when_scheduled_in_this_very_step() -> None:
     engine, a, b = full_engine(policy="priority")
     plan = engine.schedule()
-    assert list(engine.scheduler.running) == [2] and by_id(plan, a, b) == {2: 1}
+    assert list(engine.scheduler.roster.running) == [2] and by_id(plan, a, b) == {2: 1}
     assert a.status is Status.WAITING and a.num_preemptions == 1
     engine.update()
 
@@ -494,6 +510,22 @@ def test_worthless_sample_ends_its_request_only_and_its_cache_is_not_trusted() -
     assert {output.id: output.num_cached_tokens for output in engine.update()} == {2: None, 3: 0, 4: 8}
 
 
+def test_cache_of_a_worthless_sample_is_not_trusted_though_its_request_was_preempted() -> None:
+    engine = Engine(num_blocks=6, depth=2, max_num_batched_tokens=16)
+    engine.add(1, range(8))
+    b = engine.add(2, range(100, 107))
+    engine.schedule()
+    engine.schedule()
+    engine.update(50, 60)
+    engine.schedule()
+    assert b.status is Status.WAITING and b.num_in_flight_tokens == 1
+    assert [output.error for output in engine.update(51, 61, errors={1: "NaN"})] == [None, "NaN"]
+    engine.scheduler.abort([1])
+    c = engine.add(3, range(100, 107))
+    engine.schedule()
+    assert c.num_cached_tokens == 0
+
+
 def test_results_of_finished_requests_are_dropped() -> None:
     engine = Engine(depth=2)
     request = engine.add(1, range(3), eos_token_ids=(9,))
@@ -626,6 +658,19 @@ def test_requests_built_on_a_failed_step_start_over() -> None:
     assert engine.update(66) == [] and engine.update(67) == [] and b.num_output_tokens == 0
     assert engine.schedule().num_tokens == [9] and b.num_cached_tokens == 0
     assert engine.update(5)[0].token_ids == [5]
+
+
+def test_look_up_of_a_request_that_starts_over_counts_once() -> None:
+    engine = Engine(depth=2)
+    engine.add(1, range(9))
+    first = engine.schedule()
+    b = engine.add(2, range(9))
+    engine.schedule()
+    engine.fail(first)
+    engine.update()
+    engine.step()
+    stats = engine.scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (2 * 9, 8) and b.num_cached_tokens == 0
 
 
 def test_launch_that_fails_leaves_the_steps_before_it_alone() -> None:

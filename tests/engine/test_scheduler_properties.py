@@ -20,7 +20,9 @@ import pytest
 import vserve.engine.block_pool as block_pool_module
 import vserve.engine.kv_cache as kv_cache_module
 import vserve.engine.prompt_results as prompt_results_module
+import vserve.engine.roster as roster_module
 import vserve.engine.scheduler as scheduler_module
+import vserve.engine.step as step_module
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.mask import TokenMask, make_mask
 from vserve.engine.messages import RequestOutput
@@ -37,6 +39,8 @@ ROOMS = {
     "kv_cache": kv_cache_module,
     "block_pool": block_pool_module,
     "prompt_results": prompt_results_module,
+    "roster": roster_module,
+    "step": step_module,
 }
 
 
@@ -350,7 +354,7 @@ class Simulation:
 
     def run(self, num_steps: int) -> None:
         while self.num_plans < num_steps:
-            if self.rng.random() < self.arrival_rate and len(self.scheduler.waiting) < 12:
+            if self.rng.random() < self.arrival_rate and len(self.scheduler.roster.waiting) < 12:
                 self.arrive()
             if self.rng.random() < self.abort_rate and self.clients:
                 self.abort()
@@ -412,9 +416,9 @@ class Simulation:
 
     def abort(self) -> None:
         ids = self.rng.sample(list(self.clients), min(len(self.clients), self.rng.choice([1, 1, 3])))
-        live = {id for id in ids if self.clients[id].reason is None and id in self.scheduler.entries}
+        live = {id for id in ids if self.clients[id].reason is None and id in self.scheduler.roster.entries}
         for id in live:
-            self.seen["abort in flight"] += self.scheduler.entries[id][3].num_in_flight_steps > 0
+            self.seen["abort in flight"] += self.scheduler.roster.entries[id][3].num_in_flight_steps > 0
         outputs = self.scheduler.abort([*ids, ids[0], 1, 2])
         assert {output.id for output in outputs} == live
         assert all(output.finish_reason == "abort" and not output.token_ids for output in outputs)
@@ -425,7 +429,7 @@ class Simulation:
 
     def launch(self) -> bool:
         scheduler, rng = self.scheduler, self.rng
-        ready = [request for request in scheduler.running.values() if self.is_ready(request)]
+        ready = [request for request in scheduler.roster.running.values() if self.is_ready(request)]
         plan = scheduler.schedule()
         self.check_books()
         if plan is None:
@@ -438,8 +442,8 @@ class Simulation:
             assert request.row in planned or request.status is Status.WAITING, f"{request} was ready, but left out"
         if plan.new_rows:
             kv, size = scheduler.kv, self.config.block_size
-            wanted = [-(-request.num_tokens // size) for request in scheduler.running.values()]
-            held = [len(kv.tables[id].groups[0]) for id in scheduler.running]
+            wanted = [-(-request.num_tokens // size) for request in scheduler.roster.running.values()]
+            held = [len(kv.tables[id].groups[0]) for id in scheduler.roster.running]
             missing = sum(max(0, w - h) for w, h in zip(wanted, held, strict=True))
             assert missing * self.config.num_groups <= kv.num_free_blocks, (
                 "admitted into blocks that others will need for their prompts"
@@ -541,8 +545,8 @@ class Simulation:
     def check_end(self) -> None:
         scheduler = self.scheduler
         scheduler.check_invariants(thorough=True)
-        assert scheduler.num_in_flight == 0 and scheduler.schedule() is None and not scheduler.waiting
-        assert len(scheduler.free_rows) == self.config.max_num_seqs, "idle, but rows are taken"
+        assert scheduler.num_in_flight == 0 and scheduler.schedule() is None and not scheduler.roster.waiting
+        assert len(scheduler.roster.free_rows) == self.config.max_num_seqs, "idle, but rows are taken"
         assert scheduler.kv.num_free_blocks == self.config.num_blocks - 1, "idle, but blocks are referenced"
         for id, client in self.clients.items():
             wanted = oracle(client.prompt, client.salt, client.sampling, self.config.max_model_len, self.capacity)
@@ -635,7 +639,7 @@ MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
     "hits not counted as consumption": ("kv_cache", "* self.num_groups + free_hits", "* self.num_groups"),
     "admitted on the first chunk": ("kv_cache", "self.num_blocks_for(num_tokens) -", FIRST_CHUNK),
     "hit blocks not referenced": ("kv_cache", "pool.share(block)", "pass"),
-    "hits unlike in the groups": ("kv_cache", "self.pool.find(key + suffix)", "self.pool.find(key)"),
+    "hits unlike in the groups": ("kv_cache", "block = self.pool.find(key + suffix)", "block = self.pool.find(key)"),
     "keys never revoked": ("kv_cache", "if self.pool.keys[block] == key:", "if False:"),
     "registered beyond what is computed": ("kv_cache", REGISTRABLE, "len(hashes)"),
     "content forgotten too late": ("block_pool", FORGET, FORGET.replace("self.keys[block] is not None", "False")),
@@ -651,19 +655,20 @@ MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
     "past a sure end": ("scheduler", "if (total > stop or total -", "if (total -"),
     "past max_tokens": ("scheduler", "total - request.num_prompt_tokens >= request.sampling.max_tokens", "False"),
     "tokens of finished requests": ("scheduler", "if request.status is FINISHED:", "if False:"),
-    "masks forgotten": ("scheduler", "step.constrained = any(", "any("),
+    "masks forgotten": ("step", "self.constrained = any(", "any("),
     "a grammar's end ignored": ("scheduler", "request.grammar.terminated", "False"),
     "tokens kept from the grammar": ("scheduler", "(error := refusal(request, token))", "(error := '')"),
     "a scored prompt read from the cache": ("prompt_results", "return request not in self.scoring", "return True"),
     "a pooled prompt read from the cache": ("prompt_results", "or pooling.kind == LAST", "or True"),
     "pooled before its end": ("prompt_results", "if request.num_computed_tokens == request.num_prompt_tokens:\n", ALL),
-    "pooled and sampled": ("scheduler", " and request not in pooling:", ":"),
+    "pooled and sampled": ("step", " and request not in pooling:", ":"),
     "embeddings of finished requests": ("scheduler", "if pooled and not pooled.finished:", "if pooled:"),
     "the end of a full context left out": ("scheduler", "request not in pooling  #", "True  #"),
     "scores taken in twice": ("prompt_results", "entries[len(known) - start :]", "entries"),
     "scores sent twice": ("scheduler", "scores, request.prompt_logprobs = request.prompt_logprobs, None", KEPT),
     "scores of too few steps": ("prompt_results", "computed < request.num_prompt_tokens - 1:", "computed == 0:"),
-    "batch order": ("scheduler", "request, num_new in scheduled.items() if num_new == 1]", "request in scheduled]"),
+    "rows lost": ("roster", "self.free_rows.append(row_of(request))", "pass"),
+    "batch order": ("step", "request, num_new in scheduled.items() if num_new == 1]", "request in scheduled]"),
 }  # fmt: skip
 
 
@@ -678,6 +683,10 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
         monkeypatch.setitem(globals(), "Scheduler", broken.Scheduler)
     elif room == "prompt_results":
         monkeypatch.setattr(scheduler_module, "PromptResults", broken.PromptResults)
+    elif room == "step":
+        monkeypatch.setattr(scheduler_module, "Step", broken.Step)
+    elif room == "roster":
+        monkeypatch.setattr(scheduler_module, "Roster", broken.Roster)
     elif room == "kv_cache":
         monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)
     else:

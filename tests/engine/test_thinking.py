@@ -91,6 +91,14 @@ def test_what_the_model_ended_is_not_ended_again() -> None:
     assert allowed(matcher) == EVERYTHING and not any(matcher.binds(ahead) for ahead in range(4))
 
 
+@pytest.mark.parametrize("output", [(5, 5, 5, 6), (5, 5, 5, 5, 6), (5, 6, 5, 5, 6)])
+def test_an_end_is_seen_wherever_it_begins(output: tuple[int, ...]) -> None:
+    matcher = ThinkingMatcher(thinking(end=(5, 5, 6)), OnlyAnswer(), [EOS])
+    for token in output:
+        assert allowed(matcher) == EVERYTHING - {EOS} and matcher.accept(token)
+    assert allowed(matcher) == {ANSWER}
+
+
 @pytest.mark.parametrize("budget", [0, 1, 4])
 @pytest.mark.parametrize("open", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 3])

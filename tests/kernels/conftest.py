@@ -1,9 +1,13 @@
 """Fixtures of the kernel tests. Without a GPU the Triton kernels run in Triton's interpreter, on CPU tensors."""
 
+import json
 import os
 import random
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +59,50 @@ def rng() -> torch.Generator:
     seed = int(os.environ.get("VSERVE_TEST_SEED") or random.SystemRandom().randrange(1 << 31))
     print(f"VSERVE_TEST_SEED={seed} repeats this run")
     return torch.Generator().manual_seed(seed)
+
+
+# What a script that compiles for sm_90 without a GPU begins with: its launchers get CPU tensors, and the launch itself
+# is replaced by a warm-up. `kernels`: (name, what was compiled) of every variant.
+_FOR_HOPPER = """
+import json, re, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Hopper:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+kernels = {}
+
+def warm_up_instead(self, grid):
+    def launch(*args, **options):
+        kernel = self.run(*args, grid=grid, warmup=True, **options)
+        kernels[id(kernel)] = self.fn.__name__, kernel
+    return launch
+
+driver.set_active(Hopper())
+JITFunction.__getitem__ = warm_up_instead
+"""
+
+
+@pytest.fixture
+def run_for_hopper(tmp_path: Path) -> Callable[..., Any]:
+    """run_for_hopper(script, *arguments) → the JSON that the script prints of its `kernels`."""
+    ptxas = pytest.importorskip("triton.knobs").nvidia.ptxas
+    if not os.path.exists(ptxas.path):
+        pytest.skip("triton without ptxas")
+
+    def run(script: str, *arguments: str) -> Any:
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", _FOR_HOPPER + script, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
+    return run
 
 
 @pytest.fixture(autouse=True, scope="module")

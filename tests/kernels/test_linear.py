@@ -1,9 +1,6 @@
 """small_linear: the Triton kernels against products in float64, their workspace, their table, and the layer's use."""
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -306,27 +303,9 @@ def test_no_allocation_while_a_graph_is_captured(device: str, monkeypatch: pytes
         small_linear(x, weight)
 
 
-# Compiles for sm_90 without a GPU: the launchers run on CPU tensors, with the launch itself replaced by a warm-up.
 _COMPILE = """
-import json, re, subprocess, sys, tempfile
-import torch
+import subprocess, tempfile
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-
-class Hopper:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-
-kernels = {}
-
-def warm_up_instead(self, grid):
-    def launch(*args, **options):
-        kernel = self.run(*args, grid=grid, warmup=True, **options)
-        kernels[id(kernel)] = self.fn.__name__, kernel
-    return launch
 
 def resources(kernel):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -336,8 +315,6 @@ def resources(kernel):
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {key.lower(): max(map(int, re.findall(key + r":(\\d+)", text))) for key in ("REG", "STACK", "LOCAL")}
 
-driver.set_active(Hopper())
-JITFunction.__getitem__ = warm_up_instead
 from vserve.kernels import pdl
 pdl.pdl_available = lambda device: sys.argv[1] == "pdl"
 pdl.MAX_ROWS = 64
@@ -377,16 +354,11 @@ print(json.dumps(report))
 
 @pytest.mark.skipif(CUDA, reason="the other tests compile for this GPU")
 @pytest.mark.parametrize("pdl", ["pdl", pytest.param("plain", marks=pytest.mark.slow)])
-def test_compiles_for_hopper(pdl: str, tmp_path: Any) -> None:
+def test_compiles_for_hopper(pdl: str, run_for_hopper: Callable[..., Any]) -> None:
     """Compiles as few variants as there are tiles; fits; spills nothing; before the wait only the weight is touched."""
-    nvidia = pytest.importorskip("triton.knobs").nvidia
-    if not Path(nvidia.ptxas.path).exists() or not Path(nvidia.cuobjdump.path).exists():
-        pytest.skip("triton without ptxas and cuobjdump")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", _COMPILE, pdl]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    kernels = json.loads(run.stdout)
+    if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():
+        pytest.skip("triton without cuobjdump")
+    kernels = run_for_hopper(_COMPILE, pdl)
     names = [kernel["kernel"] for kernel in kernels]
     assert names.count("_fma_kernel") == 3
     assert names.count("_dot_kernel") == 3 + 3 + 1  # one a BLOCK_M of each tile: no size of a batch or weight adds one

@@ -1,0 +1,30 @@
+"""Where a model is, said without torch: whoever mistypes a path should not wait until it is imported."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .config import ConfigError
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def find_model(name: str) -> Path | None:
+    """The folder of that name; None where it may be a name on the hub. Raises ConfigError where it is neither."""
+    if not name:
+        raise ConfigError("no model was named: pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        kind = "GGUF file, which is not supported" if folder.suffix.lower() == ".gguf" else "file"
+        raise ConfigError(f"{name} is a {kind}: pass the folder of a Hugging Face model with safetensors weights")
+    if not is_hub_name(name):
+        raise ConfigError(f"model {name!r} does not exist: pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B")
+    return None
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether it has the form of one: `model` or `owner/model`."""
+    return _HUB_NAME.fullmatch(name) is not None
