@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
-
 import numpy as np
 import pytest
 import torch
 
 import vserve.engine.loop as loop_module
-from vserve.engine.config import EngineConfig
 from vserve.engine.request import SamplingParams
-from vserve.server.engine_client import EngineClient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -32,39 +27,21 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def generate(folder, batch, **options):
-    """The outputs of each request merged into one, all requests at once."""
+@pytest.fixture
+def answer(generate, checkpoint):
+    """answer(requests, **options) → (tokens, prompt log-probabilities, last output) of each request, and statistics."""
 
-    async def main():
-        client = EngineClient(
-            EngineConfig(
-                str(folder), engine_in_process=True, gpu_memory_utilization=0.2, max_model_len=2048, dtype="float32",
-                max_mixed_tokens=256, max_num_seqs=64, **options,
-            )
-        )  # fmt: skip
-        await client.start()
+    def run(requests, **options):
+        answers, stats = generate(
+            checkpoint, requests, max_model_len=2048, dtype="float32", max_mixed_tokens=256, max_num_seqs=64, **options
+        )
+        results = []
+        for outputs in answers:
+            tokens = [token for output in outputs for token in output.token_ids]
+            results.append((tokens, outputs[0].prompt_logprobs, outputs[-1]))
+        return results, stats
 
-        async def one(prompt, sampling):
-            mailbox = client.submit(prompt, sampling)
-            tokens, first = [], None
-            while True:
-                output = await mailbox.get()
-                first = first or output
-                tokens += output.token_ids
-                if output.finish_reason is not None:
-                    return tokens, first.prompt_logprobs, output
-
-        try:
-            answers = await asyncio.gather(*(one(*request) for request in batch))
-            return answers, client.stats
-        finally:
-            await client.close()
-
-    try:
-        return asyncio.run(main())
-    finally:  # the next engine plans with the memory that is free
-        gc.collect()
-        torch.cuda.empty_cache()
+    return run
 
 
 def prompts(*lengths):
@@ -76,12 +53,12 @@ def params(**options):
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_prompt_logprobs_equal_transformers(checkpoint, eager):
+def test_prompt_logprobs_equal_transformers(checkpoint, answer, eager):
     from transformers import LlamaForCausalLM
 
     scored = prompts(1, 2, 17, 300, 1500)
     batch = [(p, params(prompt_logprobs=3)) for p in scored] + [(p, params()) for p in prompts(5, 700, 40)]
-    answers, stats = generate(checkpoint, batch, enforce_eager=eager)
+    answers, stats = answer(batch, enforce_eager=eager)
     assert stats.num_late_compilations == 0
     oracle = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).cuda().eval()
     for prompt, (_, entries, _) in zip(scored, answers, strict=False):
@@ -95,21 +72,21 @@ def test_prompt_logprobs_equal_transformers(checkpoint, eager):
     assert all(entries is None for _, entries, _ in answers[len(scored) :])
 
 
-def test_limits_hold_and_compile_nothing(checkpoint):
+def test_limits_hold_and_compile_nothing(answer):
     allowed = tuple(range(1000, 1004))
     hot = params(temperature=1.0, seed=1, allowed_token_ids=allowed)
     words = ((1000, 1001), (1003,), (1002, 1000, 1002))
     limited = params(temperature=1.0, seed=1, allowed_token_ids=allowed, bad_words=words)
     plain = [(p, params()) for p in prompts(9, 30, 200)]
     batch = [*plain, *((p, hot) for p in prompts(5, 80)), *((p, limited) for p in prompts(5, 80, 33, 7, 1000))]
-    answers, stats = generate(checkpoint, batch)
+    answers, stats = answer(batch)
     assert stats.num_late_compilations == 0
     for tokens, _, _ in answers[3:]:
         assert len(tokens) == 40 and set(tokens) <= set(allowed)
     for tokens, _, _ in answers[5:]:
         for word in words:
             assert not any(tuple(tokens[i : i + len(word)]) == word for i in range(40))
-    alone, _ = generate(checkpoint, plain)
+    alone, _ = answer(plain)
     assert [tokens for tokens, _, _ in alone] == [tokens for tokens, _, _ in answers[:3]]
 
 
@@ -141,7 +118,7 @@ class Grammars:
         return Digits(key)
 
 
-def test_grammars_with_two_steps_in_flight(checkpoint, monkeypatch):
+def test_grammars_with_two_steps_in_flight(answer, monkeypatch):
     monkeypatch.setattr(loop_module, "Grammars", Grammars)
     plain = [(p, params()) for p in prompts(9, 30)]
     lengths = (0, 1, 7, 20, 39, 60)
@@ -149,11 +126,11 @@ def test_grammars_with_two_steps_in_flight(checkpoint, monkeypatch):
         *plain,
         *((p, params(grammar=str(n))) for n, p in zip(lengths, prompts(4, 9, 700, 33, 5, 60), strict=True)),
     ]
-    answers, stats = generate(checkpoint, batch)
+    answers, stats = answer(batch)
     assert stats.num_late_compilations == 0
     for length, (tokens, _, last) in zip(lengths, answers[2:], strict=True):
         assert last.finish_reason == ("stop" if length < 40 else "length"), last
         assert len(tokens) == min(length + 1, 40)
         assert all(token in (100 + i, 200 + i) for i, token in enumerate(tokens[:length]))
-    alone, _ = generate(checkpoint, plain)
+    alone, _ = answer(plain)
     assert [tokens for tokens, _, _ in alone] == [tokens for tokens, _, _ in answers[:2]]

@@ -15,28 +15,10 @@ import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-SHAPE = dict(
-    architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32,
-    num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, max_position_embeddings=131072,
-    rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False, hidden_act="silu", dtype="bfloat16",
-    bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("llama-8b")
-    (folder / "config.json").write_text(json.dumps(SHAPE))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {c: i + 3 for i, c in enumerate(alphabet)}
-    vocab |= {f"Ġword{i}": i for i in range(len(vocab), SHAPE["vocab_size"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+def server(tmp_path_factory, model_folder):
+    folder = model_folder.write_model(tmp_path_factory.mktemp("llama-8b"))
     command = [sys.executable, "-m", "vserve.server.cli.main", str(folder), "--load-format", "dummy", "--port", "0"]
     process = subprocess.Popen([*command, "--max-model-len", "8192"], stdout=subprocess.PIPE, text=True)
     for line in process.stdout:

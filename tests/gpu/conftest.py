@@ -1,0 +1,101 @@
+"""The engine in the test process, again and again: nothing of one, on the card or off it, is left for the next."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vserve.engine.config import EngineConfig
+from vserve.engine.messages import EngineStats, RequestOutput
+from vserve.engine.request import SamplingParams
+from vserve.server.engine_client import EngineClient
+
+GIB = 1 << 30
+Requests = Sequence[tuple[list[int], SamplingParams]]  # prompt, how to go on
+Generate = Callable[..., tuple[list[list[RequestOutput]], EngineStats]]
+
+
+def collect() -> None:
+    """The engine's objects form cycles, as do those of a transformers model, and both hold gigabytes of the card."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def empty_card() -> Iterator[None]:
+    """After each test: a server that the next one starts plans with the memory that it finds."""
+    yield
+    collect()
+
+
+async def _answer(client: EngineClient, prompt: list[int], sampling: SamplingParams) -> list[RequestOutput]:
+    """No closure: the frame of one keeps, even when it is cleared, what it closes over."""
+    mailbox = client.submit(prompt, sampling)
+    outputs = [await mailbox.get()]
+    while outputs[-1].finish_reason is None:
+        outputs.append(await mailbox.get())
+    return outputs
+
+
+async def _generate(config: EngineConfig, requests: Requests) -> tuple[list[list[RequestOutput]], EngineStats]:
+    client = EngineClient(config)
+    try:
+        await client.start()
+        # All are waited for: asyncio logs exceptions that nobody has seen, and pytest keeps what is logged.
+        answers = await asyncio.gather(*(_answer(client, *request) for request in requests), return_exceptions=True)
+        completed = []
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            completed.append(answer)
+        return completed, client.stats
+    finally:
+        await client.close()
+
+
+@pytest.fixture(scope="session")
+def generate() -> Generate:
+    """generate(folder, requests, **EngineConfig options) → (the outputs of each request, the engine's statistics).
+
+    All requests at once, through the real engine loop in this process. The cache has a size of its own: as a share of
+    the card it would depend on what others hold there, an engine that is not gone yet included.
+    """
+
+    def run(folder: Path, requests: Requests, **options: Any) -> tuple[list[list[RequestOutput]], EngineStats]:
+        collect()  # what this test itself has used, as a model to compare with
+        config = EngineConfig(str(folder), engine_in_process=True, kv_cache_memory_bytes=GIB, **options)
+        try:
+            return asyncio.run(_generate(config, requests))
+        except BaseException as error:
+            # pytest keeps the traceback for its report: its frames must not keep the engine.
+            seen: BaseException | None = error
+            while seen is not None:
+                traceback.clear_frames(seen.__traceback__)
+                seen = seen.__context__
+            raise
+        finally:
+            collect()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Any:
+    """The module model_folder.py: with --import-mode=importlib, tests cannot import a file beside them by name."""
+    name = "vserve_model_folder"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("model_folder.py"))
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]

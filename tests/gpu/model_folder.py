@@ -1,0 +1,120 @@
+"""Model folders to measure with: the shape of Llama-3.1-8B, with a tokenizer, and with weights where loading counts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+LLAMA_8B: dict[str, Any] = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, max_position_embeddings=131072,
+    rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False, hidden_act="silu", dtype="bfloat16",
+    bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+NOISE_BYTES = 64 << 20
+BFLOAT16 = 2  # bytes
+
+
+def write_model(folder: Path) -> Path:
+    """Writes config.json and a tokenizer, no weights: `--load-format dummy` serves it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {character: i + 3 for i, character in enumerate(alphabet)}
+    # Every id is text of a usual length: detokenising and streaming then cost what they cost with a real model.
+    vocab |= {_word(i): i for i in range(len(vocab), LLAMA_8B["vocab_size"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def _word(number: int) -> str:
+    """Two letters or more, other ones for each number; three of five begin a word."""
+    letters, rest = "", number
+    while rest:
+        rest, digit = divmod(rest, 26)
+        letters += string.ascii_lowercase[digit]
+    return ("Ġ" if number % 5 < 3 else "") + letters
+
+
+def add_weights(source: Path, folder: Path, num_shards: int = 4) -> int:
+    """Copies the model in `source`, and writes what its config.json describes as bfloat16 noise, N(0, 0.02).
+
+    Returns the bytes of the weights. Raises OSError, before it writes any, where they do not fit on the disk.
+    """
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.is_file() and ".safetensors" not in path.name:
+            shutil.copy(path, folder)
+    tensors = _expected_tensors(source)
+    total = sum(map(_size, tensors.values()))
+    if (free := shutil.disk_usage(folder).free) < 1.1 * total:
+        raise OSError(f"{folder} has {free / 1e9:.1f} GB free, the weights take {total / 1e9:.1f}: name another folder")
+    # Random bits would hold NaNs, with which no token can be sampled.
+    noise = (0.02 * torch.randn(NOISE_BYTES // BFLOAT16)).bfloat16().view(torch.uint8).numpy().data
+    shards: list[dict[str, tuple[int, ...]]] = [{} for _ in range(num_shards)]
+    done = 0
+    for name, shape in tensors.items():
+        shards[min(done * num_shards // total, num_shards - 1)][name] = shape
+        done += _size(shape)
+    shards = [shard for shard in shards if shard]  # one matrix may be larger than a share
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        with (folder / file).open("wb") as stream:
+            _write_shard(stream, shard, noise)
+        index |= dict.fromkeys(shard, file)
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    return total
+
+
+def _expected_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every tensor that vserve looks for in a checkpoint of this config.json."""
+    import torch
+
+    from vserve.engine.layers.weights import Placement
+    from vserve.engine.model_config import ModelConfig
+    from vserve.engine.models.registry import build_model
+
+    model = build_model(ModelConfig.from_folder(folder), Placement(torch.bfloat16, torch.device("meta")), 16)
+    return {
+        f"{path}.{kind}": shape
+        for path, (holder, part) in model.weight_map().items()
+        for kind, shape in holder.expected(part).items()
+    }
+
+
+def _size(shape: Sequence[int]) -> int:
+    return BFLOAT16 * prod(shape)
+
+
+def _write_shard(stream: BinaryIO, tensors: dict[str, tuple[int, ...]], noise: memoryview) -> None:
+    """A safetensors file: 8 bytes of little-endian length n, n bytes of JSON, then the data."""
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (end, end + _size(shape))}
+        end += _size(shape)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
+    stream.write(len(text).to_bytes(8, "little") + text)
+    start = 0  # in the noise; each tensor goes on where the last one ended
+    for shape in tensors.values():
+        left = _size(shape)
+        while left:
+            piece = noise[start : start + left]
+            stream.write(piece)
+            left -= len(piece)
+            start = (start + len(piece)) % len(noise)
