@@ -170,9 +170,10 @@ class Ticket:
         )  # fmt: skip
         self._admission.timed_out("request")
         generation.abort_reason = "timeout"
-        for choice in generation.choices:
-            if choice.finish_reason is None:
-                choice.mailbox.fail(error)
+        mailboxes = generation.awaited
+        self._admission.client.abort(mailboxes)  # a slow reader may be long in hearing of it
+        for mailbox in mailboxes:
+            mailbox.fail(error)
 
     def _not_begun(self, generation: Generation) -> None:
         """Only the engine knows whether it has begun: it ends the request, or leaves it alone."""

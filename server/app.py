@@ -80,9 +80,9 @@ def create_app(
     app = FastAPI(title="vserve", version=__version__, root_path=config.root_path, lifespan=run)
     app.state.server = state
     for api in (chat, completions, responses, messages, embeddings, models, health, operations, tokens, control):
-        app.include_router(api.router)
+        app.router.routes.extend(api.router.routes)
     if config.ui:
-        app.include_router(ui.router)
+        app.router.routes.extend(ui.router.routes)
     add_error_handlers(app)
     # The last one added is the outermost: a refusal, too, has an id, is counted, and may be read by browsers.
     app.add_middleware(BodyLimit, limit=config.max_body_size)

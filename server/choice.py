@@ -22,6 +22,7 @@ from .tokenizer import Tokenizer
 
 class MailboxLike(Protocol):
     num_preemptions: int
+    finished: bool  # the engine has said its last word
 
     async def get(self) -> RequestOutput: ...
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
@@ -80,8 +79,9 @@ def unsupported(param: str, what: str | None = None) -> ApiError:
     return bad_request(f"{what or repr(param)} is not supported by this server.", param, "unsupported_parameter")
 
 
-def model_not_found(name: str) -> ApiError:
-    return ApiError(404, f"The model `{shorten(name)}` does not exist.", param="model", code="model_not_found")
+def model_not_found(name: str, served: str) -> ApiError:
+    message = f"The model `{shorten(name)}` does not exist; this server has `{shorten(served)}`."
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def context_length_exceeded(limit: int, num_prompt: int, num_output: int | None, param: str) -> ApiError:
@@ -170,14 +170,7 @@ def add_error_handlers(app: FastAPI) -> None:
             message = str(error.detail)
         return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.scope)
 
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"][1:]) or None
-        return bad_request(f"Invalid value for '{param}': {first['msg']}.", param).response(request.scope)
-
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(EngineDeadError, dead_engine)
     app.add_exception_handler(ClientDisconnected, disconnected)
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(RequestValidationError, invalid)

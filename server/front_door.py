@@ -34,7 +34,7 @@ class FrontDoor:
     async def _wait(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(self._root_path)
         if path in PROBES:
-            response = probe(path, self._client, draining=False)
+            response = probe(path, self._client, draining=False, serving=False)
         elif self._page is not None and (file := self._page.answer(path, Headers(scope=scope))) is not None:
             response = file if scope["method"] in ("GET", "HEAD") else Response(status_code=405)
         else:

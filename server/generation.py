@@ -187,11 +187,19 @@ class Generation:
             self._finish(choice, choice.finish_reason)
         return delta
 
+    @property
+    def awaited(self) -> list[MailboxLike]:
+        """Those of choices that are not finished in the engine either."""
+        open_choices = [choice for choice in self.choices if choice.finish_reason is None]
+        return [choice.mailbox for choice in open_choices if not choice.mailbox.finished]
+
     def cancel(self) -> None:
-        """Ends every open choice for whoever reads them: finish reason "stop", stop reason "abort". Idempotent."""
+        """Ends every choice that is not finished for whoever reads it: finish reason "stop", stop reason "abort".
+        Idempotent. What the engine has finished keeps its end, also where nobody has read it yet.
+        """
         self._cancelled = True
         self.abort_reason = "cancel"
-        mailboxes = [choice.mailbox for choice in self.choices if choice.finish_reason is None]
+        mailboxes = self.awaited
         self._client.abort(mailboxes)
         for mailbox in mailboxes:
             mailbox.put(RequestOutput(0, [], "abort"))

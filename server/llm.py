@@ -30,6 +30,7 @@ from .sampling import resolve, text_options
 from .sampling_params import PoolingParams, SamplingParams, validate
 from .tokenizer import TextModel, load_text_model
 from .tools import definitions
+from .vllm_options import vllm_options
 
 if TYPE_CHECKING:
     from .constraint import Constraint
@@ -60,6 +61,9 @@ class LLM:
         does not start.
         """
         known = {spec.name for spec in dataclasses.fields(EngineConfig)}
+        for name in [name for name in engine_options if name not in known and name in vllm_options()]:
+            if line := vllm_options()[name].judge(engine_options.pop(name), name):
+                logger.info(line)
         if unknown := [name for name in engine_options if name not in known]:
             near = difflib.get_close_matches(unknown[0], known, n=1)
             raise TypeError(f"LLM has no option {unknown[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from . import conversation, fields, structured, tools
 from .constraint import Constraint
@@ -119,7 +120,6 @@ class GenerationRequest(BaseModel):
     cache_salt: str | None = Field(
         None, min_length=1, max_length=1024, description="cached prefixes are shared only where this is equal"
     )
-    _constraint: tuple[str, Constraint] | None = PrivateAttr(None)
 
     @field_validator("stop", mode="plain", json_schema_input_type=str | list[str] | None)
     @classmethod
@@ -192,10 +192,7 @@ class GenerationRequest(BaseModel):
                 raise bad_request(
                     f"'{name}.min_count' must be at least 2, but it is {watch.min_count}.", f"{name}.min_count"
                 )
-        guided = {name: getattr(self, name) for name in GUIDED & self.model_fields_set}
-        if guided or self.response_format is not None or self.structured_outputs is not None:
-            self._constraint = structured.constraint(self.response_format, self.structured_outputs, guided)
-        if self._constraint is not None and self.min_tokens:
+        if self.constraint is not None and self.min_tokens:
             raise bad_request(
                 "'min_tokens' cannot be combined with structured output, which says itself when it may end.",
                 "min_tokens",
@@ -210,10 +207,14 @@ class GenerationRequest(BaseModel):
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
-    @property
+    # Read several times a request, for which pydantic's private attributes are slow.
+    @cached_property
     def constraint(self) -> tuple[str, Constraint] | None:
-        """(the parameter that asks for it, what the output must look like)"""
-        return self._constraint
+        """(the parameter that asks for it, what the output must look like). Raises ApiError when validated."""
+        guided = {name: getattr(self, name) for name in GUIDED & self.model_fields_set}
+        if guided or self.response_format is not None or self.structured_outputs is not None:
+            return structured.constraint(self.response_format, self.structured_outputs, guided)
+        return None
 
     @property
     def ignored(self) -> list[str]:
@@ -241,7 +242,6 @@ class ChatRequest(GenerationRequest):
     tools: list[dict[str, Any]] | None = Field(None, description="functions that the model may call")
     tool_choice: Any = Field(None, description="whether a tool is called, and which (default auto)")
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most (default true)")
-    _tool_use: ToolUse | None = PrivateAttr(None)
 
     @field_validator("messages", mode="plain", json_schema_input_type=list[Message])
     @classmethod
@@ -270,18 +270,16 @@ class ChatRequest(GenerationRequest):
             raise bad_request(f"'{name}' must be false when 'continue_final_message' is true.", name)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
-        if self.tools is not None or self.tool_choice is not None:
-            self._tool_use = tools.tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-        if self._tool_use is not None and self.min_tokens:
+        if self.tool_use is not None and self.min_tokens:
             raise bad_request(
                 "'min_tokens' cannot be combined with 'tools', whose calls say themselves where they end.", "min_tokens"
             )
         return self
 
-    @property
+    @cached_property
     def tool_use(self) -> ToolUse | None:
-        """Which tools may be called; None: none."""
-        return self._tool_use
+        """Which tools may be called; None: none. Raises ApiError when validated."""
+        return tools.tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -18,6 +18,7 @@ import uvicorn
 
 from ..engine import faults, logs
 from ..engine.config import ConfigError, EngineConfig
+from ..engine.messages import Progress
 from .cli.progress import ProgressLine, announce
 from .config import ServerConfig
 from .engine_client import EngineClient
@@ -84,6 +85,8 @@ class Service:
             self._unlink()
         if self.client.dead is not None:
             self._leave(f"the engine died: {self.client.dead}", 1)
+        if self._signal is not None:
+            logger.info("ended in order after %s", self._signal.name)
         return 0
 
     def _refused(self, reason: str) -> None:
@@ -120,8 +123,22 @@ class Service:
         return app
 
     async def _load(self) -> FastAPI:
+        accepted = asyncio.get_running_loop().create_future()  # config.json, by the engine
+
+        def follow(progress: Progress) -> None:
+            if progress.phase == "weights" and not accepted.done():
+                accepted.set_result(None)
+
+        self.client.progress_listeners.append(follow)
         app = asyncio.create_task(asyncio.to_thread(self._make_app))
-        await self.client.start()
+        engine = asyncio.create_task(self.client.start())
+        await asyncio.wait((app, engine), return_when=asyncio.FIRST_EXCEPTION)
+        # Without a tokenizer nobody should wait for the weights; but what breaks config.json may break both, and what
+        # the engine says of it is nearer to the cause.
+        await asyncio.wait((engine, accepted), return_when=asyncio.FIRST_COMPLETED)
+        self.client.progress_listeners.remove(follow)
+        if engine.done():
+            await engine
         return await app
 
     def _make_app(self) -> FastAPI:

@@ -88,7 +88,7 @@ class ServerState:
         if asked is None:
             return self.model.names[0]
         if asked not in self.model.names:
-            raise model_not_found(asked)
+            raise model_not_found(asked, self.model.names[0])
         return asked
 
     def refused(self, reason: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.config import ConfigError, option
+from ..engine.model_path import is_hub_name
 
 # Defaults that count, with what they may be: (lowest, highest, lowest itself allowed).
 RANGES: dict[str, tuple[float, float, bool]] = {
@@ -59,6 +60,11 @@ class TextConfig:
         if template is not None and not (is_template(template) or os.path.isfile(template)):
             raise ConfigError(
                 f"--chat-template {template[:200]!r} is no file: give the path of a Jinja template, or its text"
+            )
+        path = os.path.expanduser(self.tokenizer or ".")
+        if not os.path.isdir(path) and (os.path.exists(path) or not is_hub_name(path)):
+            raise ConfigError(
+                f"--tokenizer {path!r} is no folder: give one with a tokenizer.json, or a name of the hub"
             )
         self.overrides()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders
 
 from ..engine.config import ConfigError
+from ..engine.model_path import find_model
 from .config import ServerConfig
 from .conversation import with_ids
 from .errors import ApiError, bad_request, shorten
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Of a model on the hub, what there is besides weights.
 _TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*"]
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "merges.txt")  # one of them, whatever the kind
 
 
 class Tokenizer:
@@ -236,6 +237,8 @@ def _load_tokenizer(source: str, folder: Path) -> Tokenizer:
         files = read_tokenizer(folder)
         if files is not None:
             return Tokenizer(files.core, files.special_tokens, files.templates, load_hf)
+        if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+            raise FileNotFoundError(f"there is no tokenizer.json in {folder}: copy it there")
         logger.debug("the tokenizer of %s is left to transformers", source)
         hf = load_hf()
     except Exception as error:  # transformers and tokenizers raise whatever the broken file provokes
@@ -253,8 +256,7 @@ def _load_tokenizer(source: str, folder: Path) -> Tokenizer:
 
 def _folder(name: str, revision: str | None) -> Path:
     """Where a model's small files are. Raises ConfigError."""
-    folder = Path(name).expanduser()
-    if folder.is_dir() or folder.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+    if (folder := find_model(name)) is not None:
         return folder
     import huggingface_hub  # slow, and not needed for a folder
 
@@ -262,6 +264,6 @@ def _folder(name: str, revision: str | None) -> Path:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_TEXT_FILES))
     except Exception as error:  # network, name, licence, disk
         raise ConfigError(
-            f"cannot get the tokenizer of {name!r} from the hub ({type(error).__name__}: {shorten(str(error), 200)}): "
+            f"cannot get {name} from the hub ({type(error).__name__}: {shorten(str(error), 200)}): "
             "check name, network and HF_TOKEN, or pass a folder"
         ) from error

@@ -69,11 +69,6 @@ class ToolUse:
     def callable(self) -> tuple[Tool, ...]:
         return tuple(tool for tool in self.tools if self.name in (None, tool.name))
 
-    @property
-    def num_characters(self) -> int:
-        """About as many as the chat template writes of them."""
-        return sum(len(tool.schema) + 200 for tool in self.tools)
-
     def constraints(self, format: ToolFormat, content: Constraint | None) -> list[Constraint]:
         """What to constrain the answer by: the first that can be compiled. `content`: what text must look like."""
         schema = None

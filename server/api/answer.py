@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -27,6 +27,7 @@ from ..sse import Events, EventStream, events
 from ..state import ServerState
 
 IGNORED_HEADER = "x-vserve-ignored-params"
+Told = TypeVar("Told", bound=Events)
 SLOW_ENTRY = 8  # an entry of log-probabilities costs about as much as so many characters of a prompt
 
 
@@ -173,6 +174,14 @@ async def respond(
     num_entries = sum(len(answer.logprobs) for answer in answers)
     content = await server.tokenise(SLOW_ENTRY * num_entries, encode)
     return Response(content, headers=headers, media_type="application/json")
+
+
+def told(events: Told, answers: list[Answer]) -> Told:
+    """The events of an answer that is not streamed, after they have added it up; it has one choice."""
+    (answer,) = answers
+    events.delta(answer.choice, answer.delta)
+    events.closing()
+    return events
 
 
 def _echoed(prompts: list[Prompt], echo: Callable[[int, list[int]], str]) -> list[Prompt]:

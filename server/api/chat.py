@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from ..generation import Generation
 from ..logprobs import LogprobFormat, chat_logprobs
 from ..parsers.parts import CallBegin, Content, Reasoning
-from ..prompt import chat_options, chat_prompt
 from ..protocol import ChatRequest
 from ..speech import Speech
 from ..sse import ChatChunks
 from ..state import ServerState
 from ..validation import read_request
 from .answer import Answer, Head, respond
+from .route import new_router
+from .tokens import chat_tokens
 
-router = APIRouter()
+router = new_router()
 
 
 @router.post("/v1/chat/completions", response_class=Response)
@@ -26,14 +27,9 @@ async def chat_completions(request: Request) -> Response:
     server = ServerState.of(request)
     tokenizer = server.model.tokenizer
     speech = Speech.of(body, server.model)
-    options = chat_options(body, tokenizer, server.config.trust_request_chat_template)
 
     async def tokenise() -> list[list[int]]:
-        num_characters = sum(len(message["content"]) for message in body.messages)
-        if body.tool_use is not None:
-            num_characters += body.tool_use.num_characters
-        slow = tokenizer.renders_slowly(options)
-        _, token_ids = await server.tokenise(num_characters, lambda: chat_prompt(body, tokenizer, options), slow)
+        _, token_ids = await chat_tokens(request, body, body.messages)
         return [token_ids]
 
     def echo(index: int, token_ids: list[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from ..generation import Generation
 from ..logprobs import LogprobFormat, PromptReport, completion_logprobs
@@ -13,8 +13,9 @@ from ..sse import CompletionChunks
 from ..state import ServerState
 from ..validation import read_request
 from .answer import Answer, Head, respond
+from .route import new_router
 
-router = APIRouter()
+router = new_router()
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

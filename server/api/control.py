@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from ..errors import ApiError, shorten
 from ..settings import server_info
 from ..state import ServerState
 from ..token_protocol import AbortRequest
 from ..validation import read_request
+from .route import new_router
 
-router = APIRouter()
+router = new_router()
 
 
 def _json(content: Any) -> Response:

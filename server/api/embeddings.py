@@ -7,7 +7,7 @@ from base64 import b64encode
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from ..admission import CHARACTERS_PER_TOKEN
 from ..embedding import EmbeddingChoice, EmbeddingOptions, numbers, resolve_embeddings
@@ -18,8 +18,9 @@ from ..middleware import clean_id
 from ..state import ServerState
 from ..validation import read_request
 from .answer import IGNORED_HEADER, header_list
+from .route import new_router
 
-router = APIRouter()
+router = new_router()
 
 
 @router.post("/v1/embeddings", response_class=Response)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
+
+from .route import new_router
 
 if TYPE_CHECKING:  # the front door needs this file in the first second, without what these two import
     from ..generation import Client
@@ -18,14 +20,17 @@ if TYPE_CHECKING:  # the front door needs this file in the first second, without
 
 PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})
 
-router = APIRouter()
+router = new_router()
 
 
-def trouble(client: Client, draining: bool) -> dict[str, Any] | None:
-    """Why the server takes no requests, as a JSON object with a "status"; None when it does."""
+def trouble(client: Client, draining: bool, serving: bool) -> dict[str, Any] | None:
+    """Why the server takes no requests, as a JSON object with a "status"; None when it does.
+
+    `serving`: the application is there, which comes a moment after the engine.
+    """
     if client.dead is not None:
         return {"status": "dead", "error": client.dead}
-    if not client.ready:
+    if not (client.ready and serving):
         phase = client.phase
         progress = phase.done / phase.total if phase and phase.total else None
         loading = {"status": "loading", "phase": phase.phase if phase else None, "progress": progress}
@@ -37,9 +42,9 @@ def trouble(client: Client, draining: bool) -> dict[str, Any] | None:
     return None
 
 
-def probe(path: str, client: Client, draining: bool) -> Response:
+def probe(path: str, client: Client, draining: bool, serving: bool = True) -> Response:
     """200 and nothing, or 503 and why."""
-    found = trouble(client, draining)
+    found = trouble(client, draining, serving)
     if found is None or (path == "/livez" and found["status"] not in ("dead", "stalled")):
         return Response(status_code=200)
     headers = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from ..dialects.as_chat import speaking_of
 from ..dialects.messages_events import Limits, MessageEvents
@@ -14,10 +14,11 @@ from ..generation import Generation
 from ..speech import Speech
 from ..state import ServerState
 from ..validation import read_request
-from .answer import IGNORED_HEADER, Answer, Head, header_list, respond
+from .answer import IGNORED_HEADER, Answer, Head, header_list, respond, told
+from .route import new_router
 from .tokens import chat_tokens
 
-router = APIRouter()
+router = new_router()
 
 
 @router.post("/v1/messages", response_class=Response)
@@ -28,7 +29,7 @@ async def create_message(request: Request) -> Response:
     chat = body.chat()
 
     async def tokenise() -> list[list[int]]:
-        _, token_ids = await chat_tokens(server, chat, chat.messages)
+        _, token_ids = await chat_tokens(request, chat, chat.messages)
         return [token_ids]
 
     def events(generation: Generation, head: Head) -> MessageEvents:
@@ -36,11 +37,7 @@ async def create_message(request: Request) -> Response:
         return MessageEvents(generation, head.id, head.model, limits)
 
     def full(generation: Generation, answers: list[Answer], head: Head) -> dict[str, Any]:
-        (answer,) = answers
-        whole = events(generation, head)
-        whole.delta(answer.choice, answer.delta)
-        whole.closing()
-        return whole.message
+        return told(events(generation, head), answers).message
 
     with speaking_of(NAMES):
         response = await respond(
@@ -68,7 +65,7 @@ async def count_tokens(request: Request) -> Response:
     server.model_name(body.model)
     with speaking_of(NAMES):
         chat = body.chat()
-        _, token_ids = await chat_tokens(server, chat, chat.messages)
+        _, token_ids = await chat_tokens(request, chat, chat.messages)
     headers = {IGNORED_HEADER: header_list(body.ignored)} if body.ignored else {}
     content = msgspec.json.encode({"input_tokens": len(token_ids)})
     return Response(content, headers=headers, media_type="application/json")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from ..state import ServerState
+from .route import new_router
 
-router = APIRouter()
+router = new_router()
 
 
 def _card(server: ServerState, name: str) -> dict[str, Any]:

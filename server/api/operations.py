@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from ... import __version__
 from ..state import ServerState
+from .route import new_router
 
-router = APIRouter()
+router = new_router()
 
 
 @router.get("/version", response_class=Response)
-async def version() -> Response:
+async def version(request: Request) -> Response:
     return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
 
 

@@ -6,7 +6,7 @@ import uuid
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from ..auth import owner_of
 from ..dialects.as_chat import speaking_of
@@ -20,10 +20,11 @@ from ..protocol import ChatRequest
 from ..speech import Speech
 from ..state import ServerState
 from ..validation import read_request
-from .answer import IGNORED_HEADER, Answer, Head, header_list, respond
+from .answer import IGNORED_HEADER, Answer, Head, header_list, respond, told
+from .route import new_router
 from .tokens import chat_tokens
 
-router = APIRouter()
+router = new_router()
 
 
 @router.post("/v1/responses", response_class=Response)
@@ -39,8 +40,8 @@ async def create_response(request: Request) -> Response:
 
     async def tokenise() -> list[list[int]]:
         if body.truncation == "auto":
-            return [await _fitted(server, chat)]
-        _, token_ids = await chat_tokens(server, chat, chat.messages)
+            return [await _fitted(request, chat)]
+        _, token_ids = await chat_tokens(request, chat, chat.messages)
         return [token_ids]
 
     def finished(response: dict[str, Any]) -> None:
@@ -58,11 +59,7 @@ async def create_response(request: Request) -> Response:
         return stream
 
     def full(generation: Generation, answers: list[Answer], head: Head) -> dict[str, Any]:
-        (answer,) = answers
-        whole = events(generation, head)
-        whole.delta(answer.choice, answer.delta)
-        whole.closing()
-        return whole.response
+        return told(events(generation, head), answers).response
 
     with speaking_of(NAMES):
         response = await respond(
@@ -128,9 +125,9 @@ def _previous(server: ServerState, body: ResponsesRequest, owner: str) -> list[d
     return stored.conversation()
 
 
-async def _fitted(server: ServerState, chat: ChatRequest) -> list[int]:
+async def _fitted(request: Request, chat: ChatRequest) -> list[int]:
     """The prompt of as many of the latest turns as leave room for the answer; of the last one in any case."""
-    limit = server.engine_info().max_model_len
+    limit = ServerState.of(request).engine_info().max_model_len
     _, asked = chat.token_limit
     room = asked or max(1, limit // 8)  # a good answer is rarely longer, and nobody said
     messages = chat.messages
@@ -141,7 +138,7 @@ async def _fitted(server: ServerState, chat: ChatRequest) -> list[int]:
     drop = 0  # most conversations fit
     while True:
         chat.messages = messages[:first] + messages[starts[drop] :]
-        _, token_ids = await chat_tokens(server, chat, chat.messages)
+        _, token_ids = await chat_tokens(request, chat, chat.messages)
         if len(token_ids) + room <= limit:
             most = drop
         else:

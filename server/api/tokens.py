@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from ..errors import bad_request
 from ..prompt import chat_options, chat_prompt
@@ -14,8 +14,9 @@ from ..state import ServerState
 from ..token_protocol import DetokenizeRequest, TokenizeRequest
 from ..validation import read_request
 from .answer import IGNORED_HEADER, header_list
+from .route import new_router
 
-router = APIRouter()
+router = new_router()
 
 
 @router.post("/tokenize", response_class=Response)
@@ -26,7 +27,7 @@ async def tokenize(request: Request) -> Response:
     server.model_name(body.model)
     tokenizer = server.model.tokenizer
     if body.messages is not None:
-        _, token_ids = await chat_tokens(server, body, body.messages)
+        _, token_ids = await chat_tokens(request, body, body.messages)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
         token_ids = await server.tokenise(len(text), lambda: tokenizer.encode(text, special))
@@ -62,7 +63,7 @@ async def render(request: Request) -> Response:
     body = await read_request(ChatRequest, request)
     server = ServerState.of(request)
     server.model_name(body.model)
-    text, token_ids = await chat_tokens(server, body, body.messages)
+    text, token_ids = await chat_tokens(request, body, body.messages)
     max_model_len = server.engine_info().max_model_len
     return _answer(
         body.ignored,
@@ -71,11 +72,14 @@ async def render(request: Request) -> Response:
 
 
 async def chat_tokens(
-    server: ServerState, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]]
+    request: Request, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]]
 ) -> tuple[str, list[int]]:
+    """(the rendered text, its token ids) of a chat that `request` asks for in whatever API. Raises ApiError (400)."""
+    server = ServerState.of(request)
     tokenizer = server.model.tokenizer
     options = chat_options(body, tokenizer, server.config.trust_request_chat_template)
-    num_characters = sum(len(message["content"]) for message in messages)
+    # Tools, documents and variables are part of the prompt too; stored messages are in no body.
+    num_characters = max(len(await request.body()), sum(len(message["content"]) for message in messages))
     return await server.tokenise(
         num_characters, lambda: chat_prompt(body, tokenizer, options), tokenizer.renders_slowly(options)
     )

@@ -7,15 +7,16 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 import msgspec
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import HTTPException, Request, Response
 
 from ... import __version__
 from ...engine.messages import StepReports
 from ..page import load_page
 from ..sse import EventStream
 from ..state import ServerState
+from .route import new_router
 
-router = APIRouter()
+router = new_router()
 
 MAX_BEHIND = 20  # messages that a slow reader may be behind; beyond them it loses the oldest
 LOOK_UP = 0.5  # seconds after which an idle stream notices that the server is shutting down

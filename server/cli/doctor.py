@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{status} {finding.name:<14} {finding.text}", flush=True)
         if finding.remedy:
             print(f"{'':<21}→ {finding.remedy}", flush=True)
-    print(f"{failed} to repair first" if failed else "ready to serve")
+    print("not ready: repair what says FAIL" if failed else "ready to serve")
     return 1 if failed else 0
 
 

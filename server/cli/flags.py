@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import typing
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 from ...engine.config import EngineConfig, flag
 from ..config import ServerConfig
 from ..http_config import ENVIRONMENT
-from .given import given_options, kind_of, performance_modes
+from ..vllm_options import vllm_options
+from .given import NUMBERS, given_options, kind_of, performance_modes, spelled
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 
@@ -38,6 +40,8 @@ def add_flags(parser: argparse.ArgumentParser, *configs: type, only: tuple[str, 
             title = spec.metadata["group"]
             group = groups[title] = groups.get(title) or parser.add_argument_group(title)
             _add_flag(group, spec, hints[spec.name])
+    if not only:
+        _add_vllm_flags(parser)
 
 
 def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
@@ -54,7 +58,17 @@ def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
     else:
         choices = spec.metadata["choices"]
         metavar = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
-        group.add_argument(flag(spec.name), type=kind, choices=choices, metavar=metavar, **options)
+        read = NUMBERS.get(kind) or functools.partial(spelled, spec.name)
+        group.add_argument(flag(spec.name), type=read, choices=choices, metavar=metavar, **options)
+
+
+def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Known, so that each can be answered for itself; not shown."""
+    for name, option in vllm_options().items():
+        names = [f"--{option.name}", *([f"-{option.short}"] if option.short else [])]
+        if f"--{option.name}" not in parser._option_string_actions:
+            kind: Any = None if option.takes_value else argparse.BooleanOptionalAction
+            parser.add_argument(*names, action=kind, dest=f"vllm_{name}", default=None, help=argparse.SUPPRESS)
 
 
 def sources(arguments: argparse.Namespace) -> dict[str, str]:

@@ -6,9 +6,12 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 from ...engine.config import ConfigError, EngineConfig, flag
 from ..config import ServerConfig
 from ..http_config import ENVIRONMENT
+from ..vllm_options import vllm_options
 from .parser import did_you_mean
 
 PRESETS = Path(__file__).parents[2] / "configs" / "presets"
@@ -23,6 +27,11 @@ PREFIX = "VSERVE_"
 HIDDEN = "(hidden)"
 # Beside the options themselves: names that flags, file and environment may use.
 META = ("config", "performance_mode")
+_VLLM_VALUES = {
+    ("dtype", "half"): "float16",
+    ("dtype", "float"): "float32",
+    ("generation_config", "vllm"): "vserve",
+}
 # Variables that are no options; typos are looked for among the others.
 _OTHER_VARIABLES = ("VSERVE_FAULT", "VSERVE_ALLOW_FAULTS", "VSERVE_NO_PDL")
 
@@ -57,6 +66,7 @@ def performance_modes() -> list[str]:
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Given]:
     """By name of the option; nothing that has its default. Raises ConfigError."""
+    _vllm_notices(arguments)
     flags = {
         name[4:]: Given(value, "flag", flag(name[4:]))
         for name, value in vars(arguments).items()
@@ -76,6 +86,13 @@ def given_options(arguments: argparse.Namespace) -> dict[str, Given]:
     return {name: one for name, one in above.items() if name not in META}
 
 
+def _vllm_notices(arguments: argparse.Namespace) -> list[str]:
+    """Raises ConfigError for the first of vLLM's options that asks for what is not here."""
+    given = [(option, getattr(arguments, f"vllm_{name}", None)) for name, option in vllm_options().items()]
+    lines = [option.judge(value, f"--{option.name}") for option, value in given]
+    return [line for line in lines if line is not None]
+
+
 def notices(arguments: argparse.Namespace) -> list[str]:
     """Lines for the log: what was set elsewhere than on the command line, where nobody sees it. Raises ConfigError."""
     groups: dict[str, list[str]] = {}
@@ -85,6 +102,7 @@ def notices(arguments: argparse.Namespace) -> list[str]:
             place = {"environment": "the environment", "file": one.where, "preset": f"--performance-mode {one.where}"}
             groups.setdefault(place[one.source], []).append(f"{name}={HIDDEN if secret else one.value}")
     lines = [f"set by {place}: {', '.join(settings)}" for place, settings in groups.items()]
+    lines += _vllm_notices(arguments)
     known = [PREFIX + name.upper() for name in (*options(), *META)] + list(_OTHER_VARIABLES)
     for variable in os.environ:
         if variable.startswith(PREFIX) and variable not in known and (hint := did_you_mean(variable, known)):
@@ -136,6 +154,10 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).lstrip("-").replace("-", "_")
+        if (option := vllm_options().get(name)) is not None:
+            if line := option.judge(value, f"{what}: {key}"):
+                raise ConfigError(f"{line}; leave it out")
+            continue
         if name.replace("_", "-") not in known:
             raise ConfigError(f"{what}: unknown option {str(key)!r}{did_you_mean(name.replace('_', '-'), known)}")
         if name in values:
@@ -168,11 +190,41 @@ def _value(name: str, value: Any, where: str) -> Any:
     if kind is tuple:
         return tuple(map(str, text)) if isinstance(text, list) else tuple(str(text).replace(",", " ").split())
     if kind is str:
-        return json.dumps(text) if isinstance(text, dict | list | bool) else str(text)
+        return json.dumps(text) if isinstance(text, dict | list | bool) else spelled(name, str(text))
+    if isinstance(text, str):
+        try:
+            return NUMBERS[kind](text)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{where} is {error}") from None
+    if isinstance(text, bool) or not isinstance(text, int | float) or (kind is int and isinstance(text, float)):
+        raise ConfigError(f"{where} is {value!r}: it must be {'an integer' if kind is int else 'a number'}")
+    return kind(text)
+
+
+def integer(text: str) -> int:
+    """32768, or as vLLM has it, 32K = 32 × 1024 and 32k = 32,000; so for M, G, T. Raises ArgumentTypeError."""
+    found = re.fullmatch(r"([+-]?\d+|\d+\.\d+)(?:([kmgt])|([KMGT])(?:iB)?)?", text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be an integer such as 4096 or 4K")
+    digits, thousands, powers = found.groups()
+    factor = 1000 ** (1 + "kmgt".index(thousands)) if thousands else 1024 ** (1 + "KMGT".index(powers)) if powers else 1
+    number = Fraction(digits) * factor
+    if number.denominator != 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be an integer")
+    return int(number)
+
+
+def spelled(name: str, text: str) -> str:
+    """An option's value by vserve's name for it, where it was given by vLLM's."""
+    return _VLLM_VALUES.get((name, text), text)
+
+
+def number(text: str) -> float:
+    """Raises ArgumentTypeError."""
     try:
-        if isinstance(text, bool) or (kind is int and isinstance(text, float)):
-            raise ValueError
-        return kind(text)
-    except (ValueError, TypeError):
-        article = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{where} is {value!r}: it must be {article}") from None
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number such as 0.9") from None
+
+
+NUMBERS: dict[type, Callable[[str], float]] = {int: integer, float: number}

@@ -41,6 +41,9 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
+    except KeyboardInterrupt:  # while modules are imported; who runs for long catches it
+        print("vserve: stopped", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `| head` has seen enough; Python would complain about stdout when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         return flags
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the options\n")
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the options)\n")
 
     def help_on(self, word: str) -> str:
         """The group of that title, else the flag of that name, else all flags that contain it; "" where none does."""

@@ -37,17 +37,20 @@ class ProgressLine:
         if progress.total:
             share = progress.done / progress.total
             bar = "█" * int(30 * share) + "░" * (30 - int(30 * share))
-            text += f" {bar} {share:4.0%}  {progress.done / 1e9:.1f} of {progress.total / 1e9:.1f} GB"
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            unit, name = (1e9, "GB") if progress.total >= 1e8 else (1e6, "MB")
+            text += f" {bar} {share:4.0%}  {progress.done / unit:.1f} of {progress.total / unit:.1f} {name}"
+        print(f"{logs.CLEAR_LINE}{text}", end="", file=sys.stderr, flush=True)
 
     def done(self) -> None:
         if self._terminal and self._phase:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print(logs.CLEAR_LINE, end="", file=sys.stderr, flush=True)
         self._phase = ""
 
 
 def announce(info: EngineInfo, config: ServerConfig, sock: socket.socket, seconds: float) -> None:
-    phases = ", ".join(f"{name} {spent:.1f}" for name, spent in info.startup_seconds.items())
+    spent = info.startup_seconds
+    spent = {"imports": seconds - sum(spent.values())} | spent  # the engine counts from when it can
+    phases = ", ".join(f"{name} {part:.1f}" for name, part in spent.items() if part >= 0.05)
     if config.uds is not None:
         url, curl = f"unix:{config.uds}", f"--unix-socket {config.uds} http://localhost"
     else:

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.max_concurrency < 1:
             raise ConfigError(f"--max-concurrency is {arguments.max_concurrency}: it must be at least 1")
         requests = read_requests(arguments.input_file)
-        with _output(arguments.output_file) as out:
+        with open_output(arguments.output_file) as out:
             failed = asyncio.run(answer_all(engine, server, requests, out, arguments.max_concurrency))
     except ConfigError as error:
         print(f"vserve: {error}", file=sys.stderr)
@@ -73,10 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_requests(path: str) -> list[dict[str, Any]]:
     """All are checked before a model is loaded. Raises BatchError, OSError."""
-    lines = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    try:
+        lines = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BatchError(f"{path} is not text in UTF-8 ({error})") from None
     requests: list[dict[str, Any]] = []
     ids: set[str] = set()
-    for number, line in enumerate(lines.splitlines(), 1):
+    for number, line in enumerate(lines.split("\n"), 1):
         if not line.strip():
             continue
         where = f"line {number} of {path}"
@@ -101,8 +104,9 @@ def read_requests(path: str) -> list[dict[str, Any]]:
     return requests
 
 
-def _output(path: str) -> Any:
-    return open(1 if path == "-" else path, "w", encoding="utf-8", closefd=path != "-")
+def open_output(path: str) -> Any:
+    # What UTF-8 cannot write, half of a surrogate pair in a request's id, becomes an escape as JSON has it.
+    return open(1 if path == "-" else path, "w", encoding="utf-8", errors="backslashreplace", closefd=path != "-")
 
 
 async def answer_all(

@@ -8,6 +8,7 @@ import sys
 
 from ...engine import faults, logs
 from ...engine.config import ConfigError, EngineConfig
+from ...engine.model_path import find_model
 from ...engine.process import dump_stacks_on_signal
 from ..config import ServerConfig
 from .flags import add_flags, read_flags, sources
@@ -25,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     logs.open_standard_streams()
     try:
         engine_config, server_config = read_flags(arguments)
+        find_model(engine_config.model)
         faults.planned()
         sock = listen(server_config)
     except ConfigError as error:

@@ -133,9 +133,9 @@ class Connection:
             if response.status_code != 200:
                 response.read()
                 raise TalkError(_refusal(response))
-            for line in response.iter_lines():
-                data = line.removeprefix("data:").strip()
-                if not line.startswith("data:") or data == "[DONE]":
+            for line in _lines(response):
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
                     continue
                 event = json.loads(data)
                 if error := event.get("error"):
@@ -151,6 +151,14 @@ class Connection:
     def _unreachable(self, error: Exception) -> str:
         what = str(error) or type(error).__name__
         return f"cannot reach {self.url} ({what}): start a server with `vserve`, or name one with --url"
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """httpx would break them at Unicode's line separators too, which JSON may hold."""
+    rest = b""
+    for piece in response.iter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
 
 
 def _refusal(response: httpx.Response) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ApiError, bad_request, shorten, unsupported
 from ..protocol import ChatRequest
@@ -23,6 +23,7 @@ class SamplingFields(BaseModel):
     """Parameters of chat completions that go beyond the other APIs."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    not_built: ClassVar[dict[str, tuple[Any, ...]]] = {}  # names of fields, with the values that ask for nothing
 
     top_k: int | None = Field(None, description="sample from so many tokens; -1 and 0: off")
     min_p: float | None = Field(None, description="least probability, as a share of the likeliest token's")
@@ -42,6 +43,14 @@ class SamplingFields(BaseModel):
     request_id: str | None = Field(
         None, min_length=1, max_length=1024, description="the request's own id; the header X-Request-Id wins"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        for name, neutral in cls.not_built.items():
+            if (value := raw.get(name)) is not None and value not in neutral:
+                raise unsupported(name)
+        return {name: value for name, value in raw.items() if name not in cls.not_built}
 
     @property
     def sampling(self) -> dict[str, Any]:

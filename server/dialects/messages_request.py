@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Required
+from typing import Any, ClassVar, Literal, Required
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import TypedDict
@@ -25,8 +25,6 @@ NAMES: Names = (
     (r"reasoning_effort", "output_config.effort"),
     (r"thinking_token_budget", "thinking.budget_tokens"),
 )
-# Names of what is not built, with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 
 
 # The shapes, for the OpenAPI document.
@@ -103,6 +101,8 @@ class OutputConfig(BaseModel):
 class Conversation(SamplingFields):
     """What a message and the counting of its tokens share."""
 
+    not_built: ClassVar = {"container": (), "mcp_servers": ([],)}
+
     model: str | None = Field(None, description="a name that the server serves; where it is missing, the first one")
     messages: list[dict[str, Any]] = Field(description="the conversation so far")
     system: str | list[dict[str, Any]] | None = Field(None, description="a system message")
@@ -140,14 +140,6 @@ class Conversation(SamplingFields):
         if value is not None and not isinstance(value, dict):
             raise bad_request("'tool_choice' must be an object.", "tool_choice", "invalid_type")
         return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        for name, neutral in _UNSUPPORTED.items():
-            if (value := raw.get(name)) is not None and value not in neutral:
-                raise unsupported(name)
-        return {name: value for name, value in raw.items() if name not in _UNSUPPORTED}
 
     def chat(self, **more: Any) -> ChatRequest:
         """Raises ApiError (400) in terms of this request."""

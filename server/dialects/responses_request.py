@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Required
+from typing import Any, ClassVar, Literal, Required
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import TypedDict
@@ -22,14 +22,6 @@ NAMES: Names = (
     (r"max_(completion_)?tokens", "max_output_tokens"),
     (r"reasoning_effort", "reasoning.effort"),
 )
-# Names of what is not built, with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "moderation": (),
-    "prompt": (),
-}
 _LOGPROBS = "message.output_text.logprobs"
 # The second asks for what a client needs to send reasoning back: here the text itself does.
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
@@ -127,6 +119,14 @@ class ResponseStreamOptions(BaseModel):
 
 
 class ResponsesRequest(SamplingFields):
+    not_built: ClassVar = {
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "moderation": (),
+        "prompt": (),
+    }
+
     model: str | None = Field(None, description="a name that the server serves; where it is missing, the first one")
     input: str | list[dict[str, Any]] = Field(description="text, or the items of a conversation")
     instructions: str | None = Field(None, description="a system message before the input; for this response only")
@@ -208,14 +208,6 @@ class ResponsesRequest(SamplingFields):
                     "'metadata' may have 16 entries, with names of 64 and values of 512 characters.", "metadata"
                 )
         return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        for name, neutral in _UNSUPPORTED.items():
-            if (value := raw.get(name)) is not None and value not in neutral:
-                raise unsupported(name)
-        return {name: value for name, value in raw.items() if name not in _UNSUPPORTED}
 
     @model_validator(mode="after")
     def _agree(self) -> ResponsesRequest:

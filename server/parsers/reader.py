@@ -60,6 +60,7 @@ class Reader:
             next(self._reading)
         except StopIteration:  # the format is through: all that follows is text
             self._say(self._text[self._at :])
+            self._say_space()
             self._text, self._at = "", 0
         parts, self._parts = self._parts, []
         return parts
@@ -73,8 +74,7 @@ class Reader:
             except StopIteration:
                 break
         self._say(self._text[self._at :])
-        if self._space and not self.thinking and not self.num_calls and not self._fresh:
-            append(self._parts, Content(self._space))
+        self._say_space()
         self._text, self._at = "", 0
         parts, self._parts = self._parts, []
         return parts
@@ -90,6 +90,12 @@ class Reader:
         if said:
             append(self._parts, Reasoning(said) if self.thinking else Content(said))
             self._spoken |= not self.thinking
+
+    def _say_space(self) -> None:
+        """White space at the end, where no call can follow that it would belong to."""
+        if self._space and not self.thinking and not self.num_calls and not self._fresh:
+            append(self._parts, Content(self._space))
+            self._space = ""
 
     def turn(self, thinking: bool) -> None:
         """From text to reasoning, or back. White space around either is dropped."""

@@ -134,7 +134,7 @@ export class Chat {
 
   _welcome() {
     if (this._turns.length) return;
-    const ask = (text) => button(text, () => { this._prompt.value = text; this._submit(); }, { class: "example" });
+    const ask = (text) => button(text, () => { this._prompt.value = text; this._submit(); }, { class: "quiet example" });
     this._log.append(el("div", { class: "welcome" }, el("h2", { text: "Say something" }),
       el("p", { class: "muted", text: "The conversation stays in this tab." }),
       el("div", { class: "examples" }, ...EXAMPLES.map(ask))));

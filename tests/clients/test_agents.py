@@ -19,7 +19,7 @@ Kind = Literal["responses", "chat"]
 def model(base_url: str, kind: Kind) -> Any:
     from agents import OpenAIChatCompletionsModel, OpenAIResponsesModel
 
-    client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60)
+    client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=240)
     made = OpenAIResponsesModel if kind == "responses" else OpenAIChatCompletionsModel
     return made(model="demo", openai_client=client)
 

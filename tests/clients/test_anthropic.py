@@ -26,7 +26,7 @@ GREEDY: Any = {"model": "demo", "max_tokens": 200, "extra_body": {"temperature":
 
 @pytest.fixture(scope="module")
 def client(base_url: str) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=240)
 
 
 def test_create(client: anthropic.Anthropic) -> None:
@@ -141,7 +141,7 @@ def test_errors(client: anthropic.Anthropic) -> None:
 def test_async(base_url: str) -> None:
     async def run() -> None:
         url = base_url.removesuffix("/v1")
-        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=240) as client:
 
             async def streamed(a: int) -> str:
                 question: Any = [{"role": "user", "content": f"What is {a} + 5?"}]

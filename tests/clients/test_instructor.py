@@ -26,7 +26,7 @@ class Verdict(BaseModel):
 def patched(base_url: str, mode: str, kind: Any = openai.OpenAI) -> Any:
     import instructor
 
-    client = kind(base_url=base_url, api_key="none", max_retries=0, timeout=60)
+    client = kind(base_url=base_url, api_key="none", max_retries=0, timeout=240)
     return instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
 
 

@@ -33,7 +33,7 @@ class Verdict(BaseModel):
 
 @pytest.fixture(scope="module")
 def client(base_url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=240)
 
 
 def test_create(client: openai.OpenAI) -> None:
@@ -147,7 +147,7 @@ def test_cut_and_refused(client: openai.OpenAI) -> None:
 
 def test_async(base_url: str) -> None:
     async def run() -> None:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=240) as client:
 
             async def streamed(a: int) -> str:
                 async with client.responses.stream(model="demo", input=f"What is {a} + 5?", temperature=0) as stream:

@@ -226,7 +226,10 @@ def test_layer_types_that_cannot_be_served(keys: dict[str, Any], message: str) -
         parse_model_config({"model_type": "qwen3", **SMALL, **keys})
 
 
-def test_files_that_are_no_config(tmp_path: Path) -> None:
+def test_files_that_are_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*args: Any, **kwargs: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
     def refusal(folder: Path) -> str:
         with pytest.raises(ModelError) as caught:
             ModelConfig.from_folder(folder)
@@ -235,10 +238,17 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
 
     remedy = "pass the folder of a Hugging Face model (config.json, tokenizer.json, *.safetensors)"
     assert refusal(tmp_path) == f"{tmp_path} has no config.json: {remedy}"
+    (tmp_path / "model.gguf").touch()
+    assert refusal(tmp_path) == f"{tmp_path} has no config.json, only GGUF files, which are not supported: {remedy}"
+    (tmp_path / "adapter_config.json").touch()
+    assert refusal(tmp_path).startswith(f"{tmp_path} is a LoRA adapter: merge it into its base model")
     assert refusal(tmp_path / "gone") == f"{tmp_path / 'gone'} is no folder: {remedy}"
     (tmp_path / "config.json").write_text('{"model_type": ')
     assert "config.json is no valid JSON (Expecting value: line 1" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     assert f"holds a list where an object belongs: {remedy}" in refusal(tmp_path)
+    with monkeypatch.context() as patch:  # root may read every file
+        patch.setattr(Path, "read_text", denied)
+        assert "config.json may not be read by the user with the id" in refusal(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
     assert "cannot read" in refusal(tmp_path)

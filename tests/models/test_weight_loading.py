@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vserve.engine.checkpoint import checkpoint_bytes, read_headers
+from vserve.engine.config import ConfigError
 from vserve.engine.loader import load_model, resolve_model_path
 from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.models.blocks import CausalLM
@@ -229,11 +230,21 @@ def test_a_file_that_rots_while_it_is_read(folder: Path, monkeypatch: pytest.Mon
     assert message.startswith("cannot read ") and message.endswith(": download it again")
 
 
+def test_weights_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*args: Any, **kwargs: Any) -> Any:  # root may read every file
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(ModelError, match=r"model.safetensors may not be read by the user with the id \d+"):
+        read_headers(folder)
+
+
 # ---- names ----
 def test_model_names(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model_path(str(folder)) == folder
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_model_path("~/model") == folder
+    (folder / "model.gguf").touch()
     for name, message in (
         (
             str(folder / "config.json"),
@@ -243,8 +254,9 @@ def test_model_names(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPat
         ("./gone", "model './gone' does not exist: pass a folder"),
         ("a/b/c", "model 'a/b/c' does not exist: pass a folder"),
         ("", "no model was named: pass a folder, or a name of the hub"),
+        (str(folder / "model.gguf"), "model.gguf is a GGUF file, which is not supported: pass the folder"),
     ):
-        with pytest.raises(ModelError) as caught:
+        with pytest.raises(ConfigError) as caught:
             resolve_model_path(name)
         assert message in str(caught.value)
 

@@ -396,7 +396,7 @@ def serve(app: FastAPI) -> Callable[[Callable[[int], Coroutine[Any, Any, Any]]],
     def run(test: Callable[[int], Coroutine[Any, Any, Any]]) -> Any:
         async def main() -> Any:
             async with serving(app) as port:
-                return await asyncio.wait_for(test(port), 20)
+                return await asyncio.wait_for(test(port), 120)
 
         return asyncio.run(main())
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import random
 import re
 import statistics
 import threading
@@ -27,7 +28,7 @@ from vserve.server.cli.main import main
 
 
 def rng() -> np.random.Generator:
-    return np.random.default_rng()
+    return np.random.default_rng(random.randrange(1 << 30))
 
 
 # ---- statistics ----
@@ -226,7 +227,7 @@ async def receive(*pieces: bytes, lost: bool = False) -> tuple[StreamResult, boo
         stream.data_received(piece)
     if lost:
         stream.connection_lost(None)
-    await asyncio.wait_for(sending, 5)
+    await asyncio.wait_for(sending, 60)
     return result, stream.reusable
 
 
@@ -261,13 +262,18 @@ def test_what_goes_wrong_is_the_results_error(answer, lost, error):
 
 # ---- a scripted server ----
 
+REFUSED = [299, 1]  # of two tokens: no random prompt of these tests is so short
+
 
 class ScriptedServer:
-    """Streams max_tokens messages, `delay` seconds before each; a prompt that starts with token 299 is refused."""
+    """Streams max_tokens messages, `delay` seconds before each; the prompt REFUSED is refused. From the second request
+    on, nobody is answered until `together` have asked: clients on a busy machine begin when they get a core."""
 
-    def __init__(self, root: str, delay: float = 0.0) -> None:
+    def __init__(self, root: str, delay: float = 0.0, together: int = 1) -> None:
         self.root = root
         self.delay = delay
+        self.together = together
+        self.met = asyncio.Event()
         self.bodies: list[dict[str, Any]] = []
         self.active = self.peak = self.num_connections = 0
         self.keep_alive = True
@@ -290,13 +296,17 @@ class ScriptedServer:
     async def answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         self.bodies.append(body)
         prompt, count = body.get("prompt"), body.get("max_tokens") or body.get("max_completion_tokens")
-        if isinstance(prompt, list) and prompt[0] == 299:
+        if prompt == REFUSED:
             error = b'{"error":{"message":"not this one"}}'
             writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%s" % (len(error), error))
             return
         self.active += 1
         self.peak = max(self.peak, self.active)
         writer.write(HEAD)
+        if self.peak >= self.together:
+            self.met.set()
+        if len(self.bodies) > 1:
+            await asyncio.wait_for(self.met.wait(), 60)
         for _ in range(count):
             await asyncio.sleep(self.delay)
             writer.write(chunked(CHOICE)[:-5])
@@ -331,7 +341,7 @@ def bench(*arguments: object) -> int:
 
 
 def test_bench_serve_measures_a_server(root, tmp_path, capsys):
-    server = ScriptedServer(root, delay=0.02)
+    server = ScriptedServer(root, delay=0.02, together=5)
     with running(server) as port:
         code = bench(
             "serve", "--port", port, "--input-len", 12, "--output-len", 5, "--num-prompts", 20, "--max-concurrency", 5,
@@ -359,7 +369,12 @@ def test_bench_serve_measures_a_server(root, tmp_path, capsys):
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (240, 100)
     assert result["output_throughput"] == pytest.approx(100 / result["duration"])
     assert result["request_goodput"] == 0  # no first token within a millisecond
-    assert result["mean_ttft_ms"] >= 20 and result["median_tpot_ms"] >= 20 and result["p25_itl_ms"] >= 15
+    # At least what the server waits; between two tokens it may seem less, where the client has read both at once.
+    assert result["mean_ttft_ms"] >= 20 and result["mean_e2el_ms"] >= 5 * 20
+    gaps = [1000 * gap for itls in result["itls"] for gap in itls]
+    assert len(gaps) == 20 * 4 and result["p25_itl_ms"] == pytest.approx(np.percentile(gaps, 25))
+    tpots = [1000 * statistics.fmean(itls) for itls in result["itls"]]
+    assert result["median_tpot_ms"] == pytest.approx(statistics.median(tpots), rel=0.01)
     assert result["duration"] >= 20 / 5 * 5 * 0.02  # five at a time, five tokens each
     assert len(result["ttfts"]) == len(result["itls"]) == 20
     assert result["mean_itl_ms"] == pytest.approx(
@@ -371,7 +386,7 @@ def test_bench_serve_keeps_the_arrival_times_and_reports_failures(root, tmp_path
     planned: list[float] = []
     monkeypatch.setattr(serve, "arrival_times", lambda *given: planned.extend(arrival_times(*given)) or planned)
     data = tmp_path / "data.jsonl"
-    prompts = [[299, 1] if i == 3 else [5, i] for i in range(10)]
+    prompts = [REFUSED if i == 3 else [5, i] for i in range(10)]
     data.write_text(
         "\n".join(json.dumps({"prompt": prompt, "output_tokens": 1 + i}) for i, prompt in enumerate(prompts))
     )
@@ -379,7 +394,7 @@ def test_bench_serve_keeps_the_arrival_times_and_reports_failures(root, tmp_path
     with running(server) as port:
         code = bench(
             "serve", "--base-url", f"http://127.0.0.1:{port}", "--dataset-name", "custom", "--dataset-path", data,
-            "--output-len", -1, "--num-prompts", 10, "--request-rate", 20, "--num-clients", 3, "--disable-shuffle",
+            "--output-len", -1, "--num-prompts", 10, "--request-rate", 8, "--num-clients", 3, "--disable-shuffle",
             "--num-warmups", 2, "--save-result", "--save-detailed", "--result-dir", tmp_path, "--result-filename", "r",
         )  # fmt: skip
     assert code == 1
@@ -390,9 +405,10 @@ def test_bench_serve_keeps_the_arrival_times_and_reports_failures(root, tmp_path
     assert result["request_errors"] == [""] * 3 + ["HTTP 400: not this one"] + [""] * 6
     assert result["output_lens"] == [1, 2, 3, 0, 5, 6, 7, 8, 9, 10]
     assert len(server.bodies) == 1 + 2 + 10  # the probe and two warm-ups
-    assert planned == sorted(planned) and planned[-1] == pytest.approx(9 / 20)
+    assert planned == sorted(planned) and planned[-1] == pytest.approx(9 / 8)
     # Not compared with each other: two of three processes may swap arrivals that are a millisecond apart.
-    assert all(-0.001 < start - at < 0.5 for start, at in zip(result["start_times"], planned, strict=True))
+    # Late by no more than a busy machine makes them: each client's share at its own rate would come 2.2 s late.
+    assert all(-0.001 < start - at < 2 for start, at in zip(result["start_times"], planned, strict=True))
 
 
 def test_bench_serve_over_chat_sends_text(root, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from vserve.server.config import ServerConfig
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    for name in ("VSERVE_API_KEY", "VLLM_API_KEY", "VSERVE_ADMIN_API_KEY"):
+    for name in [name for name in os.environ if name.startswith(("VSERVE_", "VLLM_"))]:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -157,11 +158,12 @@ def test_help_on_a_word(capsys: Any, words: list[str], shown: str, hidden: str) 
     ("words", "message"),
     [
         (["--max-modle-len", "3"], "unknown option --max-modle-len; did you mean --max-model-len?"),
-        (["serve", "--zzzzzz"], "vserve serve: unknown option --zzzzzz\n"),
+        (["serve", "--zzzzzz"], "vserve serve: unknown option --zzzzzz (`vserve serve --help` lists"),
         (["serve", "--max-model", "3"], "unknown option --max-model; did you mean --max-model-len?"),
         (["serve", "a", "b"], "unexpected argument 'b'"),
         (["serve", "--help=cahce"], "there is no group and no option 'cahce'; did you mean cache?"),
-        (["serve", "--port", "x"], "argument --port: invalid int value: 'x'"),
+        (["serve", "--port", "x"], "argument --port: 'x': it must be an integer such as"),
+        (["serve", "--request-timeout", "1m"], "argument --request-timeout: '1m': it must be a number such as"),
         (["bench", "serve", "--num-promts", "1"], "did you mean --num-prompts?"),
         (["chat", "--system-promt", "1"], "did you mean --system-prompt?"),
     ],
@@ -170,7 +172,24 @@ def test_unknown_flags(capsys: Any, words: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(words)
     err = capsys.readouterr().err
-    assert ended.value.code == 2 and message in err and "--help` lists the options" in err
+    assert ended.value.code == 2 and message in err and err.endswith("--help` lists the options)\n")
+    assert err.count("\n") == 1  # the last line is the cause
+
+
+def test_a_model_that_is_not_there_is_said_before_anything_is_loaded(capsys: Any) -> None:
+    assert main.main(["./not/there", "--port", "0"]) == 2
+    assert capsys.readouterr().err.startswith("vserve: model './not/there' does not exist: pass a folder")
+    with pytest.raises(ConfigError, match="--tokenizer 'a/b/c' is no folder"):
+        read_flags(parse("--tokenizer", "a/b/c"))
+
+
+def test_ctrl_c_while_modules_are_imported(monkeypatch: Any, capsys: Any) -> None:
+    def interrupted(name: str) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "load", interrupted)
+    assert main.main(["serve"]) == 130
+    assert capsys.readouterr().err == "vserve: stopped\n"
 
 
 def test_unknown_commands(capsys: Any) -> None:

@@ -142,7 +142,7 @@ def complete_in_bash(script: str, *words: str) -> list[str]:
     done = subprocess.run(
         ["bash", "--norc", "-c", f"{script}\nCOMP_WORDS=({line})\nCOMP_CWORD={len(words) - 1}\n"
          f"$(complete -p vserve | sed 's/.*-F \\([^ ]*\\).*/\\1/') vserve\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -164,4 +164,4 @@ def test_completion(capsys: Any) -> None:
         assert "run-batch" in script and "gpu-memory-utilization" in script
     for shell, script in scripts.items():
         if shutil.which(shell):
-            assert subprocess.run([shell, "-n"], input=script, text=True, timeout=60).returncode == 0
+            assert subprocess.run([shell, "-n"], input=script, text=True, timeout=240).returncode == 0

@@ -23,7 +23,7 @@ async def send(port: int, path: str, body: dict[str, Any]) -> tuple[asyncio.Stre
     return reader, writer
 
 
-async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -54,7 +54,7 @@ def test_leaving_aborts(serve: Any, engine: Any, path: str, body: dict[str, Any]
             writer.transport.abort()
         else:
             writer.close()
-        await until(lambda: len(engine.aborted) == num_choices, seconds=1.0)
+        await until(lambda: len(engine.aborted) == num_choices)
         assert engine.num_open == 0
         num_outputs = engine.num_outputs
         await asyncio.sleep(0.05)
@@ -72,7 +72,7 @@ def test_leaving_the_queue_aborts(serve: Any, engine: Any, stream: bool) -> None
         _, writer = await send(port, "/v1/completions", {"prompt": "Hi", "stream": stream})
         await until(lambda: engine.num_open == 1)
         writer.close()
-        await until(lambda: engine.aborted == [0], seconds=1.0)
+        await until(lambda: engine.aborted == [0])
 
     serve(test)
 
@@ -86,7 +86,7 @@ def test_leaving_while_tokenising_submits_nothing(serve: Any, engine: Any, monke
 
     def slow(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         started.set()
-        go.wait(5)
+        go.wait(60)
         return [5]
 
     monkeypatch.setattr(Tokenizer, "encode", slow)
@@ -95,7 +95,8 @@ def test_leaving_while_tokenising_submits_nothing(serve: Any, engine: Any, monke
         _, writer = await send(port, "/v1/completions", {"prompt": "long " * 1000})
         await until(started.is_set)
         writer.close()
-        await asyncio.sleep(0.05)
+        for _ in range(50):  # turns of the loop, in which the server hears of it
+            await asyncio.sleep(0.001)
         go.set()
         await asyncio.sleep(0.05)
         assert not engine.submitted
@@ -120,17 +121,23 @@ def test_others_are_not_aborted(serve: Any, engine: Any, text_model: Any) -> Non
     serve(test)
 
 
-def test_stream_is_sent_as_it_comes(serve: Any, engine: Any) -> None:
-    engine.delay, engine.script = 0.2, lambda request: [[50], [51], [2]]
+def test_stream_is_sent_as_it_comes(serve: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine makes no token before the client has read the last one."""
+    engine.script = lambda request: [[50], [51], [52], [2]]
+    num_read = 0
+
+    async def pace(mailbox: Any) -> None:
+        await until(lambda: engine.num_outputs == num_read)
+
+    monkeypatch.setattr(engine, "_pace", pace)
 
     async def test(port: int) -> None:
-        loop = asyncio.get_running_loop()
+        nonlocal num_read
         reader, writer = await send(port, "/v1/completions", {"prompt": "Hi", "stream": True})
-        times = []
         while b"[DONE]" not in (line := await reader.readline()):
             if line.startswith(b"data: "):
-                times.append(loop.time())
-        assert times[1] - times[0] > 0.1
+                num_read += 1
+        assert num_read == 4
         writer.close()
 
     serve(test)
@@ -146,7 +153,7 @@ def test_slow_reader_gets_everything_merged(serve: Any, engine: Any, text_model:
     async def test(port: int) -> None:
         body = {"prompt": "Hi", "stream": True, "max_tokens": 10**5}
         reader, _slow_writer = await send(port, "/v1/completions", body)
-        await until(lambda: engine.submitted and engine.num_open == 0, seconds=15)
+        await until(lambda: engine.submitted and engine.num_open == 0)
         quick, _quick_writer = await send(port, "/v1/completions", {"prompt": "Hi"})
         assert b"200 OK" in await quick.readline()
         raw = b""
@@ -170,9 +177,9 @@ def test_leaving_without_ever_reading_aborts(serve: Any, engine: Any) -> None:
         settings = {name: getattr(engine.info, name) for name in engine.info.__struct_fields__}
         engine.info = type(engine.info)(**{**settings, "max_model_len": 10**6})
         _, writer = await send(port, "/v1/completions", {"prompt": "Hi", "stream": True, "max_tokens": 10**5})
-        await until(lambda: engine.num_outputs > 1500, seconds=10)
+        await until(lambda: engine.num_outputs > 1500)
         writer.transport.abort()
-        await until(lambda: engine.aborted == [0], seconds=1.0)
+        await until(lambda: engine.aborted == [0])
 
     serve(test)
 

@@ -182,7 +182,8 @@ def test_models(client: Any, engine: Any, text_model: Any) -> None:
     assert client.get("/v1/models/test").json() == card
     assert client.get("/v1/models").json() == body  # "created" does not move
     missing = client.get("/v1/models/a/b")
-    assert missing.status_code == 404 and missing.json()["error"]["message"] == "The model `a/b` does not exist."
+    assert missing.status_code == 404
+    assert missing.json()["error"]["message"] == "The model `a/b` does not exist; this server has `test`."
 
 
 def test_unknown_model(client: Any) -> None:
@@ -190,7 +191,7 @@ def test_unknown_model(client: Any) -> None:
     assert response.status_code == 404
     assert response.json() == {
         "error": {
-            "message": "The model `gpt-5` does not exist.",
+            "message": "The model `gpt-5` does not exist; this server has `test`.",
             "type": "invalid_request_error",
             "param": "model",
             "code": "model_not_found",

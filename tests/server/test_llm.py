@@ -398,7 +398,7 @@ def test_an_engine_that_cannot_start_says_why(folder):
 
 
 def run_python(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -430,10 +430,11 @@ def test_a_script_that_closes_nothing_leaves_nothing_behind(folder):
     import os
     import time
 
-    for _ in range(50):  # it leaves when it sees the socket close
+    end = time.monotonic() + 60
+    while True:  # it leaves when it sees the socket close
         try:
             os.kill(int(out), 0)
         except ProcessLookupError:
             return
-        time.sleep(0.1)
-    raise AssertionError("the engine process is still there")
+        assert time.monotonic() < end, "the engine process is still there"
+        time.sleep(0.05)

@@ -110,3 +110,8 @@ def test_while_the_model_loads_the_page_is_there_already():
     assert asyncio.run(ask(front, "GET", "/health")).json()["progress"] == 0.5
     without = FrontDoor(loading)  # type: ignore[arg-type]
     assert asyncio.run(ask(without, "GET", "/")).status_code == 503
+    # The engine is ready a moment before the application is: no probe may send requests that would be turned away.
+    loading.ready, loading.stalled = True, None
+    for path in ("/health", "/readyz", "/ping"):
+        assert asyncio.run(ask(without, "GET", path)).json()["status"] == "loading"
+    assert asyncio.run(ask(without, "GET", "/livez")).status_code == 200

@@ -331,3 +331,30 @@ def test_a_cancelled_generation_ends_in_order(app: Any, client: Any, engine: Any
 
     assert client.run(work()) == [("stop", "abort")] * 2
     assert engine.num_open == 0 and len(engine.aborted) == 2 and "six" not in "".join(text)
+
+
+def test_what_has_ended_before_the_cancel_keeps_its_end(app: Any, client: Any, engine: Any) -> None:
+    """A slow reader has not read it yet. The token that ended it is no text, now as before."""
+    engine.delay, engine.script = -1, lambda request: [[50], [51], [2]]
+
+    import asyncio
+
+    async def work() -> tuple[str, list[tuple[str | None, Any]]]:
+        from vserve.server.choice import TextOptions
+        from vserve.server.generation import Generation
+        from vserve.server.protocol import CompletionRequest
+        from vserve.server.sampling import resolve
+
+        state = app.state.server
+        request = CompletionRequest.model_validate({"prompt": "x"})
+        prompts = resolve(request, [[5]], state.model, engine.info, None)
+        text = TextOptions(skip_special_tokens=False)
+        generation = Generation(engine, state.metrics, state.model.tokenizer, prompts, arrival=0.0, text=text)
+        while engine.num_open:
+            await asyncio.sleep(0)
+        generation.cancel()
+        said = [delta.text async for _, delta in generation.deltas()]
+        generation.close()
+        return "".join(said), [(choice.finish_reason, choice.stop_reason) for choice in generation.choices]
+
+    assert client.run(work()) == ("PQ", [("stop", None)])

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from vserve.engine.config import ConfigError
 from vserve.server.config import ServerConfig
 from vserve.server.tokenizer import load_text_model
 from vserve.server.tokenizer_files import read_tokenizer
@@ -222,6 +223,7 @@ def test_what_the_api_process_imports() -> None:
 import sys, time
 from vserve.server.app import create_app
 from vserve.server.cli import serve
+from vserve.engine.config import ConfigError
 from vserve.server.config import ServerConfig
 from vserve.server.engine_client import EngineClient
 from vserve.server.tokenizer import load_text_model
@@ -229,5 +231,13 @@ model = load_text_model({str(DEMO)!r}, ServerConfig())
 model.tokenizer.render([{{"role": "user", "content": "Hi"}}], {{}})
 print(sorted({{"torch", "transformers", "triton", "huggingface_hub", "xgrammar", "llguidance"}} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError) as caught:
+        load_text_model(str(tmp_path), ServerConfig())
+    assert f"there is no tokenizer.json in {tmp_path}: copy it there" in str(caught.value)
+    assert str(caught.value).endswith("name another with --tokenizer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 from vserve.server.app import create_app
 from vserve.server.cli.flags import add_flags, read_flags, sources
 from vserve.server.config import ServerConfig
+from vserve.server.tokenizer import Tokenizer
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -29,6 +31,37 @@ def test_tokenize_and_detokenize(client: Any, text_model: Any) -> None:
     assert client.post("/detokenize", {"tokens": [1, *ids], "skip_special_tokens": True}).json() == {
         "prompt": "Hello world!"
     }
+
+
+TOOL = {"name": "f", "description": "long " * 1000}
+PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "documents": [{"text": "long " * 1000}]}),
+        ("/v1/chat/completions", {"messages": HI, "tools": [{"type": "function", "function": TOOL}]}),
+        ("/v1/chat/completions/render", {"messages": HI, "tools": [{"type": "function", "function": TOOL}]}),
+        ("/v1/responses", {"input": "Hi", "tools": [{"type": "function", **TOOL}]}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 5, "tools": [TOOL | {"input_schema": PARAMETERS}]}),
+        ("/v1/messages/count_tokens", {"messages": HI, "tools": [TOOL | {"input_schema": PARAMETERS}]}),
+    ],
+)
+def test_long_prompts_are_made_off_the_event_loop(
+    thinking: Any, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    """Whatever it is that makes them long."""
+    threads = []
+    render = Tokenizer.render
+
+    def watched(self: Tokenizer, *arguments: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(self, *arguments)
+
+    monkeypatch.setattr(Tokenizer, "render", watched)
+    assert thinking.client.post(path, fields).status_code == 200
+    assert len(threads) == 1 and threads[0].startswith("tokenise")
 
 
 def test_render_is_what_a_chat_gets(client: Any, engine: Any, text_model: Any) -> None:
@@ -135,7 +168,7 @@ def test_cancel(app: FastAPI, engine: Any, say: Any, serve: Any, streamed: bool,
     engine.script, engine.delay = say("Say it again, slowly. " * 20, ends=False), 0.02
 
     async def test(port: int) -> None:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=240) as http:
             body = {"messages": HI, "stream": streamed, "max_tokens": 100, "n": 2}
             one = asyncio.create_task(http.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine"}))
             other = asyncio.create_task(

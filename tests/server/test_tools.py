@@ -263,6 +263,21 @@ def test_stop_strings_count_in_the_content_only(client: Any, engine: Any, says: 
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "STOP"}'
 
 
+@pytest.mark.parametrize("stop", ["\n", "\n\n", ".\n"])
+def test_a_stop_string_of_white_space_ends_the_answer_at_its_own_token(client: Any, says: Any, stop: str) -> None:
+    """White space waits for what follows it only where that may be a call."""
+    thought, space = "<think>Hm.\n\n</think>\n\n", stop.lstrip(".")
+    num_tokens = says(f"{thought}Yes.{space}")
+    says(f"{thought}Yes.{space}No. No.\n\n")
+    for shown in (False, True):
+        answer = client.chat(stop=[stop], include_stop_str_in_output=shown).json()
+        (choice,) = answer["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        assert choice["message"]["content"] == f"Yes.{space}".removesuffix("" if shown else stop)
+        assert choice["message"]["reasoning"] == "Hm." and answer["usage"]["completion_tokens"] == num_tokens
+    assert whole(client)["message"]["content"] == f"Yes.{space}No. No.\n\n"
+
+
 def test_logprobs_and_token_ids_ride_along(client: Any, says: Any, speaking_model: TextModel) -> None:
     text = f"<think>Hm.</think>Yes. {PARIS}"
     says(text)

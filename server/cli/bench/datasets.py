@@ -149,7 +149,7 @@ class CustomDataset:
     def __init__(self, path: Path, rng: np.random.Generator, *, output_len: int, shuffle: bool = True) -> None:
         """`output_len`: -1 takes each line's "output_tokens". Raises ConfigError."""
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read --dataset-path {str(path)!r} ({error}): name a JSONL file") from None
         self._prompts = [

@@ -76,9 +76,10 @@ def _measure(arguments: argparse.Namespace) -> None:
     kinds: dict[str, list[StartUp]] = {"cold": [], "warm": []}
 
     def start(environment: dict[str, str]) -> StartUp:
-        port = server.port if arguments.opt_port else _free_port(host)
-        target = Target(host, port, "/v1/completions")
-        return start_once([*command, "--port", str(port)], target, environment, arguments.start_timeout)
+        given = contextlib.nullcontext(server.port)
+        with given if arguments.opt_port else _reserved_port(host) as port:
+            target = Target(host, port, "/v1/completions")
+            return start_once([*command, "--port", str(port)], target, environment, arguments.start_timeout)
 
     for i in range(arguments.num_iters_cold):
         _drop_from_page_cache(engine.model)
@@ -211,11 +212,14 @@ def _flags(arguments: argparse.Namespace) -> list[str]:
     return flags
 
 
-def _free_port(host: str) -> int:
+@contextlib.contextmanager
+def _reserved_port(host: str) -> Iterator[int]:
+    """A free port, which meanwhile the kernel gives to nobody who asks for any; a server can listen on it, since both
+    set SO_REUSEADDR and this socket does not listen."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, 0))
-        port: int = sock.getsockname()[1]
-        return port
+        yield sock.getsockname()[1]
 
 
 def _drop_from_page_cache(model: str) -> None:

@@ -1,0 +1,69 @@
+"""JSON may hold characters at which Unicode ends lines. Only \\n ends those of files and streams of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from vserve.server.cli import talk
+from vserve.server.cli.bench.datasets import CustomDataset
+from vserve.server.cli.run_batch import BatchError, open_output, read_requests
+
+TEXT = "one\u2028two\u2029three\x85four"
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
+    def write(line: dict[str, Any]) -> Path:
+        path = tmp_path / "lines.jsonl"
+        path.write_bytes((json.dumps(line, ensure_ascii=False) + "\r\n").encode())
+        return path
+
+    return write
+
+
+def test_a_batch_of_requests(jsonl: Callable[..., Path]) -> None:
+    body = {"prompt": TEXT}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    assert [request["body"] for request in read_requests(str(jsonl(line)))] == [body]
+
+
+def test_a_batch_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"custom_id": "é"}'.encode("latin-1"))
+    with pytest.raises(BatchError, match=r"latin\.jsonl.* UTF-8"):
+        read_requests(str(path))
+
+
+def test_an_id_that_utf_8_cannot_write(tmp_path: Path) -> None:
+    """It is in the answers as it was in the requests."""
+    path = tmp_path / "out.jsonl"
+    with open_output(str(path)) as out:
+        out.write(json.dumps({"custom_id": "\ud800 é"}, ensure_ascii=False))
+    assert json.loads(path.read_text(encoding="utf-8")) == {"custom_id": "\ud800 é"}
+
+
+def test_prompts_to_measure_with(jsonl: Callable[..., Path]) -> None:
+    dataset = CustomDataset(jsonl({"prompt": TEXT}), np.random.default_rng(0), output_len=1)
+    assert dataset.sample(1)[0].prompt == TEXT
+
+
+def test_an_answer_in_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    event = json.dumps({"choices": [{"delta": {"content": TEXT}}]}, ensure_ascii=False)
+    stream = f"data: {event}\r\n\r\ndata: [DONE]\n\n".encode()
+    pieces = [stream[at : at + 1] for at in range(len(stream))]  # half a character, half a line end
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=iter(pieces)))
+    client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **options: client(**options, transport=transport))
+    parser = argparse.ArgumentParser()
+    talk.add_arguments(parser)
+    connection = talk.Connection(parser.parse_args(["--model-name", "m"]))
+    assert connection.answer("chat/completions", {"messages": []}).text == TEXT
+    assert capsys.readouterr().out == TEXT

@@ -1,0 +1,79 @@
+"""What whoever starts a server waits for, and what is printed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.messages import Progress
+from vserve.server.cli.progress import ProgressLine, announce
+from vserve.server.config import ServerConfig
+from vserve.server.service import Service
+
+
+async def load(monkeypatch: Any, engine: Any) -> Any:
+    """Service._load() where the tokenizer cannot be read, and the engine starts as `engine(client)` says."""
+
+    def no_tokenizer() -> Any:
+        raise ConfigError("no tokenizer")
+
+    with socket.socket() as sock:
+        service = Service(EngineConfig(model="m"), ServerConfig(), {}, sock)
+        monkeypatch.setattr(service, "_make_app", no_tokenizer)
+        monkeypatch.setattr(service.client, "start", lambda: engine(service.client))
+        return await asyncio.wait_for(service._load(), 60)
+
+
+def report(client: Any, phase: str) -> None:
+    for listener in list(client.progress_listeners):
+        listener(Progress(phase))
+
+
+def test_nobody_waits_for_the_weights_of_a_model_without_a_tokenizer(monkeypatch: Any) -> None:
+    async def loads_for_ever(client: Any) -> None:
+        report(client, "config")
+        report(client, "weights")
+        await asyncio.Event().wait()
+
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        asyncio.run(load(monkeypatch, loads_for_ever))
+
+
+def test_what_is_wrong_with_the_model_comes_before_its_tokenizer(monkeypatch: Any) -> None:
+    async def refuses(client: Any) -> None:
+        report(client, "config")
+        await asyncio.sleep(0.1)
+        raise ConfigError("config.json is broken")
+
+    with pytest.raises(ConfigError, match="is broken"):
+        asyncio.run(load(monkeypatch, refuses))
+
+
+def test_the_announcement(capfd: Any) -> None:
+    info: Any = SimpleNamespace(
+        device="cpu", dtype="float32", max_model_len=2048, startup_seconds={"device": 0.01, "weights": 1.5}
+    )
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        announce(info, ServerConfig(host="127.0.0.1", served_model_name=("m",)), sock, 3.5)
+        port = sock.getsockname()[1]
+    out = capfd.readouterr().out
+    assert "context 2048 tokens; ready in 3.5 s (imports 2.0, weights 1.5)\n" in out  # what took no time is not listed
+    assert f"curl http://localhost:{port}/v1/chat/completions" in out
+
+
+@pytest.mark.parametrize(("total", "shown"), [(9_056_656, "4.5 of 9.1 MB"), (16_000_000_000, "8.0 of 16.0 GB")])
+def test_the_progress_line(total: int, shown: str, monkeypatch: Any) -> None:
+    reader, terminal = os.openpty()
+    with open(terminal, "w") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        line = ProgressLine()
+        line(Progress("weights", total // 2, total))
+        text = os.read(reader, 1000).decode()
+    os.close(reader)
+    assert f" 50%  {shown}" in text
