@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
+import os
+import random
+import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import hypothesis
 import pytest
 import torch
 
 TinyModel = Callable[..., Path]
+
+# The same inputs each time, so that a change is judged by what it changes. VSERVE_TEST_SEED=$RANDOM tries new ones.
+FRESH = "VSERVE_TEST_SEED" in os.environ
+SEED = os.environ.setdefault("VSERVE_TEST_SEED", "0")
+hypothesis.settings.register_profile(
+    "vserve", derandomize=not FRESH, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)  # neither judges by the clock, which a busy machine stretches
+hypothesis.settings.load_profile("vserve")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture draws a seed of its own."""
+    random.seed(f"{SEED} {item.nodeid}")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads() -> None:
     """Tiny tensors gain nothing from threads, and several test runs may share the cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_and_cheap_clients() -> Iterator[None]:
+    """httpx gives up after five seconds, in which a server that shares its cores may not have had its turn; and for
+    every `httpx.get` it reads all certificates of the machine, which takes longer than most answers."""
+    default = inspect.signature(httpx.Client).parameters["timeout"].default
+    for name in ("connect", "read", "write", "pool"):
+        setattr(default, name, 60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="session")

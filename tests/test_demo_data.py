@@ -339,7 +339,7 @@ def test_the_weights_keep_their_bars() -> None:
         "3",
         "--skills",
     ]
-    done = subprocess.run([*command, *skills], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*command, *skills], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" %\n") == len(skills)
 

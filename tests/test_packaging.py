@@ -59,7 +59,7 @@ def test_the_wheel_serves_the_demo_model_from_a_clean_environment(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", script], env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin"}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     where, answer = done.stdout.strip().splitlines()

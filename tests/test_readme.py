@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from vserve.engine.config import flag
@@ -40,6 +42,17 @@ def test_what_readme_links_to_is_there() -> None:
     text = README.read_text(encoding="utf-8")
     for path in re.findall(r"\]\((?!https?:|#)([^)]+)\)", text):
         assert (README.parent / path).exists(), f"README links to {path}"
+
+
+def test_the_python_in_readme_needs_nothing_that_it_does_not_show() -> None:
+    """Read from the top: a name is defined where it is used, or earlier."""
+    examples = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(examples) > 4
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"],
+        input="\n".join(examples), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 if __name__ == "__main__":

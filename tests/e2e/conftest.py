@@ -8,12 +8,13 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class ServerProcess:
     def model(self) -> str:
         return httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = 240) -> int:
         """The exit code, when all that it wrote to stderr has been read."""
         code = self.process.wait(timeout)
         if self.reader is not None:
@@ -59,12 +60,12 @@ class ServerProcess:
 
     def health(self, probe: str = "health") -> dict[str, object]:
         """The probe's JSON object; {} where it says 200."""
-        response = httpx.get(f"{self.url}/{probe}", timeout=30)
+        response = httpx.get(f"{self.url}/{probe}", timeout=240)
         assert response.status_code in (200, 503)
         return response.json() if response.content else {}
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
     """Generous: the machine may be busy."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -116,7 +117,7 @@ def serving(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Serv
         server.process.terminate()
         server.process.send_signal(signal.SIGCONT)
         try:
-            server.process.wait(20)
+            server.process.wait(60)
         except subprocess.TimeoutExpired:
             server.process.kill()
             raise
@@ -149,6 +150,23 @@ def attacks() -> Any:
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def before(guarded_server: ServerProcess, attacks: Any) -> Any:
+    """What must be true of the server that a module attacks; one that attacks another has its own."""
+    return attacks.Invariants(guarded_server)
+
+
+@pytest.fixture
+def unharmed(before: Any) -> Iterator[None]:
+    yield
+    before.check()
+
+
+@pytest.fixture
+def url(guarded_server: ServerProcess) -> str:
+    return guarded_server.url
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +241,24 @@ def start_server(launch_server: Callable[..., ServerProcess]) -> Callable[..., S
 
 
 @pytest.fixture(scope="session")
+def reserve_port() -> Iterator[Callable[[], int]]:
+    """reserve_port() → a port of the loopback, for a server that has to be told one.
+
+    A socket is bound to it and does not listen: the kernel gives the port to nobody who asks for any, and servers,
+    which set SO_REUSEADDR, can listen on it.
+    """
+    with ExitStack() as held:
+
+        def reserve() -> int:
+            sock = held.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", 0))
+            return int(sock.getsockname()[1])
+
+        yield reserve
+
+
+@pytest.fixture(scope="session")
 def until() -> Callable[..., None]:
     return wait_until
 
@@ -276,14 +312,14 @@ def live(model: Path, **options: object) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    ready.wait(60)
+    ready.wait(120)
     if "port" not in started:
         raise AssertionError(f"the server did not start: {started.get('error')}")
     try:
         yield f"http://127.0.0.1:{started['port']}"
     finally:
         started["server"].should_exit = True  # type: ignore[attr-defined]
-        thread.join(20)
+        thread.join(60)
 
 
 @pytest.fixture(scope="session")

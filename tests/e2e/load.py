@@ -107,7 +107,7 @@ class Load:
         self._cases = cases()
 
     def learn(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=120) as http:
+        with httpx.Client(base_url=self._url, timeout=240) as http:
             for case in self._cases:
                 self._note_sent()
                 answer = http.post(case.path, json=case.body)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import socket
 import struct
 import threading
@@ -12,23 +14,9 @@ import time
 import httpx
 import pytest
 
+pytestmark = pytest.mark.usefixtures("unharmed")
+
 LONG = {"model": "demo", "prompt": "go on", "max_tokens": 1900, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def before(guarded_server, attacks):
-    return attacks.Invariants(guarded_server)
-
-
-@pytest.fixture(autouse=True)
-def unharmed(before):
-    yield
-    before.check()
-
-
-@pytest.fixture
-def url(guarded_server):
-    return guarded_server.url
 
 
 # ---- row 23: slowloris ----
@@ -46,7 +34,6 @@ def url(guarded_server):
 )
 def test_row_23_slow_requests_are_closed_with_408(url, attacks, pieces):
     with attacks.connect(url) as sock:
-        started = time.monotonic()
         for piece in pieces:
             try:
                 sock.sendall(piece)
@@ -55,9 +42,10 @@ def test_row_23_slow_requests_are_closed_with_408(url, attacks, pieces):
             time.sleep(0.25)
             if sock_has_data(sock):
                 break
+        else:
+            pytest.fail("it has read them all, which took 15 s")
         ((status, error),) = attacks.answers(attacks.read_all(sock))
     assert (status, error["code"]) == (408, "slow_request")
-    assert time.monotonic() - started < 14
 
 
 def sock_has_data(sock: socket.socket) -> bool:
@@ -67,7 +55,7 @@ def sock_has_data(sock: socket.socket) -> bool:
     except BlockingIOError:
         return False
     finally:
-        sock.settimeout(30)
+        sock.settimeout(120)
 
 
 def test_row_23_who_says_nothing_is_closed_without_a_word(url, attacks):
@@ -88,7 +76,7 @@ def test_row_23_a_stream_outlives_the_limits_for_requests(url):
     """Only what the client sends is timed: an answer may take as long as it takes."""
     body = {**LONG, "stream": True, "n": 2, "temperature": 1}
     started = time.monotonic()
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=240) as answer:
         text = answer.read().decode()
     assert text.endswith("data: [DONE]\n\n") and text.count('"finish_reason":"length"') == 2
     if time.monotonic() - started < 2:
@@ -145,7 +133,7 @@ def test_row_43_a_server_out_of_file_descriptors_lives_on(serve, attacks):
         assert server.process.poll() is None
         for sock in idle:
             sock.close()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while True:
             try:
                 invariants.check()
@@ -178,7 +166,8 @@ def test_row_29_whoever_leaves_is_aborted_and_counted(url, attacks, before, leav
     aborted = before.metric("vllm:request_success_total", '"abort"')
     generated = before.metric("vllm:generation_tokens_total")
     sock = attacks.connect(url)
-    sock.sendall(attacks.post(json.dumps({**LONG, "stream": stream}).encode()))
+    # With log-probabilities it takes so long that it is never over before anybody has seen it run.
+    sock.sendall(attacks.post(json.dumps({**LONG, "stream": stream, "logprobs": 20}).encode()))
     if when == "midway":
         if stream:
             data = b""
@@ -194,7 +183,7 @@ def test_row_29_whoever_leaves_is_aborted_and_counted(url, attacks, before, leav
     assert before.metric("vllm:generation_tokens_total") - generated < 1900
 
 
-def wait_for(condition, seconds: float = 30) -> None:
+def wait_for(condition, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -227,10 +216,10 @@ def test_row_30_a_deaf_client_is_dropped_and_others_go_on(url, attacks, before):
     body = json.dumps({**LONG, "stream": True, "n": 16, "logprobs": 20}).encode()  # megabytes of events
     deaf = attacks.connect(url, receive_buffer=4096)
     deaf.sendall(attacks.post(body))
-    with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=120) as other:
+    with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=240) as other:
         assert other.read().decode().endswith("data: [DONE]\n\n")
-    wait_for(lambda: before.metric("http_refused_connections_total", "stalled_reader") == stalled + 1, 60)
-    assert before.metric("vllm:requests_timed_out_total", '"write"') >= 1
+    wait_for(lambda: before.metric("http_refused_connections_total", "stalled_reader") == stalled + 1)
+    wait_for(lambda: before.metric("vllm:requests_timed_out_total", '"write"') >= 1)
     deaf.close()
 
 
@@ -242,23 +231,28 @@ def test_row_31_a_burst_is_admitted_or_told_when_to_come_again(serve, attacks):
     with serve("--max-num-queued-reqs", "8", "--max-num-seqs", "4") as server:
         invariants = attacks.Invariants(server)
         limit = 4 + 8
+        os.kill(server.engine_pid(), signal.SIGSTOP)  # so that no place is given back before all have asked
         outcomes: list[httpx.Response] = []
         body = {**LONG, "max_tokens": 60}
         go = threading.Barrier(60)
 
         def ask() -> None:
-            with httpx.Client(timeout=120) as client:
+            with httpx.Client(timeout=240) as client:
                 go.wait()
                 outcomes.append(client.post(f"{server.url}/v1/completions", json=body))
 
         threads = [threading.Thread(target=ask) for _ in range(60)]
         for thread in threads:
             thread.start()
+        try:
+            wait_for(lambda: len(outcomes) == 60 - limit)
+        finally:
+            os.kill(server.engine_pid(), signal.SIGCONT)
         for thread in threads:
             thread.join(150)
         accepted = [answer for answer in outcomes if answer.status_code == 200]
         refused = [answer for answer in outcomes if answer.status_code == 429]
-        assert len(accepted) + len(refused) == 60 and len(accepted) >= limit and refused
+        assert len(accepted) + len(refused) == 60 and len(accepted) == limit
         for answer in refused:
             error = attacks.is_error(answer, 429)
             assert error["code"] == "queue_full" and "--max-num-queued-reqs" in error["message"]
@@ -270,7 +264,7 @@ def test_row_31_a_burst_is_admitted_or_told_when_to_come_again(serve, attacks):
 @pytest.mark.slow
 def test_row_31_thousands_of_requests_at_once(serve, attacks):
     """As many connections as one test may open; those let in finish, and the canary sings."""
-    with serve("--max-num-seqs", "8", "--max-num-queued-reqs", "64") as server:
+    with serve("--max-num-seqs", "8", "--max-num-queued-reqs", "64", "--header-timeout", "60") as server:
         invariants = attacks.Invariants(server)
         request = attacks.post(json.dumps({**LONG, "max_tokens": 8}).encode(), "connection: close")
         sockets = [attacks.connect(server.url) for _ in range(2000)]

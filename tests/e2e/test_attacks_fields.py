@@ -28,7 +28,7 @@ def before(server, attacks):
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
         yield client
 
 
@@ -247,7 +247,7 @@ def test_row_13_templates_in_requests(http, attacks, fields):
 def test_row_13_trusted_templates_are_bounded_too(trusting, attacks, template):
     server, invariants = trusting
     started = time.monotonic()
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=server.url, timeout=240) as http:
         answer = post(http, "/v1/chat/completions", chat(chat_template=template))
     assert answer.status_code == 400, answer.text[:300]
     attacks.tells_nothing(answer.text)
@@ -306,7 +306,7 @@ def test_row_16_one_id_for_two_requests_mixes_nothing_up(http, server):
     together: dict[int, str] = {}
 
     def ask(i: int) -> None:
-        with httpx.Client(base_url=server.url, timeout=60) as own:
+        with httpx.Client(base_url=server.url, timeout=240) as own:
             together[i] = post(own, "/v1/completions", bodies[i]).json()["choices"][0]["text"]
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
@@ -348,7 +348,7 @@ def test_the_server_is_as_before(before):
     before.check()
 
 
-def test_the_heaviest_requests_do_not_hold_up_the_others(http, server, before):
+def test_the_heaviest_requests_do_not_hold_up_the_others(http, server, attacks):
     """While the heaviest attacks come in, probes are answered: nothing takes the event loop for long."""
     heavy = [
         complete(prompt=["Hi"] * 100_000), complete(stop=["x"] * 100_000),
@@ -360,20 +360,24 @@ def test_the_heaviest_requests_do_not_hold_up_the_others(http, server, before):
     done = threading.Event()
 
     def attack() -> None:
-        with httpx.Client(base_url=server.url, timeout=60) as own:
-            for content in raw * 2:
+        with httpx.Client(base_url=server.url, timeout=240) as own:
+            for content in raw:
                 post(own, "/v1/chat/completions" if '"messages"' in content[:60] else "/v1/completions", content)
         done.set()
 
+    attack()  # the memory that these need is kept for the next ones, where a leak takes more each time
+    invariants = attacks.Invariants(server)
+    done.clear()
     thread = threading.Thread(target=attack)
     thread.start()
+    clock = (~server.process.pid << 3) | 2  # of its processor time: clock_getcpuclockid(3)
     waits = []
     while not done.is_set():
-        started = time.monotonic()
+        started, spent = time.monotonic(), time.clock_gettime(clock)
         assert http.get("/health").status_code == 200
-        waits.append(time.monotonic() - started)
+        # Time in which the server did not run was taken by others, who share its cores.
+        waits.append(min(time.monotonic() - started, time.clock_gettime(clock) - spent))
     thread.join()
-    waits.sort()
-    # Half a second, where an idle machine needs a tenth of the 50 ms in the checklist: CI shares its cores.
-    assert waits[int(len(waits) * 0.9)] < 0.5, waits[-5:]
-    before.check()
+    # Most take a tenth of the 50 ms in the checklist. The longest is the longest that a body holds the loop.
+    assert max(waits) < 0.5, sorted(waits)[-5:]
+    invariants.check()

@@ -182,7 +182,7 @@ def test_settings_that_cannot_work_are_said_at_once(start_server, certificate, a
     arguments = [argument.format(cert=cert, key=key) for argument in arguments]
     done = subprocess.run(
         [sys.executable, "-m", "vserve.server.cli.main", *arguments, "--port", "0", "--device", "cpu"],
-        capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,21 @@ def overwrite(folder: Path) -> None:
         file.write(b"\0garbage\xff" * 10)
 
 
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size * 2 // 3)
+
+
+def regex(pattern: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        pretokenizers = [split, json.loads(file.read_text())["pre_tokenizer"]]
+        edit(file, pre_tokenizer={"type": "Sequence", "pretokenizers": pretokenizers})
+
+    return change
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / "mark")))
@@ -55,17 +72,24 @@ def code(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (shard, ["model-00002-of-00002.safetensors", "download the missing files"]),
-        (overwrite, ["model.safetensors", "corrupt"]),
-        (lambda f: edit(f / "config.json", intermediate_size=128), ["shape", "config.json"]),
-        (lambda f: edit(f / "config.json", hidden_size=2**40), ["config.json"]),
-        (lambda f: edit(f / "config.json", num_hidden_layers=10**9), ["config.json"]),
-        (lambda f: edit(f / "config.json", vocab_size=-1), ["vocab_size"]),
-        (pickled, ["pickled", "safetensors"]),
-        (code, ["Evil", "LlamaForCausalLM"]),
-        (lambda f: (f / "tokenizer.json").write_text('{"version": '), ["cannot load the tokenizer", "--tokenizer"]),
+        pytest.param(shard, ["model-00002-of-00002.safetensors", "download the missing files"], id="missing-shard"),
+        pytest.param(overwrite, ["model.safetensors", "corrupt"], id="garbage"),
+        pytest.param(truncate, ["model.safetensors"], id="truncated"),
+        pytest.param(lambda f: (f / "model.safetensors").write_bytes(b""), ["model.safetensors"], id="empty"),
+        pytest.param(lambda f: edit(f / "config.json", intermediate_size=128), ["shape", "config.json"], id="shapes"),
+        pytest.param(lambda f: edit(f / "config.json", hidden_size=2**40), ["config.json"], id="huge-hidden"),
+        pytest.param(lambda f: edit(f / "config.json", num_hidden_layers=10**9), ["config.json"], id="huge-layers"),
+        pytest.param(lambda f: edit(f / "config.json", vocab_size=-1), ["vocab_size"], id="negative"),
+        pytest.param(pickled, ["pickled", "safetensors"], id="pickle"),
+        pytest.param(code, ["Evil", "LlamaForCausalLM"], id="code"),
+        pytest.param(
+            lambda f: (f / "tokenizer.json").write_text('{"version": '),
+            ["cannot load the tokenizer", "--tokenizer"],
+            id="tokenizer",
+        ),
+        pytest.param(regex("(a+)+b"), ["tokenizer", "40 characters like 'a'", "--tokenizer"], id="exponential"),
+        pytest.param(regex(r"\s+\s+$"), ["tokenizer", "takes", "--tokenizer"], id="cubic"),
     ],
-    ids=["missing-shard", "garbage", "shapes", "huge-hidden", "huge-layers", "negative", "pickle", "code", "tokenizer"],
 )
 def test_row_44_a_broken_checkpoint_is_one_line(tmp_path, tiny_model, change, words):
     folder = tmp_path / "model"

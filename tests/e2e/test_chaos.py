@@ -80,7 +80,7 @@ class Disasters:
         return True
 
     async def healthy(self) -> None:
-        async with httpx.AsyncClient(base_url=self.server.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=self.server.url, timeout=240) as http:
             for _ in range(1200):
                 if (await http.get("/health")).status_code == 200:
                     return
@@ -88,8 +88,13 @@ class Disasters:
         raise AssertionError("not healthy within a minute")
 
 
+def has_seen_everything(totals, disasters: Disasters) -> bool:
+    finished = sum(totals.finished.values()) > ENOUGH
+    return bool(finished and totals.refused and totals.left and totals.failed and "engine" in disasters.killed)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 300)
+@pytest.mark.timeout(SECONDS + 600)
 def test_whatever_happens_who_was_let_in_gets_an_answer(serve, attacks, load, until, is_gone):
     with serve("--engine-restarts", "1000", "--stall-timeout", "1", "--served-model-name", "demo") as server:
         clients = load.Load(server.url, seed=int(SECONDS))
@@ -102,6 +107,10 @@ def test_whatever_happens_who_was_let_in_gets_an_answer(serve, attacks, load, un
         async def chaos() -> None:
             spoiling = asyncio.create_task(disasters.run())
             await clients.run(SECONDS, clients=4)
+            for _ in range(24):  # a slow machine needs longer until everything has occurred
+                if has_seen_everything(clients.totals, disasters) or spoiling.done():
+                    break
+                await clients.run(5, clients=4)
             spoiling.cancel()
             await asyncio.gather(spoiling, return_exceptions=True)
             if not spoiling.cancelled():
@@ -115,8 +124,8 @@ def test_whatever_happens_who_was_let_in_gets_an_answer(serve, attacks, load, un
 
         until(lambda: not load.reconcile(totals, httpx.get(f"{server.url}/metrics").text, attacks.sum_of, canaries=1))
         restarts = before.metric("vllm:engine_restarts_total")
-        assert restarts == disasters.killed.count("engine") > 0
-        assert sum(totals.finished.values()) > ENOUGH and totals.refused and totals.left and totals.failed
+        assert restarts == disasters.killed.count("engine")
+        assert has_seen_everything(totals, disasters)
         now = children(server)
         assert sorted(now.values()).count("engine") == 1 and len(now) <= 2, now
         assert all(is_gone(pid) for pid in disasters.pids - now.keys())

@@ -25,7 +25,7 @@ COMMAND = [sys.executable, "-m", "vserve.server.cli.main"]
 
 def run(*arguments: str, input: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], input=input, capture_output=True, text=True, timeout=120, env=os.environ | env
+        [*COMMAND, *arguments], input=input, capture_output=True, text=True, timeout=240, env=os.environ | env
     )
 
 
@@ -101,7 +101,7 @@ class Terminal:
 
     def expect(self, pattern: str) -> str:
         """Reads until the pattern has appeared; returns what came up to its end."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while (found := re.search(pattern, self.text)) is None:
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.text!r}"
             if select.select([self._fd], [], [], 1)[0]:
@@ -117,7 +117,7 @@ class Terminal:
 
     def close(self) -> int:
         try:
-            return self.process.wait(60)
+            return self.process.wait(240)
         finally:
             self.process.kill()
             os.close(self._fd)
@@ -131,7 +131,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(parrot: Any, tmp_path: Path
     terminal.expect(r"\[forever\] more more")
     terminal.type("\x03")
     terminal.expect("stopped, first after ")
-    assert parrot.left.wait(60)  # the server was told by the closed connection
+    assert parrot.left.wait(240)  # the server was told by the closed connection
     terminal.expect("> ")
     terminal.type("\x03")  # nothing to stop
     terminal.expect("Ctrl-D leaves")

@@ -18,8 +18,8 @@ def test_a_server_says_where_its_options_are_from(serve: Any, tmp_path: Path) ->
     path = tmp_path / "server.yaml"
     path.write_text("served-model-name: [one, two]\nmax_model_len: 512\nperformance-mode: latency\n")
     with serve("--config", str(path), env={"VSERVE_STRICT_PARAMS": "yes", "VSERVE_MAX_LOGPROBS": "7"}) as server:
-        settings = httpx.get(f"{server.url}/server_info", timeout=60).json()["settings"]
-        models = httpx.get(f"{server.url}/v1/models", timeout=60).json()
+        settings = httpx.get(f"{server.url}/server_info", timeout=240).json()["settings"]
+        models = httpx.get(f"{server.url}/v1/models", timeout=240).json()
     found = {
         name: settings[name] for name in ("max_model_len", "strict_params", "max_logprobs", "max_num_seqs", "port")
     }
@@ -46,12 +46,12 @@ def test_a_server_says_where_its_options_are_from(serve: Any, tmp_path: Path) ->
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str], message: str) -> None:
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and message in done.stderr and done.stdout == ""
 
 
 @pytest.mark.parametrize("command", ["--help", "serve --help", "completion zsh"])
 def test_a_reader_that_has_left_gets_no_traceback(command: str) -> None:
     script = f'sleep 2; exec "$@" {command}'  # when it writes, `:` has long ended
-    done = subprocess.run(["bash", "-c", f"({script}) | :", "-", *COMMAND], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", f"({script}) | :", "-", *COMMAND], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and done.stderr == ""

@@ -23,7 +23,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def ask(demo_server: Any) -> Any:
-    client = openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", timeout=120)
+    client = openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", timeout=240)
 
     def ask(messages: list[Any], **options: Any) -> Any:
         answer = client.chat.completions.create(model="demo", messages=messages, temperature=0, **options)

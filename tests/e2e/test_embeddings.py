@@ -82,7 +82,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, timeout=240) as client:
         yield client
 
 
@@ -146,7 +146,7 @@ def test_beside_running_generations(http: httpx.Client, states: Any) -> None:
     thread.start()
     inputs = [[5 + (i + j) % 200 for j in range(1 + 7 * i)] for i in range(20)]
     data = http.post("/v1/embeddings", json={"input": inputs}).json()["data"]
-    thread.join(60)
+    thread.join(240)
     assert beside == [alone]
     for one, token_ids in zip(data, inputs, strict=True):
         assert one["embedding"] == pytest.approx(unit(states(token_ids).mean(0)), abs=TOLERANCE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 
 import httpx
@@ -12,12 +11,6 @@ import pytest
 
 PROBES = ("health", "livez", "readyz", "ping")
 COMPLETION = {"model": "demo", "prompt": "go on", "temperature": 0, "ignore_eos": True}
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def answers(url: str) -> bool:
@@ -29,9 +22,8 @@ def answers(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_the_port_answers_while_the_model_loads(launch_server, until, is_gone):
-    port = free_port()
-    server = launch_server(port=port, env={"VSERVE_FAULT": "phase:memory:hang", "VSERVE_ALLOW_FAULTS": "1"})
+def test_the_port_answers_while_the_model_loads(launch_server, reserve_port, until, is_gone):
+    server = launch_server(port=reserve_port(), env={"VSERVE_FAULT": "phase:memory:hang", "VSERVE_ALLOW_FAULTS": "1"})
     try:
         until(lambda: answers(f"{server.url}/livez"))
         until(lambda: server.health()["phase"] == "memory")  # and there it stays
@@ -69,10 +61,12 @@ def watched(serve):
 def test_row_38_sigstop_engine(watched, until):
     answer = {}
     body = COMPLETION | {"max_tokens": 400}
-    expected = httpx.post(f"{watched.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    expected = httpx.post(f"{watched.url}/v1/completions", json=body, timeout=240).json()["choices"][0]["text"]
 
     def complete():
-        answer["text"] = httpx.post(f"{watched.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        answer["text"] = httpx.post(f"{watched.url}/v1/completions", json=body, timeout=240).json()["choices"][0][
+            "text"
+        ]
 
     pid = watched.engine_pid()
     os.kill(pid, signal.SIGSTOP)
@@ -84,11 +78,11 @@ def test_row_38_sigstop_engine(watched, until):
         for probe in PROBES:
             assert watched.health(probe)["status"] == "stalled"
         until(lambda: any("MainThread" in line or "Current thread" in line for line in watched.stderr))
-        assert any("stopped (SIGSTOP" in line for line in watched.stderr)
+        until(lambda: any("stopped (SIGSTOP" in line for line in watched.stderr))
     finally:
         os.kill(pid, signal.SIGCONT)
     until(lambda: watched.health() == {})
-    thread.join(60)
+    thread.join(240)
     assert answer["text"] == expected
     assert watched.engine_pid() == pid  # it was not restarted
 

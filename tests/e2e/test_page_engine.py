@@ -23,7 +23,7 @@ def load(url: str, streams: int) -> Iterator[None]:
     over = threading.Event()
 
     def work(number: int) -> None:
-        with httpx.Client(timeout=120) as client:
+        with httpx.Client(timeout=240) as client:
             turn = 0
             while not over.is_set():
                 turn += 1
@@ -112,7 +112,7 @@ def test_a_key_is_asked_for_and_an_open_page_does_not_hold_up_the_end(serve: Any
         page.get_by_role("tab", name="Engine").click()
         expect(page.get_by_role("region", name="Running", exact=True).locator(".value")).to_have_text("0")
         server.process.terminate()
-        assert server.wait(60) == 0, "well before the 300 s that requests would have had"
+        assert server.wait(240) == 0, "well before the 300 s that requests would have had"
         expect(page.locator("#engine-notice")).to_be_visible()
         page.complaints.clear()  # 401 and a refused connection
 
@@ -123,13 +123,13 @@ def watching(url: str) -> Iterator[None]:
     over = threading.Event()
 
     def read_events() -> None:
-        with httpx.stream("GET", f"{url}/ui/events", timeout=60) as stream:
+        with httpx.stream("GET", f"{url}/ui/events", timeout=240) as stream:
             for _ in stream.iter_raw():
                 if over.is_set():
                     return
 
     def read_metrics() -> None:
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=240) as client:
             while not over.wait(1.0):
                 client.get(f"{url}/metrics")
 
@@ -148,29 +148,32 @@ def test_watching_costs_less_than_five_percent(demo_server: Any) -> None:
     """Interleaved pairs of the same work, watched and not; as many as it takes to be sure, one way or the other.
 
     On a CPU the engine is what limits throughput: what counts is the processor time that the server needs for the
-    work, which says the same as the clock, also on a machine that others share.
+    work. What a page adds to it goes by the clock, ten messages and one look at /metrics a second, and so is set
+    against the clock: a machine that others share stretches the work, and with it what is watched of it.
     """
     url = demo_server.url
     clocks = [(~pid << 3) | 2 for pid in (demo_server.process.pid, demo_server.engine_pid())]  # clock_getcpuclockid(3)
 
-    def measure() -> float:
-        """Sixteen answers of one request: the same steps each time, however quick the client is."""
+    def measure() -> tuple[float, float]:
+        """Seconds of the processors, and of the clock, for sixteen answers of one request: the same steps each time,
+        however quick the client is."""
         body = {"prompt": [f"Number {i}:" for i in range(16)], "max_tokens": 96, "ignore_eos": True, "stream": True}
-        started = sum(map(time.clock_gettime, clocks))
+        started, spent = time.monotonic(), sum(map(time.clock_gettime, clocks))
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as stream:
             for _ in stream.iter_raw():
                 pass
-        return sum(map(time.clock_gettime, clocks)) - started
+        return sum(map(time.clock_gettime, clocks)) - spent, time.monotonic() - started
 
-    costs: list[float] = []  # log of the ratio of the times
-    began, limit = time.monotonic(), math.log(1.05)
+    costs: list[float] = []  # processor seconds that watching takes of each second
+    began, limit = time.monotonic(), 0.05
     measure()
-    while time.monotonic() < began + 200:
-        seconds = {}
+    while len(costs) < 10 or time.monotonic() < began + 200:
+        measured = {}
         for watched in (False, True) if len(costs) % 2 else (True, False):
             with watching(url) if watched else nullcontext():
-                seconds[watched] = measure()
-        costs.append(math.log(seconds[True] / seconds[False]))
+                measured[watched] = measure()
+        (busy, seconds), (alone, _) = measured[True], measured[False]
+        costs.append((busy - alone) / seconds)
         if len(costs) < 10:
             continue
         half_width = 1.8 * statistics.stdev(costs) / math.sqrt(len(costs))

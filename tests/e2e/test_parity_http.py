@@ -46,7 +46,7 @@ def mismatches(url: str, folder, prompts: list[list[int]]) -> list[str]:
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     body = dict(model="tiny", prompt=prompts, max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=TOP,
                 return_token_ids=True)  # fmt: skip
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=240)
     assert answer.status_code == 200, answer.text
     choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
     assert len(choices) == len(prompts)

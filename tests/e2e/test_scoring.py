@@ -21,7 +21,7 @@ def server(tiny_model: Any, live_server: Any) -> Iterator[tuple[httpx.Client, An
 
     folder = tiny_model("qwen3")
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with live_server(folder, max_num_batched_tokens=32) as url, httpx.Client(base_url=url, timeout=120) as client:
+    with live_server(folder, max_num_batched_tokens=32) as url, httpx.Client(base_url=url, timeout=240) as client:
         yield client, oracle
 
 

@@ -40,13 +40,13 @@ def demo(demo_server: Any) -> str:
 
 
 def chat(url: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": QUESTION, **body}, timeout=120)
+    answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": QUESTION, **body}, timeout=240)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def refusal(url: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": QUESTION, **body}, timeout=120)
+    answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": QUESTION, **body}, timeout=240)
     assert answer.status_code == 400, answer.text
     return answer.json()["error"]
 
@@ -60,7 +60,7 @@ def stream(url: str, **body: Any) -> tuple[list[str], list[str | None]]:
     num = body.get("n", 1)
     texts, reasons = [""] * num, [None] * num
     body = {"messages": QUESTION, "stream": True, **body}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=240) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if line.startswith("data: {"):
@@ -202,7 +202,7 @@ def test_many_at_once_with_and_without_grammars(random_server: str) -> None:
 def test_leaving_early_leaves_nothing_behind(random_server: str) -> None:
     body = {"messages": QUESTION, "stream": True, "max_tokens": 300, "structured_outputs": {"regex": "[a-f]{250}"}}
     for _ in range(5):
-        with httpx.stream("POST", f"{random_server}/v1/chat/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{random_server}/v1/chat/completions", json=body, timeout=240) as answer:
             next(answer.iter_lines())
     choice = chat(random_server, structured_outputs={"regex": "[a-f]{25}"}, max_tokens=60)["choices"][0]
     assert re.fullmatch("[a-f]{25}", choice["message"]["content"])
@@ -248,7 +248,7 @@ class Capital(BaseModel):
 
 
 def test_openai_parse(demo: str) -> None:
-    client = OpenAI(base_url=f"{demo}/v1", api_key="none", timeout=120)
+    client = OpenAI(base_url=f"{demo}/v1", api_key="none", timeout=240)
     answer = client.chat.completions.parse(
         model="demo", messages=QUESTION, response_format=Capital, max_tokens=200, temperature=0  # type: ignore[arg-type]
     )  # fmt: skip

@@ -20,7 +20,7 @@ def faults(*items: str) -> dict[str, str]:
 
 
 def post(server, body=BODY) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=240)
 
 
 def text(server) -> str:
@@ -48,14 +48,14 @@ class Background:
         self._threads = [threading.Thread(target=self._whole), threading.Thread(target=self._streamed)]
         for thread in self._threads:
             thread.start()
-        assert self.begun.wait(60)
+        assert self.begun.wait(120)
 
     def _whole(self) -> None:
         self.whole = post(self._server, LONG)
 
     def _streamed(self) -> None:
         url, self.events = f"{self._server.url}/v1/completions", []
-        with httpx.stream("POST", url, json=LONG | {"stream": True}, timeout=60) as response:
+        with httpx.stream("POST", url, json=LONG | {"stream": True}, timeout=240) as response:
             for line in response.iter_lines():
                 if line:
                     self.events.append(line.removeprefix("data: "))
@@ -80,7 +80,7 @@ def test_row_38_sigkill_engine(supervised, until, is_gone, canary, attacks, numb
     pid = supervised.engine_pid()
     running = Background(supervised)
     os.kill(pid, number)
-    running.join(10)  # at once, which a busy machine stretches
+    running.join(240)
     assert running.whole.status_code == 503 and int(running.whole.headers["retry-after"]) >= 1
     assert f"killed by signal {number.value}" in error(running.whole)["message"]
     assert f"killed by signal {number.value}" in json.loads(running.events[-2])["error"]["message"]
@@ -221,7 +221,7 @@ def test_row_46_kill_9_during_start_up(launch_server, until, is_gone, fault):
     until(lambda: server.engine_pids() and any(f"starting: {fault.split(':')[1]}" in line for line in server.stderr))
     pid = server.engine_pid()
     server.process.kill()
-    until(lambda: is_gone(pid), 10)
+    until(lambda: is_gone(pid))
 
 
 @pytest.mark.slow
@@ -250,8 +250,8 @@ def test_no_engine_outlives_its_server_even_in_a_step(start_server, until, is_go
     thread.start()
     until(lambda: "num_requests_running" in httpx.get(f"{server.url}/metrics").text)
     server.process.kill()
-    until(lambda: is_gone(pid), 10)
-    thread.join(60)
+    until(lambda: is_gone(pid))
+    thread.join(240)
 
 
 def test_faults_are_refused_unless_they_are_allowed(launch_server):

@@ -51,7 +51,7 @@ def url(live_server: Callable[..., Any], tiny_model: Callable[..., Path], tmp_pa
 
 def ask(url: str, **body: Any) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 250, **body}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -61,7 +61,7 @@ def stream(url: str, **body: Any) -> tuple[list[list[str]], str, str | None]:
     calls: list[list[str]] = []
     reasoning, reason = "", None
     body = {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 250, "stream": True, **body}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=240) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if line.startswith("data: {"):
@@ -165,7 +165,7 @@ def test_strict_tools_with_schemas_that_cannot_be_followed_are_refused(url: str)
     for strict, status in ((True, 400), (False, 200)):
         tool = {"type": "function", "function": {"name": "hard", "parameters": schema, "strict": strict}}
         body = {"messages": [{"role": "user", "content": "Go."}], "tools": [tool], "max_tokens": 5}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240)
         assert answer.status_code == status, answer.text
         if strict:
             assert answer.json()["error"]["param"] == "tools" and "uniqueItems" in answer.json()["error"]["message"]

@@ -72,7 +72,7 @@ def attributes(span: Any) -> dict[str, Any]:
 def chat(url: str, request_id: str, **more: Any) -> httpx.Response:
     headers = {"x-request-id": request_id, **more.pop("headers", {})}
     body = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], **more}
-    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_no_request_notices_a_lost_collector(serve: Any, collector_is: str) -> N
                 answers = list(pool.map(lambda i: chat(server.url, f"r{i}", max_tokens=3), range(40)))
             assert {answer.status_code for answer in answers} == {200}
             server.process.terminate()
-            assert server.wait(40) == 0
+            assert server.wait() == 0
 
 
 def test_missing_extra_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
