@@ -20,9 +20,9 @@ import torch
 
 TinyModel = Callable[..., Path]
 
-# The same inputs each time, so that a change is judged by what it changes. VSERVE_TEST_SEED=$RANDOM tries new ones.
-FRESH = "VSERVE_TEST_SEED" in os.environ
-SEED = os.environ.setdefault("VSERVE_TEST_SEED", "0")
+# The same inputs each time, so that a change is judged by what it changes. TEST_SEED=$RANDOM tries new ones.
+FRESH = "TEST_SEED" in os.environ
+SEED = os.environ.setdefault("TEST_SEED", "0")
 hypothesis.settings.register_profile(
     "vserve", derandomize=not FRESH, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )  # neither judges by the clock, which a busy machine stretches

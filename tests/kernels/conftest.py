@@ -56,8 +56,8 @@ def device() -> str:
 @pytest.fixture
 def rng() -> torch.Generator:
     """A CPU generator with a fresh seed; pytest shows the printed seed when the test fails."""
-    seed = int(os.environ.get("VSERVE_TEST_SEED") or random.SystemRandom().randrange(1 << 31))
-    print(f"VSERVE_TEST_SEED={seed} repeats this run")
+    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(1 << 31))
+    print(f"TEST_SEED={seed} repeats this run")
     return torch.Generator().manual_seed(seed)
 
 
