@@ -53,7 +53,8 @@ def test_rows_37_and_38_no_process_outlives_its_server(start_server, until, is_g
     """Nor a grammar that is being compiled at that moment, in a process of the compiler's own."""
     server = start_server("--shutdown-timeout", "1")
     compiler_of(server)
-    slow = {**HELLO, "structured_outputs": {"regex": "(a{1,1000}){1,1000}b"}}
+    bomb = "root ::= " + " ".join(f'("{i}")?' for i in range(12_000))  # which takes all the time that it is given
+    slow = {**HELLO, "structured_outputs": {"grammar": bomb}}
     thread = threading.Thread(target=ask_in_vain, args=(server, slow))
     thread.start()
     until(lambda: len(children(server.process.pid)) >= 3)  # the engine, the compiler, and its child at work

@@ -20,6 +20,7 @@ def server(serve):
         yield server
 
 
+@pytest.mark.slow
 def test_row_34_late_requests_end_and_give_back_what_they_held(server, attacks):
     invariants = attacks.Invariants(server)
     url = f"{server.url}/v1/completions"
@@ -65,10 +66,11 @@ def test_row_34_late_requests_end_and_give_back_what_they_held(server, attacks):
     invariants.check(server_errors=3)
 
 
+@pytest.mark.slow
 def test_row_34_the_queue_timeout_leaves_alone_what_has_begun(serve, attacks):
     """A prompt whose first token takes longer than the limit is not late: it runs."""
     with serve("--queue-timeout", "0.5", "--max-num-batched-tokens", "1", "--max-num-seqs", "1") as server:
-        body = {"model": "demo", "prompt": [[5 + i % 50 for i in range(1400)]], "max_tokens": 1}
+        body = {"model": "demo", "prompt": [[5 + i % 50 for i in range(700)]], "max_tokens": 1}
         started = time.monotonic()
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 1
