@@ -119,7 +119,11 @@ class Invariants:
         assert errors - self.server_errors <= server_errors
         self.server_errors = errors
         assert self._children() == self.children
-        assert self._memory() - self.memory < MAX_GROWTH
+        assert self.growth() < MAX_GROWTH
+
+    def growth(self) -> int:
+        """Bytes of resident memory."""
+        return self._memory() - self.memory
 
     def metric(self, name: str, label: str = "") -> float:
         """The sum over all series that have this label."""
