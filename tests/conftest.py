@@ -54,15 +54,24 @@ def _patient_and_cheap_clients() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_models() -> Any:
-    """The module tests/tiny_models.py: with --import-mode=importlib, tests cannot import a file beside them by name."""
-    name = "vserve_tiny_models"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("tiny_models.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+def load_module() -> Callable[[Path], Any]:
+    """The module in a file of tests/: with --import-mode=importlib, tests cannot import a file beside them by name."""
+
+    def load(file: Path) -> Any:
+        name = f"vserve_{file.stem}"
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, file)
+            assert spec is not None and spec.loader is not None
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        return sys.modules[name]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def tiny_models(load_module: Callable[[Path], Any]) -> Any:
+    return load_module(Path(__file__).with_name("tiny_models.py"))
 
 
 @pytest.fixture(scope="session")

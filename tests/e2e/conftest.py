@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import re
 import shutil
@@ -141,15 +140,8 @@ def guarded_server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="session")
-def attacks() -> Any:
-    """The module attacks.py: with --import-mode=importlib, tests cannot import a file beside them by name."""
-    name = "vserve_attacks"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("attacks.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+def attacks(load_module: Callable[[Path], Any]) -> Any:
+    return load_module(Path(__file__).with_name("attacks.py"))
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -90,12 +88,5 @@ def generate() -> Generate:
 
 
 @pytest.fixture(scope="session")
-def model_folder() -> Any:
-    """The module model_folder.py: with --import-mode=importlib, tests cannot import a file beside them by name."""
-    name = "vserve_model_folder"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("model_folder.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+def model_folder(load_module: Callable[[Path], Any]) -> Any:
+    return load_module(Path(__file__).with_name("model_folder.py"))
