@@ -14,8 +14,9 @@ from .layers.attention import AttentionBatch
 from .plan import StepPlan
 from .rows import RowTables, Upload
 
-# Lines of the header, the one small table that the host sends each step. B requests, S of them sampled.
-ROWS, QUERY_START, SAMPLE_INDEX, LAST_TOKEN, SAMPLED, SAMPLE_ROW = range(6)
+# Lines of the header, the one small table that the host sends each step. B requests, S of them sampled; WANTED are the
+# last tokens of those and of the ones that are pooled.
+ROWS, QUERY_START, SAMPLE_INDEX, WANTED, SAMPLED, SAMPLE_ROW = range(6)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class BatchBuilder:
         device = self.tables.device
         header = torch.empty(6, header_width(shape.rows), dtype=torch.int32, pin_memory=device.type == "cuda")
         lines = header.numpy()
-        decodes, sampled = plan.num_decodes, plan.sampled
+        decodes, num_sampled = plan.num_decodes, len(plan.sampled)
         first, last = shape.decode_rows, shape.decode_rows + len(plan.rows) - decodes  # the rows with longer queries
         lines[ROWS] = self.tables.dummy_row
         lines[ROWS, :decodes] = plan.rows[:decodes]
@@ -84,12 +85,13 @@ class BatchBuilder:
         query_start[last + 1 :] = query_start[last]
         lines[SAMPLE_INDEX:] = 0
         lines[SAMPLE_INDEX] = -1
-        at = np.array(sampled, dtype=np.int32)
+        at = np.array(plan.sampled + plan.pooled, dtype=np.int32)
         at[at >= decodes] += first - decodes
-        lines[SAMPLE_INDEX, at] = np.arange(len(at), dtype=np.int32)
-        lines[SAMPLED, : len(at)] = at
-        lines[LAST_TOKEN, : len(at)] = query_start[at + 1] - 1
-        lines[SAMPLE_ROW, : len(at)] = lines[ROWS, at]
+        lines[WANTED, : len(at)] = query_start[at + 1] - 1
+        at = at[:num_sampled]
+        lines[SAMPLE_INDEX, at] = np.arange(num_sampled, dtype=np.int32)
+        lines[SAMPLED, :num_sampled] = at
+        lines[SAMPLE_ROW, :num_sampled] = lines[ROWS, at]
         return header
 
     def write_rows(self, plan: StepPlan) -> None:

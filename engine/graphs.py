@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .batch import Batch, BatchBuilder, Shape, header_width
+from .batch import WANTED, Batch, BatchBuilder, Shape, header_width
 from .config import FEW_DECODES, LARGEST_CHUNK
 from .plan import StepPlan
 
 MIXED_DECODE_ROWS = (0, 8, 32, 64, 128, 256, 512)
 MIXED_PREFILL_ROWS = 16
-# Steps of many tokens, for long queues: coarser, since there the host's time matters less.
+# Steps of many tokens, for long queues: coarser, since there the host's time matters less. Steps of more than these, of
+# prompts only, are launched kernel by kernel: the GPU is so long at it that padding would cost more.
 LARGE_DECODE_ROWS = (0, 64, 256, 512)
 LARGE_PREFILL_ROWS = 64
 LARGE_PADDING = 1.1  # of their tokens; with more, launching kernel by kernel is faster
@@ -30,7 +31,7 @@ class StepGraph:
     graph: torch.cuda.CUDAGraph
     header: Tensor  # int32 [6, width], static: filled before each replay
     batch: Batch  # static tensors that the replay fills
-    hidden: Tensor  # [tokens, hidden], static
+    hidden: Tensor  # [rows, hidden], static: of the tokens that the header wants
 
 
 def decode_sizes(largest: int) -> list[int]:
@@ -45,7 +46,7 @@ class StepGraphs:
     def __init__(
         self,
         builder: BatchBuilder,
-        forward: Callable[[Batch], Tensor],
+        forward: Callable[[Batch, Tensor], Tensor],
         max_decodes: int,
         max_mixed_tokens: int,
         max_tokens: int,
@@ -61,7 +62,7 @@ class StepGraphs:
             sizes = [n for n in (128, 256, 512, 768) if n < max_mixed_tokens]
             self.mixed_tokens = [*sizes, max_mixed_tokens, max_mixed_tokens + FEW_DECODES]
             size = 2 * max_mixed_tokens
-            while size <= max_tokens:
+            while size <= min(max_tokens, LARGEST_CHUNK * max_mixed_tokens):
                 self.large_tokens.append(size)
                 size *= 2
         self._graphs: dict[Shape, StepGraph] = {}
@@ -74,8 +75,7 @@ class StepGraphs:
             rows = [n for n in self.mixed_decodes if n < tokens and (n <= FEW_DECODES or not few)]
             found += [Shape(n, MIXED_PREFILL_ROWS, tokens, tokens) for n in rows]
         for tokens in self.large_tokens:
-            alone = tokens > LARGEST_CHUNK * self.mixed_tokens[-2]  # the scheduler makes such steps of prompts only
-            rows = self.large_decodes[:1] if alone else [n for n in self.large_decodes if n < tokens]
+            rows = [n for n in self.large_decodes if n < tokens]
             found += [Shape(n, LARGE_PREFILL_ROWS, tokens, tokens) for n in rows]
         return sorted(found, key=lambda shape: -shape.tokens)
 
@@ -117,7 +117,7 @@ class StepGraphs:
 
     def _run(self, header: Tensor, shape: Shape) -> tuple[Batch, Tensor]:
         batch = self.builder.gather(header, shape)
-        return batch, self.forward(batch)
+        return batch, self.forward(batch, header[WANTED, : shape.rows])
 
 
 def _at_least(sizes: list[int], wanted: int) -> int | None:

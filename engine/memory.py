@@ -117,7 +117,7 @@ def _graph_bytes(runner: ModelRunner, shapes: Sequence[Shape], token_bytes: int,
     if not shapes:
         return 0
     hidden = runner.model.config.hidden_size * dtype.itemsize
-    kept = sum(shape.tokens * hidden + GRAPH_NODE_BYTES for shape in shapes)
+    kept = sum(shape.rows * hidden + GRAPH_NODE_BYTES for shape in shapes)
     return kept + max(shape.tokens for shape in shapes) * token_bytes
 
 

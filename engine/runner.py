@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ..kernels.attention import DecodeWorkspace
-from .batch import LAST_TOKEN, Batch, BatchBuilder, SampleBatch, Shape
+from .batch import WANTED, Batch, BatchBuilder, SampleBatch, Shape
 from .graphs import StepGraphs
 from .layers.attention import KVSpec
 from .mask import TokenMask
@@ -118,7 +118,10 @@ class ModelRunner:
         started, event = time.perf_counter(), self._record()
         builder = self.builder
         builder.write_rows(plan)
-        graph = self.graphs.find(plan) if self.graphs is not None else None
+        num_sampled, num_wanted = len(plan.sampled), len(plan.sampled) + len(plan.pooled)
+        wants_all = bool(plan.scored) or self.pooler.needs_all(plan)
+        graph = self.graphs.find(plan) if self.graphs is not None and not wants_all else None
+        every: Tensor | None = None  # the hidden states of all tokens
         if graph is not None:
             shape = graph.shape
             host = builder.header(plan, shape)
@@ -130,14 +133,17 @@ class ModelRunner:
             host = builder.header(plan, shape)
             header = host.to(self.device, non_blocking=True)
             batch = builder.gather(header, shape)
-            hidden = self.forward(batch)
-            self.num_graph_misses += self.graphs is not None and self.graphs.expects(plan)
-        scores = self.scorer(plan, hidden) if plan.scored else None
-        pooled = self.pooler(plan, hidden) if plan.pooled else None
-        # Logits only where a token is sampled.
-        hidden = hidden.index_select(0, header[LAST_TOKEN, : len(plan.sampled)])
+            wanted = header[WANTED, : max(1, num_wanted)]  # at least one, or kernels would meet products of no row
+            if wants_all:
+                every = self.forward(batch, None)
+                hidden = every.index_select(0, wanted)
+            else:
+                hidden = self.forward(batch, wanted)
+                self.num_graph_misses += self.graphs is not None and self.graphs.expects(plan)
+        scores = self.scorer(plan, every) if every is not None and plan.scored else None
+        pooled = self.pooler(plan, hidden[num_sampled:num_wanted], every) if plan.pooled else None
         samples = builder.samples(plan, header, host, batch)
-        self._launched = Launched(header, shape.rows, samples, hidden, scores, pooled, started, event)
+        self._launched = Launched(header, shape.rows, samples, hidden[:num_sampled], scores, pooled, started, event)
 
     @torch.inference_mode()
     def sample(self, mask: TokenMask | None = None) -> Pending:
@@ -166,8 +172,9 @@ class ModelRunner:
             copied.record(self.copy_stream)
         return Pending(plan, host, samples, scores, pooled, step.started, (step.event, end, copied), outputs)
 
-    def forward(self, batch: Batch) -> Tensor:
-        return self.model(batch.input_ids, batch.positions, batch.attention)
+    def forward(self, batch: Batch, wanted: Tensor | None) -> Tensor:
+        """Hidden states of the wanted tokens, or of all."""
+        return self.model(batch.input_ids, batch.positions, batch.attention, wanted=wanted)
 
     def _record(self) -> torch.cuda.Event | None:
         if self.copy_stream is None:

@@ -72,9 +72,10 @@ class AttentionBlock(nn.Module):
             found |= {f"{prefix}.q_norm": (q_norm, ""), f"{prefix}.k_norm": (k_norm, "")}
         return found
 
-    def forward(self, x: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None) -> Tensor:
         query, key, value = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
-        return self.output(self.attention(query, key, value, positions, batch))
+        attended = self.attention(query, key, value, positions, batch)
+        return self.output(attended if wanted is None else attended.index_select(0, wanted))
 
 
 class MLP(nn.Module):
@@ -117,10 +118,18 @@ class DecoderLayer(nn.Module):
         }
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: AttentionBatch
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        batch: AttentionBatch,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """`wanted` int32 [N]: only these tokens go on, once the keys and values of all are in the cache."""
         x, residual = self.attention_norm(x, residual)
-        x = self.attention(x, positions, batch)
+        x = self.attention(x, positions, batch, wanted)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted)
         x, residual = self.mlp_norm(x, residual)
         return self.mlp(x), residual
 
@@ -151,17 +160,26 @@ class CausalLM(nn.Module):
         return DecoderLayer(self.make_attention(layer), MLP(self.config, self.place), self.config, self.place)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, embeddings: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        embeddings: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """input_ids and positions int32 [T] → hidden states [T, hidden] after the final norm.
 
         `embeddings` [T, hidden] take the place of the ids' own (images, audio); they are left unchanged.
+        With `wanted`, int32 [N], the result is [N, hidden]: of these tokens, in this order. Of a prompt only the last
+        token is, and the last layer, which has to do no more for the others than to cache them, saves most of its work.
         """
         # The residual stream is updated in place from here on, so the caller's embeddings are copied.
         x = self.embedding(input_ids) if embeddings is None else embeddings.clone()
         residual: Tensor | None = None
-        for layer in self._layers:
+        *layers, last = self._layers
+        for layer in layers:
             x, residual = layer(x, residual, positions, batch)
+        x, residual = last(x, residual, positions, batch, wanted)
         return self.norm(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -167,9 +167,9 @@ def test_nan_fails_only_its_own_request(engine, monkeypatch):
 
     real = CausalLM.forward
 
-    def poisoned(self, input_ids, positions, batch, embeddings=None):
-        hidden = real(self, input_ids, positions, batch, embeddings)
-        hidden[input_ids == 299] = float("nan")
+    def poisoned(self, input_ids, positions, batch, embeddings=None, wanted=None):
+        hidden = real(self, input_ids, positions, batch, embeddings, wanted)
+        hidden[(input_ids if wanted is None else input_ids[wanted]) == 299] = float("nan")
         return hidden
 
     monkeypatch.setattr(CausalLM, "forward", poisoned)

@@ -133,8 +133,10 @@ class Steps:
         states = [100.0 * r + p for r, b, n in zip(requests, begins, counts, strict=True) for p in range(b, b + n)]
         hidden = torch.tensor([*states, 9e9], dtype=self.dtype)[:, None].repeat(1, 8)  # with a row of padding
         plan = StepPlan(0, numbers, counts, begins, [], 0, [], [[]], [], list(range(len(rows))))
-        found = self.pooler(plan, hidden)
-        hidden.fill_(float("nan"))  # a CUDA graph's buffer: the next step overwrites it
+        last = hidden[torch.tensor(counts).cumsum(0) - 1]
+        found = self.pooler(plan, last, hidden if self.pooler.needs_all(plan) else None)
+        for buffer in (last, hidden):
+            buffer.fill_(float("nan"))  # a CUDA graph's buffer: the next step overwrites it
         return [None if e is None else float(vector(e)[0]) for e in found.embeddings(found.vectors)]
 
 

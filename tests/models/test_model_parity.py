@@ -85,9 +85,12 @@ class PagedRunner:
 
     @torch.inference_mode()
     def step(
-        self, plan: list[Any], decode_query_len: int = 1, embeddings: bool = False
+        self, plan: list[Any], decode_query_len: int = 1, embeddings: bool = False, last_only: bool = False
     ) -> list[tuple[int, int, Tensor]]:
-        """plan: [(sequence, tokens) …, "|", (sequence, tokens) …] → (sequence, first position, logits [tokens, V])."""
+        """plan: [(sequence, tokens) …, "|", (sequence, tokens) …] → (sequence, first position, logits [tokens, V]).
+
+        With last_only, of each sequence's last token in this step.
+        """
         num_decodes = plan.index("|")
         work = [item for item in plan if item != "|"]
         ids, positions, slots, lens, starts = [], [], [], [], [0]
@@ -113,9 +116,14 @@ class PagedRunner:
         given = self.model.embedding(tokens) if embeddings else None
         before = None if given is None else given.clone()
         inputs = torch.zeros_like(tokens) if embeddings else tokens
-        hidden = self.model(inputs, torch.cat(positions).int(), batch, given)
+        wanted = torch.tensor(starts[1:], dtype=torch.int32) - 1 if last_only else None
+        hidden = self.model(inputs, torch.cat(positions).int(), batch, given, wanted)
         assert given is None or torch.equal(given, before), "the caller's embeddings were overwritten"
         logits = self.model.logits(hidden)
+        if last_only:
+            for which, count in work:
+                self.computed[which] += count
+            return [(which, self.computed[which] - 1, row[None]) for (which, _), row in zip(work, logits, strict=True)]
         results = []
         for (which, count), start in zip(work, starts, strict=False):
             results.append((which, self.computed[which], logits[start : start + count]))
@@ -184,6 +192,18 @@ def test_several_tokens_a_decode(tiny_model: Callable[..., Path], family: str) -
     for _ in range(3):
         for which, first, logits in runner.step([(0, 3), (1, 3), "|", (2, 7)], decode_query_len=3):
             assert difference([logits], [expected[which][first : first + len(logits)]]) < 2e-4
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_only_wanted_tokens_leave_the_last_layer(tiny_model: Callable[..., Path], family: str) -> None:
+    """And what the others leave in the cache is right: the tokens after them see it."""
+    folder = make(tiny_model, family)
+    runner, compared = PagedRunner(load(folder), sequences()), 0
+    for plan in [["|", (1, 9), (0, 12)], [(0, 1), "|", (1, 7)], [(1, 1), (0, 1), "|"]]:
+        for which, position, logits in runner.step(plan, last_only=True):
+            assert difference([logits], [oracle(folder)[which][position : position + 1]]) < 2e-4
+            compared += 1
+    assert compared == 6
 
 
 def test_embeddings_in_place_of_ids(tiny_model: Callable[..., Path]) -> None:
