@@ -19,6 +19,7 @@ PACKAGES = (
 )  # fmt: skip
 _VARIABLES = ("VSERVE_", "CUDA_", "NVIDIA_", "NCCL_", "TRITON_", "TORCH_", "PYTORCH_", "HF_", "OMP_", "MKL_", "OTEL_")
 _OTHER_VARIABLES = ("CC", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
+LONGEST = 200  # characters of a value: some images carry a page of requirements in a variable
 _SECRET = re.compile("KEY|TOKEN|PASSWORD|SECRET|HEADERS")
 
 
@@ -34,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     for title, facts in found.items():
         print(f"{title}:")
         for name, value in facts.items():
-            print(f"  {name:<24}{value}")
+            text = str(value)
+            print(f"  {name:<23} {text if len(text) <= LONGEST else text[:LONGEST] + ' … (--json has it all)'}")
     return 0
 
 

@@ -133,8 +133,11 @@ def test_environment_report(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["environment"]["VSERVE_PORT"] == "8123"
     assert found["packages"]["torch"].startswith("2.") and found["torch"]["version"] == found["packages"]["torch"]
     monkeypatch.setattr(machine, "probe_torch", lambda: ON_CARD)
+    monkeypatch.setenv("NVIDIA_DRIVER_CAPABILITIES", "compute," * 100)
     collect_env.run(collect_env.argparse.Namespace(json=False))
-    assert "H200 (9.0)" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "H200 (9.0)" in text
+    assert "NVIDIA_DRIVER_CAPABILITIES compute,compute" in text and max(map(len, text.splitlines())) < 260
 
 
 def complete_in_bash(script: str, *words: str) -> list[str]:
