@@ -100,8 +100,11 @@ class BatchBuilder:
         if writes := self.tables.stage(plan, upload):
             self.tables.apply(writes, upload.send(self.tables.device))
 
-    def gather(self, header: Tensor, shape: Shape) -> Batch:
-        """Builds the inputs from a header on the device. Sizes depend on the shape only, so it can be captured."""
+    def gather(self, header: Tensor, shape: Shape, beside: bool) -> Batch:
+        """Builds the inputs from a header on the device. Sizes depend on the shape only, so it can be captured.
+
+        `beside`: decode and prefill attention may run at the same time, which they do in a CUDA graph.
+        """
         tables, device = self.tables, self.tables.device
         rows, query_start = header[ROWS, : shape.rows], header[QUERY_START, : shape.rows + 1]
         input_ids = torch.empty(shape.tokens, dtype=torch.int32, device=device)
@@ -114,7 +117,7 @@ class BatchBuilder:
             build_slots(table, rows, query_start, positions, slots[-1], self.page_size)
         attention = AttentionBatch(
             shape.decode_rows, 1, shape.max_query_len, rows, seq_lens, query_start, slots, tables.block_tables,
-            self.workspace,
+            self.workspace, beside and shape.decode_rows > 0 and shape.prefill_rows > 0,
         )  # fmt: skip
         return Batch(input_ids, positions, attention)
 

@@ -116,7 +116,7 @@ class StepGraphs:
             self._graphs[shape] = StepGraph(shape, graph, header, batch, hidden)
 
     def _run(self, header: Tensor, shape: Shape) -> tuple[Batch, Tensor]:
-        batch = self.builder.gather(header, shape)
+        batch = self.builder.gather(header, shape, beside=True)
         return batch, self.forward(batch, header[WANTED, : shape.rows])
 
 

@@ -132,7 +132,8 @@ class ModelRunner:
             shape = Shape.of(plan)
             host = builder.header(plan, shape)
             header = host.to(self.device, non_blocking=True)
-            batch = builder.gather(header, shape)
+            # Dummy steps compile what graphs will launch.
+            batch = builder.gather(header, shape, beside=plan.step < 0)
             wanted = header[WANTED, : max(1, num_wanted)]  # at least one, or kernels would meet products of no row
             if wants_all:
                 every = self.forward(batch, None)

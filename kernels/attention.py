@@ -1,7 +1,8 @@
 """Attention over the paged KV cache: the two public functions and their plain-torch twins.
 
 Both read keys and values from the cache only; `rope_write_kv` has put the step's own tokens there before. CUDA tensors
-go to the Triton kernels (attention_decode.py, attention_prefill.py), others to the twins below, the CPU path.
+go to the Triton kernels (attention_decode.py, attention_prefill.py) or, for most prompts on a Hopper GPU, to that of
+attention_prefill_hopper.py, others to the twins below, the CPU path.
 """
 
 import torch
@@ -9,9 +10,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_decode import DecodeWorkspace, decode_attention_triton
 from .attention_prefill import prefill_attention_triton
+from .attention_prefill_hopper import prefill_attention_hopper, supports
+from .prefill_work import PrefillWork
 
 __all__ = [
     "DecodeWorkspace",
+    "PrefillWork",
     "decode_attention",
     "decode_attention_torch",
     "prefill_attention",
@@ -78,17 +82,23 @@ def prefill_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    work: PrefillWork | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch: prompts, or chunks of them.
 
     query [T, H, D]; request b owns query[query_start[b]:query_start[b + 1]] (int32 [B + 1], non-decreasing), the last
-    tokens of its context of seq_lens[b]. max_query_len: the longest of these ranges, or any bound above it. The rest is
-    as in `decode_attention`.
+    tokens of its context of seq_lens[b]. max_query_len: the longest of these ranges, or any bound above it. work: made
+    of the same rows, seq_lens and query_start, so that the layers of a step share it. The rest is as in
+    `decode_attention`.
     Tokens outside all ranges (padding behind, decodes before) are neither read nor written: their rows of the result
     keep what `out` held, and are undefined without `out`.
     Returns out, or a new tensor, [T, H, Dv].
     """
+    if supports(query, key_cache, value_cache, window, soft_cap, sinks, out):
+        return prefill_attention_hopper(
+            query, key_cache, value_cache, block_table, rows, seq_lens, query_start, scale=scale, work=work, out=out
+        )
     if query.is_cuda:
         return prefill_attention_triton(
             query, key_cache, value_cache, block_table, rows, seq_lens, query_start, max_query_len=max_query_len,

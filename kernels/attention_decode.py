@@ -62,19 +62,20 @@ def _decode_kernel(
     KEY_SIZE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SAME_STRIDES: tl.constexpr,
     SPLIT: tl.constexpr, ROW_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()  # before the surplus splits exit as well
     # KV heads are the fastest axis: the programs that run together read whole pages, not every eighth row. Splits are
     # the slowest, so the surplus ones of short requests exit in the shadow of real work.
     kv_head = tl.program_id(0) // ROW_BLOCKS
     request = tl.program_id(1)
     split = tl.program_id(2)
 
+    # Lengths and tables are those of the whole step: no kernel near this one writes them (pdl.py has the rule).
     table_row = tl.load(rows_ptr + request)  # in flight together with the length
     seq_len = tl.load(seq_lens_ptr + request)
+    table_row_ptr = table_ptr + table_row.to(tl.int64) * stride_table
     first_key, num_keys = _visible_keys(seq_len, QUERY_LEN, WINDOW)
     start_key = first_key
     end_key = seq_len
@@ -82,6 +83,12 @@ def _decode_kernel(
         split_size = _split_size(num_keys, tl.num_programs(2), min_split_tokens, BLOCK_N)
         start_key = first_key + split * split_size
         end_key = tl.minimum(start_key + split_size, seq_len)
+    lane = tl.arange(0, BLOCK_N)
+    last_key = tl.maximum(end_key - 1, 0)
+    next_block = tl.load(table_row_ptr + tl.minimum(start_key + lane, last_key).to(tl.uint32) // PAGE)
+    if PDL and WAIT:
+        gdc_wait()  # before the surplus splits exit as well
+    if SPLIT:  # noqa: SIM102 (a constant)
         # Split 0 always runs: a padding row (seq_len 0) must write zeros.
         if (split > 0) & (start_key >= seq_len):
             return
@@ -113,15 +120,11 @@ def _decode_kernel(
     lane_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
 
-    table_row_ptr = table_ptr + table_row.to(tl.int64) * stride_table
     key_ptr += kv_head.to(tl.int64) * stride_key_head
     value_ptr += kv_head.to(tl.int64) * stride_value_head
     # One loop with masks rather than a bare one and an edge tile: the masks touch 16 rows and hide behind the loads,
     # whereas a second loop would drain the load pipeline once more. Lanes past the end re-read the last key, so memory
     # that was never written (NaN, perhaps) is never read.
-    lane = tl.arange(0, BLOCK_N)
-    last_key = tl.maximum(end_key - 1, 0)
-    next_block = tl.load(table_row_ptr + tl.minimum(start_key + lane, last_key).to(tl.uint32) // PAGE)
     for tile_start in tl.range(start_key, end_key, BLOCK_N):
         key_position = tile_start + lane
         slot = tl.minimum(key_position, last_key).to(tl.uint32) % PAGE
@@ -318,13 +321,17 @@ def decode_attention_triton(
     sinks: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     out: torch.Tensor | None = None,
+    beside: bool = False,
     block_n: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
     num_splits: int | None = None,
     min_split_tokens: int | None = None,
 ) -> torch.Tensor:
-    """`decode_attention` (see attention.py) on Triton; the arguments after `out` override the tile and the splits."""
+    """`decode_attention` (see attention.py) on Triton; the arguments after `beside` override the tile and the splits.
+
+    beside: begins when the programs of the kernel before it have, without waiting for their end (attention_beside.py).
+    """
     num_tokens, num_heads, key_size = query.shape
     _, page, num_kv_heads, value_size = value_cache.shape
     num_requests = rows.shape[0]
@@ -366,7 +373,7 @@ def decode_attention_triton(
         WINDOW=window, SOFT_CAP=float(soft_cap), HAS_SINKS=sinks is not None,
         SAME_STRIDES=key_cache.stride() == value_cache.stride(),
         SPLIT=num_splits > 1, ROW_BLOCKS=row_blocks, BLOCK_M=block_m, BLOCK_N=block_n,
-        num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages, **pdl_options(query, num_tokens),
+        num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages, WAIT=not beside, **pdl_options(query),
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(num_requests * query_len, num_heads, triton.cdiv(value_size, MERGE_COLUMNS))](
@@ -374,6 +381,6 @@ def decode_attention_triton(
             min_split_tokens, num_splits, *out.stride()[:2],
             NUM_HEADS=num_heads, QUERY_LEN=query_len, VALUE_SIZE=value_size, COLUMNS=MERGE_COLUMNS,
             WINDOW=window, BLOCK_N=block_n, SPLITS_PAD=triton.next_power_of_2(num_splits), num_warps=1,
-            **pdl_options(query, num_tokens),
+            **pdl_options(query),
         )  # fmt: skip
     return out

@@ -6,7 +6,8 @@ read: it returns once the kernel before has completed. What is saved is the laun
 a microsecond or two of a kernel that may itself run for no longer. Every program must call gdc_wait() before it ends,
 however early: the kernel after next knows only that this kernel has completed, and infers that all before it have.
 
-Only what no kernel writes (weights) may be read before gdc_wait().
+Only what no kernel writes (weights), or what was written before some kernel that was launched plainly (the lengths and
+block tables of a step, which precede the embedding), may be read before gdc_wait().
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ def pdl_available(device: torch.device) -> bool:
 MAX_ROWS = 16
 
 
-def pdl_options(tensor: torch.Tensor, rows: int) -> dict[str, Any]:
+def pdl_options(tensor: torch.Tensor, rows: int = 1) -> dict[str, Any]:
     """What a launch on tensor's device passes on: the kernel's constexpr PDL, and Triton's launch attribute.
 
-    `rows`: tokens or requests that the kernel works on.
+    `rows`: tokens or requests that the kernel works on; left out where it pays for any number, as between the rotation
+    and decode attention, which has lengths and tables to read before it needs what was rotated.
     """
     # The attribute goes along only where it is known: Triton's interpreter and other backends refuse it.
     if rows <= MAX_ROWS and pdl_available(tensor.device):

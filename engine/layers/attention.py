@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from ...kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
+from ...kernels.attention import DecodeWorkspace, PrefillWork, decode_attention, prefill_attention
+from ...kernels.attention_beside import MIN_DECODES, attend_beside
+from ...kernels.attention_prefill_hopper import supports
 from ...kernels.rope_kv import rope_write_kv
 from ..model_config import KVSpec
 from .norm import RMSNorm
@@ -32,6 +34,7 @@ class AttentionBatch:
     ]  # per KV group, int32 [T]: where a token's key goes (block · page + offset), -1 = nowhere (padding)
     block_tables: list[Tensor]  # per KV group, int32 [num_rows, max_blocks]
     workspace: DecodeWorkspace | None = None
+    beside: bool = False  # decodes and prompts, both there, at the same time where that pays: for CUDA graphs
     # Views made once here rather than once a layer.
     num_decode_tokens: int = field(init=False)
     decode_rows: Tensor = field(init=False)
@@ -39,6 +42,7 @@ class AttentionBatch:
     prefill_rows: Tensor = field(init=False)
     prefill_seq_lens: Tensor = field(init=False)
     prefill_query_start: Tensor = field(init=False)
+    prefill_work: PrefillWork = field(init=False)
 
     def __post_init__(self) -> None:
         n = self.num_decodes
@@ -46,6 +50,7 @@ class AttentionBatch:
         self.decode_rows, self.decode_seq_lens = self.rows[:n], self.seq_lens[:n]
         self.prefill_rows, self.prefill_seq_lens = self.rows[n:], self.seq_lens[n:]
         self.prefill_query_start = self.query_start[n:]
+        self.prefill_work = PrefillWork(self.prefill_rows, self.prefill_seq_lens, self.prefill_query_start)
 
 
 class Attention(nn.Module):
@@ -111,6 +116,28 @@ class Attention(nn.Module):
         )
         out = query.new_empty(num_tokens, self.num_heads, spec.value_dim)
         decodes = batch.num_decode_tokens
+        if (
+            batch.beside
+            and batch.num_decodes >= MIN_DECODES
+            and supports(query, self.key_cache, self.value_cache, self.window, self.soft_cap, self.sinks, out)
+        ):
+            attend_beside(
+                query,
+                self.key_cache,
+                self.value_cache,
+                table,
+                batch.decode_rows,
+                batch.decode_seq_lens,
+                batch.prefill_rows,
+                batch.prefill_seq_lens,
+                batch.prefill_query_start,
+                query_len=batch.decode_query_len,
+                scale=self.scale,
+                workspace=batch.workspace,
+                work=batch.prefill_work,
+                out=out,
+            )
+            return out.view(num_tokens, -1)
         if decodes:
             decode_attention(
                 query[:decodes],
@@ -141,6 +168,7 @@ class Attention(nn.Module):
                 window=self.window,
                 soft_cap=self.soft_cap,
                 sinks=self.sinks,
+                work=batch.prefill_work,
                 out=out,
             )
         return out.view(num_tokens, -1)

@@ -16,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vserve.kernels.attention_decode import DecodeWorkspace, choose_splits, decode_attention_triton, decode_tile
 from vserve.kernels.attention_prefill import prefill_attention_triton, prefill_tile
+from vserve.kernels.attention_prefill_hopper import prefill_attention_hopper
+from vserve.kernels.prefill_work import PrefillWork
 
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16
 SCALE = SIZE**-0.5
@@ -23,7 +25,8 @@ DTYPE = torch.bfloat16
 LAYERS = 8
 
 DECODE_SHAPES = [(1, 8192), (1, 32768), (1, 256), (64, 1024), (64, 4096), (256, 1024), (256, 256)]  # requests, context
-PREFILL_SHAPES = [(1, 8192, 8192), (8, 1024, 1024), (1, 2048, 8192)]  # requests, query tokens, context
+# requests, query tokens, context
+PREFILL_SHAPES = [(1, 8192, 8192), (8, 1024, 1024), (1, 2048, 8192), (1, 960, 960), (1, 960, 7680)]
 
 DECODE_SWEEP = {
     "block_n": [32, 64],
@@ -51,7 +54,7 @@ def microseconds(call: Callable[[], object]) -> float:
     return triton.testing.do_bench(call, warmup=20, rep=100, return_mode="median") * 1e3
 
 
-def settings(sweep: dict[str, list[int]]) -> Iterator[dict[str, int]]:
+def settings(sweep: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
     for values in itertools.product(*sweep.values()):
         yield dict(zip(sweep, values, strict=True))
 
@@ -111,22 +114,29 @@ def bench_decode(requests: int, context: int, sweep: bool, max_context: int) -> 
 
 
 def prefill_run(requests: int, query_len: int, context: int) -> Callable[..., float]:
-    """A function that times the kernel on such a batch, with whatever options of its launcher."""
+    """A function that times a kernel on such a batch, with whatever options of its launcher.
+
+    The work table of the kernel for Hopper GPUs is made beforehand, as it is for all layers but the first.
+    """
     keys, values, table = paged_batch(requests, context, 1)
     query = torch.randn(requests * query_len, HEADS, SIZE, dtype=DTYPE, device="cuda")
     rows = torch.arange(requests, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
     start = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * query_len
     out = torch.empty_like(query)
+    work = PrefillWork(rows, lengths, start)
 
-    def run(**options: Any) -> float:
+    def run(kernel: Callable[..., object] = prefill_attention_triton, **options: Any) -> float:
+        if kernel is prefill_attention_triton:
+            options["max_query_len"] = query_len
+        else:
+            options["work"] = work
+
         def call() -> None:
-            prefill_attention_triton(
-                query, keys[0], values[0], table, rows, lengths, start, max_query_len=query_len, scale=SCALE, out=out,
-                **options,
-            )  # fmt: skip
+            for _ in range(LAYERS):
+                kernel(query, keys[0], values[0], table, rows, lengths, start, scale=SCALE, out=out, **options)
 
-        return microseconds(call)
+        return graph_microseconds(call, LAYERS)
 
     return run
 
@@ -135,12 +145,15 @@ def bench_prefill(requests: int, query_len: int, context: int, sweep: bool) -> N
     pairs = query_len * (context - query_len) + query_len * (query_len + 1) // 2
     flops = 4 * requests * HEADS * SIZE * pairs
     run = prefill_run(requests, query_len, context)
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
 
     def show(label: str, time: float) -> None:
         shape = f"{requests:4d} x {query_len:5d} of {context:5d}"
         print(f"prefill {shape}  {time:8.1f} us  {flops / time / 1e6:6.0f} TFLOP/s  {label}")
 
     show(str(prefill_tile(DTYPE, SIZE, query_len * HEADS // KV_HEADS)), run())
+    if on_hopper:
+        show("warp-specialised", run(prefill_attention_hopper))
     if query_len == context:
         q, k, v = (torch.randn(requests, HEADS, context, SIZE, dtype=DTYPE, device="cuda") for _ in range(3))
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
@@ -152,7 +165,7 @@ def bench_prefill(requests: int, query_len: int, context: int, sweep: bool) -> N
             show(str(options), time)
 
 
-def attempt(run: Callable[..., float], **options: int) -> float:
+def attempt(run: Callable[..., float], **options: Any) -> float:
     """The time, or infinity where the setting needs more shared memory than there is."""
     try:
         return run(**options)

@@ -128,6 +128,7 @@ def test_pdl_is_for_hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pdl, "pdl_available", lambda device: True)
     assert pdl.pdl_options(torch.empty(0), pdl.MAX_ROWS) == {"PDL": True, "launch_pdl": True}
     assert pdl.pdl_options(torch.empty(0), pdl.MAX_ROWS + 1) == {"PDL": False}
+    assert pdl.pdl_options(torch.empty(0)) == {"PDL": True, "launch_pdl": True}
     monkeypatch.undo()
     for cuda, capability, switch, expected in (
         ("13.0", (9, 0), None, True),

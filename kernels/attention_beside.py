@@ -1,0 +1,65 @@
+"""Decode and prefill attention of a step at the same time, on a Hopper GPU.
+
+Decode attention waits for memory: two thirds of the multiprocessors do it as fast as all. So prefill attention gets the
+others first, and what it has not done when the decodes end, it does on all. Three launches in a row, each of which
+begins as soon as the programs of the one before have (programmatic dependent launch, pdl.py): prefill attention with a
+third of the programs, which fill their multiprocessors; decode attention, for which the others are left; prefill
+attention with the rest of the programs, which come in where decodes end. The programs of both share one work table.
+
+None waits for the end of the one before. What they read was written before the first of them, which is launched
+plainly; and what comes after them on the stream is made to wait for each of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attention_decode import DecodeWorkspace, decode_attention_triton
+from .attention_prefill_hopper import num_processors, prefill_attention_hopper
+from .prefill_work import PrefillWork
+
+MIN_DECODES = 32  # fewer end too soon for it to pay
+SHARE = 3  # the first launch has one in so many of the multiprocessors
+
+
+def attend_beside(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    decode_rows: Tensor,
+    decode_seq_lens: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    *,
+    query_len: int,
+    scale: float,
+    workspace: DecodeWorkspace | None,
+    work: PrefillWork,
+    out: Tensor,
+) -> None:
+    """`decode_attention` of the first requests and `prefill_attention` of the others, which see (rows, seq_lens,
+    query_start), where `supports` says yes. The arguments are theirs; query and out are of the whole step.
+
+    The overlap is that of a CUDA graph: launched one by one, the three follow each other.
+    """
+    decodes = len(decode_rows) * query_len
+    caches = key_cache, value_cache, block_table
+    work.table(query.shape[1] // key_cache.shape[2], len(query))  # made before the first launch, not between them
+    stream = torch.cuda.current_stream(query.device)
+    share = num_processors(query.device) // SHARE
+    rest = num_processors(query.device) - share
+    prompts = query, *caches, rows, seq_lens, query_start
+    prefill_attention_hopper(*prompts, scale=scale, work=work, out=out, programs=share, others=rest, trigger=True)
+    first = stream.record_event()
+    decode_attention_triton(
+        query[:decodes], *caches, decode_rows, decode_seq_lens, query_len=query_len, scale=scale, workspace=workspace,
+        out=out[:decodes], beside=True,
+    )  # fmt: skip
+    second = stream.record_event()
+    prefill_attention_hopper(*prompts, scale=scale, work=work, out=out, programs=rest, others=share, dependent=True)
+    # In a graph the next kernel depends on the last of these alone, unless it is told of the others.
+    stream.wait_event(first)
+    stream.wait_event(second)
