@@ -52,7 +52,7 @@ def attend_beside(
     share = num_processors(query.device) // SHARE
     rest = num_processors(query.device) - share
     prompts = query, *caches, rows, seq_lens, query_start
-    prefill_attention_hopper(*prompts, scale=scale, work=work, out=out, programs=share, others=rest, trigger=True)
+    prefill_attention_hopper(*prompts, scale=scale, work=work, out=out, programs=share, others=rest)
     first = stream.record_event()
     decode_attention_triton(
         query[:decodes], *caches, decode_rows, decode_seq_lens, query_len=query_len, scale=scale, workspace=workspace,

@@ -86,14 +86,13 @@ def prefill_attention_hopper(
     out: Tensor | None = None,
     programs: int | None = None,
     others: int = 0,
-    trigger: bool = False,
     dependent: bool = False,
 ) -> Tensor:
     """`prefill_attention` (see attention.py) where `supports` says so.
 
     programs: by default one a multiprocessor. They share the work with `others`, those of a second call with the same
-    arguments, which may run at the same time: all is done when both have ended. trigger, dependent: for
-    attention_beside.py, which says what then holds.
+    arguments, which may run at the same time: all is done when both have ended. dependent: begins when the programs of
+    the kernel before it have, without waiting for their end (attention_beside.py).
     """
     num_tokens, num_heads, size = query.shape
     num_blocks, page, num_kv_heads, _ = key_cache.shape
@@ -111,7 +110,7 @@ def prefill_attention_hopper(
         _descriptor(key_cache.data_ptr(), key_cache.dtype, slots, columns, columns, CHUNK.value),
         _descriptor(value_cache.data_ptr(), value_cache.dtype, slots, columns, columns, CHUNK.value),
         out, table, programs + others, block_table, block_table.stride(0), out.stride(0), float(scale) * LOG2E.value,
-        KV_HEADS=num_kv_heads, GROUP=group, PAGE=page, BLOCK_N=128, STAGES=2, QUERY_STAGES=2, TRIGGER=trigger,
-        num_warps=4, **({"launch_pdl": True} if dependent else {}),
+        KV_HEADS=num_kv_heads, GROUP=group, PAGE=page, BLOCK_N=128, STAGES=2, QUERY_STAGES=2, num_warps=4,
+        **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
     return out

@@ -20,41 +20,52 @@ _PLACES, _OTHERS = 64, 128  # places of a program, and how many it compares them
 
 @dataclass(slots=True)
 class PrefillWork:
-    """Makes the table when the first layer asks for it. rows, seq_lens, query_start: as in `prefill_attention`."""
+    """Makes the table when the first layer asks for it. rows, seq_lens, query_start: as in `prefill_attention`.
+
+    last_only: of each request only the block with its last token, where nobody needs the others.
+    """
 
     rows: Tensor
     seq_lens: Tensor
     query_start: Tensor
+    last_only: bool = False
     _tables: dict[int, Tensor] = field(default_factory=dict)
 
     def table(self, group: int, num_tokens: int) -> Tensor:
         """For this number of query heads a KV head and of query tokens, the same at each call of a step."""
         if group not in self._tables:
             block_q = BLOCK_M // group
-            self._tables[group] = prefill_work(self.rows, self.seq_lens, self.query_start, num_tokens, block_q)
+            self._tables[group] = prefill_work(
+                self.rows, self.seq_lens, self.query_start, num_tokens, block_q, self.last_only
+            )
         return self._tables[group]
 
 
-def prefill_work(rows: Tensor, seq_lens: Tensor, query_start: Tensor, num_tokens: int, block_q: int) -> Tensor:
+def prefill_work(
+    rows: Tensor, seq_lens: Tensor, query_start: Tensor, num_tokens: int, block_q: int, last_only: bool = False
+) -> Tensor:
     """→ int32 [1 + num_tokens // block_q + B, 8]: the number of blocks and two counters at 0, then a line a block.
 
     A block is up to block_q neighbouring query tokens of one request. Its line: row of the block table, first query
     token, that token's position, number of tokens, context length of the request. Blocks that see more keys come
     first, among equals those of earlier tokens. What lies behind the last block is undefined.
     num_tokens: at least query_start[B] - query_start[0]; the sizes depend on it, B and block_q alone (CUDA graphs).
+    last_only: as in PrefillWork.
     """
     return (prefill_work_triton if rows.is_cuda else prefill_work_torch)(
-        rows, seq_lens, query_start, num_tokens, block_q
+        rows, seq_lens, query_start, num_tokens, block_q, last_only
     )
 
 
-def prefill_work_torch(rows: Tensor, seq_lens: Tensor, query_start: Tensor, num_tokens: int, block_q: int) -> Tensor:
+def prefill_work_torch(
+    rows: Tensor, seq_lens: Tensor, query_start: Tensor, num_tokens: int, block_q: int, last_only: bool = False
+) -> Tensor:
     work = rows.new_zeros(1 + num_tokens // block_q + len(rows), LINE)
     lines = []
     for row, length, start, end in zip(
         rows.tolist(), seq_lens.tolist(), query_start[:-1].tolist(), query_start[1:].tolist(), strict=True
     ):
-        for token in range(start, end, block_q):
+        for token in list(range(start, end, block_q))[-1 if last_only else 0 :]:
             lines.append((row, token, length - (end - token), min(block_q, end - token), length, 0, 0, 0))
     lines.sort(key=lambda line: -max(line[2] + line[3], 0))
     work[0, 0] = len(lines)
@@ -63,21 +74,24 @@ def prefill_work_torch(rows: Tensor, seq_lens: Tensor, query_start: Tensor, num_
     return work
 
 
-def prefill_work_triton(rows: Tensor, seq_lens: Tensor, query_start: Tensor, num_tokens: int, block_q: int) -> Tensor:
+def prefill_work_triton(
+    rows: Tensor, seq_lens: Tensor, query_start: Tensor, num_tokens: int, block_q: int, last_only: bool = False
+) -> Tensor:
     num_requests = len(rows)
     num_places = num_tokens // block_q + num_requests
     work = torch.empty(1 + num_places, LINE, dtype=torch.int32, device=rows.device)
     _prefill_work_kernel[(max(1, triton.cdiv(num_places, _PLACES)),)](
         work, rows, seq_lens, query_start, num_requests, num_places, num_requests.bit_length(),
-        BLOCK_Q=block_q, PLACES=_PLACES, OTHERS=_OTHERS, LINE_SIZE=LINE, num_warps=4,
+        BLOCK_Q=block_q, LAST_ONLY=last_only, PLACES=_PLACES, OTHERS=_OTHERS, LINE_SIZE=LINE, num_warps=4,
     )  # fmt: skip
     return work
 
 
 @triton.jit
 def _block_at(
-    place, rows_ptr, seq_lens_ptr, query_start_ptr, num_requests, num_places, search_steps, BLOCK_Q: tl.constexpr
-):
+    place, rows_ptr, seq_lens_ptr, query_start_ptr, num_requests, num_places, search_steps,
+    BLOCK_Q: tl.constexpr, LAST_ONLY: tl.constexpr,
+):  # fmt: skip
     """→ request, first token, its position, tokens, length; keys seen + 1, 0 for a place without a block.
 
     Request b has the places from (query_start[b] - query_start[0]) // BLOCK_Q + b on, as many as it has blocks or one
@@ -97,7 +111,10 @@ def _block_at(
     num_tokens = tl.minimum(end - token, BLOCK_Q)
     seq_len = tl.load(seq_lens_ptr + request, mask=inside, other=0)
     position = seq_len - (end - token)
-    num_keys = tl.where(inside & (num_tokens > 0), tl.maximum(position + num_tokens, 0) + 1, 0)
+    exists = inside & (num_tokens > 0)
+    if LAST_ONLY:
+        exists = exists & (token + BLOCK_Q >= end)
+    num_keys = tl.where(exists, tl.maximum(position + num_tokens, 0) + 1, 0)
     return request, token, position, num_tokens, seq_len, num_keys
 
 
@@ -107,11 +124,11 @@ def _block_at(
 )
 def _prefill_work_kernel(
     work_ptr, rows_ptr, seq_lens_ptr, query_start_ptr, num_requests, num_places, search_steps,
-    BLOCK_Q: tl.constexpr, PLACES: tl.constexpr, OTHERS: tl.constexpr, LINE_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, LAST_ONLY: tl.constexpr, PLACES: tl.constexpr, OTHERS: tl.constexpr, LINE_SIZE: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     request, token, position, num_tokens, seq_len, num_keys = _block_at(
-        place, rows_ptr, seq_lens_ptr, query_start_ptr, num_requests, num_places, search_steps, BLOCK_Q
+        place, rows_ptr, seq_lens_ptr, query_start_ptr, num_requests, num_places, search_steps, BLOCK_Q, LAST_ONLY
     )
     # A block's line is the number of blocks before it: one variant for any number of them, where a sort needs many.
     line = place * 0
@@ -119,7 +136,7 @@ def _prefill_work_kernel(
     for first in range(0, num_places, OTHERS):
         other = first + tl.arange(0, OTHERS)
         _, _, _, _, _, other_keys = _block_at(
-            other, rows_ptr, seq_lens_ptr, query_start_ptr, num_requests, num_places, search_steps, BLOCK_Q
+            other, rows_ptr, seq_lens_ptr, query_start_ptr, num_requests, num_places, search_steps, BLOCK_Q, LAST_ONLY
         )
         ahead = (other_keys[None, :] > num_keys[:, None]) | (
             (other_keys[None, :] == num_keys[:, None]) & (other[None, :] < place[:, None])

@@ -43,6 +43,7 @@ class AttentionBatch:
     prefill_seq_lens: Tensor = field(init=False)
     prefill_query_start: Tensor = field(init=False)
     prefill_work: PrefillWork = field(init=False)
+    last_work: PrefillWork = field(init=False)
 
     def __post_init__(self) -> None:
         n = self.num_decodes
@@ -50,7 +51,8 @@ class AttentionBatch:
         self.decode_rows, self.decode_seq_lens = self.rows[:n], self.seq_lens[:n]
         self.prefill_rows, self.prefill_seq_lens = self.rows[n:], self.seq_lens[n:]
         self.prefill_query_start = self.query_start[n:]
-        self.prefill_work = PrefillWork(self.prefill_rows, self.prefill_seq_lens, self.prefill_query_start)
+        prompts = self.prefill_rows, self.prefill_seq_lens, self.prefill_query_start
+        self.prefill_work, self.last_work = PrefillWork(*prompts), PrefillWork(*prompts, last_only=True)
 
 
 class Attention(nn.Module):
@@ -89,10 +91,19 @@ class Attention(nn.Module):
         """Use these caches, [num_blocks, page, KV, D] and [num_blocks, page, KV, Dv]; None takes them away."""
         self.key_cache, self.value_cache = key_cache, value_cache
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        last_only: bool = False,
+    ) -> Tensor:
         """query [T, H, D], key [T, KV, D], value [T, KV, Dv], positions int32 [T] → [T, H·Dv].
 
-        query is overwritten, and key may be. The step's keys and values go into the cache first.
+        query is overwritten, and key may be. The step's keys and values go into the cache first. last_only: nobody
+        needs more than the results of each request's last token; the others may be undefined.
 
         Without a cache (the memory profiling run) nothing is attended to: zeros of the right shape.
         """
@@ -115,6 +126,7 @@ class Attention(nn.Module):
             0.0 if q_norm is None else q_norm.eps,
         )
         out = query.new_empty(num_tokens, self.num_heads, spec.value_dim)
+        work = batch.last_work if last_only else batch.prefill_work
         decodes = batch.num_decode_tokens
         if (
             batch.beside
@@ -134,7 +146,7 @@ class Attention(nn.Module):
                 query_len=batch.decode_query_len,
                 scale=self.scale,
                 workspace=batch.workspace,
-                work=batch.prefill_work,
+                work=work,
                 out=out,
             )
             return out.view(num_tokens, -1)
@@ -168,7 +180,7 @@ class Attention(nn.Module):
                 window=self.window,
                 soft_cap=self.soft_cap,
                 sinks=self.sinks,
-                work=batch.prefill_work,
+                work=work,
                 out=out,
             )
         return out.view(num_tokens, -1)

@@ -74,7 +74,7 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None) -> Tensor:
         query, key, value = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
-        attended = self.attention(query, key, value, positions, batch)
+        attended = self.attention(query, key, value, positions, batch, last_only=wanted is not None)
         return self.output(attended if wanted is None else attended.index_select(0, wanted))
 
 
@@ -125,7 +125,7 @@ class DecoderLayer(nn.Module):
         batch: AttentionBatch,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`wanted` int32 [N]: only these tokens go on, once the keys and values of all are in the cache."""
+        """`wanted` int32 [N], last tokens of requests: only they go on once the cache has all keys and values."""
         x, residual = self.attention_norm(x, residual)
         x = self.attention(x, positions, batch, wanted)
         if wanted is not None:
@@ -170,8 +170,8 @@ class CausalLM(nn.Module):
         """input_ids and positions int32 [T] → hidden states [T, hidden] after the final norm.
 
         `embeddings` [T, hidden] take the place of the ids' own (images, audio); they are left unchanged.
-        With `wanted`, int32 [N], the result is [N, hidden]: of these tokens, in this order. Of a prompt only the last
-        token is, and the last layer, which has to do no more for the others than to cache them, saves most of its work.
+        With `wanted`, int32 [N], the result is [N, hidden]: of these tokens, each the last of its request in this step.
+        The last layer has to do no more for the others than to cache them, and saves most of its work.
         """
         # The residual stream is updated in place from here on, so the caller's embeddings are copied.
         x = self.embedding(input_ids) if embeddings is None else embeddings.clone()

@@ -162,6 +162,30 @@ def test_log_probabilities_are_of_the_raw_logits(engine, alone):
     assert none.logprobs == []
 
 
+def test_of_the_last_layer_a_prompt_needs_its_last_token_alone(engine, alone, monkeypatch):
+    """On some GPUs its attention computes no more; here, what it may leave out is poison."""
+    from vserve.engine.layers import attention
+
+    real, poisoned = attention.prefill_attention, []
+
+    def last_only(*inputs, work, out, **options):
+        real(*inputs, work=work, out=out, **options)
+        if work.last_only:
+            starts = inputs[6].tolist()
+            last = [end - 1 for start, end in zip(starts, starts[1:], strict=False) if end > start]
+            kept = out[last]
+            out[starts[0] : starts[-1]] = float("nan")
+            out[last] = kept
+            poisoned.append(starts)
+
+    monkeypatch.setattr(attention, "prefill_attention", last_only)
+    batch, expected = alone
+    scored = (batch[0][0], greedy(prompt_logprobs=1))
+    (answers,), _ = engine.run([*batch, scored], max_num_batched_tokens=64, max_num_seqs=16)
+    assert tokens(answers) == [*expected, expected[0]]
+    assert len(poisoned) > 2 and all(entry.logprob < 0 for entry in answers[-1].prompt_logprobs)
+
+
 def test_nan_fails_only_its_own_request(engine, monkeypatch):
     from vserve.engine.models.blocks import CausalLM
 

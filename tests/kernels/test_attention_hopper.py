@@ -97,6 +97,19 @@ class TestOnHopper:
             )
             check(paged, batch, out, torch.bfloat16)
 
+    def test_last_blocks_only(self, paged: Any, rng: torch.Generator) -> None:
+        """The last token of each request is as in the whole; of others, at most those of its block are written."""
+        lengths, query_lens = [700, 33, 129, 400, 40], [300, 33, 129, 5, 1]
+        batch = make(paged, rng, torch.bfloat16, {"lengths": lengths, "query_lens": query_lens})
+        step = batch.rows, batch.seq_lens, batch.query_start
+        whole = prefill_attention_hopper(*batch.inputs, batch.query_start, **options_of(batch))
+        out = batch.poisoned_out
+        work = PrefillWork(*step, last_only=True)
+        prefill_attention_hopper(*batch.inputs, batch.query_start, out=out, work=work, **options_of(batch))
+        last = batch.query_start[1:].long() - 1
+        torch.testing.assert_close(out[last], whole[last], rtol=0, atol=0)
+        assert out[:256].isnan().all(), "blocks that nobody wants were computed"
+
     @pytest.mark.parametrize("decodes", [33, 100, 250])
     @pytest.mark.parametrize("prompts", [[(300, 300), (900, 90)], [(5000, 4000)], [(1, 1), (0, 0)]], ids=str)
     def test_beside_decodes(

@@ -26,6 +26,8 @@ def test_small_example() -> None:
         [3, 18, 16, 16, 40],
         [3, 2, 0, 16, 40],
     ]
+    work = prefill_work_torch(int32([7, 3, 5]), int32([0, 40, 100]), int32([2, 2, 42, 52]), 60, 16, last_only=True)
+    assert lines(work) == [[5, 42, 90, 10, 100], [3, 34, 32, 8, 40]]
 
 
 CASES: dict[str, tuple[list[int], list[int], int]] = {  # query lengths, earlier context, tokens before the first
@@ -42,20 +44,26 @@ CASES: dict[str, tuple[list[int], list[int], int]] = {  # query lengths, earlier
 }
 
 
+@pytest.mark.parametrize("last_only", [False, True])
 @pytest.mark.parametrize("behind", [0, 37])
 @pytest.mark.parametrize("block_q", [8, 32, 128])
 @pytest.mark.parametrize("case", CASES)
-def test_kernel_is_the_twin(case: str, block_q: int, behind: int, device: str) -> None:
+def test_kernel_is_the_twin(case: str, block_q: int, behind: int, last_only: bool, device: str) -> None:
     query_lens, contexts, before = CASES[case]
     query_start = torch.tensor([before, *query_lens]).cumsum(0).to(torch.int32)
     seq_lens = int32([max(context + length, 0) for context, length in zip(contexts, query_lens, strict=True)])
     rows = int32([(7 * i) % 150 for i in range(len(query_lens))])
     num_tokens = int(query_start[-1]) - before + behind
-    expected = prefill_work_torch(rows, seq_lens, query_start, num_tokens, block_q)
-    work = prefill_work_triton(rows.to(device), seq_lens.to(device), query_start.to(device), num_tokens, block_q)
+    step = rows, seq_lens, query_start
+    expected = prefill_work_torch(*step, num_tokens, block_q, last_only)
+    work = prefill_work_triton(*(tensor.to(device) for tensor in step), num_tokens, block_q, last_only)
     assert work.shape == expected.shape
     assert lines(work.cpu()) == lines(expected)
-    assert sum(line[3] for line in lines(expected)) == sum(query_lens)
+    if last_only:
+        ends = {start + n for start, n in zip(query_start.tolist(), query_lens, strict=False) if n}
+        assert {line[1] + line[3] for line in lines(expected)} == ends and len(lines(expected)) == len(ends)
+    else:
+        assert sum(line[3] for line in lines(expected)) == sum(query_lens)
 
 
 def test_made_once() -> None:
