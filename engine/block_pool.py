@@ -43,13 +43,21 @@ class BlockPool:
 
     def take(self) -> int:
         """The block whose content is worth least, forgotten, with one reference. The caller has checked `num_free`."""
-        block = self.next[NULL_BLOCK]
-        assert block != NULL_BLOCK, "no free block: check num_free first"
-        self._unlink(block)
-        if self.keys[block] is not None:
-            self.revoke(block)
-        self.refs[block] = 1
-        return block
+        return self.take_many(1)[0]
+
+    def take_many(self, count: int) -> list[int]:
+        """So many of them; a long prompt takes hundreds at once."""
+        blocks = []
+        block = NULL_BLOCK
+        for _ in range(count):
+            block = self.next[block]
+            assert block != NULL_BLOCK, "no free block: check num_free first"
+            self._renew(block)
+            blocks.append(block)
+        rest = self.next[block]
+        self.next[NULL_BLOCK], self.prev[rest] = rest, NULL_BLOCK
+        self.num_free -= count
+        return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference to each. Give the blocks of a sequence tail first, so that its head outlives its tail."""
@@ -113,6 +121,11 @@ class BlockPool:
             keyed += len(blocks)
             assert all(self.keys[block] == key for block in blocks), "map and block disagree about a key"
         assert keyed == self.num_blocks - self.keys.count(None), "a block has a key the map does not know"
+
+    def _renew(self, block: int) -> None:
+        if self.keys[block] is not None:
+            self.revoke(block)
+        self.refs[block] = 1
 
     def _unlink(self, block: int) -> None:
         before, after = self.prev[block], self.next[block]

@@ -60,9 +60,9 @@ class Executor:
         self._futures.append(future)
         self._work.put((work, future))
 
-    async def result(self) -> StepResult:
+    def result(self) -> asyncio.Future[StepResult]:
         """Of the oldest step in flight. Raises what the step raised."""
-        return await self._futures.popleft()
+        return self._futures.popleft()
 
     async def wait(self, seconds: float) -> bool:
         """Whether the oldest step in flight was over within that time."""

@@ -34,7 +34,8 @@ from .messages import (
     WatchSteps,
 )
 from .pacing import Kind, Pacer
-from .request import FinishReason, Request
+from .plan import StepResult
+from .request import FinishReason, Request, unknown_token
 from .scheduler import Scheduler
 from .thinking import ThinkingMatcher
 from .watch import StepWatch
@@ -107,7 +108,10 @@ class EngineLoop:
                 return
             self._launch()
             if self._plans:
-                await self._finish_oldest()
+                oldest = asyncio.ensure_future(self.executor.result())
+                if not await self._drain_inbox_until(oldest):
+                    return
+                self._finish_oldest(oldest)
             else:
                 self._wake.clear()
                 if self._watch is not None:
@@ -131,6 +135,16 @@ class EngineLoop:
         if (left := until - time.perf_counter()) > 0:
             time.sleep(left)  # the event loop's timers are no finer than a millisecond
         await asyncio.sleep(0)  # reads what has arrived
+        return True
+
+    async def _drain_inbox_until(self, result: asyncio.Future[StepResult]) -> bool:
+        """What arrives during a step is taken in at once: hundreds of prompts would make the next launch late."""
+        result.add_done_callback(lambda _: self._wake.set())
+        while not result.done():
+            self._wake.clear()
+            await self._wake.wait()
+            if not self._drain_inbox():
+                return False
         return True
 
     def _drain_inbox(self) -> bool:
@@ -221,9 +235,9 @@ class EngineLoop:
                 f"the prompt has {length} tokens and chunked prefill is off: at most "
                 f"max_num_batched_tokens={self.config.max_num_batched_tokens} fit one step"
             )
-        for token in (min(message.token_ids), max(message.token_ids)):
-            if not 0 <= token < self._vocab_size:  # reading beyond the embeddings would cost a GPU
-                return f"the prompt has the token id {token}; the vocabulary ends at {self._vocab_size - 1}"
+        if (token := unknown_token(message.token_ids, self._vocab_size)) is not None:
+            # reading beyond the embeddings would cost a GPU
+            return f"the prompt has the token id {token}; the vocabulary ends at {self._vocab_size - 1}"
         return message.sampling.problem(self._vocab_size)
 
     def _change_grammars(self, message: SetVocabulary | AddGrammar | DropGrammars) -> None:
@@ -289,10 +303,10 @@ class EngineLoop:
             return
         self._plans[-1].host_seconds += time.perf_counter() - started
 
-    async def _finish_oldest(self) -> None:
+    def _finish_oldest(self, oldest: asyncio.Future[StepResult]) -> None:
         plan = self._plans.popleft()
         try:
-            result = await self.executor.result()
+            result = oldest.result()
         except Exception as error:
             self._fail(plan.step, error)
             return

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -14,6 +15,20 @@ if TYPE_CHECKING:
     from .plan import TokenLogprobs
 
 MAX_FLOAT = 3e38  # what the device's float32 holds
+
+
+def unknown_token(token_ids: Collection[int], vocab_size: int) -> int | None:
+    """The first of these ids that the vocabulary does not have."""
+    try:
+        msgspec.convert(token_ids, _known(vocab_size))  # one pass in C, in most cases the only one
+    except msgspec.ValidationError:
+        return next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    return None
+
+
+@cache
+def _known(vocab_size: int) -> Any:
+    return list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
 
 
 class Thinking(msgspec.Struct, frozen=True, array_like=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 
 import numpy as np
 import torch
@@ -34,10 +35,10 @@ class Upload:
 
     def add(self, values: np.ndarray | list[int]) -> int:
         """Returns the index of the array in what `send` gives back."""
-        array = np.asarray(values, dtype=np.int32)
-        self._arrays.append(array)
+        values = np.asarray(values, dtype=np.int32)
+        self._arrays.append(values)
         self._starts.append(self._end)
-        self._end += -(-max(array.size, 1) // self.ALIGN) * self.ALIGN
+        self._end += -(-max(values.size, 1) // self.ALIGN) * self.ALIGN
         return len(self._arrays) - 1
 
     def send(self, device: torch.device) -> list[Tensor]:
@@ -45,8 +46,8 @@ class Upload:
         # so the host never writes what an in-flight copy still reads.
         host = torch.empty(self._end, dtype=torch.int32, pin_memory=device.type == "cuda")
         flat = host.numpy()
-        for start, array in zip(self._starts, self._arrays, strict=True):
-            flat[start : start + array.size] = array
+        for start, values in zip(self._starts, self._arrays, strict=True):
+            flat[start : start + values.size] = values
         sent = host.to(device, non_blocking=True)
         return [sent[start : start + a.size] for start, a in zip(self._starts, self._arrays, strict=True)]
 
@@ -78,7 +79,8 @@ class RowTables:
             rows = [new.row for new in plan.new_rows]
             zeros = [0] * len(rows)
             lengths = [len(new.token_ids) for new in plan.new_rows]
-            values = np.concatenate([np.asarray(new.token_ids, dtype=np.int32) for new in plan.new_rows])
+            # by way of an array: numpy takes four times as long to read a list
+            values = np.concatenate([np.frombuffer(array("I", new.token_ids), np.int32) for new in plan.new_rows])
             writes.append((self.token_ids, _stage(upload, rows, zeros, lengths, values)))
             counts = [new.num_computed_tokens for new in plan.new_rows]
             writes.append((self.num_computed[:, None], _stage(upload, rows, zeros, [1] * len(rows), counts)))

@@ -19,6 +19,8 @@ class Detokenizer:
         self._core = tokenizer.core
         self._skip = skip_special_tokens
         self._pending: list[int] = []  # tokens whose text has not come out
+        # A byte-level decoder makes the same of a token wherever it stands, so it is asked once.
+        self._texts = tokenizer.texts[skip_special_tokens] if tokenizer.byte_level else None
         self._stream = DecodeStream(
             ids=[] if tokenizer.byte_level else self._context(prompt), skip_special_tokens=skip_special_tokens
         )
@@ -33,6 +35,9 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete."""
+        texts = None if self._pending else self._texts
+        if texts is not None and (known := texts.get(token_id)) is not None:
+            return known
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._core, token_id)
@@ -46,6 +51,8 @@ class Detokenizer:
         if text is None:
             return self._restart() if len(self._pending) > MAX_PENDING else ""
         self._pending.clear()
+        if texts is not None:
+            texts[token_id] = text
         return text
 
     def interrupt(self) -> str:

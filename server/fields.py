@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from .errors import bad_request, shorten
 
 MAX_PROMPTS = 1024  # in one completions request
@@ -42,7 +44,7 @@ def token_ids(value: Any, name: str, most: int = MAX_TOKEN_ENTRIES) -> list[int]
     """Whether the model has these tokens is checked later, with the model at hand."""
     if value is None:
         return None
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
+    if not are_integers(value):
         raise bad_request(f"'{name}' must be a list of token ids.", name, "invalid_type")
     if len(value) > most:
         raise bad_request(f"'{name}' has {len(value)} entries; at most {most} are allowed.", name)
@@ -80,11 +82,17 @@ def prompts(value: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> list[s
     if not several or not all(several):
         raise bad_request(f"'{name}' must not be empty.", name, "empty_array")
     texts = all(isinstance(prompt, str) for prompt in several)
-    if not texts and not all(
-        isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in several
-    ):
+    if not texts and not all(map(are_integers, several)):
         raise bad_request(f"'{name}' must be a string, token ids, or a list of either.", name, "invalid_type")
     return several
+
+
+def are_integers(value: Any) -> bool:
+    """Whether it is a list of integers, of which none is a boolean."""
+    try:
+        return isinstance(value, list) and msgspec.convert(value, list[int]) is not None
+    except msgspec.ValidationError:
+        return False
 
 
 def documents(value: Any) -> list[dict[str, Any]] | None:

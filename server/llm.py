@@ -220,7 +220,7 @@ class LLM:
 
     def _requests(self, params: Sequence[SamplingParams]) -> list[CompletionRequest]:
         """As a server would get them; those who share parameters share the request. Raises ValueError."""
-        requests = {id(one): one.request() for one in params}
+        requests = {key: one.request() for key, one in {id(one): one for one in params}.items()}
         return [requests[id(one)] for one in params]
 
     def _resolve(self, prompts: Sequence[list[int]], requests: Sequence[CompletionRequest]) -> list[Prompt]:
@@ -254,10 +254,15 @@ class LLM:
                 await self._constrained(i, prompt, constraint, keys)
                 for i, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True))
             ]
+            num_unsent = 0  # tokens
             for prompt, text, output in zip(prompts, texts, outputs, strict=True):
                 output.metrics = RequestMetrics(time.monotonic())
                 for completion in output.outputs:
                     answers.append((output, completion, self._submit(prompt, text, completion.index)))
+                num_unsent += len(prompt.token_ids)
+                if num_unsent >= self.info.max_num_batched_tokens:
+                    await asyncio.sleep(0)  # what fills a step leaves: the engine begins with it while the rest follows
+                    num_unsent = 0
             tasks += [asyncio.create_task(self._complete(*answer, progress)) for answer in answers]
             await asyncio.gather(*tasks)
         finally:

@@ -113,6 +113,7 @@ class RequestMiddleware:
                 bytes_out += len(message.get("body", b""))
             return send(message)
 
+        state["send_event"] = watch  # of a stream: the layers further in only look at how an answer begins
         try:
             await self.app(scope, receive, watch)
         except ClientDisconnect:

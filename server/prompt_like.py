@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from .fields import are_integers
 from .tokenizer import Tokenizer
 
 PromptLike = str | list[int] | Mapping[str, Any]  # a mapping has "prompt" or "prompt_token_ids"
@@ -37,7 +38,6 @@ def _parse_prompt(prompt: PromptLike, index: int) -> tuple[str | None, list[int]
         text = prompt
     else:
         token_ids = list(prompt) if isinstance(prompt, Sequence) else prompt
-    valid_ids = isinstance(token_ids, list) and all(type(token) is int for token in token_ids)
-    if not (valid_ids if token_ids is not None else isinstance(text, str)):
+    if not (are_integers(token_ids) if token_ids is not None else isinstance(text, str)):
         raise ValueError(f"prompt {index} is neither a string nor a list of token ids.")
     return text, token_ids

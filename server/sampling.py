@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from ..engine.messages import EngineInfo
-from ..engine.request import SamplingParams
+from ..engine.request import SamplingParams, unknown_token
 from .choice import Prompt, Repetition, TextOptions
 from .errors import bad_request, context_length_exceeded, unsupported
 from .protocol import MAX_CHOICES, ChatRequest, CompletionRequest
@@ -138,8 +138,7 @@ def _sampling(request: ChatRequest | CompletionRequest, model: TextModel, info: 
 
 def check_tokens(name: str, token_ids: Collection[int], info: EngineInfo) -> None:
     """Raises ApiError (400) for ids that the model does not have."""
-    if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
-        bad = next(token for token in token_ids if not 0 <= token < info.vocab_size)
+    if (bad := unknown_token(token_ids, info.vocab_size)) is not None:
         raise bad_request(f"'{name}' has the token id {bad}; the vocabulary ends at {info.vocab_size - 1}.", name)
 
 

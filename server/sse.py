@@ -287,6 +287,7 @@ class EventStream(EventSourceResponse):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_event: Send = scope.get("state", {}).get("send_event", send)
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -296,7 +297,7 @@ class EventStream(EventSourceResponse):
         """As in the library, without the cancel scope that it opens for every event: no send has a time limit here."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self.body_iterator:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._send_event({"type": "http.response.body", "body": data, "more_body": True})
         async with self._send_lock:  # a ping must not follow
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -57,6 +57,8 @@ class Tokenizer:
         self._compiled: dict[str, ChatTemplate] = {}
         self._load_hf = load_hf
         self._bytes: dict[int, bytes] = {}
+        # Texts of single tokens, as the decoder gave them, with and without special ones; for Detokenizer.
+        self.texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
         self.history_id: Callable[[str], str] | None = None  # what the template wants of the ids of tool calls
 
     @cached_property
