@@ -1,6 +1,6 @@
 """Measures what RESULTS.md beside this file holds: one command, on a machine with one GPU, from a checkout.
 
-Usage: python tests/gpu/measure.py [--presets] [--in-process] [--startup] [--only NAME,...] [--output FILE]
+Usage: python tests/gpu/measure.py [--modes NAME,...] [--in-process] [--startup] [--only NAME,...] [--output FILE]
 
 Every load comes from `vserve bench` of this checkout. A median in bold reaches its target, which is meant for the shape
 of Llama-3.1-8B on an H200. What fails is printed, the rest is measured, and the exit code is 1.
@@ -22,7 +22,7 @@ from report import Figure, Report, Row
 CONTEXT = 8192  # --max-model-len
 REPEATS = 3
 CLIENTS = 4  # processes
-PRESETS = ("latency", "throughput")
+MODES = ("default", "latency", "throughput")  # the last two are those of --performance-mode
 
 TTFT, TTFT_P99 = Figure("TTFT p50, ms", "median_ttft_ms"), Figure("TTFT p99, ms", "p99_ttft_ms")
 TPOT, ITL_P99 = Figure("TPOT p50, ms", "median_tpot_ms"), Figure("ITL p99, ms", "p99_itl_ms")
@@ -92,10 +92,9 @@ WORKLOADS = {
         "256 requests, Poisson 8/s, 1024/128", 256, 1024, 128,
         (TTFT.aims(32), TTFT_P99.aims(65), TPOT.aims(5.6), ITL_P99), rate=8,
     ),
-    # Ten is what `vserve bench` takes; with fewer prefixes there is less to compute.
     "shared-prefix": Workload(
-        "256 requests, 64 at a time, 2048 in, 1920 shared (10 prefixes), 64 out", 256, 128, 64, (TOTAL.aims(190_000),),
-        concurrency=64, prefix_len=1920, num_prefixes=10,
+        "256 requests, 64 at a time, 2048 in, 1920 shared by all, 64 out", 256, 128, 64, (TOTAL.aims(190_000),),
+        concurrency=64, prefix_len=1920, num_prefixes=1,
     ),
 }  # fmt: skip
 IN_PROCESS, STARTUP = "in-process", "startup"
@@ -205,7 +204,7 @@ def main() -> int:
     add("--only", metavar="NAME,...", help=f"of {', '.join([*WORKLOADS, IN_PROCESS, STARTUP])}")
     add("--in-process", action="store_true", help="also the load of all-at-once without HTTP")
     add("--startup", action="store_true", help="also starts with weights (16 GB are written) and cold and warm caches")
-    add("--presets", action="store_true", help=f"the workloads also with --performance-mode {' and '.join(PRESETS)}")
+    add("--modes", default=MODES[0], metavar="NAME,...", help=f"of {', '.join(MODES)} (default: {MODES[0]})")
     add("--repeats", type=int, default=REPEATS, metavar="N", help=f"runs of each (default: {REPEATS})")
     add("--scale", type=float, default=1.0, metavar="X", help="of counts and lengths, to try this script (default: 1)")
     add("--timeout", type=float, default=300, metavar="S", help="for a start or a run, in seconds (default: 300)")
@@ -216,6 +215,9 @@ def main() -> int:
     names = list(dict.fromkeys([*(arguments.only.split(",") if arguments.only else WORKLOADS), *extra]))
     if unknown := [name for name in names if name not in (*WORKLOADS, IN_PROCESS, STARTUP)]:
         parser.error(f"--only names {unknown[0]!r}: choose from {', '.join([*WORKLOADS, IN_PROCESS, STARTUP])}")
+    modes = arguments.modes.split(",")
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        parser.error(f"--modes names {unknown[0]!r}: choose from {', '.join(MODES)}")
     if arguments.repeats < 1 or not 0 < arguments.scale <= 1:
         parser.error("--repeats must be at least 1, --scale above 0 and at most 1")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not without stopping the server
@@ -227,7 +229,7 @@ def main() -> int:
         measurement = Measurement(vserve, report, model, scratch, arguments.scale, arguments.repeats)
         try:
             if workloads := [name for name in names if name in WORKLOADS]:
-                for mode in ("default", *(PRESETS if arguments.presets else ())):
+                for mode in modes:
                     measurement.over_http(workloads, mode)
             if IN_PROCESS in names:
                 measurement.in_process()
