@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -172,7 +173,7 @@ def test_of_the_last_layer_a_prompt_needs_its_last_token_alone(engine, alone, mo
         real(*inputs, work=work, out=out, **options)
         if work.last_only:
             starts = inputs[6].tolist()
-            last = [end - 1 for start, end in zip(starts, starts[1:], strict=False) if end > start]
+            last = [end - 1 for start, end in pairwise(starts) if end > start]
             kept = out[last]
             out[starts[0] : starts[-1]] = float("nan")
             out[last] = kept
