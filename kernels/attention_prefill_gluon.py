@@ -59,8 +59,6 @@ def _produce(
     query_desc, key_desc, value_desc = descs
     item_smem, query_smem, key_smem, value_smem = smem
     query_full, query_empty = query_bars
-    key_full, key_empty = key_bars
-    value_full, value_empty = value_bars
     BLOCK_Q: gl.constexpr = 2 * ROWS // GROUP
     BOX_Q: gl.constexpr = query_desc.block_type.shape[0]
     BOXES: gl.constexpr = ROWS // BOX_Q
@@ -109,22 +107,8 @@ def _produce(
                 slots += (gl.load(table_row_ptr + key // PAGE) * PAGE + key % PAGE,)  # type: ignore[assignment]
             stage = step % STAGES
             phase = (step // STAGES + 1) & 1
-            mbarrier.wait(key_empty.index(stage), phase)
-            mbarrier.expect(key_full.index(stage), BLOCK_N * SIZE * 2)
-            for i in gl.static_range(CHUNKS):
-                for half in gl.static_range(2):
-                    tma.async_copy_global_to_shared(
-                        key_desc, [slots[i], head * SIZE + half * HALF], key_full.index(stage),
-                        key_boxes.index((stage * 2 + half) * CHUNKS + i),
-                    )  # fmt: skip
-            mbarrier.wait(value_empty.index(stage), phase)
-            mbarrier.expect(value_full.index(stage), BLOCK_N * SIZE * 2)
-            for i in gl.static_range(CHUNKS):
-                for half in gl.static_range(2):
-                    tma.async_copy_global_to_shared(
-                        value_desc, [slots[i], head * SIZE + half * HALF], value_full.index(stage),
-                        value_boxes.index((stage * 2 + half) * CHUNKS + i),
-                    )  # fmt: skip
+            _fetch(key_desc, slots, head, key_boxes, key_bars, stage, phase, CHUNKS)
+            _fetch(value_desc, slots, head, value_boxes, value_bars, stage, phase, CHUNKS)
             step += 1
         head = next_head
         turn += 1
@@ -137,6 +121,20 @@ def _produce(
     if gl.atomic_add(work_ptr + 2, 1) == num_programs - 1:
         gl.store(work_ptr + 1, 0)
         gl.store(work_ptr + 2, 0)
+
+
+@gluon.jit
+def _fetch(desc, slots, head, boxes, bars, stage, phase, CHUNKS: gl.constexpr):
+    """A tile of one head's keys or values into a stage, once both consumers are done with what it held."""
+    full, empty = bars
+    mbarrier.wait(empty.index(stage), phase)
+    mbarrier.expect(full.index(stage), CHUNKS * CHUNK * SIZE * 2)
+    for i in gl.static_range(CHUNKS):
+        for half in gl.static_range(2):
+            tma.async_copy_global_to_shared(
+                desc, [slots[i], head * SIZE + half * HALF], full.index(stage),
+                boxes.index((stage * 2 + half) * CHUNKS + i),
+            )  # fmt: skip
 
 
 @gluon.jit
