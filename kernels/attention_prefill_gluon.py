@@ -52,7 +52,7 @@ def _num_tiles(position, num_tokens, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    descs, smem, query_bars, key_bars, value_bars, work_ptr, num_programs, table_ptr, stride_table,
+    descs, smem, query_bars, key_bars, value_bars, work_ptr, num_others, table_ptr, stride_table,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def _produce(
     item_smem.index(stage).store(gl.full([_LINE], -1, gl.int32, line_layout))
     mbarrier.arrive(query_full.index(stage), count=1)
     # The last program leaves the table as it found it, for the next layer.
-    if gl.atomic_add(work_ptr + 2, 1) == num_programs - 1:
+    if gl.atomic_add(work_ptr + 2, 1) == num_others:
         gl.store(work_ptr + 1, 0)
         gl.store(work_ptr + 2, 0)
 
@@ -289,9 +289,9 @@ def _clean(value_smem, stage, tile_start, seq_len, BLOCK_N: gl.constexpr):
             box.store(gl.where(exists[:, None], box.load(layout), 0.0))
 
 
-@gluon.jit(do_not_specialize=["num_programs", "stride_table"], do_not_specialize_on_alignment=["table_ptr"])
+@gluon.jit(do_not_specialize=["num_others", "stride_table"], do_not_specialize_on_alignment=["table_ptr"])
 def prefill_hopper_kernel(
-    query_desc, key_desc, value_desc, out_ptr, work_ptr, num_programs, table_ptr, stride_table, stride_out_token,
+    query_desc, key_desc, value_desc, out_ptr, work_ptr, num_others, table_ptr, stride_table, stride_out_token,
     exp_scale, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -316,7 +316,7 @@ def prefill_hopper_kernel(
             (_consume, (B, smem, query_bars, key_bars, value_bars, out_ptr, stride_out_token, exp_scale,
                         GROUP, BLOCK_N, STAGES, QUERY_STAGES)),
             (_produce, ((query_desc, key_desc, value_desc), smem, query_bars, key_bars, value_bars, work_ptr,
-                        num_programs, table_ptr, stride_table, KV_HEADS, GROUP, PAGE, BLOCK_N, STAGES, QUERY_STAGES)),
+                        num_others, table_ptr, stride_table, KV_HEADS, GROUP, PAGE, BLOCK_N, STAGES, QUERY_STAGES)),
         ],
         [4, 1],
         [232, 40],

@@ -109,7 +109,8 @@ def prefill_attention_hopper(
         _descriptor(query.data_ptr(), query.dtype, num_tokens, num_heads * size, query.stride(0), box),
         _descriptor(key_cache.data_ptr(), key_cache.dtype, slots, columns, columns, CHUNK.value),
         _descriptor(value_cache.data_ptr(), value_cache.dtype, slots, columns, columns, CHUNK.value),
-        out, table, programs + others, block_table, block_table.stride(0), out.stride(0), float(scale) * LOG2E.value,
+        out, table, programs + others - 1, block_table, block_table.stride(0), out.stride(0),
+        float(scale) * LOG2E.value,
         KV_HEADS=num_kv_heads, GROUP=group, PAGE=page, BLOCK_N=128, STAGES=2, QUERY_STAGES=2, num_warps=4,
         **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
