@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.argmax import argmax
 from ..kernels.bad_words import apply_bad_words
 from ..kernels.penalties import apply_logit_bias, apply_penalties
 from ..kernels.sampling import sample, token_logprobs
@@ -87,7 +88,7 @@ class Sampler:
                 logits, floats[0], params[TOP_K], floats[1], floats[2], seeds, batch.seq_lens.long(), all_greedy=False
             )
         else:
-            tokens = logits.argmax(dim=-1).int()
+            tokens = argmax(logits)
         if not used & LOGPROBS:
             return Samples(tokens, possible=possible)
         chosen = np.flatnonzero(flags & LOGPROBS)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from .argmax import argmax_torch, argmax_triton
 from .threshold import find_threshold, load_logits, relative_weights, tile_masses
 
 _MAX_BLOCK = 8192
@@ -104,14 +105,13 @@ def sample_torch(
     seed: torch.Tensor, position: torch.Tensor, out: torch.Tensor | None = None, all_greedy: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     if all_greedy:
-        tokens = logits.argmax(dim=-1)
-    else:
-        top = logits.amax(dim=-1)
-        hot = (temperature > 0) & top.isfinite()
-        top = torch.where(hot, top, 0.0)
-        tokens = _draw_torch(logits, top, hot, temperature, top_k, top_p, min_p, philox_uniform_torch(seed, position))
-        if not bool(hot.all()):
-            tokens = torch.where(hot, tokens, logits.argmax(dim=-1))
+        return argmax_torch(logits, out)
+    top = logits.amax(dim=-1)
+    hot = (temperature > 0) & top.isfinite()
+    top = torch.where(hot, top, 0.0)
+    tokens = _draw_torch(logits, top, hot, temperature, top_k, top_p, min_p, philox_uniform_torch(seed, position))
+    if not bool(hot.all()):
+        tokens = torch.where(hot, tokens, argmax_torch(logits))
     return tokens.int() if out is None else out.copy_(tokens)
 
 
@@ -244,6 +244,8 @@ def sample_triton(
 
     max_block: the greatest tile of the vocabulary, a power of two.
     """
+    if all_greedy:
+        return argmax_triton(logits, out)
     num_rows, vocabulary = logits.shape
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
@@ -254,10 +256,10 @@ def sample_triton(
     if num_rows:
         # Tile and warps follow from the vocabulary alone: a row must be summed in the same order in every batch.
         block = min(max_block, max(32, triton.next_power_of_2(vocabulary)))
-        scratch = logits if all_greedy else logits.new_empty((num_rows, 3 * block))
+        scratch = logits.new_empty((num_rows, 3 * block))
         _sample_kernel[(num_rows,)](
             logits, temperature, top_k, top_p, min_p, seed, position, out, scratch, logits.stride(0), vocabulary,
-            GREEDY=all_greedy, TILES=triton.next_power_of_2(triton.cdiv(vocabulary, block)), BLOCK=block,
+            TILES=triton.next_power_of_2(triton.cdiv(vocabulary, block)), BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return out
@@ -305,7 +307,7 @@ def _draw(
 @triton.jit
 def _sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr, scratch_ptr,
-    row_stride, vocabulary, GREEDY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    row_stride, vocabulary, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
@@ -319,22 +321,20 @@ def _sample_kernel(
     for start in range(0, vocabulary, BLOCK):
         logits = load_logits(row_ptr, start + lanes, vocabulary)
         index = tl.where(logits > first, start + lanes, index)
-        if not GREEDY:
-            third = tl.maximum(third, tl.minimum(second, logits))
-            second = tl.maximum(second, tl.minimum(first, logits))
+        third = tl.maximum(third, tl.minimum(second, logits))
+        second = tl.maximum(second, tl.minimum(first, logits))
         first = tl.maximum(first, logits)
     top = tl.max(first, axis=0)
     token = tl.min(tl.where(first == top, index, 2147483647), axis=0)
 
-    if not GREEDY:
-        temperature = tl.load(temperature_ptr + row)
-        if (temperature > 0) & (top > float("-inf")) & (top < float("inf")):
-            inverse_temperature = tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
-            min_p = tl.load(min_p_ptr + row)
-            limit = find_threshold(
-                row_ptr, scratch_ptr + row.to(tl.int64) * (3 * BLOCK), first, second, third, top, inverse_temperature,
-                tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), min_p, vocabulary, TILES, BLOCK,
-            )  # fmt: skip
-            uniform = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row))
-            token = _draw(row_ptr, limit, top, inverse_temperature, min_p, uniform, vocabulary, TILES, BLOCK)
+    temperature = tl.load(temperature_ptr + row)
+    if (temperature > 0) & (top > float("-inf")) & (top < float("inf")):
+        inverse_temperature = tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
+        min_p = tl.load(min_p_ptr + row)
+        limit = find_threshold(
+            row_ptr, scratch_ptr + row.to(tl.int64) * (3 * BLOCK), first, second, third, top, inverse_temperature,
+            tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), min_p, vocabulary, TILES, BLOCK,
+        )  # fmt: skip
+        uniform = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row))
+        token = _draw(row_ptr, limit, top, inverse_temperature, min_p, uniform, vocabulary, TILES, BLOCK)
     tl.store(out_ptr + row, token)

@@ -92,7 +92,7 @@ def check_waiting(ptx: str, name: str, pdl: bool) -> None:
 
 def launch_dependent_kernels() -> None:
     """What a decode step is made of, but for the products and attention (test_attention.py)."""
-    from vserve.kernels import activation, norm, rope_kv
+    from vserve.kernels import activation, argmax, norm, rope_kv
 
     for size in (896, 4096, 16384):
         norm.add_rms_norm_triton(bf16(3, size), bf16(3, size), bf16(size), 1e-6)
@@ -110,6 +110,9 @@ def launch_dependent_kernels() -> None:
         arguments = query, key, value, i32(3), torch.zeros(64, rot_dim), cache, cache, i32(3)
         rope_kv.rope_write_kv_triton(*arguments)
         rope_kv.rope_write_kv_triton(*arguments, bf16(size), bf16(size), 1e-6)
+
+    for vocabulary in (512, 50257, 128256):
+        argmax.argmax_triton(torch.zeros(2, vocabulary))
 
 
 def launch_other_kernels() -> None:
@@ -130,8 +133,7 @@ def launch_other_kernels() -> None:
     one, zero = torch.ones(2), torch.zeros(2, dtype=torch.int64)
     for vocabulary in (512, 50257, 128256):
         logits = torch.zeros(2, vocabulary)
-        for greedy in (True, False):
-            sampling.sample_triton(logits, one, i32(2), one, one, zero, zero, all_greedy=greedy)
+        sampling.sample_triton(logits, one, i32(2), one, one, zero, zero)
     sampling.philox_uniform_triton(zero, zero)
     penalties.apply_penalties_triton(logits, token_ids, i32(2), i32(2), i32(2), one, one, one)
 

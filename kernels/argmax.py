@@ -1,0 +1,101 @@
+"""Greedy sampling: the index of the greatest logit of each row, at the speed at which logits stream from memory.
+
+A row is cut into pieces, so that even a few rows give every SM something to read and many leave none idle at the end.
+One kernel finds the best of each piece; another, launched with programmatic dependent launch, the best of a row's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .pdl import pdl_options
+from .threshold import float_key
+
+_TILE = 1024
+_TILES = 8  # of a piece: the loads of most of them are on their way at once
+
+
+def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The index of the greatest logit of each row → int32 [N], the lowest of several; NaN counts as the greatest.
+
+    logits fp32 [N, V], last dimension contiguous, V > 0; out int32 [N], made when absent. Raises ValueError for other
+    layouts and dtypes on a GPU.
+    """
+    return argmax_triton(logits, out) if logits.is_cuda else argmax_torch(logits, out)
+
+
+def argmax_torch(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    tokens = logits.argmax(dim=-1)
+    return tokens.int() if out is None else out.copy_(tokens)
+
+
+def argmax_triton(logits: torch.Tensor, out: torch.Tensor | None = None, tile: int = _TILE) -> torch.Tensor:
+    """argmax, by a program for every `_TILES` tiles of a row and one more a row.
+
+    tile: the logits that a program takes at once, a power of two.
+    """
+    num_rows, vocabulary = logits.shape
+    if logits.stride(1) != 1 or logits.dtype != torch.float32:
+        raise ValueError(
+            f"argmax takes fp32 logits with a last stride of 1, got {logits.dtype}, {logits.stride()}: use float()"
+        )
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows:
+        # What is compiled follows from the vocabulary alone: a first step with so many rows must not compile anything.
+        pieces = triton.cdiv(vocabulary, _TILES * tile)
+        best = torch.empty((num_rows, pieces), dtype=torch.int64, device=logits.device)
+        _piece_kernel[(num_rows * pieces,)](
+            logits, best, logits.stride(0), vocabulary, PIECES=pieces, TILE=tile, TILES=_TILES,
+            num_warps=max(1, tile // 128), **pdl_options(logits),
+        )  # fmt: skip
+        _row_kernel[(num_rows,)](
+            best, out, PIECES=pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1, **pdl_options(logits)
+        )
+    return out
+
+
+@triton.jit
+def _piece_kernel(
+    logits_ptr, best_ptr, row_stride, vocabulary, PIECES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    row_ptr = logits_ptr + (program // PIECES).to(tl.int64) * row_stride
+    start = program % PIECES * (TILES * TILE)
+    lanes = tl.arange(0, TILE)
+    if PDL:
+        gdc_wait()
+
+    # Of every lane: its greatest logit, and the tile where it first met it.
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    tile = tl.zeros([TILE], tl.int32)
+    for i in tl.static_range(TILES):
+        index = start + i * TILE + lanes
+        logits = tl.load(row_ptr + index, mask=index < vocabulary, other=float("-inf"))
+        better = (logits > best) | ((logits != logits) & (best == best))
+        best = tl.where(better, logits, best)
+        tile = tl.where(better, i, tile)
+
+    # The order of these pairs is that of the logits, then that of the indices from the last to the first: theirs is the
+    # one maximum, however the pieces are put together. A lane beyond the end has an index beyond the others'.
+    key = tl.where(best == best, float_key(best), 2147483647)
+    index = start + tile * TILE + lanes
+    tl.store(best_ptr + program, tl.max((key.to(tl.int64) << 32) | (2147483647 - index), axis=0))
+
+
+@triton.jit
+def _row_kernel(best_ptr, out_ptr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    best = tl.load(best_ptr + row.to(tl.int64) * PIECES + lanes, mask=lanes < PIECES, other=-9223372036854775808)
+    tl.store(out_ptr + row, 2147483647 - (tl.max(best, axis=0) & 2147483647).to(tl.int32))
