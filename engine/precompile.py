@@ -1,6 +1,6 @@
 """Compiles kernels in parallel at a cold start: a process compiles one after the other, and the machine has many cores.
 
-Each helper process runs a share of the warm-up on a copy of the model with one layer of each kind and made-up weights.
+Each helper process runs a share of the warm-up on a copy of the model with few layers and made-up weights.
 What it compiles lands in Triton's cache on disk, where the engine finds it. Meanwhile the engine imports torch and
 reads the weights.
 """
@@ -128,7 +128,7 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
         return
     tokens, seqs, _ = resolve_limits(config, "cuda", card)
     whole = ModelConfig.from_folder(Path(config.model))
-    windows = tuple(dict.fromkeys(whole.windows))
+    windows = (*dict.fromkeys(whole.windows), whole.windows[-1])  # the last layer does less than others
     model_config = dataclasses.replace(whole, num_layers=len(windows), windows=windows)
     dtype = worker.choose_dtype(config.dtype, whole.dtype, device)
     context = min(worker.choose_max_model_len(config, whole), max(LONGEST_CONTEXT, tokens))

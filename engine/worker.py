@@ -166,8 +166,8 @@ def warm_up_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[
     for sampling in (GREEDY, WORST_SAMPLING):
         steps += [(1, num_tokens, sampling) for num_tokens in (max_num_batched_tokens, 16, 17)]
         steps += [(2, 256, sampling), (4, 2048, sampling), (max_num_seqs, max_num_batched_tokens, sampling)]
-        # decodes; the number of splits in decode attention depends on how many there are
-        steps += [(num_seqs, num_seqs, sampling) for num_seqs in (1, 2, 4, 8, 16, 17, 32, max_num_seqs)]
+        # decodes; the number of splits in decode attention and the tile of a product depend on how many there are
+        steps += [(num_seqs, num_seqs, sampling) for num_seqs in (1, 2, 4, 8, 16, 17, 32, 64, 128, max_num_seqs)]
     # decodes beside a prompt, as many as the graphs of such steps have
     steps += [(rows + 1, rows + 2, GREEDY) for rows in MIXED_DECODE_ROWS if rows < max_num_seqs]
     return [step for step in steps if step[1] <= max_num_batched_tokens]

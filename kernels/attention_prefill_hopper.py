@@ -1,42 +1,12 @@
 """Prefill attention on Hopper GPUs: what the kernel in attention_prefill_gluon.py can do, and its launch."""
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .attention_decode import LOG2E
 from .attention_prefill_gluon import CHUNK, HALF, ROWS, SIZE, prefill_hopper_kernel
 from .prefill_work import PrefillWork
-
-_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-
-class _Memory:
-    """What a descriptor asks its tensor for, without holding the tensor's memory."""
-
-    def __init__(self, pointer: int, dtype: torch.dtype) -> None:
-        self.pointer, self.dtype = pointer, dtype
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
-@lru_cache(maxsize=4096)
-def _descriptor(
-    pointer: int, dtype: torch.dtype, num_rows: int, num_columns: int, stride: int, box: int
-) -> TensorDescriptor:
-    """A matrix in boxes of `box` rows and half a head. Made in 10 us, so those of the caches are kept."""
-    return TensorDescriptor(_Memory(pointer, dtype), [num_rows, num_columns], [stride, 1], [box, HALF.value], _LAYOUT)
-
-
-@lru_cache
-def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a Hopper GPU, 0 of another."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count if (properties.major, properties.minor) == (9, 0) else 0
+from .tma import descriptor, num_processors
 
 
 def supports(
@@ -106,9 +76,9 @@ def prefill_attention_hopper(
     slots, columns = num_blocks * page, num_kv_heads * size
     programs = programs or num_processors(query.device)
     prefill_hopper_kernel[(programs,)](
-        _descriptor(query.data_ptr(), query.dtype, num_tokens, num_heads * size, query.stride(0), box),
-        _descriptor(key_cache.data_ptr(), key_cache.dtype, slots, columns, columns, CHUNK.value),
-        _descriptor(value_cache.data_ptr(), value_cache.dtype, slots, columns, columns, CHUNK.value),
+        descriptor(query.data_ptr(), query.dtype, num_tokens, num_heads * size, query.stride(0), box, HALF.value),
+        descriptor(key_cache.data_ptr(), key_cache.dtype, slots, columns, columns, CHUNK.value, HALF.value),
+        descriptor(value_cache.data_ptr(), value_cache.dtype, slots, columns, columns, CHUNK.value, HALF.value),
         out, table, programs + others - 1, block_table, block_table.stride(0), out.stride(0),
         float(scale) * LOG2E.value,
         KV_HEADS=num_kv_heads, GROUP=group, PAGE=page, BLOCK_N=128, STAGES=2, QUERY_STAGES=2, num_warps=4,

@@ -15,7 +15,7 @@ import torch
 
 FOLDER = Path(__file__).parents[1] / "configs" / "tiles"
 DEFAULT = "NVIDIA_H200.json"
-TABLES = ("decode", "prefill", "small_linear_rows", "small_linear_fma", "small_linear_dot", "cublas")
+TABLES = ("decode", "prefill", "small_linear_rows", "small_linear_fma", "small_linear_dot", "cublas", "linear_hopper")
 
 Row = dict[str, Any]
 

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...kernels import cublaslt
+from ...kernels.activation import silu_mul
 from ...kernels.cublaslt import Algorithms, measured_linear
 from ...kernels.linear import prepare, small_linear, small_linear_rows
+from ...kernels.linear_hopper import HopperTiles, hopper_tiles, linear_hopper, silu_mul_linear_hopper
 from .weights import Placement
 
 ShardRule = Literal["replicated", "column", "row"]
@@ -39,8 +41,12 @@ class LinearMethod(Protocol):
         """[T, in] → [T, out] of this rank."""
         ...
 
+    def apply_silu_mul(self, layer: Linear, x: Tensor) -> Tensor:
+        """[T, in] → [T, out / 2]: silu(gate) · up of the layer's two parts."""
+        ...
+
     def apply_fp32(self, layer: Linear, x: Tensor) -> Tensor:
-        """The same with a result in fp32, not rounded to the weights' dtype where the device can."""
+        """The same as apply with a result in fp32, not rounded to the weights' dtype where the device can."""
         ...
 
 
@@ -82,6 +88,8 @@ class UnquantizedMethod:
                 prepare(layer.weight.device)
             if layer.bias is None:
                 layer.algorithms = cublaslt.algorithms(*layer.weight.shape, layer.weight.dtype)
+                layer.tiles = hopper_tiles(*layer.weight.shape, layer.weight.dtype, gated=False)
+                layer.gated_tiles = hopper_tiles(*layer.weight.shape, layer.weight.dtype, gated=True)
             if layer.algorithms:
                 cublaslt.prepare(layer.weight.device)
 
@@ -94,9 +102,17 @@ class UnquantizedMethod:
         rows = x.shape[0]
         if rows <= layer.small_rows:
             return small_linear(x, layer.weight, layer.bias)
+        if layer.tiles and (tile := layer.tiles[min(rows, len(layer.tiles) - 1)]) is not None:
+            return linear_hopper(x, layer.weight, tile)
         if rows < len(layer.algorithms) and (algorithm := layer.algorithms[rows]) is not None:
             return measured_linear(x, layer.weight, algorithm)
         return functional.linear(x, layer.weight, layer.bias)
+
+    def apply_silu_mul(self, layer: Linear, x: Tensor) -> Tensor:
+        tiles = layer.gated_tiles
+        if tiles and (tile := tiles[min(x.shape[0], len(tiles) - 1)]) is not None:
+            return silu_mul_linear_hopper(x, layer.weight, tile)
+        return silu_mul(self.apply(layer, x))
 
     def apply_fp32(self, layer: Linear, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and layer.bias is None:
@@ -139,6 +155,8 @@ class Linear(nn.Module):
     bias: nn.Parameter | None
     small_rows: int = 0  # up to how many rows go to small_linear; known when the weights are loaded
     algorithms: Algorithms = ()  # by number of rows: cuBLAS's algorithm, where another than its own choice is faster
+    tiles: HopperTiles = ()  # by number of rows: of linear_hopper, where that is faster than cuBLAS
+    gated_tiles: HopperTiles = ()  # the same for silu_mul
 
     def __init__(
         self,
@@ -182,3 +200,7 @@ class Linear(nn.Module):
         """[T, in] → [T, out], in the weights' dtype; for the row rule this rank's summand."""
         y = self.method.apply(self, x)
         return y if self.adapter is None else self.adapter(self, x, y)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """[T, in] → [T, out / 2] of this rank: silu of the first part, times the second."""
+        return self.method.apply_silu_mul(self, x) if self.adapter is None else silu_mul(self(x))

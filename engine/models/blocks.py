@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from ...kernels.activation import silu_mul
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.linear import Linear
@@ -95,7 +94,7 @@ class MLP(nn.Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x)))
+        return self.down(self.gate_up.silu_mul(x))
 
 
 class DecoderLayer(nn.Module):

@@ -55,6 +55,19 @@ def test_algorithms_are_well_formed(path: Path) -> None:
         assert all(before["max_rows"] < after["min_rows"] for before, after in pairwise(ranges)), "ranges overlap"
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_products_are_well_formed(path: Path) -> None:
+    rows = json.loads(path.read_text())["linear_hopper"]
+    for row in rows:
+        assert row["consumers"] in (1, 2) and row["stages"] <= (4 if row["gated"] or row["consumers"] == 1 else 3)
+        assert row["group"] >= 1
+        assert row["us"] - 0.05 < 0.99 * (row["others_us"] + 0.05), "not worth a row"
+    for case in {(row["n"], row["k"], row["gated"]) for row in rows}:
+        ranges = [row for row in rows if (row["n"], row["k"], row["gated"]) == case]
+        assert all(row["min_rows"] <= row["max_rows"] for row in ranges)
+        assert all(before["max_rows"] < after["min_rows"] for before, after in pairwise(ranges)), "ranges overlap"
+
+
 def test_a_gpu_finds_its_nearest_relation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "FOLDER", tmp_path)
     gpus = {"NVIDIA H200": [9, 0], "NVIDIA A100": [8, 0], "NVIDIA L4": [8, 9], "NVIDIA L40": [8, 9]}

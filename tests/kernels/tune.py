@@ -1,7 +1,8 @@
 """Finds the tiles of configs/tiles on this machine's NVIDIA GPU: python tests/kernels/tune.py TABLE … [--write].
 
 decode, prefill: the best tile for --head-size and --dtype over a few typical batches. cublas: the algorithms of cuBLAS
-that beat its own choice for the weights --shapes (NxK). --write puts what was found into the GPU's file, in place of
+that beat its own choice for the weights --shapes (NxK). linear_hopper: where our own products beat these, alone and
+with SwiGLU. --write puts what was found into the GPU's file, in place of
 the rows for the same case; without it, it is only printed. For small_linear's thresholds see bench_linear.py --sweep.
 """
 
@@ -19,11 +20,13 @@ import bench_attention
 import torch
 import triton
 import tune_cublas
+import tune_hopper
 from bench_attention import DECODE_SWEEP, PREFILL_SWEEP, attempt, settings
 
 from vserve.kernels import cublaslt, tiles
 
 LLAMA_8B = ("6144x4096", "4096x4096", "28672x4096", "4096x14336")
+GATED_N = 28672  # of --shapes: gate and up, timed with SwiGLU
 ROW_LIMITS = (16, 4096, None)  # of the prefill table: query tokens x grouped heads
 
 
@@ -63,13 +66,13 @@ def tune_prefill(case: dict[str, int]) -> list[dict[str, Any]]:
     return rows
 
 
-def write(table: str, found: list[dict[str, Any]], case: dict[str, int]) -> Path:
+def write(table: str, found: list[dict[str, Any]], case: dict[str, Any]) -> Path:
     """Replace the table's rows of this case in the GPU's file; a GPU without one starts from its relation's."""
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     data = json.loads(tiles.nearest(name, capability).read_text())
     data["gpu"], data["capability"] = name, list(capability)
     data["found_by"] = f"tests/kernels/tune.py, torch {torch.__version__}, triton {triton.__version__}"
-    data[table] = [row for row in data[table] if not case.items() <= row.items()] + found
+    data[table] = [row for row in data.get(table, []) if not case.items() <= row.items()] + found
     path = tiles.FOLDER / f"{name.replace(' ', '_')}.json"
     path.write_text(layout(data))
     return path
@@ -88,7 +91,7 @@ def layout(data: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="+", choices=["decode", "prefill", "cublas"])
+    parser.add_argument("tables", nargs="+", choices=["decode", "prefill", "cublas", "linear_hopper"])
     parser.add_argument("--head-size", type=int, default=128, choices=[64, 128, 256, 512])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--shapes", nargs="*", default=LLAMA_8B, metavar="NxK")
@@ -100,12 +103,19 @@ def main() -> None:
     case = {"element_bytes": bench_attention.DTYPE.itemsize, "head_size": arguments.head_size}
     tuners = {"decode": tune_decode, "prefill": tune_prefill}
     for table in arguments.tables:
-        cases = [case]
+        cases: list[dict[str, Any]] = [case]
+        shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes]
         if table == "cublas":
-            shapes = (map(int, shape.split("x")) for shape in arguments.shapes)
             cases = [{"n": n, "k": k, "version": cublaslt.version()} for n, k in shapes]
+        elif table == "linear_hopper":
+            cases = [{"n": n, "k": k, "gated": n == GATED_N} for n, k in shapes]
         for wanted in cases:
-            found = tune_cublas.tune(wanted["n"], wanted["k"]) if table == "cublas" else tuners[table](wanted)
+            if table == "cublas":
+                found = tune_cublas.tune(wanted["n"], wanted["k"])
+            elif table == "linear_hopper":
+                found = tune_hopper.tune(**wanted)
+            else:
+                found = tuners[table](wanted)
             if arguments.write:
                 print(f"{len(found)} rows written to {write(table, found, wanted)}")
 

@@ -110,3 +110,16 @@ def test_tied_output_shares_the_embedding_memory(size: int) -> None:
         logits = head(x)
         assert logits.dtype is torch.float32
         torch.testing.assert_close(logits, functional.linear(x, embedding.weight.chunk(size)[rank]).float())
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_gated_parts(adapted: bool) -> None:
+    """With an adapter, the activation comes after what it changes."""
+    parts = {"gate": 6, "up": 6}
+    tensors = whole(parts, 16, bias=True)
+    layer = filled(tensors, 16, parts, place=CPU, rule="column", bias=True)
+    x = torch.randn(3, 16)
+    if adapted:
+        layer.adapter = lambda layer, x, y: y + 1
+    gate, up = (functional.linear(x, tensors[part, "weight"], tensors[part, "bias"]) + adapted for part in parts)
+    torch.testing.assert_close(layer.silu_mul(x), functional.silu(gate) * up)

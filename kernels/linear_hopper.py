@@ -1,0 +1,82 @@
+"""Products of many rows on Hopper GPUs, with SwiGLU in the same pass: the launch of the kernel in linear_gluon.py, and
+where it beats cuBLAS."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from triton import cdiv
+
+from .linear_gluon import BLOCK_K, BLOCK_N, HALF_N, ROWS, linear_kernel
+from .tiles import tile_table
+from .tma import ALIGNMENT, descriptor, num_processors
+
+
+class HopperTile(NamedTuple):
+    """consumers: warpgroups of 64 rows, 1 or 2, in a tile; stages: tiles of x and the weight that are on their way;
+    group: tiles of x that programs which run together share."""
+
+    consumers: int
+    stages: int
+    group: int
+
+
+HopperTiles = tuple[HopperTile | None, ...]
+MANY_ROWS = HopperTile(consumers=2, stages=3, group=16)
+
+
+def linear_hopper(x: torch.Tensor, weight: torch.Tensor, tile: HopperTile = MANY_ROWS) -> torch.Tensor:
+    """x Wᵀ, added up in fp32 and rounded once to x's dtype.
+
+    x [M, K] and weight [N, K], both bf16 or both fp16, contiguous rows that start on multiples of 16 bytes, N a
+    multiple of 8 → [M, N]. Where that holds and pays: `hopper_tiles`.
+    """
+    return _launch(x, weight, tile, gated=False)
+
+
+def silu_mul_linear_hopper(x: torch.Tensor, weight: torch.Tensor, tile: HopperTile = MANY_ROWS) -> torch.Tensor:
+    """silu(x Gᵀ) · (x Uᵀ) of weight [2I, K] = cat(G, U) → [M, I], rounded once, at the end; else as linear_hopper."""
+    return _launch(x, weight, tile, gated=True)
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, tile: HopperTile, gated: bool) -> torch.Tensor:
+    (m, k), n = x.shape, weight.shape[0]
+    width = n // 2 if gated else n
+    out = x.new_empty(m, width)
+    if m == 0:
+        return out
+    rows = tile.consumers * ROWS.value
+    tiles_m, tiles_n = cdiv(m, rows), cdiv(width, HALF_N.value if gated else BLOCK_N.value)
+    linear_kernel[(min(num_processors(x.device), tiles_m * tiles_n),)](
+        descriptor(x.data_ptr(), x.dtype, m, k, x.stride(0), rows, BLOCK_K.value),
+        descriptor(weight.data_ptr(), weight.dtype, n, k, weight.stride(0), HALF_N.value, BLOCK_K.value),
+        descriptor(out.data_ptr(), out.dtype, m, width, width, ROWS.value, HALF_N.value),
+        tiles_m, tiles_n, cdiv(k, BLOCK_K.value), tile.group, n // 2,
+        GATED=gated, CONSUMERS=tile.consumers, STAGES=tile.stages, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@lru_cache
+def hopper_tiles(n: int, k: int, dtype: torch.dtype, gated: bool) -> HopperTiles:
+    """By number of rows: the tile with which this beats cuBLAS (gated: and the activation after it) for a weight [n, k]
+    on this process's GPU; None: it does not. The last entry holds for all larger numbers. Empty: nowhere.
+
+    Measured for the weights of an 8B model. For gated weights of other sizes, what holds there from 1024 rows on.
+    """
+    bytes_apart = (n // 2 if gated else n) * dtype.itemsize, k * dtype.itemsize
+    if dtype not in (torch.bfloat16, torch.float16) or any(distance % ALIGNMENT for distance in bytes_apart):
+        return ()
+    if not torch.cuda.is_available() or not num_processors(torch.device("cuda", torch.cuda.current_device())):
+        return ()
+    found: list[HopperTile | None] = []
+    for row in tile_table("linear_hopper"):
+        if (row["n"], row["k"], row["gated"]) == (n, k, gated):
+            found += [None] * (row["max_rows"] + 1 - len(found))
+            tile = HopperTile(row["consumers"], row["stages"], row["group"])
+            found[row["min_rows"] : row["max_rows"] + 1] = [tile] * (row["max_rows"] + 1 - row["min_rows"])
+    if not found and gated and n * k >= 1 << 25:
+        found = [*[None] * 1024, MANY_ROWS]
+    return tuple(found)

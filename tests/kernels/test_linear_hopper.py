@@ -1,0 +1,160 @@
+"""Products of many rows: compiled anywhere, run on a Hopper GPU only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from vserve.kernels import linear_hopper as module
+from vserve.kernels.linear_hopper import (
+    MANY_ROWS,
+    HopperTile,
+    hopper_tiles,
+    linear_hopper,
+    silu_mul_linear_hopper,
+)
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+DTYPES = [torch.bfloat16, torch.float16]
+TILES = {
+    "few_rows": HopperTile(1, 4, 1),
+    "stages": HopperTile(2, 3, 3),
+    "many_rows": MANY_ROWS,
+}
+# rows, N, K: whole tiles and parts of them in each direction, more tiles than programs, and fewer steps than stages
+SHAPES = [(1, 256, 64), (64, 512, 512), (129, 264, 136), (200, 1200, 4096), (1000, 14336, 320), (2048, 6144, 1024)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper family")
+class TestOnHopper:
+    @pytest.fixture
+    def operands(self, rng: torch.Generator) -> Callable[..., tuple[Tensor, Tensor]]:
+        def make(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            x = torch.randn(m + 1, k, generator=rng).to("cuda", dtype)
+            weight = torch.randn(n + 1, k, generator=rng).to("cuda", dtype) / k**0.5
+            x[m:], weight[n:] = float("nan"), float("nan")  # behind the operands
+            return x[:m], weight[:n]
+
+        return make
+
+    def check(self, y: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+        tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-3
+        error = (y.double() - expected).norm() / expected.norm()
+        assert y.dtype == dtype and error < tolerance, f"off by {error:.1e}"
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+    def test_reference(self, tile: HopperTile, shape: tuple[int, ...], dtype: torch.dtype, operands: Any) -> None:
+        x, weight = operands(*shape, dtype)
+        self.check(linear_hopper(x, weight, tile), x.double() @ weight.double().t(), dtype)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("tile", [*TILES.values(), HopperTile(2, 4, 8)], ids=[*TILES, "four_stages"])
+    def test_gated(self, tile: HopperTile, shape: tuple[int, ...], dtype: torch.dtype, operands: Any) -> None:
+        x, weight = operands(*shape, dtype)
+        gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
+        self.check(silu_mul_linear_hopper(x, weight, tile), silu(gate) * up, dtype)
+
+    def test_large_values(self, operands: Any) -> None:
+        """exp overflows for gates far below zero: they give 0, not NaN."""
+        x, weight = operands(70, 512, 256, torch.bfloat16)
+        gate, up = (x.double() * 300 @ weight.double().t()).chunk(2, dim=1)
+        assert gate.min() < -300
+        self.check(silu_mul_linear_hopper(x * 300, weight), silu(gate) * up, torch.bfloat16)
+
+    def test_in_a_cuda_graph(self, operands: Any) -> None:
+        x, weight = operands(300, 1024, 512, torch.bfloat16)
+        silu_mul_linear_hopper(x, weight)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = linear_hopper(silu_mul_linear_hopper(x, weight), weight)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.testing.assert_close(y, linear_hopper(silu_mul_linear_hopper(x, weight), weight), rtol=0, atol=0)
+
+    def test_no_rows(self, operands: Any) -> None:
+        x, weight = operands(1, 512, 256, torch.bfloat16)
+        assert silu_mul_linear_hopper(x[:0], weight).shape == (0, 256)
+
+
+class TestTiles:
+    @pytest.fixture(autouse=True)
+    def _a_hopper_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(module, "num_processors", lambda device: 132)
+        row = {"consumers": 1, "stages": 4, "group": 2, "gated": True, "n": 512, "k": 64}
+        rows = [{**row, "min_rows": 5, "max_rows": 8}, {**row, "min_rows": 11, "max_rows": 12, "group": 3}]
+        monkeypatch.setattr(module, "tile_table", lambda table: rows)
+        hopper_tiles.cache_clear()
+        yield
+        hopper_tiles.cache_clear()
+
+    def test_rows_of_the_table(self) -> None:
+        first, second = HopperTile(1, 4, 2), HopperTile(1, 4, 3)
+        expected = (*[None] * 5, *[first] * 4, None, None, second, second)
+        assert hopper_tiles(512, 64, torch.bfloat16, gated=True) == expected
+
+    def test_other_weights(self) -> None:
+        """Large gated ones go by what holds for those measured; small ones and plain ones stay with cuBLAS."""
+        assert hopper_tiles(512, 64, torch.bfloat16, gated=False) == ()
+        assert hopper_tiles(37888, 3584, torch.float16, gated=True)[-2:] == (None, MANY_ROWS)
+        assert hopper_tiles(1024, 512, torch.bfloat16, gated=True) == ()
+
+    @pytest.mark.parametrize(("n", "k"), [(37896, 3584), (37888, 3588)])
+    def test_rows_that_tma_cannot_address(self, n: int, k: int) -> None:
+        assert hopper_tiles(n, k, torch.bfloat16, gated=True) == ()
+
+    def test_other_dtypes_and_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert hopper_tiles(37888, 3584, torch.float32, gated=True) == ()
+        monkeypatch.setattr(module, "num_processors", lambda device: 0)
+        assert hopper_tiles(37888, 3584, torch.bfloat16, gated=True) == ()
+
+
+_COMPILE = """
+import subprocess
+import triton
+from vserve.kernels import linear_hopper as module
+
+module.num_processors = lambda device: 132
+x = torch.empty(1024, 4096, dtype=torch.bfloat16)
+weight = torch.empty(28672, 4096, dtype=torch.bfloat16)
+found = []
+for product in (module.linear_hopper, module.silu_mul_linear_hopper):
+    for tile in ((1, 4, 1), (2, 3, 16), (2, 4, 8)):
+        if tile[1] == 4 and tile[0] == 2 and product is module.linear_hopper:
+            continue
+        kernels.clear()
+        for rows, columns in ((1024, 4096), (999, 4096), (1, 64)):  # none of which makes a variant of its own
+            product(x[:rows, :columns], weight[:, :columns], module.HopperTile(*tile))
+        (_, kernel), = kernels.values()
+        with open(sys.argv[1] + ".ptx", "w") as file:
+            file.write(kernel.asm["ptx"])
+        tools = triton.knobs.nvidia
+        assemble = [tools.ptxas.path, "-v", "--gpu-name", "sm_90a", sys.argv[1] + ".ptx", "-o", sys.argv[1] + ".cubin"]
+        said = subprocess.run(assemble, capture_output=True, text=True, check=True)
+        code = subprocess.check_output([tools.nvdisasm.path, "-c", sys.argv[1] + ".cubin"], text=True)
+        found.append({"shared": kernel.metadata.shared, "said": said.stdout + said.stderr,
+                      "instructions": sorted(set(re.findall(r"HGMMA\\S+", code)))})
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_compiles(run_for_hopper: Callable[..., Any], tmp_path: Any) -> None:
+    """With the large instruction, no register spilled, no products one by one, and room in shared memory."""
+    found = run_for_hopper(_COMPILE, str(tmp_path / "linear"))
+    assert len(found) == 5
+    for kernel in found:
+        assert kernel["instructions"] == ["HGMMA.64x256x16.F32.BF16"]
+        assert " 0 bytes spill stores, 0 bytes spill loads" in kernel["said"]
+        assert "wgmma" not in kernel["said"].lower(), "products are serialized"
+        assert kernel["shared"] <= 227 << 10
