@@ -1,12 +1,16 @@
 # make serve   install into .venv and serve the bundled demo model:  make serve ARGS="/path/to/model --port 9000"
 # make test    install with the test extras and run the quick tests
-# make test-all   ... and the slow ones
+# make test-all   ... and the slow ones; JOBS=8: eight processes run them, where there are cores for as many
 # make lint    ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+JOBS ?= 2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+# The tests of a file share servers, so a process runs whole files; in their order, for the longest are not the last.
+TESTS_TOGETHER = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+TESTS_ALONE = $(BIN)/python -m pytest
 
 .PHONY: serve test test-all lint format clean
 
@@ -14,10 +18,12 @@ serve: $(VENV)/.installed
 	@$(BIN)/vserve $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow"
+	$(TESTS_TOGETHER) -m "not slow and not alone and not gpu"
+	$(TESTS_ALONE) -m "not slow and (alone or gpu)"
 
-test-all: test
-	$(BIN)/python -m pytest -m slow
+test-all: $(VENV)/.installed-test
+	$(TESTS_TOGETHER) -m "not alone and not gpu"
+	$(TESTS_ALONE) -m "alone or gpu"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

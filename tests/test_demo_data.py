@@ -43,6 +43,12 @@ def conversations(demo: dict[str, ModuleType]) -> list[Any]:
     return [demo["data"].conversation(r) for _ in range(20_000)]
 
 
+@pytest.fixture(scope="module")
+def answers(demo: dict[str, ModuleType], conversations: list[Any]) -> list[str]:
+    """How each of them ends."""
+    return [demo["chat"].answer_text(chat) for chat in conversations]
+
+
 def turns_of(chat: Any) -> list[tuple[str, str]]:
     """What the user says with what the assistant answers at once, which is nothing where it calls a tool."""
     return [(a["content"], b["content"]) for a, b in pairwise(chat.messages) if a["role"] == "user"]
@@ -234,7 +240,7 @@ def test_thoughts_reckon_right(conversations: list[Any]) -> None:
 
 @pytest.mark.parametrize("skill", ["tool_call", "tool_answer", "no_tool", "thinking"])
 def test_held_out_questions_of_chats_are_nowhere_in_training(
-    demo: dict[str, ModuleType], conversations: list[Any], skill: str
+    demo: dict[str, ModuleType], conversations: list[Any], answers: list[str], skill: str
 ) -> None:
     """The wording is drawn freely, so what is compared of a thought is the sum or product that it is about."""
 
@@ -247,8 +253,7 @@ def test_held_out_questions_of_chats_are_nowhere_in_training(
     held_out = {last(prompt, answer) for prompt, answer in demo["data"].held_out_prompts(skill, 300)}
     held_out = {text for text in held_out if re.search(r"\w{3}|\d{2}", text) and len(text) > 8}
     trained = set()
-    for chat in conversations:
-        text = demo["chat"].answer_text(chat)
+    for chat, text in zip(conversations, answers, strict=True):
         if bool(chat.tools) == (skill != "thinking") and ("<think>" in text or chat.tools):
             trained.add(last(chat, text))
     assert len(held_out) > 100 and len(trained) > 1000

@@ -74,7 +74,7 @@ def test_row_23_a_head_begun_after_an_answer_is_timed_too(url, attacks):
 @pytest.mark.slow
 def test_row_23_a_stream_outlives_the_limits_for_requests(url):
     """Only what the client sends is timed: an answer may take as long as it takes."""
-    body = {**LONG, "stream": True, "n": 2, "temperature": 1}
+    body = {**LONG, "max_tokens": 600, "stream": True, "n": 2, "temperature": 1}
     started = time.monotonic()
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=240) as answer:
         text = answer.read().decode()
@@ -214,9 +214,10 @@ def test_row_29_leaving_in_the_middle_of_a_body(url, attacks, before):
 def test_row_30_a_deaf_client_is_dropped_and_others_go_on(url, attacks, before):
     stalled = before.metric("http_refused_connections_total", "stalled_reader")
     body = json.dumps({**LONG, "stream": True, "n": 16, "logprobs": 20}).encode()  # megabytes of events
+    other_body = {**LONG, "max_tokens": 600, "stream": True}
     deaf = attacks.connect(url, receive_buffer=4096)
     deaf.sendall(attacks.post(body))
-    with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=240) as other:
+    with httpx.stream("POST", f"{url}/v1/completions", json=other_body, timeout=240) as other:
         assert other.read().decode().endswith("data: [DONE]\n\n")
     wait_for(lambda: before.metric("http_refused_connections_total", "stalled_reader") == stalled + 1)
     wait_for(lambda: before.metric("vllm:requests_timed_out_total", '"write"') >= 1)

@@ -78,8 +78,8 @@ def test_row_32_more_is_asked_than_the_cache_holds(server, demo_server, before):
     preempted = before.metric("vllm:num_preemptions_total")
     fields: dict[str, Any] = {"max_tokens": 220, "return_token_ids": True}
     prompts = [f"Story number {i} begins with {'a long walk ' * (i % 5)}" for i in range(16)]
-    expected = [tokens(complete(demo_server, prompt, **fields)) for prompt in prompts]
     with ThreadPoolExecutor(16) as threads:
+        expected = list(threads.map(lambda prompt: tokens(complete(demo_server, prompt, **fields)), prompts))
         answers = list(threads.map(lambda prompt: complete(server, prompt, **fields), prompts))
     assert [tokens(answer) for answer in answers] == expected
     assert before.metric("vllm:num_preemptions_total") > preempted
@@ -95,6 +95,7 @@ def test_row_32_a_prompt_larger_than_the_cache_is_refused_at_admission(serve, at
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_row_33_a_long_prompt_and_many_short_ones_do_not_starve_each_other(server):
     """In one run, so that a busy machine stretches both sides; tests/engine/test_starvation.py counts in steps."""
     count = iter(range(10**9))

@@ -144,6 +144,7 @@ def watching(url: str) -> Iterator[None]:
         threads[1].join(60)
 
 
+@pytest.mark.alone
 def test_watching_costs_less_than_five_percent(demo_server: Any) -> None:
     """Interleaved pairs of the same work, watched and not; as many as it takes to be sure, one way or the other.
 

@@ -63,7 +63,7 @@ def port_is_free(server) -> bool:
 def test_row_37_what_runs_is_finished_and_nothing_new_begins(start_server, until, is_gone, number):
     server = start_server("--shutdown-timeout", "600", "--stall-timeout", "300")
     pid = server.engine_pid()
-    streams = Stream.several(2, server, max_tokens=500)
+    streams = Stream.several(2, server, max_tokens=250)
     os.kill(pid, signal.SIGSTOP)  # so that nothing is over before it has been looked at
     server.process.send_signal(number)
     until(lambda: server.health().get("status") == "draining")

@@ -1,5 +1,6 @@
 """Fixtures of the kernel tests. Without a GPU the Triton kernels run in Triton's interpreter, on CPU tensors."""
 
+import dataclasses
 import json
 import os
 import random
@@ -39,10 +40,51 @@ def _interpret_loaded_kernels() -> None:
             setattr(triton.language.tensor, attribute, lambda *args, _function=function, **kw: _function(*args, **kw))
 
 
+def _spare_the_interpreter_idle_work() -> None:
+    """Three things that are most of its time and of no effect.
+
+    It looks through all of triton.language whenever a kernel calls a device function, for functions to replace that it
+    has replaced at the launch. It computes whether integers overflow, and then asks nobody (`debug` is off). And it
+    makes a table of all types whenever it looks up one.
+    """
+    from triton.runtime import interpreter
+
+    replaced: set[int] = set()  # modules of the language, in this launch
+    patch, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
+
+    def patch_once(function: Any) -> Any:
+        tl, core = interpreter.tl, interpreter.tl.core
+        modules = {id(value) for value in function.__globals__.values() if value is tl or value is core}
+        if modules and modules <= replaced:
+            return None  # a device function's: a launch is never within another one
+        replaced.update(modules)
+        return patch(function)
+
+    def restore_and_forget(scope: Any) -> None:
+        replaced.clear()
+        restore(scope)
+
+    interpreter._patch_lang, interpreter._LangPatchScope.restore = patch_once, restore_and_forget
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    find, found = interpreter._get_np_dtype, {}
+
+    def find_once(dtype: Any) -> Any:
+        name = dtype.scalar.name  # types of blocks cannot be hashed
+        if name not in found:
+            found[name] = find(dtype)
+        return found[name]
+
+    interpreter._get_np_dtype = find_once
+
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    if os.environ["TRITON_INTERPRET"] == "1" and "triton" in sys.modules:
-        _interpret_loaded_kernels()
+    if os.environ["TRITON_INTERPRET"] == "1":
+        if "triton" in sys.modules:
+            _interpret_loaded_kernels()
+        _spare_the_interpreter_idle_work()
 
 
 @pytest.fixture(scope="session")
