@@ -26,6 +26,8 @@ from .sampler import Sampler, Samples
 
 logger = logging.getLogger(__name__)
 
+LOGIT_ROWS = 32
+
 
 @dataclass
 class Pending:
@@ -66,6 +68,18 @@ class Pending:
         return StepResult(self.plan.step, tokens, logprobs, errors, seconds, scores, embeddings)
 
 
+def padded_logits(num_sampled: int, num_rows: int) -> int:
+    """Of how many of the rows behind a graph logits are computed: of few different numbers, all met at the start.
+
+    cuBLAS has a kernel for every few rows, and the driver waits for the device to be idle when it loads one.
+    """
+    if num_sampled < LOGIT_ROWS:
+        rounded = 1 << (num_sampled - 1).bit_length() if num_sampled else 0
+    else:
+        rounded = -(-num_sampled // LOGIT_ROWS) * LOGIT_ROWS
+    return min(rounded, num_rows)
+
+
 @dataclass
 class Launched:
     """A step between `execute` and `sample`."""
@@ -73,7 +87,7 @@ class Launched:
     header: Tensor
     num_rows: int
     samples: SampleBatch
-    hidden: Tensor  # [S, hidden]
+    hidden: Tensor  # [≥ S, hidden], rows of padding behind
     scores: PromptScores | None
     pooled: Pooled | None
     started: float
@@ -122,8 +136,10 @@ class ModelRunner:
         wants_all = bool(plan.scored) or self.pooler.needs_all(plan)
         graph = self.graphs.find(plan) if self.graphs is not None and not wants_all else None
         every: Tensor | None = None  # the hidden states of all tokens
+        num_logits = num_sampled
         if graph is not None:
             shape = graph.shape
+            num_logits = padded_logits(num_sampled, shape.rows)
             host = builder.header(plan, shape)
             header = graph.header.copy_(host, non_blocking=True)
             graph.graph.replay()
@@ -144,15 +160,16 @@ class ModelRunner:
         scores = self.scorer(plan, every) if every is not None and plan.scored else None
         pooled = self.pooler(plan, hidden[num_sampled:num_wanted], every) if plan.pooled else None
         samples = builder.samples(plan, header, host, batch)
-        self._launched = Launched(header, shape.rows, samples, hidden[:num_sampled], scores, pooled, started, event)
+        self._launched = Launched(header, shape.rows, samples, hidden[:num_logits], scores, pooled, started, event)
 
     @torch.inference_mode()
     def sample(self, mask: TokenMask | None = None) -> Pending:
         assert self._launched is not None, "sample() without execute()"
         step, self._launched = self._launched, None
         # A non-finite hidden state is what makes logits NaN; it is thousands of times smaller to look at.
-        finite = step.hidden.float().sum(dim=-1).isfinite()
-        samples = self.sampler(self.model.logits(step.hidden), step.samples, mask)
+        count = len(step.samples.plan.sampled)
+        finite = step.hidden[:count].float().sum(dim=-1).isfinite()
+        samples = self.sampler(self.model.logits(step.hidden)[:count], step.samples, mask)
         self.builder.commit(step.header, step.num_rows, samples.tokens)
         plan, scores, pooled = step.samples.plan, step.scores, step.pooled
         outputs = [samples.tokens, finite]
@@ -203,12 +220,17 @@ class ModelRunner:
         """For steps with up to this many decodes, or this many tokens in all; `capture_graphs` makes them."""
         return StepGraphs(self.builder, self.forward, min(max_decodes, self.max_num_seqs), max_mixed_tokens, max_tokens)
 
+    @torch.inference_mode()
     def capture_graphs(self, graphs: StepGraphs) -> None:
         """Steps that fit one of these graphs replay it from here on."""
         graphs.builder = self.builder  # its rows may have been made anew
         torch.cuda.empty_cache()  # or what the warm-up left would be given back meanwhile, and hide what is taken
         before = torch.cuda.mem_get_info()[0]
         graphs.capture()
+        rows = {shape.rows for shape in graphs.shapes()}
+        hidden = torch.zeros(max(rows), self.model.config.hidden_size, dtype=self.model.place.dtype, device=self.device)
+        for count in {padded_logits(n, most) for most in rows for n in range(1, min(most, self.max_num_seqs) + 1)}:
+            self.model.logits(hidden[:count])
         self.graphs = graphs
         logger.info(
             "%d CUDA graphs took %.2f GiB", len(graphs.shapes()), (before - torch.cuda.mem_get_info()[0]) / 2**30

@@ -8,6 +8,7 @@ from vserve.engine.batch import Shape
 from vserve.engine.graphs import MIXED_PREFILL_ROWS, StepGraphs, decode_sizes
 from vserve.engine.plan import StepPlan
 from vserve.engine.request import SamplingParams
+from vserve.engine.runner import padded_logits
 
 
 def plan(decodes: int, *queries: int) -> StepPlan:
@@ -75,3 +76,13 @@ def test_sizes_are_few_and_end_where_they_must():
     assert decode_sizes(1) == [1]
     assert decode_sizes(20) == [1, 2, 4, 8, 12, 16, 20]
     assert decode_sizes(512)[-1] == 512 and len(decode_sizes(512)) < 60
+
+
+def test_logits_of_few_different_numbers_of_rows():
+    """Enough for all that are sampled, never more than there are; none when nothing is sampled."""
+    assert padded_logits(0, 64) == 0
+    for most in (1, 24, 80, 576):
+        counts = [padded_logits(n, most) for n in range(1, most + 1)]
+        assert all(n <= count <= most for n, count in enumerate(counts, 1))
+        assert len(set(counts)) <= 7 + most // 32
+    assert [padded_logits(n, 1000) for n in (1, 3, 31, 33, 250)] == [1, 4, 32, 64, 256]

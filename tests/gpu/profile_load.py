@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from vserve import LLM, SamplingParams
 
 STEP_KERNEL = "_build_inputs_kernel"  # one a step
+LONGEST_GAPS = 20  # shown
 
 
 def record(llm: LLM, arguments: argparse.Namespace, trace: Path) -> float:
@@ -71,8 +72,10 @@ def show(events: list[dict[str, Any]], num_kernels: int) -> None:
         end = max(end, event["ts"] + event["dur"])
     span = end - events[0]["ts"]
     gaps.sort()
+    longest = ", ".join(f"{gap:.0f}" for gap in gaps[: -1 - LONGEST_GAPS : -1])
     print(
-        f"{span / 1e3:.1f} ms, {sum(gaps) / span:.1%} in gaps: median {gaps[len(gaps) // 2]:.1f} us, max {gaps[-1]:.0f}"
+        f"{span / 1e3:.1f} ms, {sum(gaps) / span:.1%} in {len(gaps)} gaps: median {gaps[len(gaps) // 2]:.1f} us, "
+        f"longest {longest}"
     )
     for name, (count, time_us) in sorted(totals.items(), key=lambda item: -item[1][1])[:num_kernels]:
         print(f"{time_us / 1e3:8.1f} ms {time_us / span:6.1%} {count:7.0f} x {time_us / count:8.1f} us  {name}")

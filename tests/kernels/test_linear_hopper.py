@@ -27,7 +27,7 @@ TILES = {
     "many_rows": MANY_ROWS,
 }
 # rows, N, K: whole tiles and parts of them in each direction, more tiles than programs, and fewer steps than stages
-SHAPES = [(1, 256, 64), (64, 512, 512), (129, 264, 136), (200, 1200, 4096), (1000, 14336, 320), (2048, 6144, 1024)]
+SHAPES = [(1, 256, 64), (64, 512, 512), (129, 272, 136), (200, 1200, 4096), (1000, 14336, 320), (2048, 6144, 1024)]
 
 
 @pytest.mark.gpu
