@@ -26,7 +26,6 @@ from bench_attention import DECODE_SWEEP, PREFILL_SWEEP, attempt, settings
 from vserve.kernels import cublaslt, tiles
 
 LLAMA_8B = ("6144x4096", "4096x4096", "28672x4096", "4096x14336")
-GATED_N = 28672  # of --shapes: gate and up, timed with SwiGLU
 ROW_LIMITS = (16, 4096, None)  # of the prefill table: query tokens x grouped heads
 
 
@@ -95,6 +94,7 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, default=128, choices=[64, 128, 256, 512])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--shapes", nargs="*", default=LLAMA_8B, metavar="NxK")
+    parser.add_argument("--gated", nargs="*", default=["28672x4096"], metavar="NxK", help="shapes that SwiGLU follows")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -108,7 +108,7 @@ def main() -> None:
         if table == "cublas":
             cases = [{"n": n, "k": k, "version": cublaslt.version()} for n, k in shapes]
         elif table == "linear_hopper":
-            cases = [{"n": n, "k": k, "gated": n == GATED_N} for n, k in shapes]
+            cases = [{"n": n, "k": k, "gated": f"{n}x{k}" in arguments.gated} for n, k in shapes]
         for wanted in cases:
             if table == "cublas":
                 found = tune_cublas.tune(wanted["n"], wanted["k"])
