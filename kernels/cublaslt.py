@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .tiles import tile_table
+from .tiles import assign_rows, tile_table
 
 WORKSPACE_BYTES = 32 << 20
 TRANSA, COMPUTE_32F, REAL_32F = 3, 68, 0  # of cublasLt.h, cublas_api.h and library_types.h
@@ -153,6 +153,5 @@ def algorithms(n: int, k: int, dtype: torch.dtype) -> Algorithms:
         algorithm = Algorithm.from_buffer_copy(bytes.fromhex(row["algorithm"]))
         # The table may be another GPU's.
         if runs(algorithm, product(row["max_rows"], n, k, dtype, k, k, n), device):
-            found += [None] * (row["max_rows"] + 1 - len(found))
-            found[row["min_rows"] : row["max_rows"] + 1] = [algorithm] * (row["max_rows"] + 1 - row["min_rows"])
+            assign_rows(found, row, algorithm)
     return tuple(found)

@@ -10,7 +10,7 @@ import torch
 from triton import cdiv
 
 from .linear_gluon import BLOCK_K, BLOCK_N, HALF_N, ROWS, linear_kernel
-from .tiles import tile_table
+from .tiles import assign_rows, tile_table
 from .tma import ALIGNMENT, descriptor, num_processors
 
 
@@ -74,9 +74,7 @@ def hopper_tiles(n: int, k: int, dtype: torch.dtype, gated: bool) -> HopperTiles
     found: list[HopperTile | None] = []
     for row in tile_table("linear_hopper"):
         if (row["n"], row["k"], row["gated"]) == (n, k, gated):
-            found += [None] * (row["max_rows"] + 1 - len(found))
-            tile = HopperTile(row["consumers"], row["stages"], row["group"])
-            found[row["min_rows"] : row["max_rows"] + 1] = [tile] * (row["max_rows"] + 1 - row["min_rows"])
+            assign_rows(found, row, HopperTile(row["consumers"], row["stages"], row["group"]))
     if not found and gated and n * k >= 1 << 25:
         found = [*[None] * 1024, MANY_ROWS]
     return tuple(found)

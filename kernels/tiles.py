@@ -45,5 +45,12 @@ def nearest(gpu: str, capability: tuple[int, int]) -> Path:
     return next(iter(same + generation), FOLDER / DEFAULT)
 
 
+def assign_rows(found: list[Any], row: Row, value: object) -> None:
+    """found, by number of rows: `value` from the row's min_rows to its max_rows, None before where nothing was."""
+    first, last = row["min_rows"], row["max_rows"]
+    found += [None] * (last + 1 - len(found))
+    found[first : last + 1] = [value] * (last + 1 - first)
+
+
 def fits(limit: int | None, size: int) -> bool:
     return limit is None or size <= limit

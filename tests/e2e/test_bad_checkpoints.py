@@ -1,10 +1,9 @@
-"""Row 44: what is wrong with a model's folder is one clear line, found without running anything that lies in it.
-
-More in test_processes.py: no weights, weights cut off, a configuration that is no JSON, an unknown architecture."""
+"""Row 44: what is wrong with a model's folder is one clear line, found without running anything that lies in it."""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -42,6 +41,11 @@ def overwrite(folder: Path) -> None:
         file.write(b"\0garbage\xff" * 10)
 
 
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size * 2 // 3)
+
+
 def regex(pattern: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         file = folder / "tokenizer.json"
@@ -70,6 +74,7 @@ def code(folder: Path) -> None:
     [
         pytest.param(shard, ["model-00002-of-00002.safetensors", "download the missing files"], id="missing-shard"),
         pytest.param(overwrite, ["model.safetensors", "corrupt"], id="garbage"),
+        pytest.param(truncate, ["model.safetensors"], id="truncated"),
         pytest.param(lambda f: (f / "model.safetensors").write_bytes(b""), ["model.safetensors"], id="empty"),
         pytest.param(lambda f: edit(f / "config.json", intermediate_size=128), ["shape", "config.json"], id="shapes"),
         pytest.param(lambda f: edit(f / "config.json", hidden_size=2**40), ["config.json"], id="huge-hidden"),

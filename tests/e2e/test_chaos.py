@@ -18,7 +18,7 @@ from types import ModuleType
 import httpx
 import pytest
 
-SECONDS = float(os.environ.get("VSERVE_CHAOS_SECONDS", "20"))
+SECONDS = float(os.environ.get("VSERVE_CHAOS_SECONDS", "30"))
 PAUSE = 5.0  # seconds between two disasters, on average
 ENOUGH = 30  # choices that finish, on the slowest machine
 

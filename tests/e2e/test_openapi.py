@@ -280,7 +280,7 @@ def test_whatever_fits_is_answered(server: Any, document: dict[str, Any], mode: 
 
         @given(case=operation.as_strategy(generation_mode=generation), data=st.data())
         @settings(
-            max_examples=24, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
+            max_examples=60, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         def ask(case: Any, data: st.DataObject) -> None:
@@ -296,6 +296,6 @@ def test_whatever_fits_is_answered(server: Any, document: dict[str, Any], mode: 
     if mode == "positive":
         paths = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
         for path in (*paths, "/v1/responses", "/v1/messages"):
-            assert statuses[path, 200] > 5, statuses
+            assert statuses[path, 200] > 20, statuses
     assert httpx.get(f"{server.url}/health").status_code == 200
     until(lambda: httpx.get(f"{server.url}/load").json() == {"server_load": 0})

@@ -229,7 +229,7 @@ _SCHEMAS = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=_SCHEMAS, seed=st.integers(0, 99))
 def test_whatever_stops_is_valid(schema: Any, seed: int, demo: str, random_server: str) -> None:
     for url in (demo, random_server):

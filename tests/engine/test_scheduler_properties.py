@@ -32,8 +32,8 @@ from vserve.engine.scheduler import Scheduler
 
 VOCAB = 11
 GARBAGE = -1  # what a failed step leaves behind: states of no prefix, and the tokens sampled from them
-TOTAL_STEPS = int(os.environ.get("VSERVE_PROPERTY_STEPS", "60000"))
-PARTS = 3
+TOTAL_STEPS = int(os.environ.get("VSERVE_PROPERTY_STEPS", "100000"))
+PARTS = 5
 ROOMS = {
     "scheduler": scheduler_module,
     "kv_cache": kv_cache_module,
