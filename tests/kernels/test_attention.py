@@ -505,7 +505,8 @@ print(json.dumps([
     [
         (128, "bfloat16", True),
         (256, "bfloat16", True),
-        pytest.param(64, "float16", False, marks=pytest.mark.slow),
+        pytest.param(128, "bfloat16", False, marks=pytest.mark.slow),
+        pytest.param(64, "float16", True, marks=pytest.mark.slow),
         pytest.param(80, "float32", True, marks=pytest.mark.slow),
     ],
 )
