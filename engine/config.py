@@ -111,8 +111,9 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# So few decodes do not cut the chunk of a prompt short: it would leave six tokens of a thousand for another step.
-FEW_DECODES = 8
+# So few decodes do not cut the chunk of a prompt short: it would leave a few tokens of a thousand for another step, and
+# if the next prompt fills that one, the first has to wait for twice as long.
+FEW_DECODES = 16
 # Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
 LARGEST_CHUNK = 4
 

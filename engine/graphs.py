@@ -16,7 +16,7 @@ from .batch import WANTED, Batch, BatchBuilder, Shape, header_width
 from .config import FEW_DECODES, LARGEST_CHUNK
 from .plan import StepPlan
 
-MIXED_DECODE_ROWS = (0, 8, 32, 64, 128, 256, 512)
+MIXED_DECODE_ROWS = (0, 16, 32, 64, 128, 256, 512)
 MIXED_PREFILL_ROWS = 16
 # Steps of many tokens, for long queues: coarser, since there the host's time matters less. Steps of more than these, of
 # prompts only, are launched kernel by kernel: the GPU is so long at it that padding would cost more.

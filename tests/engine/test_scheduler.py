@@ -12,7 +12,7 @@ from collections import deque
 import msgspec
 import pytest
 
-from vserve.engine.config import LARGEST_CHUNK, SchedulerConfig
+from vserve.engine.config import FEW_DECODES, LARGEST_CHUNK, SchedulerConfig
 from vserve.engine.messages import RequestOutput
 from vserve.engine.plan import BlockWrite, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.request import FinishReason, Request, SamplingParams, Status
@@ -111,6 +111,19 @@ def test_a_long_queue_gets_larger_chunks() -> None:
     assert chunk > 6
     plan = by_id(engine.schedule(), a, *others)
     assert plan.pop(1) == 1 and sum(plan.values()) == chunk  # beside a few decodes the chunk is whole
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_few_decodes_do_not_cut_a_prompt_short(few: bool) -> None:
+    """Its rest would share a step with the next prompt, and wait for that."""
+    decodes = FEW_DECODES + (not few)
+    engine = Engine(max_num_batched_tokens=128, max_mixed_tokens=32, max_num_seqs=40, num_blocks=200)
+    others = [engine.add(i, [i]) for i in range(decodes)]
+    engine.step()
+    prompts = [engine.add(100, range(32)), engine.add(101, range(32, 64))]
+    plan = by_id(engine.schedule(), *others, *prompts)
+    assert sum(plan[i] for i in range(decodes)) == decodes
+    assert plan[100] == (32 if few else 32 - decodes) and 101 not in plan
 
 
 def test_a_quarter_of_a_mixed_step_is_left_to_prompts() -> None:

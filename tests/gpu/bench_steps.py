@@ -44,9 +44,11 @@ class Case:
 
 CASES = {
     "d1": Case(Shape(1, 0, 1, 0), (1, 256)),
+    "d1-8k": Case(Shape(1, 0, 1, 0), (1, 8000)),
     "d64": Case(Shape(64, 0, 64, 0), (64, 1100)),
     "d256": Case(Shape(256, 0, 256, 0), (256, 256)),
     "d448": Case(Shape(448, 0, 448, 0), (448, 1100)),
+    "m1040": Case(Shape(16, 16, 1040, 1040), (6, 1100), ((0, 1024),)),
     "m1024": Case(Shape(64, 16, 1024, 1024), (60, 1100), ((524, 500), (0, 464))),
     "m1024-256": Case(Shape(256, 16, 1024, 1024), (248, 256), ((0, 128),) * 6),
     "m4096": Case(Shape(256, 64, 4096, 4096), (250, 1100), ((0, 1024), (0, 1024), (0, 1024), (250, 774))),
@@ -103,17 +105,19 @@ def prepare(runner: ModelRunner, case: Case, rng: random.Random) -> Callable[[],
     return run
 
 
-def milliseconds(run: Callable[[], object], seconds: float) -> float:
-    """Median of what a step takes, after a third of the time for the card to get warm."""
+def milliseconds(run: Callable[[], object], seconds: float, pause: float = 0.0) -> float:
+    """Median of what a step takes, after a third of the time for the card to get warm; pauses between, in seconds."""
     started, times = time.monotonic(), []
     while time.monotonic() - started < seconds:
+        time.sleep(pause)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(8):
+        repeats = 1 if pause else 8
+        for _ in range(repeats):
             run()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 8)
+        times.append(begin.elapsed_time(end) / repeats)
     return median(times[len(times) // 3 :])
 
 
@@ -121,6 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CASES), metavar="NAME,...", help=f"of {', '.join(CASES)}")
     parser.add_argument("--seconds", type=float, default=1.5, help="for each case (default: 1.5)")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps, as under a light load")
     arguments = parser.parse_args()
     names = arguments.only.split(",")
     if unknown := [name for name in names if name not in CASES]:
@@ -133,7 +138,8 @@ def main() -> None:
     rng = random.Random(1)
     milliseconds(prepare(runner, CASES[names[0]], rng), arguments.seconds)  # a cold card is faster
     for name in names:
-        print(f"{name:10s} {milliseconds(prepare(runner, CASES[name], rng), arguments.seconds):8.3f} ms", flush=True)
+        run = prepare(runner, CASES[name], rng)
+        print(f"{name:10s} {milliseconds(run, arguments.seconds, arguments.pause):8.3f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Times the attention kernels on an NVIDIA GPU: python tests/kernels/bench_attention.py [--sweep] [--only decode].
 
 Shape of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, page 16, bf16, shuffled pages. Decode is timed by
-replaying a CUDA graph that calls the kernel for the caches of several layers in turn, from a cold L2. --sweep tries
-other tiles and splits and prints the five best of each shape.
+replaying a CUDA graph that calls the kernel for the caches of several layers in turn, from a cold L2, each time after
+the rotation, as in a step: its programs begin while the kernel before still runs, and which one that is decides where
+they go. What the rotations take alone is subtracted. --sweep tries other tiles and splits and prints the five best of
+each shape.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from vserve.kernels.attention_decode import DecodeWorkspace, choose_splits, deco
 from vserve.kernels.attention_prefill import prefill_attention_triton, prefill_tile
 from vserve.kernels.attention_prefill_hopper import prefill_attention_hopper
 from vserve.kernels.prefill_work import PrefillWork
+from vserve.kernels.rope_kv import rope_write_kv_triton
 
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16
 SCALE = SIZE**-0.5
@@ -31,7 +34,7 @@ PREFILL_SHAPES = [(1, 8192, 8192), (8, 1024, 1024), (1, 2048, 8192), (1, 960, 96
 DECODE_SWEEP = {
     "block_n": [32, 64],
     "num_warps": [1, 2, 4],
-    "num_stages": [2, 3, 4],
+    "num_stages": [2, 3, 4, 6],
     "num_splits": [1, 2, 4, 8, 16, 32, 64],
 }
 PREFILL_SWEEP = {"block_m": [64, 128], "block_n": [32, 64, 128], "num_warps": [4, 8], "num_stages": [2, 3, 4]}
@@ -81,13 +84,21 @@ def decode_run(requests: int, context: int, max_context: int = 8192) -> Callable
     rows = torch.arange(requests, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
     out = torch.empty_like(query)
+    new = torch.randn(2, requests, KV_HEADS, SIZE, dtype=DTYPE, device="cuda")
+    positions = lengths - 1
+    slots = used[:, -1] * PAGE + PAGE - 1
+    angles = torch.rand(context, SIZE // 2, device="cuda")
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
 
     def run(**options: Any) -> float:
-        def call() -> None:
+        def call(attend: bool) -> None:
             for key, value in zip(keys, values, strict=True):
-                decode_attention_triton(query, key, value, table, rows, lengths, scale=SCALE, out=out, **options)
+                rope_write_kv_triton(query, new[0], new[1], positions, cos_sin, key, value, slots)
+                if attend:
+                    decode_attention_triton(query, key, value, table, rows, lengths, scale=SCALE, out=out, **options)
 
-        return graph_microseconds(call, LAYERS)
+        rotations = graph_microseconds(lambda: call(False), LAYERS)
+        return graph_microseconds(lambda: call(True), LAYERS) - rotations
 
     return run
 
