@@ -101,7 +101,8 @@ def fingerprint(config: EngineConfig) -> str:
     for name in ("torch", "triton"):
         digest.update(version(name).encode())
     room = Path(__file__).parent
-    for source in [*sorted((room.parent / "kernels").glob("*.py")), *sorted(room.rglob("*.py"))]:
+    kernels, tiles = (room.parent / "kernels").glob("*.py"), (room.parent / "configs" / "tiles").glob("*.json")
+    for source in [*sorted(kernels), *sorted(tiles), *sorted(room.rglob("*.py"))]:
         digest.update(source.read_bytes())
     with contextlib.suppress(OSError):  # the engine will say what is wrong with it
         digest.update((Path(config.model) / "config.json").read_bytes())

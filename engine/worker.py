@@ -162,18 +162,25 @@ class Worker:
 
 def warm_up_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[int, int, SamplingParams]]:
     """Arguments of dummy_step (requests, tokens, sampling) that together meet every variant of every kernel."""
-    steps = []
-    for sampling in (GREEDY, WORST_SAMPLING):
-        # The kernels that take longest to compile come first, no two in one step's beginning: with precompile.py each
-        # of these steps has a process of its own.
-        steps += [(1, max_num_batched_tokens, sampling)]
-        steps += [(num_seqs, num_seqs, sampling) for num_seqs in (max_num_seqs, 64, 128)]
-        steps += [(num_seqs, tokens, sampling) for num_seqs, tokens in ((4, 2048), (1, 16), (1, 17), (2, 256))]
-        steps += [(max_num_seqs, max_num_batched_tokens, sampling)]
-        # decodes; the number of splits in decode attention and the tile of a product depend on how many there are
-        steps += [(num_seqs, num_seqs, sampling) for num_seqs in (1, 2, 4, 8, 16, 17, 32)]
     # decodes beside a prompt, as many as the graphs of such steps have
-    steps += [(rows + 1, rows + 2, GREEDY) for rows in MIXED_DECODE_ROWS if rows < max_num_seqs]
+    beside = [(rows + 1, rows + 2, GREEDY) for rows in MIXED_DECODE_ROWS if rows < max_num_seqs]
+    # With precompile.py, each of the first steps has a process of its own. The kernels that take longest to compile
+    # (prefill attention, the same beside decodes, sampling) are therefore met in one of these each; other steps that
+    # need them come when they are ready.
+    steps = [(1, max_num_batched_tokens, GREEDY), beside[-1], (64, 64, WORST_SAMPLING)]
+    # The splits of decode attention and the tile of a product depend on how many decode.
+    decodes = [(num_seqs, num_seqs) for num_seqs in (max_num_seqs, 128, 64, 1, 2, 96, 4, 8, 16, 17, 32)]
+    prompts = [
+        (4, 2048),
+        (1, 16),
+        (1, 17),
+        (2, 256),
+        (1, max_num_batched_tokens),
+        (max_num_seqs, max_num_batched_tokens),
+    ]
+    for sizes in (decodes, prompts):
+        steps += [(*size, sampling) for sampling in (GREEDY, WORST_SAMPLING) for size in sizes]
+    steps += beside
     return [step for step in steps if step[1] <= max_num_batched_tokens]
 
 

@@ -186,7 +186,7 @@ def commit_tokens_triton(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _scatter_rows_kernel(table_ptr, rows_ptr, starts_ptr, offsets_ptr, values_ptr, table_stride, BLOCK: tl.constexpr):
     write, sharer = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(offsets_ptr + write), tl.load(offsets_ptr + write + 1)

@@ -138,6 +138,17 @@ def test_no_helpers_where_all_is_compiled(checkpoint, tmp_path, monkeypatch):
     assert Precompile.start(config) is None
 
 
+def test_first_steps_meet_the_slowest_kernels_one_by_one():
+    """Those of prefill attention, of the same beside decodes, and of sampling: each helper begins with at most one."""
+    steps = worker.warm_up_steps(1024, 8192)
+    assert all(num_seqs <= tokens <= 8192 for num_seqs, tokens, _ in steps)
+    alone, beside, sampled, *others = steps[:8]
+    assert alone[0] == 1 < alone[1] and beside[1] == beside[0] + 1 and sampled[0] == sampled[1]
+    assert [step[2].temperature > 0 for step in (alone, beside, sampled)] == [False, False, True]
+    assert all(num_seqs == tokens and not sampling.temperature for num_seqs, tokens, sampling in others)
+    assert worker.warm_up_steps(1, 16)[0][:2] == (1, 16), "fewer rows than the steps are made for"
+
+
 @pytest.mark.parametrize(
     ("cores", "gigabytes", "expected"), [(64, 500, 8), (8, 500, 4), (64, 10, 3), (2, 500, 1), (64, 1, 0)]
 )

@@ -26,6 +26,15 @@ from bench_attention import DECODE_SWEEP, PREFILL_SWEEP, attempt, settings
 from vserve.kernels import cublaslt, tiles
 
 LLAMA_8B = ("6144x4096", "4096x4096", "28672x4096", "4096x14336")
+# Up to how many requests: such batches. Where the limits are, the programs on an SM come to another number.
+DECODE_SHAPES: dict[int | None, list[tuple[int, ...]]] = {
+    1: [(1, 256), (1, 8192), (1, 32768)],
+    12: [(2, 8192), (4, 4096), (8, 1024), (12, 1100)],
+    16: [(16, 1024), (16, 4096)],
+    64: [(24, 1100), (32, 1024), (64, 1024), (64, 4096)],
+    96: [(80, 1100), (96, 1100)],
+    None: [(128, 1024), (256, 256), (256, 1024)],
+}
 ROW_LIMITS = (16, 4096, None)  # of the prefill table: query tokens x grouped heads
 
 
@@ -46,7 +55,7 @@ def best(run: Callable[..., Callable[..., float]], shapes: list[tuple[int, ...]]
 def tune_decode(case: dict[str, int]) -> list[dict[str, Any]]:
     sweep = {name: DECODE_SWEEP[name] for name in ("block_n", "num_warps", "num_stages")}
     rows = []
-    for limit, shapes in ((1, [(1, 256), (1, 8192), (1, 32768)]), (None, [(64, 1024), (64, 4096), (256, 256)])):
+    for limit, shapes in DECODE_SHAPES.items():
         found = best(bench_attention.decode_run, shapes, sweep)
         tile = {"block_n": found["block_n"], "warps": found["num_warps"], "stages": found["num_stages"]}
         rows.append(case | {"max_requests": limit} | tile)
