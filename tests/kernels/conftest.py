@@ -104,10 +104,11 @@ def rng() -> torch.Generator:
 
 
 # What a script that compiles for sm_90 without a GPU begins with: its launchers get CPU tensors, and the launch itself
-# is replaced by a warm-up. `kernels`: (name, what was compiled) of every variant.
+# is replaced by a warm-up. `kernels`: (name, what was compiled) of every variant. `resources(kernel)`: its registers.
 _FOR_HOPPER = """
-import json, re, sys
+import json, re, subprocess, sys, tempfile
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -124,6 +125,14 @@ def warm_up_instead(self, grid):
         kernel = self.run(*args, grid=grid, warmup=True, **options)
         kernels[id(kernel)] = self.fn.__name__, kernel
     return launch
+
+def resources(kernel):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {key.lower(): max(map(int, re.findall(key + r":(\\d+)", text))) for key in ("REG", "STACK", "LOCAL")}
 
 driver.set_active(Hopper())
 JITFunction.__getitem__ = warm_up_instead

@@ -304,17 +304,6 @@ def test_no_allocation_while_a_graph_is_captured(device: str, monkeypatch: pytes
 
 
 _COMPILE = """
-import subprocess, tempfile
-from triton import knobs
-
-def resources(kernel):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {key.lower(): max(map(int, re.findall(key + r":(\\d+)", text))) for key in ("REG", "STACK", "LOCAL")}
-
 from vserve.kernels import pdl
 pdl.pdl_available = lambda device: sys.argv[1] == "pdl"
 pdl.MAX_ROWS = 64

@@ -109,24 +109,26 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("tune.py times CUDA kernels: run it on a machine with an NVIDIA GPU")
     bench_attention.SIZE, bench_attention.DTYPE = arguments.head_size, getattr(torch, arguments.dtype)
-    case = {"element_bytes": bench_attention.DTYPE.itemsize, "head_size": arguments.head_size}
-    tuners = {"decode": tune_decode, "prefill": tune_prefill}
+    heads = [{"element_bytes": bench_attention.DTYPE.itemsize, "head_size": arguments.head_size}]
+    shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes]
+    tuners: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], list[dict[str, Any]]]]] = {
+        "decode": (heads, tune_decode),
+        "prefill": (heads, tune_prefill),
+        "cublas": (
+            [{"n": n, "k": k, "version": cublaslt.version()} for n, k in shapes],
+            lambda case: tune_cublas.tune(case["n"], case["k"]),
+        ),
+        "linear_hopper": (
+            [{"n": n, "k": k, "gated": f"{n}x{k}" in arguments.gated} for n, k in shapes],
+            lambda case: tune_hopper.tune(**case),
+        ),
+    }
     for table in arguments.tables:
-        cases: list[dict[str, Any]] = [case]
-        shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes]
-        if table == "cublas":
-            cases = [{"n": n, "k": k, "version": cublaslt.version()} for n, k in shapes]
-        elif table == "linear_hopper":
-            cases = [{"n": n, "k": k, "gated": f"{n}x{k}" in arguments.gated} for n, k in shapes]
-        for wanted in cases:
-            if table == "cublas":
-                found = tune_cublas.tune(wanted["n"], wanted["k"])
-            elif table == "linear_hopper":
-                found = tune_hopper.tune(**wanted)
-            else:
-                found = tuners[table](wanted)
+        cases, tune = tuners[table]
+        for case in cases:
+            found = tune(case)
             if arguments.write:
-                print(f"{len(found)} rows written to {write(table, found, wanted)}")
+                print(f"{len(found)} rows written to {write(table, found, case)}")
 
 
 if __name__ == "__main__":
