@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -91,10 +92,14 @@ class Terminal:
     """A program on a terminal of its own."""
 
     def __init__(self, *arguments: str, **env: str) -> None:
+        def begin() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # who runs these tests in the background has it ignored
+
         self._fd, child = pty.openpty()
         self.process = subprocess.Popen(
             [*COMMAND, *arguments], stdin=child, stdout=child, stderr=child, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), env={**os.environ, "TERM": "xterm", **env},
+            preexec_fn=begin, env={**os.environ, "TERM": "xterm", **env},
         )  # fmt: skip
         os.close(child)
         self.text = ""
