@@ -12,7 +12,7 @@ from ..kernels.attention import DecodeWorkspace
 from ..kernels.batch_inputs import build_inputs, build_slots, commit_tokens
 from .layers.attention import AttentionBatch
 from .plan import StepPlan
-from .rows import RowTables, Upload
+from .rows import RowTables, Upload, aligned
 
 # Lines of the header, the one small table that the host sends each step. B requests, S of them sampled; WANTED are the
 # last tokens of those and of the ones that are pooled.
@@ -140,4 +140,4 @@ class BatchBuilder:
 
 def header_width(num_rows: int) -> int:
     """Every line starts where Triton's variant for aligned pointers may be used."""
-    return -(-(num_rows + 1) // Upload.ALIGN) * Upload.ALIGN
+    return aligned(num_rows + 1)

@@ -23,10 +23,16 @@ PACK = struct.Struct("<6fiiq8x")
 RANDOM, PENALTIES, BIAS, LOGPROBS, MIN_TOKENS, ALLOWED, BAD_WORDS = 1, 2, 4, 8, 16, 32, 64
 
 
+ALIGNMENT = 16  # int32s: Triton compiles another variant for pointers that are not 16-byte aligned
+
+
+def aligned(size: int) -> int:
+    """The room that `size` int32s take where others follow them."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class Upload:
     """Many small int32 arrays in one copy to the device."""
-
-    ALIGN = 16  # int32s: Triton compiles another variant for pointers that are not 16-byte aligned
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
@@ -38,7 +44,7 @@ class Upload:
         values = np.asarray(values, dtype=np.int32)
         self._arrays.append(values)
         self._starts.append(self._end)
-        self._end += -(-max(values.size, 1) // self.ALIGN) * self.ALIGN
+        self._end += aligned(max(values.size, 1))
         return len(self._arrays) - 1
 
     def send(self, device: torch.device) -> list[Tensor]:

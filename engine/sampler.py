@@ -22,6 +22,7 @@ from .rows import (
     BIAS,
     LOGPROBS,
     MIN_TOKENS,
+    NUM_COLUMNS,
     PENALTIES,
     PROMPT_LEN,
     RANDOM,
@@ -29,6 +30,7 @@ from .rows import (
     TOP_K,
     RowTables,
     Upload,
+    aligned,
 )
 
 LIMITS = BIAS | MIN_TOKENS | ALLOWED | BAD_WORDS  # what may leave no token to sample, as may a grammar
@@ -63,7 +65,9 @@ class Sampler:
         raw = logits.clone() if used & LOGPROBS and (limited or used & PENALTIES) else logits
         possible = None
         if used & (PENALTIES | RANDOM | BAD_WORDS):
-            params = self.tables.params.index_select(0, batch.rows).t().contiguous()
+            # Whatever their number, every line of parameters is aligned: kernels need one variant.
+            params = self.tables.params.new_empty(NUM_COLUMNS, aligned(len(rows)))[:, : len(rows)]
+            params.copy_(self.tables.params.index_select(0, batch.rows).t())
             floats = params[:6].view(torch.float32)
         if limited:
             if used & (BIAS | MIN_TOKENS):

@@ -304,12 +304,7 @@ def _draw(
     return tile * BLOCK + lane
 
 
-# The parameters are lines of one matrix: where they begin depends on the number of rows.
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr"
-    ]
-)  # fmt: skip
+@triton.jit
 def _sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr, scratch_ptr,
     row_stride, vocabulary, TILES: tl.constexpr, BLOCK: tl.constexpr,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+from torch import Tensor
 
+from vserve.engine import sampler
 from vserve.engine.batch import Shape
 from vserve.engine.config import FEW_DECODES
 from vserve.engine.graphs import MIXED_PREFILL_ROWS, StepGraphs, decode_sizes
+from vserve.engine.memory import WORST_SAMPLING
 from vserve.engine.plan import StepPlan
 from vserve.engine.request import SamplingParams
 from vserve.engine.runner import padded_logits
@@ -33,6 +37,24 @@ def test_padding_changes_nothing(engine, monkeypatch):
     monkeypatch.setattr(Shape, "of", padded)
     (answers,), _ = engine.run(batch, max_num_batched_tokens=48)
     assert [a.tokens for a in answers] == [a.tokens for a in bare]
+
+
+@pytest.mark.parametrize("name", ["sample", "apply_penalties", "apply_bad_words"])
+def test_sampling_parameters_are_aligned_for_any_number_of_rows(engine, monkeypatch, name):
+    """Or Triton would compile kernels once more for some numbers of rows."""
+    real, seen = getattr(sampler, name), set()
+
+    def recorded(logits, *tensors, **options):
+        lines = [t for t in tensors if isinstance(t, Tensor) and t.ndim == 1]
+        assert all(line.data_ptr() % 16 == 0 and line.is_contiguous() for line in lines)
+        seen.add(len(logits))
+        return real(logits, *tensors, **options)
+
+    monkeypatch.setattr(sampler, name, recorded)
+    params = msgspec.structs.replace(WORST_SAMPLING, max_tokens=2, ignore_eos=True, allowed_token_ids=None)
+    for count in range(1, 8):
+        engine.run([([7 + i], params) for i in range(count)])
+    assert seen >= set(range(1, 8))
 
 
 @pytest.fixture
