@@ -170,17 +170,9 @@ def warm_up_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[
     steps = [(1, max_num_batched_tokens, GREEDY), beside[-1], (64, 64, WORST_SAMPLING)]
     # The splits of decode attention and the tile of a product depend on how many decode.
     decodes = [(num_seqs, num_seqs) for num_seqs in (max_num_seqs, 128, 64, 1, 2, 96, 4, 8, 16, 17, 32)]
-    prompts = [
-        (4, 2048),
-        (1, 16),
-        (1, 17),
-        (2, 256),
-        (1, max_num_batched_tokens),
-        (max_num_seqs, max_num_batched_tokens),
-    ]
-    for sizes in (decodes, prompts):
-        steps += [(*size, sampling) for sampling in (GREEDY, WORST_SAMPLING) for size in sizes]
-    steps += beside
+    prompts = [(4, 2048), (1, 16), (1, 17), (2, 256), *((num, max_num_batched_tokens) for num in (1, max_num_seqs))]
+    others = [(*size, kind) for sizes in (decodes, prompts) for kind in (GREEDY, WORST_SAMPLING) for size in sizes]
+    steps += [step for step in others + beside if step not in steps]
     return [step for step in steps if step[1] <= max_num_batched_tokens]
 
 

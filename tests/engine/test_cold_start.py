@@ -142,6 +142,7 @@ def test_first_steps_meet_the_slowest_kernels_one_by_one():
     """Those of prefill attention, of the same beside decodes, and of sampling: each helper begins with at most one."""
     steps = worker.warm_up_steps(1024, 8192)
     assert all(num_seqs <= tokens <= 8192 for num_seqs, tokens, _ in steps)
+    assert all(step not in steps[:i] for i, step in enumerate(steps)), "nothing is warmed up twice"
     alone, beside, sampled, *others = steps[:8]
     assert alone[0] == 1 < alone[1] and beside[1] == beside[0] + 1 and sampled[0] == sampled[1]
     assert [step[2].temperature > 0 for step in (alone, beside, sampled)] == [False, False, True]
@@ -166,3 +167,13 @@ def test_fingerprint_follows_what_decides_on_kernels(checkpoint):
     assert precompile.fingerprint(dataclasses.replace(config, block_size=32)) != first
     (checkpoint / "config.json").write_text('{"hidden_size": 64}')
     assert precompile.fingerprint(config) != first
+
+
+def test_fingerprint_follows_the_tiles(checkpoint, tmp_path, monkeypatch):
+    tiles = tmp_path / "configs" / "tiles" / "card.json"
+    tiles.parent.mkdir(parents=True)
+    tiles.write_text("{}")
+    monkeypatch.setattr(precompile, "__file__", str(tmp_path / "engine" / "precompile.py"))
+    first = precompile.fingerprint(EngineConfig(str(checkpoint)))
+    tiles.write_text('{"decode": []}')
+    assert precompile.fingerprint(EngineConfig(str(checkpoint))) != first

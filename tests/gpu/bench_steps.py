@@ -108,11 +108,11 @@ def prepare(runner: ModelRunner, case: Case, rng: random.Random) -> Callable[[],
 def milliseconds(run: Callable[[], object], seconds: float, pause: float = 0.0) -> float:
     """Median of what a step takes, after a third of the time for the card to get warm; pauses between, in seconds."""
     started, times = time.monotonic(), []
+    repeats = 1 if pause else 8
     while time.monotonic() - started < seconds:
         time.sleep(pause)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        repeats = 1 if pause else 8
         for _ in range(repeats):
             run()
         end.record()

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from vserve.engine.config import FEW_DECODES
+from vserve.engine.graphs import decode_sizes
 from vserve.kernels import cublaslt
 from vserve.kernels.cublaslt import Algorithm, Candidate, measured_linear
 from vserve.kernels.tiles import tile_table
 
 # The sizes that CUDA graphs are padded to (engine/graphs.py).
-ROWS = [*range(24, 65, 8), *range(80, 257, 16), *range(288, 513, 32), 768, 1024, 1040, 2048, 4096, 8192]
+ROWS = [*(rows for rows in decode_sizes(512) if rows > 16), 768, 1024, 1024 + FEW_DECODES, 2048, 4096, 8192]
 LAYERS = 8
 GAIN = 0.97  # an algorithm must take less than this share of cuBLAS's own choice's time
 ID, TILE, SPLIT_K, REDUCTION, CUSTOM, CLUSTER = 0, 1, 2, 3, 5, 8  # CUBLASLT_ALGO_CONFIG_…

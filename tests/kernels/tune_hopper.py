@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
+from tune_cublas import ROWS
 
 from vserve.kernels import cublaslt
 from vserve.kernels.activation import silu_mul
 from vserve.kernels.cublaslt import measured_linear
 from vserve.kernels.linear_hopper import HopperTile, linear_hopper, silu_mul_linear_hopper
 
-# The sizes that CUDA graphs are padded to (engine/graphs.py).
-ROWS = [*range(24, 65, 8), *range(80, 257, 16), *range(288, 513, 32), 768, 1024, 1040, 2048, 4096, 8192]
 LAYERS = 6
 GAIN = 0.99  # a tile must take less than this share of the time without
 MANY = 512  # rows with which the card gets to its power's limit
