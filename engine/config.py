@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,12 @@ class EngineConfig:
         "tokens computed in a step that also decodes, 0: as in any other (default: 1024 on a GPU, 0 on the CPU)",
         group="scheduler",
     )
+    backlog_steps: int | None = option(
+        None,
+        "steps in which a long queue of prompts should be worked off; fewer make larger steps: faster, but others wait "
+        "longer for their next token (default: 32, offline 1)",
+        group="scheduler",
+    )
     max_num_seqs: int | None = option(
         None,
         "requests running at once (default: 1024 on a card of 70 GB, 256 on less, 16 on the CPU)",
@@ -80,7 +87,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "cpu_threads", "kv_cache_memory_bytes", "num_gpu_blocks_override",
-                     "max_num_batched_tokens", "max_num_seqs"):  # fmt: skip
+                     "max_num_batched_tokens", "max_num_seqs", "backlog_steps"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} is {value}: it must be at least 1")
@@ -115,7 +122,8 @@ def flag(name: str) -> str:
 # if the next prompt fills that one, the first has to wait for twice as long.
 FEW_DECODES = 16
 # Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
-LARGEST_CHUNK = 4
+LARGE_CHUNKS = (2, 4)
+BACKLOG_STEPS = 32  # in which a long queue of prompts should be worked off
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,9 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_mixed_tokens: int = 0  # of a step in which some request decodes; 0 = max_num_batched_tokens
+    # Sorted; instead of max_mixed_tokens as long as that many tokens wait for each of backlog_steps.
+    large_mixed_tokens: tuple[int, ...] = ()
+    backlog_steps: int = BACKLOG_STEPS
     block_size: int = 16
     num_blocks: int = 1024  # the null block included
     num_groups: int = 1
@@ -170,6 +181,15 @@ def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_
     if config.max_mixed_tokens is not None:
         return config.max_mixed_tokens
     return 0 if device == "cpu" else min(1024, max_num_batched_tokens)
+
+
+def large_mixed_tokens(
+    max_mixed_tokens: int, max_num_batched_tokens: int, even: Callable[[int], int]
+) -> tuple[int, ...]:
+    """Of mixed steps when many prompts wait; `even`: a number of rows → one near it that suits the device."""
+    sizes = [times * max_mixed_tokens for times in LARGE_CHUNKS if max_mixed_tokens]
+    within = [size for size in sizes if size <= max_num_batched_tokens]
+    return tuple(even(size) if even(size) <= max_num_batched_tokens else size for size in within)
 
 
 def default_cpu_threads() -> int:

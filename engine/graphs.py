@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .batch import WANTED, Batch, BatchBuilder, Shape, header_width
-from .config import FEW_DECODES, LARGEST_CHUNK
+from .config import FEW_DECODES
 from .plan import StepPlan
 
 MIXED_DECODE_ROWS = (0, 16, 32, 64, 128, 256, 512)
@@ -49,7 +49,7 @@ class StepGraphs:
         forward: Callable[[Batch, Tensor], Tensor],
         max_decodes: int,
         max_mixed_tokens: int,
-        max_tokens: int,
+        large_mixed_tokens: tuple[int, ...],
     ) -> None:
         self.builder = builder
         self.forward = forward
@@ -57,14 +57,10 @@ class StepGraphs:
         self.mixed_decodes = sorted({min(rows, max_decodes) for rows in MIXED_DECODE_ROWS})
         self.large_decodes = sorted({min(rows, max_decodes) for rows in LARGE_DECODE_ROWS})
         self.mixed_tokens: list[int] = []
-        self.large_tokens: list[int] = []
+        self.large_tokens = list(large_mixed_tokens)
         if max_mixed_tokens:
             sizes = [n for n in (128, 256, 512, 768) if n < max_mixed_tokens]
             self.mixed_tokens = [*sizes, max_mixed_tokens, max_mixed_tokens + FEW_DECODES]
-            size = 2 * max_mixed_tokens
-            while size <= min(max_tokens, LARGEST_CHUNK * max_mixed_tokens):
-                self.large_tokens.append(size)
-                size *= 2
         self._graphs: dict[Shape, StepGraph] = {}
 
     def shapes(self) -> list[Shape]:

@@ -216,9 +216,10 @@ class ModelRunner:
         """Bytes of one block over all layers."""
         return sum(self.block_size * s.num_kv_heads * (s.head_dim + s.value_dim) * dtype.itemsize for s in self.specs)
 
-    def plan_graphs(self, max_decodes: int, max_mixed_tokens: int, max_tokens: int) -> StepGraphs:
-        """For steps with up to this many decodes, or this many tokens in all; `capture_graphs` makes them."""
-        return StepGraphs(self.builder, self.forward, min(max_decodes, self.max_num_seqs), max_mixed_tokens, max_tokens)
+    def plan_graphs(self, max_decodes: int, max_mixed_tokens: int, large_mixed_tokens: tuple[int, ...]) -> StepGraphs:
+        """For steps with up to this many decodes, or these numbers of tokens in all; `capture_graphs` makes them."""
+        decodes = min(max_decodes, self.max_num_seqs)
+        return StepGraphs(self.builder, self.forward, decodes, max_mixed_tokens, large_mixed_tokens)
 
     @torch.inference_mode()
     def capture_graphs(self, graphs: StepGraphs) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from .config import FEW_DECODES, LARGEST_CHUNK, SchedulerConfig
+from .config import FEW_DECODES, SchedulerConfig
 from .kv_cache import KVCacheManager
 from .mask import refusal
 from .messages import EngineStats, RequestOutput
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 Logprobs = list[TokenLogprobs] | None
 
 RUNNING, FINISHED = Status.RUNNING, Status.FINISHED
-
-BACKLOG_STEPS = 32  # in which a long queue should be worked off
 
 
 class Scheduler:
@@ -144,11 +142,12 @@ class Scheduler:
             # together does not end together. A long queue gets larger ones, for throughput; a few decodes do not cut a
             # chunk short, and however many there are, a quarter is left to prompts.
             decodes = len(scheduled)
-            largest = LARGEST_CHUNK * mixed
-            backlog = self.roster.backlog(BACKLOG_STEPS * largest)
-            while 2 * mixed <= min(backlog // BACKLOG_STEPS, largest):  # the sizes that have CUDA graphs
-                mixed *= 2
-            mixed = max(mixed + (decodes if decodes <= FEW_DECODES else 0), decodes + max(1, mixed // 4))
+            if decodes <= FEW_DECODES:
+                mixed += decodes
+            if large := self.config.large_mixed_tokens:
+                each = self.roster.backlog(self.config.backlog_steps * large[-1]) // self.config.backlog_steps
+                mixed = max((size for size in large if size <= each), default=mixed)
+            mixed = max(mixed, decodes + max(1, mixed // 4))
             step.limit = min(step.limit, mixed)
         step.budget = step.limit - len(scheduled)
         return prefills

@@ -6,14 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
+from ..kernels.linear_hopper import even_rows
 from .config import (
+    BACKLOG_STEPS,
     ConfigError,
     EngineConfig,
     SchedulerConfig,
     default_cpu_threads,
+    large_mixed_tokens,
     resolve_limits,
     resolve_max_mixed_tokens,
 )
@@ -52,6 +56,7 @@ class Worker:
             if notice:
                 logger.warning(notice)
             mixed = resolve_max_mixed_tokens(config, device.type, tokens)
+            large = large_mixed_tokens(mixed, tokens, partial(even_rows, device))
         with self._phase("config"):
             path = resolve_model_path(config.model, config.revision)
             model_config = ModelConfig.from_folder(path)
@@ -71,7 +76,7 @@ class Worker:
             )
             graphs = None
             if device.type == "cuda" and not config.enforce_eager:
-                graphs = runner.plan_graphs(config.max_cudagraph_capture_size, mixed, tokens)
+                graphs = runner.plan_graphs(config.max_cudagraph_capture_size, mixed, large)
             plan = plan_memory(runner, config, dtype, tokens, graphs.shapes() if graphs else ())
             for cut in plan.notices:
                 logger.warning(cut)
@@ -98,6 +103,8 @@ class Worker:
             max_num_batched_tokens=tokens,
             max_num_seqs=seqs,
             max_mixed_tokens=mixed,
+            large_mixed_tokens=large,
+            backlog_steps=config.backlog_steps or BACKLOG_STEPS,
             block_size=config.block_size,
             num_blocks=plan.num_blocks,
             num_groups=runner.num_groups,
@@ -129,6 +136,7 @@ class Worker:
             startup_seconds=self._seconds,
             settings={
                 "max_mixed_tokens": mixed,
+                "backlog_steps": self.scheduler_config.backlog_steps,
                 "cpu_threads": torch.get_num_threads(),
                 "kv_cache_memory_bytes": plan.cache,
                 "num_gpu_blocks_override": plan.num_blocks - 1,

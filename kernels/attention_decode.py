@@ -198,10 +198,11 @@ def _merge_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0)
     head = tl.program_id(1)
-    seq_len = tl.load(seq_lens_ptr + token // QUERY_LEN)
+    seq_len = tl.load(seq_lens_ptr + token // QUERY_LEN)  # of the whole step, as above
+    if PDL:
+        gdc_wait()
     _, num_keys = _visible_keys(seq_len, QUERY_LEN, WINDOW)
     split_size = _split_size(num_keys, num_splits, min_split_tokens, BLOCK_N)
     if split_size >= num_keys:  # a single split: the decode kernel has written the result itself

@@ -116,15 +116,15 @@ def runs(algorithm: ctypes.Array[c_uint64], described: Product, device: torch.de
 
 
 def measured_linear(
-    x: torch.Tensor, weight: torch.Tensor, algorithm: ctypes.Array[c_uint64], out: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, algorithm: ctypes.Array[c_uint64], residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x Wᵀ, added up in fp32 and rounded to x's dtype, by this algorithm of cuBLAS on the current stream.
 
-    x [M, K] and weight [N, K], bf16 or fp16, with contiguous rows that start on multiples of 16 bytes. out [M, N] like
-    x, made when absent. RuntimeError where cuBLAS refuses.
+    x [M, K] and weight [N, K], bf16 or fp16, with contiguous rows that start on multiples of 16 bytes. residual, like
+    such a result [M, N]: is added to and returned (cuBLAS 13 rounds the product before it adds). RuntimeError where
+    cuBLAS refuses.
     """
-    if out is None:
-        out = x.new_empty(x.shape[0], weight.shape[0])
+    out = x.new_empty(x.shape[0], weight.shape[0]) if residual is None else residual
     operation, a, b, c = product(
         x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.stride(0), weight.stride(0), out.stride(0)
     )
@@ -132,7 +132,7 @@ def measured_linear(
     check(
         library().cublasLtMatmul(
             handle(x.device), operation, byref(ONE), c_void_p(weight.data_ptr()), a, c_void_p(x.data_ptr()), b,
-            byref(ZERO), target, c, target, c, byref(algorithm),
+            byref(ZERO if residual is None else ONE), target, c, target, c, byref(algorithm),
             c_void_p(workspace(x.device).data_ptr()), c_size_t(WORKSPACE_BYTES),
             c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
         )

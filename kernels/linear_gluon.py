@@ -1,4 +1,5 @@
-"""The Gluon kernel behind linear_hopper.py: a warp-specialised, persistent product, with SwiGLU in the same pass.
+"""The Gluon kernel behind linear_hopper.py: a warp-specialised, persistent product, with SwiGLU or the addition to the
+residual stream in the same pass.
 
 A producer warp fetches tiles of x and of the weight by TMA, up to STAGES ahead; one or two consumer warpgroups of 64
 rows each multiply them, with the same tile of the weight. 64 x 256 is the largest tile whose sums a warpgroup's
@@ -34,12 +35,14 @@ def _place(tile, tiles_m, tiles_n, group):
 
 @gluon.jit
 def _produce(
-    x_desc, weight_desc, smem, bars, tiles, half, GATED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
+    x_desc, weight_desc, out_desc, smem, bars, tiles, half, GATED: gl.constexpr, ADD: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     x_smem, weight_smem, _ = smem
     full, empty = bars
     tiles_m, tiles_n, tiles_k, group = tiles
     halves = weight_smem._reinterpret(weight_desc.dtype, [STAGES * 2, HALF_N, BLOCK_K], weight_desc.layout)
+    summands = weight_smem._reinterpret(out_desc.dtype, [STAGES * 2, ROWS, HALF_N], out_desc.layout)
     step = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = _place(tile, tiles_m, tiles_n, group)
@@ -55,18 +58,29 @@ def _produce(
             tma.async_copy_global_to_shared(weight_desc, [left, k * BLOCK_K], bar, halves.index(stage * 2))
             tma.async_copy_global_to_shared(weight_desc, [right, k * BLOCK_K], bar, halves.index(stage * 2 + 1))
             step += 1
+        if ADD:  # what the consumers add takes a stage each, in the place of the weight
+            for which in gl.static_range(CONSUMERS):
+                stage = step % STAGES
+                bar = full.index(stage)
+                row = (m * CONSUMERS + which) * ROWS
+                mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+                mbarrier.expect(bar, ROWS * BLOCK_N * 2)
+                tma.async_copy_global_to_shared(out_desc, [row, left], bar, summands.index(stage * 2))
+                tma.async_copy_global_to_shared(out_desc, [row, right], bar, summands.index(stage * 2 + 1))
+                step += 1
 
 
 @gluon.jit
 def _consume(
-    which: gl.constexpr, out_desc, smem, bars, tiles, GATED: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
+    which: gl.constexpr, out_desc, smem, bars, tiles, GATED: gl.constexpr, ADD: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     x_smem, weight_smem, out_smem = smem
     full, empty = bars
     tiles_m, tiles_n, tiles_k, group = tiles
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     x_boxes = x_smem._reinterpret(x_smem.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], x_smem.layout)
+    summands = weight_smem._reinterpret(out_desc.dtype, [STAGES * 2, ROWS, HALF_N], out_desc.layout)
     left_smem = out_smem.index(which)
     right_smem = left_smem if GATED else out_smem.index(CONSUMERS + which)
     step = 0
@@ -91,6 +105,12 @@ def _consume(
         first, second = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, HALF_N]), [0, 2, 1]))
         if GATED:
             first = first / (1.0 + gl.exp2(first * -_LOG2E)) * second
+        if ADD:
+            mine = step + which
+            stage = mine % STAGES
+            mbarrier.wait(full.index(stage), mine // STAGES & 1)
+            first += summands.index(stage * 2).load(first.type.layout).to(gl.float32)
+            second += summands.index(stage * 2 + 1).load(second.type.layout).to(gl.float32)
         tma.store_wait(0)  # until the tile before has left shared memory
         left_smem.store(first.to(out_desc.dtype))
         if not GATED:
@@ -99,13 +119,17 @@ def _consume(
         tma.async_copy_shared_to_global(out_desc, [row, left], left_smem)
         if not GATED:
             tma.async_copy_shared_to_global(out_desc, [row, left + HALF_N], right_smem)
+        if ADD:
+            for _ in gl.static_range(CONSUMERS):
+                mbarrier.arrive(empty.index(step % STAGES), count=1)
+                step += 1
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tiles_m", "tiles_n", "tiles_k", "group", "half"])
 def linear_kernel(
     x_desc, weight_desc, out_desc, tiles_m, tiles_n, tiles_k, group, half,
-    GATED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, CONSUMERS * ROWS, BLOCK_K], x_desc.layout)
     weight_smem = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
@@ -125,9 +149,9 @@ def linear_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (A, out_desc, smem, bars, tiles, GATED, CONSUMERS, STAGES)),
-                (_consume, (B, out_desc, smem, bars, tiles, GATED, CONSUMERS, STAGES)),
-                (_produce, (x_desc, weight_desc, smem, bars, tiles, half, GATED, CONSUMERS, STAGES)),
+                (_consume, (A, out_desc, smem, bars, tiles, GATED, ADD, CONSUMERS, STAGES)),
+                (_consume, (B, out_desc, smem, bars, tiles, GATED, ADD, CONSUMERS, STAGES)),
+                (_produce, (x_desc, weight_desc, out_desc, smem, bars, tiles, half, GATED, ADD, CONSUMERS, STAGES)),
             ],
             [4, 1],
             [232, 40],
@@ -135,8 +159,8 @@ def linear_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (A, out_desc, smem, bars, tiles, GATED, CONSUMERS, STAGES)),
-                (_produce, (x_desc, weight_desc, smem, bars, tiles, half, GATED, CONSUMERS, STAGES)),
+                (_consume, (A, out_desc, smem, bars, tiles, GATED, ADD, CONSUMERS, STAGES)),
+                (_produce, (x_desc, weight_desc, out_desc, smem, bars, tiles, half, GATED, ADD, CONSUMERS, STAGES)),
             ],
             [1],
             [40],

@@ -1,5 +1,5 @@
-"""Products of many rows on Hopper GPUs, with SwiGLU in the same pass: the launch of the kernel in linear_gluon.py, and
-where it beats cuBLAS."""
+"""Products of many rows on Hopper GPUs, with SwiGLU or an addition in the same pass: the launch of the kernel in
+linear_gluon.py, and where it beats cuBLAS."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ HopperTiles = tuple[HopperTile | None, ...]
 MANY_ROWS = HopperTile(consumers=2, stages=3, group=16)
 
 
-def linear_hopper(x: torch.Tensor, weight: torch.Tensor, tile: HopperTile = MANY_ROWS) -> torch.Tensor:
+def linear_hopper(
+    x: torch.Tensor, weight: torch.Tensor, tile: HopperTile = MANY_ROWS, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """x Wᵀ, added up in fp32 and rounded once to x's dtype.
 
     x [M, K] and weight [N, K], both bf16 or both fp16, contiguous rows that start on multiples of 16 bytes, N a
-    multiple of 8 → [M, N]. Where that holds and pays: `hopper_tiles`.
+    multiple of 8 → [M, N]. Where that holds and pays: `hopper_tiles`. residual, like such a result: is added to, before
+    the rounding, and returned.
     """
-    return _launch(x, weight, tile, gated=False)
+    return _launch(x, weight, tile, gated=False, residual=residual)
 
 
 def silu_mul_linear_hopper(x: torch.Tensor, weight: torch.Tensor, tile: HopperTile = MANY_ROWS) -> torch.Tensor:
@@ -41,10 +44,12 @@ def silu_mul_linear_hopper(x: torch.Tensor, weight: torch.Tensor, tile: HopperTi
     return _launch(x, weight, tile, gated=True)
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, tile: HopperTile, gated: bool) -> torch.Tensor:
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, tile: HopperTile, gated: bool, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     (m, k), n = x.shape, weight.shape[0]
     width = n // 2 if gated else n
-    out = x.new_empty(m, width)
+    out = x.new_empty(m, width) if residual is None else residual
     if m == 0:
         return out
     rows = tile.consumers * ROWS.value
@@ -52,11 +57,26 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, tile: HopperTile, gated: bool
     linear_kernel[(min(num_processors(x.device), tiles_m * tiles_n),)](
         descriptor(x.data_ptr(), x.dtype, m, k, x.stride(0), rows, BLOCK_K.value),
         descriptor(weight.data_ptr(), weight.dtype, n, k, weight.stride(0), HALF_N.value, BLOCK_K.value),
-        descriptor(out.data_ptr(), out.dtype, m, width, width, ROWS.value, HALF_N.value),
+        descriptor(out.data_ptr(), out.dtype, m, width, out.stride(0), ROWS.value, HALF_N.value),
         tiles_m, tiles_n, cdiv(k, BLOCK_K.value), tile.group, n // 2,
-        GATED=gated, CONSUMERS=tile.consumers, STAGES=tile.stages, num_warps=4,
+        GATED=gated, ADD=residual is not None, CONSUMERS=tile.consumers, STAGES=tile.stages, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def even_rows(device: torch.device, rows: int) -> int:
+    """About as many rows, such that the device's multiprocessors get the same number of MANY_ROWS' tiles each.
+
+    That holds for weights with a multiple of 4 x 256 rows (with SwiGLU, of 8 x 128). On 132 multiprocessors 4224 rows
+    are 33 rows of tiles; with 4096 some multiprocessors have nothing to do at the end, and a row takes 1 % more time.
+    Unchanged where no such number is near, and on other devices.
+    """
+    processors = num_processors(device) if device.type == "cuda" else 0
+    step = MANY_ROWS.consumers * ROWS.value * (processors // 4)
+    if not step or processors % 4:
+        return rows
+    even = max(round(rows / step), 1) * step
+    return even if abs(even - rows) * 16 <= rows else rows
 
 
 @lru_cache

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
+BACKLOG_STEPS = 1  # nobody watches the tokens come: while prompts wait, steps are as large as they can be
 
 
 class LLM:
@@ -70,6 +71,8 @@ class LLM:
         if not model:
             raise ConfigError("no model is named: give the folder of a Hugging Face model, or its name on the hub")
         config = EngineConfig(model=model, **engine_options)
+        if config.backlog_steps is None:
+            config = dataclasses.replace(config, backlog_steps=BACKLOG_STEPS)
         self._engine = EngineThread(config)
         self._finalizer = weakref.finalize(self, self._engine.close)  # when collected, or when the interpreter ends
         try:

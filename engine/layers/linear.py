@@ -18,6 +18,7 @@ from .weights import Placement
 
 ShardRule = Literal["replicated", "column", "row"]
 DUMMY_STD = 0.02  # of dummy weights: about what training starts from, so activations stay finite
+ADD_ROWS = 448  # from so many on, to add to the residual costs a product less than it saves in the norm behind it
 
 
 class LinearMethod(Protocol):
@@ -43,6 +44,10 @@ class LinearMethod(Protocol):
 
     def apply_silu_mul(self, layer: Linear, x: Tensor) -> Tensor:
         """[T, in] → [T, out / 2]: silu(gate) · up of the layer's two parts."""
+        ...
+
+    def apply_add(self, layer: Linear, x: Tensor, residual: Tensor) -> None:
+        """residual [T, out] += apply's result, in one pass. Asked for from layer.add_rows rows on."""
         ...
 
     def apply_fp32(self, layer: Linear, x: Tensor) -> Tensor:
@@ -90,6 +95,8 @@ class UnquantizedMethod:
                 layer.algorithms = cublaslt.algorithms(*layer.weight.shape, layer.weight.dtype)
                 layer.tiles = hopper_tiles(*layer.weight.shape, layer.weight.dtype, gated=False)
                 layer.gated_tiles = hopper_tiles(*layer.weight.shape, layer.weight.dtype, gated=True)
+                if layer.place.tp_size == 1 and layer.weight.dtype != torch.float32:
+                    layer.add_rows = ADD_ROWS
             if layer.algorithms:
                 cublaslt.prepare(layer.weight.device)
 
@@ -99,13 +106,21 @@ class UnquantizedMethod:
             layer.bias.normal_(0.0, DUMMY_STD, generator=generator)
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        if rows <= layer.small_rows:
+        if x.shape[0] <= layer.small_rows:
             return small_linear(x, layer.weight, layer.bias)
+        return self._product(layer, x, None)
+
+    def apply_add(self, layer: Linear, x: Tensor, residual: Tensor) -> None:
+        self._product(layer, x, residual)
+
+    def _product(self, layer: Linear, x: Tensor, residual: Tensor | None) -> Tensor:
+        rows = x.shape[0]
         if layer.tiles and (tile := layer.tiles[min(rows, len(layer.tiles) - 1)]) is not None:
-            return linear_hopper(x, layer.weight, tile)
+            return linear_hopper(x, layer.weight, tile, residual)
         if rows < len(layer.algorithms) and (algorithm := layer.algorithms[rows]) is not None:
-            return measured_linear(x, layer.weight, algorithm)
+            return measured_linear(x, layer.weight, algorithm, residual)
+        if residual is not None:
+            return residual.addmm_(x, layer.weight.t())
         return functional.linear(x, layer.weight, layer.bias)
 
     def apply_silu_mul(self, layer: Linear, x: Tensor) -> Tensor:
@@ -157,6 +172,7 @@ class Linear(nn.Module):
     algorithms: Algorithms = ()  # by number of rows: cuBLAS's algorithm, where another than its own choice is faster
     tiles: HopperTiles = ()  # by number of rows: of linear_hopper, where that is faster than cuBLAS
     gated_tiles: HopperTiles = ()  # the same for silu_mul
+    add_rows: int | None = None  # from how many rows on add_to takes one pass; None: never
 
     def __init__(
         self,
@@ -200,6 +216,13 @@ class Linear(nn.Module):
         """[T, in] → [T, out], in the weights' dtype; for the row rule this rank's summand."""
         y = self.method.apply(self, x)
         return y if self.adapter is None else self.adapter(self, x, y)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
+        """[T, in] → [T, out] that is to be added to residual [T, out]; None: it has been."""
+        if self.add_rows is None or x.shape[0] < self.add_rows or self.adapter is not None:
+            return self(x)
+        self.method.apply_add(self, x, residual)
+        return None
 
     def silu_mul(self, x: Tensor) -> Tensor:
         """[T, in] → [T, out / 2] of this rank: silu of the first part, times the second."""

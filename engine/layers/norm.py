@@ -29,8 +29,8 @@ class RMSNorm(nn.Module):
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.fill_(1.0)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [T, size] → (normed, residual): of x + residual, added in place into residual; alone, x is the residual."""
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
+    def forward(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x and residual [T, size] → (normed, residual): of x + residual, added in place into residual; None: of it."""
+        if x is None:
+            return rms_norm(residual, self.weight, self.eps), residual
         return add_rms_norm(x, residual, self.weight, self.eps)

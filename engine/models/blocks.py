@@ -71,10 +71,15 @@ class AttentionBlock(nn.Module):
             found |= {f"{prefix}.q_norm": (q_norm, ""), f"{prefix}.k_norm": (k_norm, "")}
         return found
 
-    def forward(self, x: Tensor, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None
+    ) -> Tensor | None:
+        """→ what is to be added to residual; None: it has been."""
         query, key, value = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
         attended = self.attention(query, key, value, positions, batch, last_only=wanted is not None)
-        return self.output(attended if wanted is None else attended.index_select(0, wanted))
+        if wanted is not None:
+            return self.output(attended.index_select(0, wanted))
+        return self.output.add_to(residual, attended)
 
 
 class MLP(nn.Module):
@@ -93,13 +98,14 @@ class MLP(nn.Module):
             f"{prefix}.down_proj": (self.down, "out"),
         }
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up.silu_mul(x))
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """→ what is to be added to residual; None: it has been."""
+        return self.down.add_to(residual, self.gate_up.silu_mul(x))
 
 
 class DecoderLayer(nn.Module):
     """Pre-norm residual layer: attention, then MLP. The residual stream travels beside the activations, so that each
-    addition is fused with the norm that follows it."""
+    addition is fused with the norm that follows it, or with the product before."""
 
     def __init__(self, attention: AttentionBlock, mlp: MLP, config: ModelConfig, place: Placement) -> None:
         super().__init__()
@@ -118,19 +124,22 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
-        residual: Tensor | None,
+        x: Tensor | None,
+        residual: Tensor,
         positions: Tensor,
         batch: AttentionBatch,
         wanted: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`wanted` int32 [N], last tokens of requests: only they go on once the cache has all keys and values."""
-        x, residual = self.attention_norm(x, residual)
-        x = self.attention(x, positions, batch, wanted)
+    ) -> tuple[Tensor | None, Tensor]:
+        """x: what is still to be added to residual [T, hidden], which is updated in place; → the same of the next.
+
+        `wanted` int32 [N], last tokens of requests: only they go on once the cache has all keys and values.
+        """
+        normed, residual = self.attention_norm(x, residual)
+        x = self.attention(normed, residual, positions, batch, wanted)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
-        x, residual = self.mlp_norm(x, residual)
-        return self.mlp(x), residual
+        normed, residual = self.mlp_norm(x, residual)
+        return self.mlp(normed, residual), residual
 
 
 class CausalLM(nn.Module):
@@ -173,8 +182,8 @@ class CausalLM(nn.Module):
         The last layer has to do no more for the others than to cache them, and saves most of its work.
         """
         # The residual stream is updated in place from here on, so the caller's embeddings are copied.
-        x = self.embedding(input_ids) if embeddings is None else embeddings.clone()
-        residual: Tensor | None = None
+        residual = self.embedding(input_ids) if embeddings is None else embeddings.clone()
+        x: Tensor | None = None
         *layers, last = self._layers
         for layer in layers:
             x, residual = layer(x, residual, positions, batch)

@@ -12,11 +12,11 @@ from collections import deque
 import msgspec
 import pytest
 
-from vserve.engine.config import FEW_DECODES, LARGEST_CHUNK, SchedulerConfig
+from vserve.engine.config import FEW_DECODES, SchedulerConfig, large_mixed_tokens
 from vserve.engine.messages import RequestOutput
 from vserve.engine.plan import BlockWrite, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.request import FinishReason, Request, SamplingParams, Status
-from vserve.engine.scheduler import BACKLOG_STEPS, Scheduler
+from vserve.engine.scheduler import Scheduler
 
 
 class Engine:
@@ -99,18 +99,27 @@ def test_prompts_take_smaller_chunks_beside_decodes() -> None:
     assert by_id(engine.schedule(), b) == {2: 12}, "nobody decodes any more"
 
 
-def test_a_long_queue_gets_larger_chunks() -> None:
-    engine = Engine(max_num_batched_tokens=64, max_mixed_tokens=6, max_model_len=200, num_blocks=1001)
+@pytest.mark.parametrize(("steps", "expected"), [(200, 6), (150, 12), (60, 24), (4, 24)])
+def test_a_long_queue_gets_larger_chunks(steps: int, expected: int) -> None:
+    """In `backlog_steps` it should be worked off, as far as the sizes of chunks go."""
+    engine = Engine(
+        max_num_batched_tokens=64, max_mixed_tokens=5, large_mixed_tokens=(12, 24), backlog_steps=steps,
+        max_model_len=200, num_blocks=1001,
+    )  # fmt: skip
     a = engine.add(1, range(4))
     engine.step()
     others = [engine.add(2 + i, range(100 * i, 100 * i + 100)) for i in range(20)]
-    chunk = 6
-    while 2 * chunk <= min(2000 // BACKLOG_STEPS, 6 * LARGEST_CHUNK):
-        chunk *= 2
-    chunk = min(chunk, 63)  # with the decode, the most that a step may have
-    assert chunk > 6
     plan = by_id(engine.schedule(), a, *others)
-    assert plan.pop(1) == 1 and sum(plan.values()) == chunk  # beside a few decodes the chunk is whole
+    assert sum(plan.values()) == expected and plan[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("mixed", "tokens", "expected"),
+    [(1000, 8000, (2000, 4100)), (1000, 4050, (2000, 4000)), (1000, 3999, (2000,)), (1000, 1000, ()), (0, 8000, ())],
+)
+def test_sizes_of_large_chunks(mixed: int, tokens: int, expected: tuple[int, ...]) -> None:
+    """What suits the device is taken where it is within a step's limit."""
+    assert large_mixed_tokens(mixed, tokens, {2000: 2000, 4000: 4100}.__getitem__) == expected
 
 
 @pytest.mark.parametrize("few", [True, False])

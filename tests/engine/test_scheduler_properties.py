@@ -313,7 +313,9 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         max_model_len=rng.choice([4, 12, 24, 48, 48]),
         max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 2, 5, 12, 60]),
         max_num_seqs=max_num_seqs,
-        max_mixed_tokens=rng.choice([0, 1, 4, 12]) if chunked else 0,
+        max_mixed_tokens=(mixed := rng.choice([0, 1, 4, 12]) if chunked else 0),
+        large_mixed_tokens=(2 * mixed, 4 * mixed + 1) if mixed else (),
+        backlog_steps=8 * max_num_seqs,
         block_size=block_size,
         num_blocks=1 + num_groups * (rng.randint(20, 60) if roomy else rng.randint(1, 3 + 24 // block_size)),
         num_groups=num_groups,
@@ -452,6 +454,8 @@ class Simulation:
         ids = [new_ids[row] if row in new_ids else self.device.rows[row].request_id for row in plan.rows]
         assert all(self.clients[id].reason is None for id in ids), "scheduled after its end"
         self.seen["mixed step"] += 0 < plan.num_decodes < len(plan.rows)
+        small = self.config.max_mixed_tokens
+        self.seen["large step"] += 0 < plan.num_decodes < plan.total_tokens - small and small > 0  # decodes are few
         self.seen["overlapped decode"] += len(self.results) > 0 and plan.num_decodes > 0
         self.seen["hit"] += sum(new.num_computed_tokens > 0 for new in plan.new_rows)
         if rng.random() < self.fail_rate / 2:  # the launch raises: nothing of the plan reaches the device
@@ -587,10 +591,10 @@ def test_any_workload_gives_what_each_request_gets_alone(part: int) -> None:
         seed += 1
     rare = 0.5 * num_steps / 20_000  # every way through the scheduler was taken, not once but often
     for event, count in {
-        "preemption": 400, "hit": 500, "mixed step": 500, "overlapped decode": 2000, "abort in flight": 50,
-        "failed step": 100, "thrown away": 4, "error": 50, "stop": 500, "length": 500, "abort": 100, "masked": 1000,
-        "overlapped mask": 300, "scored": 500, "scored again": 8, "pooled": 500, "pooled again": 4,
-        "pooled after chunks": 100,
+        "preemption": 400, "hit": 500, "mixed step": 500, "large step": 200, "overlapped decode": 2000,
+        "abort in flight": 50, "failed step": 100, "thrown away": 4, "error": 50, "stop": 500, "length": 500,
+        "abort": 100, "masked": 1000, "overlapped mask": 300, "scored": 500, "scored again": 8, "pooled": 500,
+        "pooled again": 4, "pooled after chunks": 100,
     }.items():  # fmt: skip
         assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
 

@@ -54,12 +54,13 @@ def random_prompts(*lengths):
     return [torch.randint(3, 128256, (n,), generator=generator).tolist() for n in lengths]
 
 
-def test_two_layers_of_the_8b_shape_match_float32(checkpoint, answer):
+@pytest.mark.parametrize("step", [1024, 4096])
+def test_two_layers_of_the_8b_shape_match_float32(checkpoint, answer, step):
     from transformers import LlamaForCausalLM
 
     prompts = random_prompts(5, 17, 300, 1111, 2500)
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=8)
-    results, stats = answer(prompts, sampling, max_num_batched_tokens=1024)
+    results, stats = answer(prompts, sampling, max_num_batched_tokens=step)
     assert stats.num_free_blocks == stats.num_blocks
     oracle = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).cuda().eval()
     worst = 0.0

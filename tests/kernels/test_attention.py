@@ -526,8 +526,10 @@ def test_compiles_for_hopper(size: int, dtype: str, pdl: bool, run_for_hopper: C
             assert kernel["launch_pdl"] and kernel["dependents"] == 1
             loads, others = kernel["before_waiting"]
             assert others == 0, f"{name} writes or branches before it has waited"
-            # Decode attention: of the request's row, its length and its first block numbers.
-            assert (2 < loads < 12) if name == "_decode_kernel" else loads == 0
+            if name == "_decode_kernel":
+                assert 2 < loads < 12  # of the request's row, its length and its first block numbers
+            else:
+                assert loads == (name == "_merge_kernel")  # of the request's length
         else:
             assert not kernel["launch_pdl"] and kernel["dependents"] == 0
     if (size, dtype) == (128, "bfloat16"):

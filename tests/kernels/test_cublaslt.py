@@ -60,7 +60,7 @@ def test_the_layer_asks_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
     assert layer.algorithms == ()
     seen = []
 
-    def spy(x: Tensor, weight: Tensor, algorithm: Any) -> Tensor:
+    def spy(x: Tensor, weight: Tensor, algorithm: Any, residual: Tensor | None) -> Tensor:
         seen.append((len(x), bytes(algorithm)[0]))
         return linear(x, weight)
 
@@ -88,13 +88,16 @@ def test_every_algorithm_is_right(device: str) -> None:
             {row[end] for row in rows if (row["n"], row["k"]) == (n, k) for end in ("min_rows", "max_rows")}
         ):
             x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-            out = torch.full((m, n), float("nan"), device=device, dtype=torch.bfloat16)
             expected = x.float() @ weight.float().t()
             y = measured_linear(x, weight, table[m])
             assert (y.float() - expected).norm() <= 4e-3 * expected.norm(), f"{n} x {k} by {m} rows"
+            residual = torch.randn(m, n, device=device, dtype=torch.bfloat16)
+            expected += residual.float()
+            assert measured_linear(x, weight, table[m], residual) is residual
+            assert (residual.float() - expected).norm() <= 4e-3 * expected.norm(), f"{n} x {k} by {m} rows, added"
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                measured_linear(x, weight, table[m], out)
+                out = measured_linear(x, weight, table[m])
             for _ in range(20):
                 graph.replay()
                 assert torch.equal(out, y), f"{n} x {k} by {m} rows differs from call to call"

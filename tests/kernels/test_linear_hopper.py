@@ -14,6 +14,7 @@ from vserve.kernels import linear_hopper as module
 from vserve.kernels.linear_hopper import (
     MANY_ROWS,
     HopperTile,
+    even_rows,
     hopper_tiles,
     linear_hopper,
     silu_mul_linear_hopper,
@@ -54,6 +55,19 @@ class TestOnHopper:
     def test_reference(self, tile: HopperTile, shape: tuple[int, ...], dtype: torch.dtype, operands: Any) -> None:
         x, weight = operands(*shape, dtype)
         self.check(linear_hopper(x, weight, tile), x.double() @ weight.double().t(), dtype)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+    def test_residual(self, tile: HopperTile, shape: tuple[int, ...], dtype: torch.dtype, operands: Any) -> None:
+        x, weight = operands(*shape, dtype)
+        m, n, _ = shape
+        whole = torch.randn(m + 2, n, device="cuda").to(dtype)
+        before = whole.double()
+        residual = whole[1:-1]
+        assert linear_hopper(x, weight, tile, residual) is residual
+        self.check(residual, before[1:-1] + x.double() @ weight.double().t(), dtype)
+        assert torch.equal(whole[[0, -1]].double(), before[[0, -1]]), "rows beside it have changed"
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -119,6 +133,16 @@ class TestTiles:
         assert hopper_tiles(37888, 3584, torch.bfloat16, gated=True) == ()
 
 
+@pytest.mark.parametrize(
+    ("processors", "rows", "expected"),
+    [(132, 4096, 4224), (132, 8192, 8448), (132, 2048, 2048), (132, 1, 1), (78, 4096, 4096), (0, 4096, 4096)],
+)
+def test_even_rows(monkeypatch: pytest.MonkeyPatch, processors: int, rows: int, expected: int) -> None:
+    monkeypatch.setattr(module, "num_processors", lambda device: processors)
+    assert even_rows(torch.device("cuda"), rows) == expected
+    assert even_rows(torch.device("cpu"), rows) == rows
+
+
 _COMPILE = """
 import subprocess
 import triton
@@ -128,9 +152,13 @@ module.num_processors = lambda device: 132
 x = torch.empty(1024, 4096, dtype=torch.bfloat16)
 weight = torch.empty(28672, 4096, dtype=torch.bfloat16)
 found = []
-for product in (module.linear_hopper, module.silu_mul_linear_hopper):
+residual = torch.empty(1024, 28672, dtype=torch.bfloat16)
+def add(x, weight, tile):
+    module.linear_hopper(x, weight, tile, residual[:len(x)])
+
+for product in (module.linear_hopper, add, module.silu_mul_linear_hopper):
     for tile in ((1, 4, 1), (2, 3, 16), (2, 4, 8)):
-        if tile[1] == 4 and tile[0] == 2 and product is module.linear_hopper:
+        if tile[1] == 4 and tile[0] == 2 and product is not module.silu_mul_linear_hopper:
             continue
         kernels.clear()
         for rows, columns in ((1024, 4096), (999, 4096), (1, 64)):  # none of which makes a variant of its own
@@ -152,7 +180,7 @@ print(json.dumps(found))
 def test_compiles(run_for_hopper: Callable[..., Any], tmp_path: Any) -> None:
     """With the large instruction, no register spilled, no products one by one, and room in shared memory."""
     found = run_for_hopper(_COMPILE, str(tmp_path / "linear"))
-    assert len(found) == 5
+    assert len(found) == 7
     for kernel in found:
         assert kernel["instructions"] == ["HGMMA.64x256x16.F32.BF16"]
         assert " 0 bytes spill stores, 0 bytes spill loads" in kernel["said"]

@@ -123,3 +123,26 @@ def test_gated_parts(adapted: bool) -> None:
         layer.adapter = lambda layer, x, y: y + 1
     gate, up = (functional.linear(x, tensors[part, "weight"], tensors[part, "bias"]) + adapted for part in parts)
     torch.testing.assert_close(layer.silu_mul(x), functional.silu(gate) * up)
+
+
+def test_products_of_many_rows_add_to_the_residual() -> None:
+    """Of few rows, or where an adapter has to see the product, the caller adds."""
+    layer = filled(whole({"out": 6}, 8, bias=False), 8, {"out": 6}, place=CPU)
+    x, before = torch.randn(3, 8), torch.randn(3, 6)
+
+    def added() -> bool:
+        residual = before.clone()
+        y = layer.add_to(residual, x)
+        if y is None:
+            torch.testing.assert_close(residual, before + layer(x))
+            return True
+        assert torch.equal(residual, before) and torch.equal(y, layer(x))
+        return False
+
+    assert not added(), "never on the CPU"
+    layer.add_rows = 3
+    assert added()
+    layer.adapter = lambda layer, x, y: y + 1
+    assert not added()
+    layer.adapter, layer.add_rows = None, 4
+    assert not added()

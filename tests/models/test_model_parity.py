@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from vserve.engine.layers.attention import AttentionBatch
+from vserve.engine.layers.linear import Linear, UnquantizedMethod
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
@@ -204,6 +205,31 @@ def test_only_wanted_tokens_leave_the_last_layer(tiny_model: Callable[..., Path]
             assert difference([logits], [oracle(folder)[which][position : position + 1]]) < 2e-4
             compared += 1
     assert compared == 6
+
+
+@pytest.mark.parametrize("last_only", [False, True])
+@pytest.mark.parametrize("family", VARIANTS)
+def test_products_that_add_to_the_residual(
+    tiny_model: Callable[..., Path], family: str, last_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU from some number of rows on, here from 9: steps with more and with fewer take turns."""
+    folder = make(tiny_model, family)
+    model = load(folder)
+    for layer in model.layers:
+        layer.attention.output.add_rows = layer.mlp.down.add_rows = 9
+    add, seen = UnquantizedMethod.apply_add, []
+
+    def spy(method: UnquantizedMethod, layer: Linear, x: Tensor, residual: Tensor) -> None:
+        seen.append(len(x))
+        add(method, layer, x, residual)
+
+    monkeypatch.setattr(UnquantizedMethod, "apply_add", spy)
+    runner = PagedRunner(model, sequences())
+    for plan in [["|", (1, 9), (0, 12)], [(0, 1), "|", (1, 7)], [(1, 1), "|", (0, 8)], [(1, 1), (0, 1), "|"]]:
+        for which, first, logits in runner.step(plan, last_only=last_only):
+            assert difference([logits], [oracle(folder)[which][first : first + len(logits)]]) < 2e-4
+    adding = 2 * (len(model.layers) - last_only)  # the last layer goes on with two rows
+    assert seen == [21] * adding + [9] * adding
 
 
 def test_embeddings_in_place_of_ids(tiny_model: Callable[..., Path]) -> None:

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from vserve import LLM, SamplingParams, StructuredOutputsParams
+from vserve.engine import config
 from vserve.engine.messages import RequestOutput
 from vserve.server.engine_client import EngineDeadError
+from vserve.server.llm import BACKLOG_STEPS
 from vserve.server.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
 PROMPTS = ["hello there, what", [40, 41, 42, 43], {"prompt": "the quick brown fox"}, {"prompt_token_ids": [7] * 33}]
@@ -370,6 +372,14 @@ def test_options_that_do_not_exist(folder):
         LLM(str(folder), max_model_length=3)
     with pytest.raises(ValueError, match="no model is named"):
         LLM("")
+
+
+def test_long_queues_are_read_in_large_steps_unless_told_otherwise(folder, llm):
+    assert llm.info.settings["backlog_steps"] == BACKLOG_STEPS < config.BACKLOG_STEPS
+    with LLM(str(folder), device="cpu", engine_in_process=True, cpu_threads=1, backlog_steps=7) as told:
+        assert told.info.settings["backlog_steps"] == 7
+    with pytest.raises(ValueError, match="--backlog-steps is 0: it must be at least 1"):
+        LLM(str(folder), backlog_steps=0)
 
 
 def test_the_engine_is_a_process_that_ends_with_its_llm(folder, oracle):
