@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
-_LOADER_THREADS = 4  # page faults and host-to-device copies overlap; more only fight over the disk
+_LOADER_THREADS = 4  # reading and copying overlap; more only fight over the disk
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_SKIP = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights in other formats
 

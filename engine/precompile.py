@@ -107,7 +107,7 @@ def fingerprint(config: EngineConfig) -> str:
     with contextlib.suppress(OSError):  # the engine will say what is wrong with it
         digest.update((Path(config.model) / "config.json").read_bytes())
     options = dataclasses.asdict(config)
-    for unrelated in ("model", "seed", "load_format", "revision"):
+    for unrelated in ("model", "seed", "load_format", "revision", "backlog_steps"):
         options.pop(unrelated)
     digest.update(json.dumps(options, sort_keys=True).encode())
     return digest.hexdigest()[:32]

@@ -1,19 +1,25 @@
-"""One exception, one error body: what goes wrong reaches the client in OpenAI's shape, or in Anthropic's."""
+"""One exception, one error body: what goes wrong reaches the client in OpenAI's shape, or in Anthropic's.
+
+Without FastAPI, as all that the front door needs in the first second.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Scope
 
 from .mailbox import EngineDeadError, ShuttingDownError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 _ANTHROPIC_PATH = re.compile(r"/v1/messages(/|$)")
 _ANTHROPIC_TYPES = {

@@ -6,10 +6,10 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .api.health import PROBES, probe
 from .engine_client import EngineClient
 from .errors import still_loading
 from .page import Page
+from .probe import PROBES, probe
 
 
 class FrontDoor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .linear import DUMMY_STD, Linear, TiedMethod
+from .staging import copy_weight
 from .weights import Placement
 
 
@@ -21,7 +22,7 @@ class Embedding(nn.Module):
         return {"weight": tuple(self.weight.shape)}
 
     def load(self, part: str, tensor: Tensor, kind: str = "weight") -> None:
-        self.weight.copy_(tensor)
+        copy_weight(self.weight, tensor)
 
     def finish(self) -> None:
         pass

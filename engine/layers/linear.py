@@ -14,6 +14,7 @@ from ...kernels.activation import silu_mul
 from ...kernels.cublaslt import Algorithms, measured_linear
 from ...kernels.linear import prepare, small_linear, small_linear_rows
 from ...kernels.linear_hopper import HopperTiles, hopper_tiles, linear_hopper, silu_mul_linear_hopper
+from .staging import copy_weight
 from .weights import Placement
 
 ShardRule = Literal["replicated", "column", "row"]
@@ -74,7 +75,7 @@ class UnquantizedMethod:
         start, size = layer.spans[part]
         share = tensor.narrow(0, start, size)
         if kind == "weight":
-            layer.weight.narrow(0, layer.offsets[part], size).copy_(share.narrow(1, *layer.input_span))
+            copy_weight(layer.weight.narrow(0, layer.offsets[part], size), share.narrow(1, *layer.input_span))
             return
         assert layer.bias is not None
         target = layer.bias.narrow(0, layer.offsets[part], size)

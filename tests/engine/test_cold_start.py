@@ -164,6 +164,7 @@ def test_fingerprint_follows_what_decides_on_kernels(checkpoint):
     config = EngineConfig(str(checkpoint))
     first = precompile.fingerprint(config)
     assert precompile.fingerprint(dataclasses.replace(config, seed=7)) == first
+    assert precompile.fingerprint(dataclasses.replace(config, backlog_steps=1)) == first, "the offline LLM's"
     assert precompile.fingerprint(dataclasses.replace(config, block_size=32)) != first
     (checkpoint / "config.json").write_text('{"hidden_size": 64}')
     assert precompile.fingerprint(config) != first

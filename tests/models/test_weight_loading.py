@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from vserve.engine.checkpoint import checkpoint_bytes, read_headers
 from vserve.engine.config import ConfigError
+from vserve.engine.layers.staging import PIECE, SMALL, copy_weight
 from vserve.engine.loader import load_model, resolve_model_path
 from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.models.blocks import CausalLM
@@ -94,6 +96,32 @@ def test_dummy_weights_need_only_the_config(tmp_path: Path, folder: Path) -> Non
         else:
             assert weight.std().item() == pytest.approx(0.02, rel=0.1) and abs(weight.mean().item()) < 1e-3
             assert not torch.equal(weight, other.get_parameter(name)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("num_bytes", [SMALL + 2, PIECE - 2, PIECE, PIECE + 2, 5 * PIECE + 6])
+def test_pieces_arrive_in_order(num_bytes: int) -> None:
+    """Of several threads at once, into the middle of a parameter."""
+    count = num_bytes // 2
+    sources = [torch.randint(-30000, 30000, (3, count), dtype=torch.int16).view(torch.bfloat16) for _ in range(4)]
+    targets = [torch.zeros(5, count, dtype=torch.bfloat16, device="cuda") for _ in sources]
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        for row in range(3):
+            copy_weight(target.narrow(0, row + 1, 1), source.narrow(0, row, 1))
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        list(pool.map(copy, targets, sources))
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target[1:4].cpu().view(torch.int16), source.view(torch.int16))
+        assert not target[[0, 4]].any(), "beside the target"
+
+
+def test_weights_are_converted_and_made_contiguous() -> None:
+    target, source = torch.zeros(3, 4, dtype=torch.bfloat16), torch.randn(4, 6).t()[:3]
+    copy_weight(target, source)
+    assert torch.equal(target, source.to(torch.bfloat16))
 
 
 def test_files_without_an_index(folder: Path) -> None:

@@ -413,6 +413,15 @@ def run_python(code: str) -> str:
     return result.stdout
 
 
+def test_a_server_starts_its_engine_before_it_imports_fastapi():
+    """The engine's imports take longest of all: they should not wait for those of the API."""
+    run_python("""
+        import sys, vserve.server.service
+        late = {"fastapi", "pydantic", "numpy", "torch", "transformers"}
+        assert not late & set(sys.modules), late & set(sys.modules)
+    """)
+
+
 def test_importing_vserve_is_light():
     out = run_python("""
         import sys, vserve
