@@ -120,7 +120,7 @@ def _consume(
         if not GATED:
             tma.async_copy_shared_to_global(out_desc, [row, left + HALF_N], right_smem)
         if ADD:
-            for _ in gl.static_range(CONSUMERS):
+            for _ in gl.static_range(CONSUMERS):  # a stage waits for all consumers, whichever it was for
                 mbarrier.arrive(empty.index(step % STAGES), count=1)
                 step += 1
     tma.store_wait(0)

@@ -39,16 +39,12 @@ class LinearMethod(Protocol):
 
     def randomize(self, layer: Linear, generator: torch.Generator) -> None: ...
 
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        """[T, in] → [T, out] of this rank."""
+    def apply(self, layer: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, in] → [T, out] of this rank. residual [T, out], given from layer.add_rows rows on: is added to."""
         ...
 
     def apply_silu_mul(self, layer: Linear, x: Tensor) -> Tensor:
         """[T, in] → [T, out / 2]: silu(gate) · up of the layer's two parts."""
-        ...
-
-    def apply_add(self, layer: Linear, x: Tensor, residual: Tensor) -> None:
-        """residual [T, out] += apply's result, in one pass. Asked for from layer.add_rows rows on."""
         ...
 
     def apply_fp32(self, layer: Linear, x: Tensor) -> Tensor:
@@ -106,16 +102,10 @@ class UnquantizedMethod:
         if layer.bias is not None:
             layer.bias.normal_(0.0, DUMMY_STD, generator=generator)
 
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        if x.shape[0] <= layer.small_rows:
-            return small_linear(x, layer.weight, layer.bias)
-        return self._product(layer, x, None)
-
-    def apply_add(self, layer: Linear, x: Tensor, residual: Tensor) -> None:
-        self._product(layer, x, residual)
-
-    def _product(self, layer: Linear, x: Tensor, residual: Tensor | None) -> Tensor:
+    def apply(self, layer: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
+        if rows <= layer.small_rows:
+            return small_linear(x, layer.weight, layer.bias)
         if layer.tiles and (tile := layer.tiles[min(rows, len(layer.tiles) - 1)]) is not None:
             return linear_hopper(x, layer.weight, tile, residual)
         if rows < len(layer.algorithms) and (algorithm := layer.algorithms[rows]) is not None:
@@ -221,8 +211,8 @@ class Linear(nn.Module):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
         """[T, in] → [T, out] that is to be added to residual [T, out]; None: it has been."""
         if self.add_rows is None or x.shape[0] < self.add_rows or self.adapter is not None:
-            return self(x)
-        self.method.apply_add(self, x, residual)
+            return self.forward(x)
+        self.method.apply(self, x, residual)
         return None
 
     def silu_mul(self, x: Tensor) -> Tensor:

@@ -217,13 +217,14 @@ def test_products_that_add_to_the_residual(
     model = load(folder)
     for layer in model.layers:
         layer.attention.output.add_rows = layer.mlp.down.add_rows = 9
-    add, seen = UnquantizedMethod.apply_add, []
+    apply, seen = UnquantizedMethod.apply, []
 
-    def spy(method: UnquantizedMethod, layer: Linear, x: Tensor, residual: Tensor) -> None:
-        seen.append(len(x))
-        add(method, layer, x, residual)
+    def spy(method: UnquantizedMethod, layer: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is not None:
+            seen.append(len(x))
+        return apply(method, layer, x, residual)
 
-    monkeypatch.setattr(UnquantizedMethod, "apply_add", spy)
+    monkeypatch.setattr(UnquantizedMethod, "apply", spy)
     runner = PagedRunner(model, sequences())
     for plan in [["|", (1, 9), (0, 12)], [(0, 1), "|", (1, 7)], [(1, 1), "|", (0, 8)], [(1, 1), (0, 1), "|"]]:
         for which, first, logits in runner.step(plan, last_only=last_only):
