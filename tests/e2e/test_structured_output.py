@@ -72,7 +72,7 @@ def stream(url: str, **body: Any) -> tuple[list[str], list[str | None]]:
 
 def test_the_demo_model_answers_in_the_shape_asked_for(demo: str) -> None:
     for temperature in (0, 1):
-        answer = chat(demo, response_format=json_schema(CAPITAL), temperature=temperature, max_tokens=100)
+        answer = chat(demo, response_format=json_schema(CAPITAL), temperature=temperature, seed=5, max_tokens=100)
         (choice,) = answer["choices"]
         assert choice["finish_reason"] == "stop"
         jsonschema.validate(json.loads(choice["message"]["content"]), CAPITAL)
