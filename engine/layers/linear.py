@@ -104,7 +104,7 @@ class UnquantizedMethod:
 
     def apply(self, layer: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
-        if rows <= layer.small_rows:
+        if rows <= layer.small_rows and residual is None:
             return small_linear(x, layer.weight, layer.bias)
         if layer.tiles and (tile := layer.tiles[min(rows, len(layer.tiles) - 1)]) is not None:
             return linear_hopper(x, layer.weight, tile, residual)

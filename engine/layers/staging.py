@@ -1,6 +1,6 @@
 """Weights from a mapped file to the GPU, through pinned memory: the bus then takes one piece while the next is read.
 
-A copy straight from mapped memory goes through a buffer of the driver instead, which all threads share: 5 GB/s.
+Straight from mapped memory, where the driver stages it, four threads get 5 GB/s in all; this way more than 10.
 """
 
 from __future__ import annotations
