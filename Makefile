@@ -1,29 +1,48 @@
 # make serve   install into .venv and serve the bundled demo model:  make serve ARGS="/path/to/model --port 9000"
 # make test    install with the test extras and run the quick tests
 # make test-all   ... and the slow ones; JOBS=8: eight processes run them, where there are cores for as many
+# make test-gpu   all that needs an NVIDIA GPU, in eight minutes; GROUP=soak: another group of tests/gpu/suite.py;
+#                 PYTHON=/path/to/python: that interpreter as it is, with nothing installed or fetched
 # make lint    ruff and mypy
+# TORCH=cpu, with any of them: torch for the CPU alone, from PyTorch's own index, a tenth of the size
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+TORCH ?=
 JOBS ?= 2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+TORCH_FOR_CPU := https://download.pytorch.org/whl/cpu
+ifneq ($(filter-out cpu,$(TORCH)),)
+$(error TORCH is $(TORCH): it can only be cpu; leave it out for torch with CUDA)
+endif
 # The tests of a file share servers, so a process runs whole files; in their order, for the longest are not the last.
 TESTS_TOGETHER = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 TESTS_ALONE = $(BIN)/python -m pytest
+# What each folder of tests has used and may use; fails above 1.5 times that.
+BUDGETS = $(BIN)/python tests/budgets.py
 
-.PHONY: serve test test-all lint format clean
+GROUP ?= core
+# An interpreter that somebody names has what it needs.
+GPU_PYTHON = $(if $(filter command environment,$(firstword $(origin PYTHON))),$(PYTHON),$(BIN)/python)
+
+.PHONY: serve test test-all test-gpu lint format clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/vserve $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(TESTS_TOGETHER) -m "not slow and not alone and not gpu"
-	$(TESTS_ALONE) -m "not slow and (alone or gpu)"
+	$(TESTS_TOGETHER) -m "not slow and not alone and not gpu" --junitxml=build/together.xml
+	$(TESTS_ALONE) -m "not slow and (alone or gpu)" --junitxml=build/alone.xml
+	$(BUDGETS) test build/together.xml build/alone.xml
 
 test-all: $(VENV)/.installed-test
-	$(TESTS_TOGETHER) -m "not alone and not gpu"
-	$(TESTS_ALONE) -m "alone or gpu"
+	$(TESTS_TOGETHER) -m "not alone and not gpu" --junitxml=build/together.xml
+	$(TESTS_ALONE) -m "alone or gpu" --junitxml=build/alone.xml
+	$(BUDGETS) test-all build/together.xml build/alone.xml
+
+test-gpu: $(if $(filter command environment,$(firstword $(origin PYTHON))),,$(VENV)/.installed-test)
+	$(GPU_PYTHON) tests/gpu/suite.py $(GROUP)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -41,7 +60,16 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
+ifeq ($(TORCH),cpu)
+	@echo "Installing torch for the CPU: 0.2 GB to fetch ..."
+	$(PIP_INSTALL) --no-deps --index-url $(TORCH_FOR_CPU) torch
+	@echo "Installing vserve and what else it needs: 0.3 GB to fetch ..."
+else
+	@[ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python -m pip show -q torch 2>/dev/null || { \
+	  echo "nvidia-smi finds no NVIDIA driver here, and torch comes with CUDA's libraries: 2.5 GB to fetch."; \
+	  echo "For the CPU alone 0.2 GB are enough: Ctrl-C, then make $(or $(MAKECMDGOALS),serve) TORCH=cpu"; }
 	@echo "Installing vserve and what it needs (torch is large; a few minutes on a slow line) ..."
+endif
 	$(PIP_INSTALL) --editable .
 	@touch $@
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .server.llm import LLM
-    from .server.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
-    from .server.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
+    from .server.offline.llm import LLM
+    from .server.offline.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from .server.offline.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,4 +38,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f".server.{_HOMES[name]}", __name__), name)
+    return getattr(importlib.import_module(f".server.offline.{_HOMES[name]}", __name__), name)

@@ -116,8 +116,8 @@ class BatchBuilder:
             slots.append(torch.empty_like(input_ids))
             build_slots(table, rows, query_start, positions, slots[-1], self.page_size)
         attention = AttentionBatch(
-            shape.decode_rows, 1, shape.max_query_len, rows, seq_lens, query_start, slots, tables.block_tables,
-            self.workspace, beside and shape.decode_rows > 0 and shape.prefill_rows > 0,
+            shape.decode_rows, 1, shape.max_query_len, rows, seq_lens, query_start, slots, self.workspace,
+            beside and shape.decode_rows > 0 and shape.prefill_rows > 0,
         )  # fmt: skip
         return Batch(input_ids, positions, attention)
 
@@ -136,6 +136,14 @@ class BatchBuilder:
             tokens,
             header[SAMPLE_INDEX, :num_rows],
         )
+
+    def take_back(self, samples: SampleBatch, postponed: tuple[int, ...]) -> None:
+        """After `commit`: the last token of these samples' rows is to be computed again; what was sampled after it is
+        overwritten by then."""
+        upload = Upload()  # pinned: a copy from other memory would wait for the whole step
+        upload.add(samples.rows_cpu[list(postponed)])
+        (rows,) = upload.send(self.tables.device)
+        self.tables.num_computed.index_add_(0, rows, torch.ones_like(rows), alpha=-1)
 
 
 def header_width(num_rows: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .invariants import require
+
 NULL_BLOCK = 0  # never given out: pads tables, and stands for blocks that a sliding window has left behind
 
 
@@ -101,26 +103,26 @@ class BlockPool:
         del self.by_key[key]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the counts, the free list and the map disagree. O(blocks)."""
+        """Raises InvariantError where the counts, the free list and the map disagree. O(blocks)."""
         free: list[int] = []
         block, before = self.next[NULL_BLOCK], NULL_BLOCK
         while block != NULL_BLOCK:
-            assert self.prev[block] == before, f"free list torn at block {block}"
-            assert len(free) < self.num_blocks, "free list is a loop"
+            require(self.prev[block] == before, f"free list torn at block {block}")
+            require(len(free) < self.num_blocks, "free list is a loop")
             free.append(block)
             block, before = self.next[block], block
-        assert self.prev[NULL_BLOCK] == before, "free list torn at its end"
-        assert len(free) == self.num_free, f"{len(free)} blocks in the free list, {self.num_free} counted"
-        assert all(self.refs[block] == 0 for block in free), "a free block is referenced"
-        assert self.refs[NULL_BLOCK] == 1 and self.keys[NULL_BLOCK] is None, "the null block was given out"
-        assert self.refs.count(0) == len(free), "a block without reference is not in the free list"
-        assert min(self.refs) >= 0, "negative reference count"
+        require(self.prev[NULL_BLOCK] == before, "free list torn at its end")
+        require(len(free) == self.num_free, f"{len(free)} blocks in the free list, {self.num_free} counted")
+        require(all(self.refs[block] == 0 for block in free), "a free block is referenced")
+        require(self.refs[NULL_BLOCK] == 1 and self.keys[NULL_BLOCK] is None, "the null block was given out")
+        require(self.refs.count(0) == len(free), "a block without reference is not in the free list")
+        require(min(self.refs) >= 0, "negative reference count")
         keyed = 0
         for key, known in self.by_key.items():
             blocks = list(known) if isinstance(known, dict) else [known]
             keyed += len(blocks)
-            assert all(self.keys[block] == key for block in blocks), "map and block disagree about a key"
-        assert keyed == self.num_blocks - self.keys.count(None), "a block has a key the map does not know"
+            require(all(self.keys[block] == key for block in blocks), "map and block disagree about a key")
+        require(keyed == self.num_blocks - self.keys.count(None), "a block has a key the map does not know")
 
     def _renew(self, block: int) -> None:
         if self.keys[block] is not None:

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 
-from .model_config import ModelError, unreadable
+from .model_file import ModelError, unreadable
+from .pickled import PATTERNS, is_pickled, pickled_files, read_pickled
 
 _INDEX = "model.safetensors.index.json"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in FLOATS.items()}
+PICKLED = ("pt", "npcache")  # as --load-format has them: mapped files need no copy in numpy's format
 _ITEM_BITS = {
     "F64": 64,
     "I64": 64,
@@ -38,10 +41,15 @@ class TensorInfo:
     num_bytes: int
 
 
-def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of the checkpoint by name, from the headers alone. Raises ModelError naming the file at fault."""
+def read_headers(folder: Path, load_format: str = "auto") -> dict[str, TensorInfo]:
+    """Every tensor of the checkpoint by name, from the headers alone; "auto": pickled files where there are no others.
+
+    Raises ModelError naming the file at fault.
+    """
     tensors: dict[str, TensorInfo] = {}
-    files, index = _weight_files(Path(folder))
+    files, index = _weight_files(Path(folder), load_format)
+    if files and is_pickled(files[0]):
+        return {name: info for file in files for name, info in _pickled_header(file).items()}
     for file in files:
         try:
             tensors |= _read_header(file)
@@ -74,10 +82,22 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """(the safetensors files in order, tensor → file name by the index, empty without one)."""
+def _pickled_header(file: Path) -> dict[str, TensorInfo]:
+    tensors = {}
+    for name, tensor in read_pickled(file).items():
+        dtype = _NAMES.get(tensor.dtype, str(tensor.dtype))
+        tensors[name] = TensorInfo(file, dtype, tuple(tensor.shape), tensor.numel() * tensor.itemsize)
+    return tensors
+
+
+def _weight_files(folder: Path, load_format: str) -> tuple[list[Path], dict[str, str]]:
+    """(the files in order, tensor → safetensors file by the index, empty without one)."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is no folder: pass the folder of a Hugging Face model")
+    if load_format in PICKLED:
+        if files := pickled_files(folder):
+            return files, {}
+        raise ModelError(f"{folder} has no {', no '.join(PATTERNS)}: leave --load-format {load_format} out")
     if (folder / _INDEX).is_file():
         try:
             index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -97,11 +117,10 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
     if files:
         return files, {}
-    if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth")):
-        raise ModelError(
-            f"{folder} has only pickled weights (*.bin, *.pt), which can run code when opened: convert them with "
-            "transformers' save_pretrained, which writes safetensors"
-        )
+    if files := pickled_files(folder):
+        if load_format == "auto":
+            return files, {}
+        raise ModelError(f"{folder} has no *.safetensors but {files[0].name}: pass --load-format pt, or leave it out")
     if not any(folder.iterdir()):
         raise ModelError(f"{folder} is empty: download the model into it")
     raise ModelError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,20 +14,125 @@ class ConfigError(ValueError):
     """A setting that cannot work. The message names the value, the limit and the remedy in one line."""
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Of a number. `zero`: what 0 means; `unit`, `note`: what an error message says beside them."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    zero: str = ""
+    unit: str = ""
+    note: str = ""
+
+    def problem(self, value: float) -> str | None:
+        """What is wrong with a value."""
+        least, most, above = self.at_least, self.at_most, self.above
+        # `value < least` would let NaN pass
+        if (least is None or value >= least) and (above is None or value > above) and (most is None or value <= most):
+            return None
+        low = f"0 ({self.zero})" if self.zero else least
+        if above is not None:
+            bounds = f"above {above}" + ("" if most is None else f" and at most {most}")
+        elif most is not None:
+            bounds = f"from {low} to {most}"
+        else:
+            bounds = f"{low} or more" if least == 0 else f"at least {low}"
+        return f"it must be {bounds}{self.unit and f' {self.unit}'}{self.note and f'; {self.note}'}"
+
+
+POSITIVE = Bounds(1)
+FITTING = -1  # of --max-model-len: what fits
+UNLIMITED = Bounds(0, zero="no limit")
+SECONDS = Bounds(0.1, 86_400, unit="seconds")
+SECONDS_OR_NONE = Bounds(0, 86_400, zero="no limit", unit="seconds")
+
+
 def option(
-    default: Any, help: str, *, choices: tuple[str, ...] | None = None, group: str = "engine", secret: bool = False
-) -> Any:
-    """A dataclass field that is also a command-line flag, `--field-name`, with this help text. Secrets stay hidden."""
-    metadata = {"help": help, "choices": choices, "group": group, "secret": secret}
+    default: Any, help: str, *, choices: tuple[str, ...] = (), bounds: Bounds | None = None,
+    problem: Callable[[Any], str | None] | None = None, group: str = "engine", secret: bool = False,
+    is_json: bool = False,
+) -> Any:  # fmt: skip
+    """A dataclass field that is also a command-line flag, `--field-name`, with this help text.
+
+    `problem`: what is wrong with a value beside its bounds, in words. Secrets stay hidden. `is_json`: the text of a
+    JSON object, which may also be given key by key, `--field-name.key value`.
+    """
+    metadata = {
+        "help": help, "choices": choices, "bounds": bounds, "problem": problem, "group": group, "secret": secret,
+        "is_json": is_json,
+    }  # fmt: skip
     return field(default=default, repr=not secret, metadata=metadata)
+
+
+def check_options(config: Any) -> None:
+    """Raises ConfigError for the first option of a dataclass that is not as it was declared; None is always allowed."""
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if value is not None and (problem := _problem(spec.metadata, value)):
+            shown = "" if spec.metadata["secret"] else f" is {value!r}"
+            raise ConfigError(f"{flag(spec.name)}{shown}: {problem}")
+
+
+def _problem(declared: Mapping[str, Any], value: Any) -> str | None:
+    choices, bounds, problem = declared["choices"], declared["bounds"], declared["problem"]
+    if choices and value not in choices:
+        return f"choose one of {', '.join(choices)}"
+    if bounds is not None and (found := bounds.problem(value)):
+        return str(found)
+    return problem(value) if problem is not None else None
+
+
+def _power_of_two(number: int) -> str | None:
+    return "it must be a power of two" if number & (number - 1) else None
+
+
+def json_object(text: str) -> str | None:
+    """What is wrong with the text of a JSON object."""
+    try:
+        return None if isinstance(json.loads(text), dict) else "it must be a JSON object"
+    except ValueError as error:
+        return f"it is no JSON ({error}): give an object such as '{{\"rope_theta\": 1000000}}'"
+
+
+def _overrides(text: str) -> str | None:
+    from .overrides import unknown_key  # it reads EngineConfig
+
+    return json_object(text) or unknown_key(json.loads(text))
+
+
+def _rope_scaling(text: str) -> str | None:
+    if problem := json_object(text):
+        return problem
+    if {"rope_type", "type"} & json.loads(text).keys():
+        return None
+    return 'its "rope_type" is missing, as in \'{"rope_type": "yarn", "factor": 4.0}\''
+
+
+def _no_file(path: str) -> str | None:
+    return "it is a file, give a folder" if os.path.isfile(os.path.expanduser(path)) else None
+
+
+def _model(name: str) -> str | None:
+    from .model_path import find_model
+
+    try:
+        find_model(name)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the user asked for; None and "auto" are filled in by `resolve` once model and device are known."""
+    """What the user asked for; `resolve` fills in None and "auto" once model and device are known: see resolved.py."""
 
     model: str = option("", "folder of a Hugging Face model, or its name on the hub", group="model")
     revision: str | None = option(None, "branch, tag or commit of a model taken from the hub", group="model")
+    download_dir: str | None = option(
+        None, "folder for what is taken from the hub (default: the hub's own cache, HF_HOME)", group="model",
+        problem=_no_file,
+    )  # fmt: skip
     dtype: str = option(
         "auto",
         "of weights and activations; auto: the checkpoint's on a GPU, float32 on the CPU",
@@ -35,45 +141,97 @@ class EngineConfig:
     )
     load_format: str = option(
         "auto",
-        "auto: safetensors; dummy: random weights from config.json alone (benchmarks)",
-        choices=("auto", "safetensors", "dummy"),
+        "auto: safetensors, or what torch pickled where there are none; pt: the latter (*.bin, *.pt), tensors only; "
+        "npcache: as pt; dummy: random weights from config.json alone (benchmarks)",
+        choices=("auto", "safetensors", "pt", "npcache", "dummy"),
         group="model",
     )
     max_model_len: int | None = option(
-        None, "longest prompt plus output, in tokens (default: the model's, or what fits the memory)", group="model"
+        None,
+        "longest prompt plus output, in tokens; auto or -1: the model's, or what fits the memory (the default)",
+        group="model",
+        bounds=Bounds(1, note="auto or -1 take what fits"),
+    )
+    hf_config_path: str | None = option(
+        None, "folder or hub name whose config.json is read instead of the model's", group="model", problem=_model
+    )
+    hf_overrides: str | None = option(
+        None, "JSON object with values that come before those of config.json, such as '{\"rope_theta\": 1000000}'",
+        group="model", problem=_overrides, is_json=True,
+    )  # fmt: skip
+    rope_theta: float | None = option(
+        None, "base of the rotary embedding, instead of config.json's", group="model", bounds=Bounds(above=0)
+    )
+    rope_scaling: str | None = option(
+        None, "JSON object that stretches the rotary embedding, instead of config.json's, such as "
+        '\'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}\'',
+        group="model", problem=_rope_scaling, is_json=True,
+    )  # fmt: skip
+    disable_sliding_window: bool = option(
+        False, "every layer sees the whole context, which is then no longer than the model's window", group="model"
     )
     seed: int = option(0, "seeds dummy weights and requests that bring no seed of their own", group="model")
     device: str = option("auto", "where the model runs", choices=("auto", "cuda", "cpu"))
-    cpu_threads: int | None = option(None, "threads of the engine when it runs on the CPU (default: cores - 1)")
-    block_size: int = option(16, "tokens in a block of the KV cache", group="cache")
-    gpu_memory_utilization: float = option(0.9, "share of the card's memory that vserve may use, 0 to 1", group="cache")
-    kv_cache_memory_bytes: int | None = option(
-        None, "size of the KV cache in bytes (default: what is left on a GPU, 1 GiB on the CPU)", group="cache"
+    cpu_threads: int | None = option(
+        None, "threads of the engine when it runs on the CPU (default: cores - 1)", bounds=POSITIVE
     )
-    num_gpu_blocks_override: int | None = option(None, "number of blocks of the KV cache, whatever fits", group="cache")
+    block_size: int = option(
+        16, "tokens in a block of the KV cache", group="cache", bounds=Bounds(1, 256), problem=_power_of_two
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of the card's memory that vserve may use, 0 to 1",
+        group="cache",
+        bounds=Bounds(above=0, at_most=1, note="it is a share"),
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "size of the KV cache in bytes (default: what is left on a GPU, 1 GiB on the CPU)",
+        group="cache",
+        bounds=POSITIVE,
+    )
+    num_gpu_blocks_override: int | None = option(
+        None, "number of blocks of the KV cache, whatever fits", group="cache", bounds=POSITIVE
+    )
     enable_prefix_caching: bool = option(True, "reuse the cache blocks of equal prefixes", group="cache")
     max_num_batched_tokens: int | None = option(
         None,
         "tokens computed in one step (default: 8192 on a card of 70 GB, 2048 on less, 512 on the CPU)",
         group="scheduler",
+        bounds=POSITIVE,
     )
     max_mixed_tokens: int | None = option(
         None,
         "tokens computed in a step that also decodes, 0: as in any other (default: 1024 on a GPU, 0 on the CPU)",
         group="scheduler",
+        bounds=UNLIMITED,
     )
     backlog_steps: int | None = option(
         None,
         "steps in which a long queue of prompts should be worked off; fewer make larger steps: faster, but others wait "
         "longer for their next token (default: 32, offline 1)",
         group="scheduler",
+        bounds=POSITIVE,
     )
     max_num_seqs: int | None = option(
         None,
         "requests running at once (default: 1024 on a card of 70 GB, 256 on less, 16 on the CPU)",
         group="scheduler",
+        bounds=POSITIVE,
     )
     enable_chunked_prefill: bool = option(True, "split long prompts over several steps", group="scheduler")
+    max_num_partial_prefills: int | None = option(
+        None, "prompts that are computed in pieces at once; they share each step evenly (default: as many as a step "
+        "holds, each as much as is left)", group="scheduler", bounds=POSITIVE,
+    )  # fmt: skip
+    max_long_partial_prefills: int | None = option(
+        None, "of them, those longer than long_prefill_token_threshold: shorter prompts pass those that wait for it",
+        group="scheduler", bounds=POSITIVE,
+    )  # fmt: skip
+    long_prefill_token_threshold: int = option(
+        0, "most tokens that a step computes of one prompt, so that others are in it too; 0: no limit, or 4 % of the "
+        "context where max_long_partial_prefills needs one", group="scheduler", bounds=UNLIMITED,
+    )  # fmt: skip
     scheduling_policy: str = option(
         "fcfs",
         "who runs first: by arrival, or by the request's priority",
@@ -81,49 +239,39 @@ class EngineConfig:
         group="scheduler",
     )
     enforce_eager: bool = option(False, "never use CUDA graphs")
-    max_cudagraph_capture_size: int = option(512, "largest decode batch that gets a CUDA graph")
-    max_logprobs: int = option(20, "most log-probabilities a request may ask for at a position")
+    max_cudagraph_capture_size: int = option(
+        512, "largest decode batch that gets a CUDA graph", bounds=Bounds(1, note="--enforce-eager turns graphs off")
+    )
+    max_logprobs: int = option(
+        20, "most log-probabilities a request may ask for at a position; -1: of the whole vocabulary", bounds=Bounds(-1)
+    )
     engine_in_process: bool = option(False, "run the engine loop inside the API process (tests, very small models)")
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "cpu_threads", "kv_cache_memory_bytes", "num_gpu_blocks_override",
-                     "max_num_batched_tokens", "max_num_seqs", "backlog_steps"):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{flag(name)} is {value}: it must be at least 1")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if self.max_model_len == FITTING:
+            object.__setattr__(self, "max_model_len", None)
+        check_options(self)
+        self._check_partial_prefills()
+
+    def _check_partial_prefills(self) -> None:
+        most, longs = self.max_num_partial_prefills, self.max_long_partial_prefills
+        if most and longs and longs > most:
             raise ConfigError(
-                f"--gpu-memory-utilization is {self.gpu_memory_utilization}: it is a share, above 0 and at most 1"
+                f"--max-long-partial-prefills is {longs}: it must be at most --max-num-partial-prefills ({most})"
             )
-        if self.block_size < 1 or self.block_size & (self.block_size - 1) or self.block_size > 256:
-            raise ConfigError(f"--block-size is {self.block_size}: it must be a power of two from 1 to 256")
-        if self.max_cudagraph_capture_size < 1:
+        threshold = self.long_prefill_token_threshold
+        if self.max_model_len and threshold > self.max_model_len:
             raise ConfigError(
-                f"--max-cudagraph-capture-size is {self.max_cudagraph_capture_size}: it must be at least 1 "
-                f"(--enforce-eager turns graphs off)"
+                f"--long-prefill-token-threshold is {threshold}: it must be at most --max-model-len "
+                f"({self.max_model_len}), no prompt is longer"
             )
-        if self.max_mixed_tokens is not None and self.max_mixed_tokens < 0:
-            raise ConfigError(f"--max-mixed-tokens is {self.max_mixed_tokens}: it must be 0 (no limit) or more")
-        if self.max_logprobs < 0:
-            raise ConfigError(f"--max-logprobs is {self.max_logprobs}: it must be 0 or more")
-        for spec in dataclasses.fields(self):
-            choices = spec.metadata["choices"]
-            if choices and getattr(self, spec.name) not in choices:
-                raise ConfigError(
-                    f"{flag(spec.name)} is {getattr(self, spec.name)!r}: choose one of {', '.join(choices)}"
-                )
+        if not self.enable_chunked_prefill and (threshold or longs or (most or 1) > 1):
+            name = "long-prefill-token-threshold" if threshold else f"max-{'long' if longs else 'num'}-partial-prefills"
+            raise ConfigError(f"--{name} needs chunked prefill: leave out one of it and --no-enable-chunked-prefill")
 
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-# So few decodes do not cut the chunk of a prompt short: it would leave a few tokens of a thousand for another step, and
-# if the next prompt fills that one, the first has to wait for twice as long.
-FEW_DECODES = 16
-# Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
-LARGE_CHUNKS = (2, 4)
-BACKLOG_STEPS = 32  # in which a long queue of prompts should be worked off
 
 
 @dataclass(frozen=True)
@@ -136,7 +284,10 @@ class SchedulerConfig:
     max_mixed_tokens: int = 0  # of a step in which some request decodes; 0 = max_num_batched_tokens
     # Sorted; instead of max_mixed_tokens as long as that many tokens wait for each of backlog_steps.
     large_mixed_tokens: tuple[int, ...] = ()
-    backlog_steps: int = BACKLOG_STEPS
+    max_num_partial_prefills: int = 0  # prompts in progress at once, which share a step evenly; 0: as many as it holds
+    max_long_partial_prefills: int = 0  # of them, prompts that are long; 0: as many
+    long_prefill_token_threshold: int = 0  # a longer prompt is long, and gets no more tokens in a step; 0: none is
+    backlog_steps: int = 32  # in which a long queue of prompts should be worked off
     block_size: int = 16
     num_blocks: int = 1024  # the null block included
     num_groups: int = 1
@@ -144,52 +295,6 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
     depth: int = 1  # steps in flight
-
-
-def default_limits(device: str, memory_bytes: int) -> tuple[int, int]:
-    """(max_num_batched_tokens, max_num_seqs) by device; `memory_bytes` is the card's."""
-    if device == "cpu":
-        return 512, 16
-    return (8192, 1024) if memory_bytes >= 70e9 else (2048, 256)
-
-
-def resolve_limits(config: EngineConfig, device: str, memory_bytes: int) -> tuple[int, int, str | None]:
-    """Batched tokens and sequences that agree: every running request must be able to decode in each step.
-
-    Returns (max_num_batched_tokens, max_num_seqs, a notice or None). Raises ConfigError when two explicit settings
-    contradict each other.
-    """
-    tokens, seqs = default_limits(device, memory_bytes)
-    tokens = config.max_num_batched_tokens or tokens
-    seqs = config.max_num_seqs or seqs
-    if seqs <= tokens:
-        return tokens, seqs, None
-    if config.max_num_batched_tokens and config.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens {tokens} is below --max-num-seqs {seqs}: every running request needs one token "
-            f"a step; raise the first to {seqs} or lower the second to {tokens}"
-        )
-    if config.max_num_seqs:
-        return seqs, seqs, f"max_num_batched_tokens raised to {seqs}, the value of --max-num-seqs"
-    return tokens, tokens, f"max_num_seqs lowered to {tokens}, the value of --max-num-batched-tokens"
-
-
-def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int) -> int:
-    """Without chunked prefill a prompt needs a whole step, whoever decodes beside it."""
-    if not config.enable_chunked_prefill:
-        return 0
-    if config.max_mixed_tokens is not None:
-        return config.max_mixed_tokens
-    return 0 if device == "cpu" else min(1024, max_num_batched_tokens)
-
-
-def large_mixed_tokens(
-    max_mixed_tokens: int, max_num_batched_tokens: int, even: Callable[[int], int]
-) -> tuple[int, ...]:
-    """Of mixed steps when many prompts wait; `even`: a number of rows → one near it that suits the device."""
-    sizes = [times * max_mixed_tokens for times in LARGE_CHUNKS if max_mixed_tokens]
-    within = [size for size in sizes if size <= max_num_batched_tokens]
-    return tuple(even(size) if even(size) <= max_num_batched_tokens else size for size in within)
 
 
 def default_cpu_threads() -> int:

@@ -1,8 +1,9 @@
-"""Messages over a Unix socket: a frame is a length and a msgpack list, several messages a frame."""
+"""Messages over a Unix socket: a frame is a length and a msgpack list, of several messages where they are small."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from collections.abc import Callable
@@ -10,11 +11,12 @@ from typing import Any, cast
 
 import msgspec
 
-LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<Q")
+MAX_FRAME = 1 << 20  # bytes, where it has several messages: the other end has to have all of it before it reads any
 
 
 class Connection(asyncio.Protocol):
-    """One end of the socket. Messages sent during one turn of the event loop leave in one frame."""
+    """One end of the socket. Messages sent during one turn of the event loop leave together."""
 
     def __init__(
         self, incoming: Any, on_message: Callable[[Any], None], on_lost: Callable[[Exception | None], None]
@@ -25,8 +27,9 @@ class Connection(asyncio.Protocol):
         self._on_message = on_message
         self._on_lost = on_lost
         self._received = bytearray()
-        self._outbox: list[msgspec.Raw] = []
+        self._outbox: list[bytes] = []
         self._transport: asyncio.Transport | None = None
+        self._gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     @classmethod
@@ -43,7 +46,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, message: Any) -> None:
         """Raises what encoding the message raises; the others of its frame leave all the same."""
-        encoded = msgspec.Raw(self._encoder.encode(message))
+        encoded = self._encoder.encode(message)
         if not self._outbox:
             self._loop.call_soon(self._flush)
         self._outbox.append(encoded)
@@ -52,13 +55,32 @@ class Connection(asyncio.Protocol):
         messages, self._outbox = self._outbox, []
         if not messages or self._transport is None or self._transport.is_closing():
             return
-        frame = self._encoder.encode(messages)
-        self._transport.write(LENGTH.pack(len(frame)) + frame)
+        start = size = 0
+        for end, message in enumerate(messages):
+            if end > start and size + len(message) > MAX_FRAME:
+                self._write(self._transport, messages[start:end])
+                start, size = end, 0
+            size += len(message)
+        self._write(self._transport, messages[start:])
+
+    def _write(self, transport: asyncio.Transport, messages: list[bytes]) -> None:
+        frame = self._encoder.encode(list(map(msgspec.Raw, messages)))
+        transport.write(LENGTH.pack(len(frame)) + frame)
 
     def close(self) -> None:
         self._flush()
         if self._transport is not None:
             self._transport.close()
+
+    async def finish(self, seconds: float) -> None:
+        """Closes, and returns when the other end's socket has all that was sent, after `seconds` at the latest.
+
+        `on_lost` is not called.
+        """
+        self._on_lost = lambda _: None
+        self.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._gone.wait(), seconds)
 
     # ---- asyncio.Protocol ----
 
@@ -80,4 +102,5 @@ class Connection(asyncio.Protocol):
             del self._received[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._gone.set()
         self._on_lost(exc)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .batch import WANTED, Batch, BatchBuilder, Shape, header_width
-from .config import FEW_DECODES
 from .plan import StepPlan
+from .scheduler import FEW_DECODES
 
 MIXED_DECODE_ROWS = (0, 16, 32, 64, 128, 256, 512)
 MIXED_PREFILL_ROWS = 16
@@ -45,13 +45,13 @@ class StepGraphs:
 
     def __init__(
         self,
-        builder: BatchBuilder,
+        builder: BatchBuilder | None,
         forward: Callable[[Batch, Tensor], Tensor],
         max_decodes: int,
         max_mixed_tokens: int,
         large_mixed_tokens: tuple[int, ...],
     ) -> None:
-        self.builder = builder
+        self.builder = builder  # needed to capture: before, the rows may still be made anew
         self.forward = forward
         self.decodes = decode_sizes(max_decodes)
         self.mixed_decodes = sorted({min(rows, max_decodes) for rows in MIXED_DECODE_ROWS})
@@ -101,6 +101,7 @@ class StepGraphs:
     def capture(self) -> None:
         """All from one pool, the largest first, so that the smaller graphs reuse the memory of the larger ones."""
         pool = torch.cuda.graph_pool_handle()
+        assert self.builder is not None
         device = self.builder.tables.device
         for shape in self.shapes():
             header = torch.zeros(6, header_width(shape.rows), dtype=torch.int32, device=device)
@@ -112,6 +113,7 @@ class StepGraphs:
             self._graphs[shape] = StepGraph(shape, graph, header, batch, hidden)
 
     def _run(self, header: Tensor, shape: Shape) -> tuple[Batch, Tensor]:
+        assert self.builder is not None
         batch = self.builder.gather(header, shape, beside=True)
         return batch, self.forward(batch, header[WANTED, : shape.rows])
 

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .checkpoint import FLOATS, TensorInfo, and_more, one_line, read_headers
+from .checkpoint import FLOATS, PICKLED, TensorInfo, and_more, one_line, read_headers
+from .config import EngineConfig
 from .layers.weights import Placement, WeightHolder
 from .model_config import ModelConfig, ModelError
-from .model_path import find_model
+from .model_path import cache_folder, find_model
 from .models.blocks import CausalLM
 from .models.registry import build_model
+from .pickled import PATTERNS, is_pickled, read_pickled
 
 logger = logging.getLogger(__name__)
 
@@ -31,24 +33,45 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_SKIP = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights in other formats
 
 
-def resolve_model_path(name: str, revision: str | None = None) -> Path:
-    """A folder as it is; else a model of the Hugging Face hub, downloaded (or found in its cache, HF_HUB_OFFLINE=1)."""
+def resolve_model_path(
+    name: str, revision: str | None = None, download_dir: str | None = None, load_format: str = "auto"
+) -> Path:
+    """A folder as it is; else a model of the Hugging Face hub, downloaded (or found in its cache, HF_HUB_OFFLINE=1).
+
+    `download_dir`: where that cache is, None where the hub's library has it.
+    """
     if (folder := find_model(name)) is not None:
         return folder
+    if load_format not in PICKLED:
+        folder = from_hub(name, revision, _HUB_FILES, download_dir)
+        if load_format != "auto" or any(folder.glob("*.safetensors")):
+            return folder
+    return from_hub(name, revision, [*_HUB_FILES, *PATTERNS], download_dir)
+
+
+def from_hub(name: str, revision: str | None, files: list[str], download_dir: str | None) -> Path:
+    """Raises ModelError."""
     import huggingface_hub  # slow, and not needed for a folder
 
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIP
-            )
+        cache = cache_folder(download_dir)
+        path = huggingface_hub.snapshot_download(
+            name, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=_HUB_SKIP
         )
+        return Path(path)
     except Exception as error:  # one line whatever went wrong: network, name, licence, disk
         wanted = f"{name} (revision {revision})" if revision else name
         raise ModelError(
             f"cannot get {wanted} from the hub ({type(error).__name__}: {one_line(error)}): check name, network and "
             "HF_TOKEN, or pass a folder"
         ) from error
+
+
+def resolve_config_path(config: EngineConfig) -> Path:
+    """The folder that --hf-config-path names, or what the hub has of it."""
+    name = str(config.hf_config_path)
+    folder = find_model(name)
+    return folder if folder is not None else from_hub(name, None, ["config.json"], config.download_dir)
 
 
 def load_model(
@@ -69,7 +92,7 @@ def load_model(
     """
     place = Placement(dtype, torch.device(device))
     report = progress or (lambda done, total: None)
-    headers = {} if load_format == "dummy" else read_headers(model_path)
+    headers = {} if load_format == "dummy" else read_headers(model_path, load_format)
     stored = sum(info.num_bytes for info in headers.values())
     if headers and config.num_parameters > 4 * stored:  # two parameters a byte is the densest that checkpoints are
         raise ModelError(
@@ -166,14 +189,18 @@ def _copy_weights(copies: list[_Copy], progress: Progress) -> None:
     """Copy from the memory-mapped files straight into the model's parameters, a few tensors at a time."""
     total = sum(copy.info.num_bytes for copy in copies)
     handles = threading.local()
+    pickled = {file: read_pickled(file) for file in {copy.info.file for copy in copies} if is_pickled(file)}
 
     def copy_one(copy: _Copy) -> int:
         opened: dict[Any, Any] = handles.__dict__  # one mapping a thread and file
         file = copy.info.file
         try:
-            if file not in opened:
-                opened[file] = safe_open(file, framework="pt", device="cpu")
-            tensor = opened[file].get_tensor(copy.name)
+            if file in pickled:
+                tensor = pickled[file][copy.name].contiguous()
+            else:
+                if file not in opened:
+                    opened[file] = safe_open(file, framework="pt", device="cpu")
+                tensor = opened[file].get_tensor(copy.name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {copy.name} from {file} ({one_line(error)}): download it again") from None
         with torch.no_grad():  # a thread's own setting

@@ -2,54 +2,52 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from .guide import Guide
 from .request import Request
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TokenMask:
     rows: list[int]  # indexes into plan.sampled
     bits: np.ndarray  # int32 [len(rows), ceil(V / 32)], bit 1 = allowed
+    postponed: tuple[int, ...] = ()  # indexes into plan.sampled: they sample nothing yet
 
 
-def make_mask(sampled: Sequence[Request | None], vocab_size: int) -> tuple[TokenMask | None, list[tuple[Request, str]]]:
-    """For the samples of a step all of whose predecessors have been taken in; None when no live row is constrained.
+def guides(sampled: Sequence[Request | None]) -> list[Guide]:
+    """Of the live constrained rows among a step's samples, all of whose predecessors have been taken in."""
+    return [r.grammar for r in sampled if r is not None and r.grammar is not None and not r.finished]
 
-    Also returns the requests whose grammar raised, and what to tell them: their rows are not in the mask.
+
+def make_mask(
+    sampled: Sequence[Request | None], vocab_size: int
+) -> tuple[TokenMask | None, list[tuple[Request, str]], list[Request]]:
+    """Of the masks that the guides have ready; None when no live row is constrained.
+
+    Also returns the requests whose grammar failed, and what to tell them: their rows are not in the mask; and those
+    whose mask is not ready yet: they are named in the mask, and have to be postponed.
     """
     rows: list[int] = []
+    bits: list[np.ndarray] = []
+    late: list[int] = []
     errors: list[tuple[Request, str]] = []
-    constrained = [
-        (index, request)
-        for index, request in enumerate(sampled)
-        if request is not None and request.grammar is not None and not request.finished
-    ]
-    bits = np.empty((len(constrained), -(-vocab_size // 32)), dtype=np.int32)
-    for index, request in constrained:
-        assert request.grammar is not None
-        try:
-            request.grammar.fill(bits[len(rows)])
+    postponed: list[Request] = []
+    for index, request in enumerate(sampled):
+        if request is None or (guide := request.grammar) is None or request.finished:
+            continue
+        if guide.error:
+            errors.append((request, guide.error))
+        elif guide.filling or guide.mask is None:
+            late.append(index)
+            postponed.append(request)
+        else:
             rows.append(index)
-        except Exception as error:
-            logger.warning("the grammar of request %d raised", request.id, exc_info=error)
-            errors.append((request, f"the grammar of this request failed: {type(error).__name__}: {error}"))
-    return (TokenMask(rows, bits[: len(rows)]) if rows else None), errors
-
-
-def refusal(request: Request, token: int) -> str:
-    """Why the request's grammar does not go on with this token; "" when it does, and has taken it in."""
-    assert request.grammar is not None
-    try:
-        if request.grammar.accept(token):
-            return ""
-    except Exception as error:
-        logger.warning("the grammar of request %d raised", request.id, exc_info=error)
-        return f"the grammar of this request failed: {type(error).__name__}: {error}"
-    return f"the grammar of this request does not allow the token {token} that was sampled"
+            bits.append(guide.mask)
+    if not rows and not late:
+        return None, errors, postponed
+    stacked = np.stack(bits) if bits else np.empty((0, -(-vocab_size // 32)), dtype=np.int32)
+    return TokenMask(rows, stacked, tuple(late)), errors, postponed

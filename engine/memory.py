@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,16 +10,18 @@ import torch
 
 from .batch import Shape
 from .config import ConfigError, EngineConfig
+from .cpu_memory import machine_bytes, row_bytes, step_bytes
+from .models.blocks import CausalLM
 from .request import SamplingParams
 from .runner import ModelRunner
 
 GIB = 1 << 30
 CPU_CACHE_BYTES = 1 * GIB
 GRAPH_NODE_BYTES = 2 << 20  # of the nodes of one graph
-# The sampler at its most expensive: penalties, masks and every filter.
+# The sampler at its most expensive: penalties, bias, masks and every filter.
 WORST_SAMPLING = SamplingParams(
     max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1,
-    allowed_token_ids=(0, 1), bad_words=((0,), (0, 0)),
+    allowed_token_ids=(0, 1), bad_words=((0,), (0, 0)), logit_bias={0: 0.0},
 )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ class MemoryPlan:
     weights: int
     activations: int  # peak of the largest step, sampling included
     graphs: int  # CUDA graphs, an estimate: they are captured when the cache exists
-    other: int  # context, libraries, what others use of the card
+    other: int  # context, libraries, what others use of the card; on the CPU, the rows of running requests
     cache: int
     num_blocks: int  # the null block included
     max_model_len: int
@@ -51,7 +52,7 @@ class MemoryPlan:
         )
         rows = [
             ("weights", _size(self.weights)),
-            *((name, _size(size)) for name, size in beside if size),  # on the CPU: nothing
+            *((name, _size(size)) for name, size in beside if size),  # on the CPU: no graphs
             ("KV cache", f"{_size(self.cache)} = {self.num_blocks - 1} blocks of {block_size} = {usable} tokens"),
             ("in all", f"{_size(self.needed + self.cache)} of {_size(self.budget)}"),
             ("full-length requests", f"{usable / self.max_model_len:.1f} of {self.max_model_len} tokens"),
@@ -63,8 +64,8 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-def weight_bytes(runner: ModelRunner) -> int:
-    seen = {p.data_ptr(): p.numel() * p.element_size() for p in runner.model.parameters()}
+def weight_bytes(model: CausalLM) -> int:
+    seen = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     return sum(seen.values())
 
 
@@ -77,7 +78,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Profiles the largest step, then sizes the cache. Raises ConfigError when not even a short context fits."""
     block_bytes = runner.block_bytes(dtype)
-    weights = weight_bytes(runner)
+    weights = weight_bytes(runner.model)
     if runner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         runner.dummy_step(runner.max_num_seqs, max_num_batched_tokens, WORST_SAMPLING)
@@ -91,22 +92,55 @@ def plan_memory(
         available = budget - weights - activations - graphs - other
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        budget, activations, graphs, other = total, 0, 0, 0
+        total = budget = machine_bytes()
+        activations, graphs = step_bytes(runner.model.config, max_num_batched_tokens, runner.max_num_seqs), 0
+        other = row_bytes(runner.max_num_seqs, runner.max_model_len, config.block_size, runner.num_groups)
         # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.
         wanted = 2 * runner.max_num_seqs * -(-runner.max_model_len // config.block_size) * block_bytes
-        available = min(CPU_CACHE_BYTES, wanted)
+        available = min(CPU_CACHE_BYTES, wanted, budget - weights - activations - other)
         advice = "raise --kv-cache-memory-bytes"
     if config.kv_cache_memory_bytes is not None:
         available = config.kv_cache_memory_bytes
         advice = f"raise --kv-cache-memory-bytes (now {config.kv_cache_memory_bytes})"
     num_blocks = max(0, available) // block_bytes
+    fitted = config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None
+    if runner.device.type == "cuda" and fitted:
+        num_blocks, given_back = _with_narrow_rows(runner, available, num_blocks, block_bytes)
+        other -= given_back
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override + 1
         advice = f"raise --num-gpu-blocks-override (now {config.num_gpu_blocks_override})"
     cache = num_blocks * block_bytes
     plan = MemoryPlan(total, budget, weights, activations, graphs, other, cache, num_blocks, runner.max_model_len)
+    if runner.device.type == "cpu" and plan.needed + cache > budget:
+        raise ConfigError(_too_large(config, plan, block_bytes))
     return _fit(runner, config, advice, plan)
+
+
+def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:
+    blocks = max(0, plan.budget - plan.needed) // block_bytes
+    option, most = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", blocks * block_bytes
+    if config.num_gpu_blocks_override is not None:
+        option, most = f"--num-gpu-blocks-override {config.num_gpu_blocks_override}", blocks - 1
+    return (
+        f"{option} does not fit: the KV cache would take {_size(plan.cache)}; of {_size(plan.budget)}, weights take "
+        f"{_size(plan.weights)}, a step {_size(plan.activations)} and rows {_size(plan.other)}; set it to "
+        f"{max(1, most)} or less"
+    )
+
+
+def _with_narrow_rows(runner: ModelRunner, available: int, num_blocks: int, block_bytes: int) -> tuple[int, int]:
+    """(blocks, bytes that the row tables give back to them) where the context has to be cut to what the cache holds.
+
+    The tables are there while memory is planned, as wide as the whole context: 4 GiB for a million tokens and 1,024
+    rows.
+    """
+    most = -(-runner.max_model_len // runner.block_size)  # with one more, nothing would be cut
+    if num_blocks > most:
+        return num_blocks, 0
+    tables, beside = runner.row_bytes(runner.max_model_len), runner.row_bytes(runner.block_size)
+    grown = min(most, max(0, available + tables + beside) // (block_bytes + beside))
+    return (grown, tables - (grown - 1) * beside) if grown > num_blocks else (num_blocks, 0)
 
 
 def _graph_bytes(runner: ModelRunner, shapes: Sequence[Shape], token_bytes: int, dtype: torch.dtype) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,12 +20,28 @@ class EngineStart(msgspec.Struct, frozen=True, array_like=True, tag="start"):
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    """`n` requests for one prompt, which travels once: their ids are `id` … `id + n - 1`, and what each samples by is
+    SamplingParams.of_choice(0) … (n - 1)."""
+
     id: int  # the engine's own id, chosen by the API process, never the client's
-    token_ids: list[int]
+    prompt: bytes  # see pack_tokens
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
     arrival: float = 0.0  # time.monotonic(), one clock for all processes of a host
+    n: int = 1
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """As int32, in the byte order of the host, which both processes share. Raises OverflowError for what is none."""
+    ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
+    return ids.tobytes()
+
+
+def unpack_tokens(prompt: bytes) -> array[int]:
+    token_ids = array("i")
+    token_ids.frombytes(prompt)
+    return token_ids
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -58,6 +76,13 @@ class WatchSteps(msgspec.Struct, frozen=True, array_like=True, tag="watch"):
     on: bool
 
 
+class ReadSteps(msgspec.Struct, frozen=True, array_like=True, tag="read_steps"):
+    """Send LastSteps: `count` of them, or as many as there are."""
+
+    id: int
+    count: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Leave now; what is open is dropped."""
 
@@ -82,12 +107,12 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     num_blocks: int  # usable ones, the null block not counted
     enable_prefix_caching: bool
     scheduling_policy: str
-    max_logprobs: int
+    max_logprobs: int  # -1: no limit
     dtype: str
     device: str
     memory: dict[str, int] = {}  # bytes by purpose
     startup_seconds: dict[str, float] = {}  # by phase
-    settings: dict[str, int] = {}  # further options of EngineConfig that were left open, and what they became
+    settings: dict[str, bool | int | float | str] = {}  # options of EngineConfig as they are in effect
     hidden_size: int = 0  # dimensions of an embedding
     fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow
 
@@ -131,6 +156,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_graph_misses: int = 0  # decode steps that ran without a CUDA graph though graphs are on
     num_late_compilations: int = 0  # kernels compiled after the engine was ready
     num_corrupted_requests: int = 0  # ended by NaN logits
+    num_invariant_violations: int = 0  # times that the books of an idle engine did not balance
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
@@ -154,6 +180,28 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
     rows: list[tuple[int, int, bool]]  # (request id, tokens, whether they are of its prompt), of some of the requests
 
 
+HISTORY = 1024  # steps that are remembered, whether somebody watches or not
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What is remembered of a step."""
+
+    step: int
+    time: float  # time.time() when its result was in
+    num_requests: int
+    num_tokens: int
+    num_decodes: int  # requests that computed one token
+    host_seconds: float
+    device_seconds: float
+
+
+class LastSteps(msgspec.Struct, frozen=True, array_like=True, tag="last_steps"):
+    """The answer to ReadSteps, the latest step last."""
+
+    id: int
+    steps: list[StepRecord]
+
+
 class BlockMap(msgspec.Struct, frozen=True, array_like=True):
     """A part of the cache: blocks in use, and free ones that still hold a cached prefix, cell by cell."""
 
@@ -175,5 +223,5 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Every second from the event loop that steps, idle or not."""
 
 
-ToEngine = AddRequest | AbortRequests | SetVocabulary | AddGrammar | DropGrammars | WatchSteps | Shutdown
-FromEngine = Progress | EngineInfo | Failure | StepOutputs | StepReports | Heartbeat
+ToEngine = AddRequest | AbortRequests | SetVocabulary | AddGrammar | DropGrammars | WatchSteps | ReadSteps | Shutdown
+FromEngine = Progress | EngineInfo | Failure | StepOutputs | StepReports | LastSteps | Heartbeat

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from .model_file import ModelError, read_config
+
+if TYPE_CHECKING:
+    import torch  # at run time where a dtype is made: who only looks at the file should not wait for it
+
+__all__ = ["KVSpec", "ModelConfig", "ModelError", "RopeConfig", "check_model", "parse_model_config"]
+
+from .overrides import overridden
 
 MAX_LAYERS = 4096
-
-
-class ModelError(Exception):
-    """This model cannot be served. The message is one line: what is wrong, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,6 @@ class KVSpec:
     head_dim: int
     value_dim: int
     group: int = 0  # index of the KV group: layers of a group share block tables
-
-    @property
-    def num_elements(self) -> int:
-        """Elements a token takes in this layer, keys and values."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -73,15 +70,18 @@ class ModelConfig:
     rope: RopeConfig
     max_position_embeddings: int
     dtype: torch.dtype  # of the checkpoint
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    longest: int = 0  # tokens that a context may have at most, 0: as many as the positions allow
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read `folder`/config.json. Raises ModelError if it is missing, broken, or describes a model we cannot run."""
-        from .checkpoint import stored_dtype  # it imports ModelError from here
+    def from_folder(cls, folder: Path, source: Path | None = None, changes: Mapping[str, Any] = {}) -> ModelConfig:
+        """Read config.json of `source` (default: `folder`, where the weights are), and put `changes` into it.
 
-        raw = _read_json(Path(folder))
+        Raises ModelError if it is missing, broken, or describes a model we cannot run.
+        """
+        from .checkpoint import stored_dtype  # it imports torch
+
+        raw = overridden(read_config(Path(source or folder)), changes)
         config = parse_model_config(raw)
         if raw.get("dtype") is None and raw.get("torch_dtype") is None:
             config = replace(config, dtype=stored_dtype(Path(folder)) or config.dtype)
@@ -91,13 +91,10 @@ class ModelConfig:
     def max_model_len(self) -> int:
         """Tokens the model can handle by its own word: linear and dynamic RoPE stretch max_position_embeddings, yarn
         stretches the original length; llama3 configs already name the stretched one."""
+        length = self.max_position_embeddings
         if self.rope.type in ("linear", "dynamic", "yarn"):
-            return int(self.rope.original_length * self.rope.factor)
-        return self.max_position_embeddings
-
-    def kv_specs(self) -> list[KVSpec]:
-        """What each layer keeps in the KV cache."""
-        return [KVSpec("full", self.num_kv_heads, self.head_dim, self.head_dim)] * self.num_layers
+            length = int(self.rope.original_length * self.rope.factor)
+        return min(length, self.longest or length)
 
     @property
     def num_parameters(self) -> int:
@@ -110,10 +107,6 @@ class ModelConfig:
         layer += 2 * self.head_dim * self.qk_norm
         return self.num_layers * layer + hidden + self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Memory of the weights when they are held in `dtype`."""
-        return self.num_parameters * dtype.itemsize
-
 
 # What transformers' config classes hold where config.json leaves a key out.
 _LLAMA: dict[str, Any] = {
@@ -125,7 +118,6 @@ _LLAMA: dict[str, Any] = {
     "num_key_value_heads": None,  # None: as many as query heads
     "head_dim": None,  # None: hidden_size / num_attention_heads
     "max_position_embeddings": 2048,
-    "bos_token_id": 1,
     "eos_token_id": 2,
 }
 _QWEN2: dict[str, Any] = {
@@ -134,7 +126,6 @@ _QWEN2: dict[str, Any] = {
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
-    "bos_token_id": None,
     "eos_token_id": None,
     "sliding_window": 4096,
     "max_window_layers": 28,
@@ -162,39 +153,21 @@ _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def unreadable(file: Path) -> ModelError:
-    return ModelError(
-        f"{file} may not be read by the user with the id {os.geteuid()}, who runs vserve: permit it (chmod)"
-    )
-
-
-def _read_json(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    remedy = "pass the folder of a Hugging Face model (config.json, tokenizer.json, *.safetensors)"
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        what = f"{folder} has no config.json" if folder.is_dir() else f"{folder} is no folder"
-        if (folder / "adapter_config.json").exists():
-            what, remedy = f"{folder} is a LoRA adapter", "merge it into its base model, and pass the result's folder"
-        elif any(folder.glob("*.gguf")):
-            what += ", only GGUF files, which are not supported"
-        raise ModelError(f"{what}: {remedy}") from None
-    except PermissionError:
-        raise unreadable(file) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"cannot read {file} ({error}): download it again") from None
-    try:
-        raw = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{file} is no valid JSON ({error}): download it again") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} holds a {type(raw).__name__} where an object belongs: {remedy}")
-    return raw
+def check_model(folder: Path, changes: Mapping[str, Any] = {}) -> None:
+    """Raises ModelError as ModelConfig.from_folder does, within milliseconds."""
+    raw = overridden(read_config(folder), changes)
+    _dtype_name(raw)
+    _parse(raw, None)
 
 
 def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     """The content of a config.json → ModelConfig. Raises ModelError for what we cannot run, naming key and value."""
+    import torch
+
+    return _parse(raw, getattr(torch, _dtype_name(raw)))
+
+
+def _parse(raw: dict[str, Any], dtype: Any) -> ModelConfig:
     architecture = _architecture(raw)
     if raw.get("quantization_config") is not None:
         quantization = raw["quantization_config"]
@@ -247,8 +220,7 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         windows=_windows(raw, architecture, defaults, layers),
         rope=_rope(raw, max_position),
         max_position_embeddings=max_position,
-        dtype=_dtype(raw),
-        bos_token_id=raw.get("bos_token_id", defaults["bos_token_id"]),
+        dtype=dtype,
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
     )
 
@@ -265,14 +237,12 @@ def _architecture(raw: dict[str, Any]) -> str:
     )
 
 
-def _dtype(raw: dict[str, Any]) -> torch.dtype:
+def _dtype_name(raw: dict[str, Any]) -> str:
     dtype = raw.get("dtype") or raw.get("torch_dtype")  # transformers 5 writes the first, older ones the second
-    if dtype is None:
-        return torch.float32
-    name = str(dtype).removeprefix("torch.")
+    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelError(f"config.json: dtype is {dtype!r}, supported are {', '.join(_DTYPES)}: correct the file")
-    return getattr(torch, name)
+    return name
 
 
 def _windows(raw: dict[str, Any], architecture: str, defaults: dict[str, Any], num_layers: int) -> tuple[int, ...]:

@@ -25,6 +25,11 @@ def find_model(name: str) -> Path | None:
     return None
 
 
+def cache_folder(download_dir: str | None) -> str | None:
+    """--download-dir as the hub's library wants it."""
+    return None if download_dir is None else str(Path(download_dir).expanduser())
+
+
 def is_hub_name(name: str) -> bool:
     """Whether it has the form of one: `model` or `owner/model`."""
     return _HUB_NAME.fullmatch(name) is not None

@@ -12,7 +12,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
 
     row: int
     request_id: int
-    token_ids: list[int]  # all that is known: the prompt, then outputs
+    token_ids: bytes  # int32, all that is known: the prompt, then outputs
     num_prompt_tokens: int
     num_computed_tokens: int  # prefix hit
     sampling: SamplingParams

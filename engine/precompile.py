@@ -105,9 +105,9 @@ def fingerprint(config: EngineConfig) -> str:
     for source in [*sorted(kernels), *sorted(tiles), *sorted(room.rglob("*.py"))]:
         digest.update(source.read_bytes())
     with contextlib.suppress(OSError):  # the engine will say what is wrong with it
-        digest.update((Path(config.model) / "config.json").read_bytes())
+        digest.update((Path(config.hf_config_path or config.model) / "config.json").read_bytes())
     options = dataclasses.asdict(config)
-    for unrelated in ("model", "seed", "load_format", "revision", "backlog_steps"):
+    for unrelated in ("model", "seed", "load_format", "revision", "download_dir", "backlog_steps"):
         options.pop(unrelated)
     digest.update(json.dumps(options, sort_keys=True).encode())
     return digest.hexdigest()[:32]
@@ -115,30 +115,23 @@ def fingerprint(config: EngineConfig) -> str:
 
 def run_share(config: EngineConfig, count: int, index: int) -> None:
     """Runs every `count`-th step of the warm-up, from the `index`-th on."""
-    import torch
-
     from . import worker
-    from .config import resolve_limits
-    from .loader import load_model
-    from .model_config import ModelConfig
-    from .runner import ModelRunner
+    from .overrides import read_model_config
+    from .resolved import resolve
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    _, card = torch.cuda.mem_get_info()
-    if (index + 1) * HELPER_BYTES > card:
+    machine = worker.open_machine(dataclasses.replace(config, device="cuda"))
+    if (index + 1) * HELPER_BYTES > machine.card_bytes:
         return
-    tokens, seqs, _ = resolve_limits(config, "cuda", card)
-    whole = ModelConfig.from_folder(Path(config.model))
+    folder = Path(config.model)
+    whole = read_model_config(folder, config)
     windows = (*dict.fromkeys(whole.windows), whole.windows[-1])  # the last layer does less than others
-    model_config = dataclasses.replace(whole, num_layers=len(windows), windows=windows)
-    dtype = worker.choose_dtype(config.dtype, whole.dtype, device)
-    context = min(worker.choose_max_model_len(config, whole), max(LONGEST_CONTEXT, tokens))
-    model = load_model(
-        Path(config.model), model_config, dtype=dtype, device=device, load_format="dummy", max_model_len=context
-    )
-    runner = ModelRunner(model, max_num_seqs=seqs, max_model_len=context, block_size=config.block_size, device=device)
-    runner.bind_cache(1, dtype)
-    for step in worker.warm_up_steps(seqs, tokens)[index::count]:
+    few_layers = dataclasses.replace(whole, num_layers=len(windows), windows=windows)
+    settings = resolve(config, whole, machine)
+    context = min(settings.max_model_len, max(LONGEST_CONTEXT, settings.max_num_batched_tokens))
+    settings = dataclasses.replace(settings, max_model_len=context, load_format="dummy")
+    runner = worker.make_runner(worker.load(folder, few_layers, settings), settings)
+    runner.bind_cache(1, settings.dtype)
+    for step in worker.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens)[index::count]:
         runner.dummy_step(*step)
 
 

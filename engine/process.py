@@ -25,6 +25,7 @@ from .prefetch import Prefetch
 logger = logging.getLogger(__name__)
 
 HEARTBEAT = 1.0  # seconds between two
+LAST_WORDS = 5.0  # seconds for the API process to read them
 
 
 async def run_engine(
@@ -63,13 +64,16 @@ async def run_engine(
         if precompile is not None:
             precompile.kill()
     executor = Executor(worker.runner, num_threads=worker.num_threads)
-    engine = EngineLoop(worker.scheduler_config, executor, send, seed=config.seed)
+    engine = EngineLoop(
+        worker.scheduler_config, executor, send, seed=config.seed, shares_thread=config.engine_in_process
+    )
     faults.arm_engine(engine)
     attach(engine.submit)
     send(worker.info)
     try:
         await engine.run()
     finally:
+        engine.masks.close()
         executor.close()
 
 
@@ -118,8 +122,7 @@ async def serve(sock: socket.socket) -> int:
         message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
         connection.send(Failure(message))
         code = 1
-    await asyncio.sleep(0)  # lets the last frame be written
-    connection.close()
+    await connection.finish(LAST_WORDS)
     return code
 
 
@@ -149,6 +152,7 @@ def main() -> None:
     dump_stacks_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when this one ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # also where a container sends it to every process
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as systemd may
     logs.configure(arguments.log_level, arguments.log_format, "engine")
     sock = socket.socket(fileno=arguments.fd)
     sock.setblocking(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .invariants import require
 from .plan import StepResult
 from .request import LAST, Request
 from .step import Step
@@ -61,9 +62,10 @@ class PromptResults:
                 self.scoring.discard(request)
 
     def check(self, live: Iterable[Request]) -> None:
-        """Raises AssertionError where the books do not fit the unfinished requests."""
-        assert self.scoring == {r for r in live if r.prompt_logprobs is not None and _num_unscored(r)}
-        assert self.pooling == {r for r in live if r.sampling.pooling is not None}
+        """Raises InvariantError where the books do not fit the unfinished requests."""
+        scoring = {r for r in live if r.prompt_logprobs is not None and _num_unscored(r)}
+        require(self.scoring == scoring, "whose prompts are still to be scored")
+        require(self.pooling == {r for r in live if r.sampling.pooling is not None}, "whose prompts are pooled")
 
 
 def _num_unscored(request: Request) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from itertools import chain
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from .grammar import Matcher
+    from .guide import Guide
     from .plan import TokenLogprobs
 
 MAX_FLOAT = 3e38  # what the device's float32 holds
+MAX_SEED = 2**63 - 1
 
 
 def unknown_token(token_ids: Collection[int], vocab_size: int) -> int | None:
@@ -24,6 +26,11 @@ def unknown_token(token_ids: Collection[int], vocab_size: int) -> int | None:
     except msgspec.ValidationError:
         return next((token for token in token_ids if not 0 <= token < vocab_size), None)
     return None
+
+
+def unknown_token_problem(token_ids: Collection[int], vocab_size: int) -> str:
+    token = unknown_token(token_ids, vocab_size)
+    return f"the prompt has the token id {token}; the vocabulary ends at {vocab_size - 1}"
 
 
 @cache
@@ -80,6 +87,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    def of_choice(self, choice: int) -> SamplingParams:
+        """Of several answers to one prompt. With a seed they differ, and are the same ones each time. What the engine
+        says of the prompt, it says once."""
+        sampling = self
+        if choice and sampling.seed is not None:
+            sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & MAX_SEED)
+        if choice and sampling.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return sampling
+
     def problem(self, vocab_size: int) -> str | None:
         """Why no engine could sample like this, which would take a whole step with it (or the GPU); None: it can."""
         if self.max_tokens < 1:
@@ -87,6 +104,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             if not -MAX_FLOAT <= (value := getattr(self, name)) <= MAX_FLOAT:
                 return f"{name} is {value}: it must be a finite number"
+        if not 0 <= self.min_p <= 1:
+            return f"min_p is {self.min_p}: it must be at least 0 and at most 1"
         if self.repetition_penalty <= 0:
             return f"repetition_penalty is {self.repetition_penalty}: it must be above 0"
         if not -(1 << 31) <= self.top_k < 1 << 31:
@@ -138,6 +157,17 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class SharedPrompt:
+    """A prompt that several requests wait with: tokens and hashes are theirs in common, until one starts and has its
+    own. Nothing changes them but KVCacheManager.extend_hashes, which hashes the prompt for the first of them."""
+
+    __slots__ = ("block_hashes", "token_ids")
+
+    def __init__(self, token_ids: array[int]) -> None:
+        self.token_ids = token_ids
+        self.block_hashes: list[bytes] = []
+
+
 class Request:
     """One sequence of tokens. A step gives it some tokens so that `num_computed_tokens` catches up with `target`."""
 
@@ -159,6 +189,7 @@ class Request:
         "prompt_logprobs",
         "row",
         "sampling",
+        "shares_prompt",
         "status",
         "stop_reason",
         "token_ids",
@@ -167,16 +198,21 @@ class Request:
     def __init__(
         self,
         id: int,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | SharedPrompt,
         sampling: SamplingParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
         arrival: float = 0.0,
-        grammar: Matcher | None = None,
+        grammar: Guide | None = None,
     ) -> None:
         self.id = id
-        self.token_ids = list(prompt)  # the prompt, then every output whose value has reached the host
+        self.shares_prompt = isinstance(prompt, SharedPrompt)  # until it starts
+        if isinstance(prompt, SharedPrompt):
+            self.token_ids, self.block_hashes = prompt.token_ids, prompt.block_hashes
+        else:
+            self.token_ids = array("i", prompt)  # the prompt, then every output whose value has reached the host
+            self.block_hashes = []  # of its full blocks, chained
         self.num_prompt_tokens = len(self.token_ids)
         self.sampling = sampling
         self.priority = priority
@@ -187,7 +223,6 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None  # the stop token id; None for EOS
         self.row: int | None = None  # of the device tables, for as long as it runs
-        self.block_hashes: list[bytes] = []  # of its full blocks, chained
         self.num_computed_tokens = 0  # advanced when a step is scheduled, not when its result arrives
         self.num_in_flight_tokens = 0  # sampled on the device, value not yet on the host
         self.num_in_flight_steps = 0  # scheduled steps that contain it and have not returned
@@ -196,6 +231,12 @@ class Request:
         self.grammar = grammar  # has accepted the outputs in `token_ids`
         # Of prompt tokens 1 …, as they arrive; None where nobody asked, or once they have been sent.
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
+
+    def own_prompt(self) -> None:
+        """From now on its tokens and hashes are its own."""
+        if self.shares_prompt:
+            self.token_ids, self.block_hashes = self.token_ids[:], self.block_hashes.copy()
+            self.shares_prompt = False
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
+from .invariants import require
 from .request import Request, Status
 
 Entry = tuple[int, float, int, Request]  # sorts by (priority, arrival, order of add): smaller runs first
@@ -18,9 +19,11 @@ class Roster:
         self.waiting: list[Entry] = []  # sorted; a preempted request sorts before all that came after it
         self.running: dict[int, Request] = {}  # in the order of admission
         self.free_rows = list(range(num_rows - 1, -1, -1))
+        self.num_waiting_tokens = 0  # of the queue, as long as each request was when it joined
         self._num_rows = num_rows
         self._by_priority = by_priority
         self._num_added = 0
+        self._lengths: dict[int, int] = {}  # by id, what each request in the queue counts for
 
     def add(self, request: Request) -> None:
         """Into the queue."""
@@ -29,24 +32,16 @@ class Roster:
         entry = (*rank, self._num_added, request)
         self._num_added += 1
         self.entries[request.id] = entry
-        insort(self.waiting, entry)
+        self._enqueue(entry)
 
     def find(self, ids: Iterable[int]) -> list[Request]:
         """Each once; ids that are unknown, or of finished requests, are passed over."""
         return [self.entries[id][3] for id in dict.fromkeys(ids) if id in self.entries]
 
-    def backlog(self, enough: int) -> int:
-        """Tokens that wait; of those beyond `enough`, no more than one request's: a queue may be very long."""
-        num_tokens = 0
-        for entry in self.waiting:
-            num_tokens += len(entry[3].token_ids)
-            if num_tokens >= enough:
-                break
-        return num_tokens
-
-    def start(self) -> Request:
-        """The head of the queue runs from now on. There has to be a free row."""
-        request = self.waiting.pop(0)[3]
+    def start(self, place: int = 0) -> Request:
+        """Who is at this place of the queue runs from now on. There has to be a free row."""
+        request = self.waiting.pop(place)[3]
+        self._uncount(request)
         request.status, request.row = Status.RUNNING, self.free_rows.pop()
         self.running[request.id] = request
         return request
@@ -55,7 +50,7 @@ class Roster:
         """It runs no longer, and waits where its rank puts it."""
         self._leave_row(request)
         request.status = Status.WAITING
-        insort(self.waiting, self.entries[request.id])
+        self._enqueue(self.entries[request.id])
 
     def remove(self, request: Request) -> None:
         """It has ended."""
@@ -63,6 +58,7 @@ class Roster:
             self._leave_row(request)
         else:
             del self.waiting[bisect_left(self.waiting, self.entries[request.id])]
+            self._uncount(request)
         del self.entries[request.id]
         request.status = Status.FINISHED
 
@@ -71,15 +67,28 @@ class Roster:
         return max(self.entries[id] for id in self.running)[3]
 
     def check(self) -> None:
-        """Raises AssertionError where a request is lost or in two places, or a row is. O(requests)."""
+        """Raises InvariantError where a request is lost or in two places, or a row is. O(requests)."""
         waiting = [entry[3] for entry in self.waiting]
-        assert self.waiting == sorted(self.waiting), "queue out of order"
-        assert sorted(self.entries) == sorted([*self.running, *(r.id for r in waiting)]), "lost, or in two places"
+        require(self.waiting == sorted(self.waiting), "queue out of order")
+        require(sorted(self.entries) == sorted([*self.running, *(r.id for r in waiting)]), "lost, or in two places")
         rows = [row_of(request) for request in self.running.values()] + self.free_rows
-        assert sorted(rows) == list(range(self._num_rows)), "a row was lost or given out twice"
+        require(sorted(rows) == list(range(self._num_rows)), "a row was lost or given out twice")
         for request in waiting:
-            assert request.status is Status.WAITING and request.row is None and request.num_computed_tokens == 0
-        assert all(request.status is Status.RUNNING for request in self.running.values())
+            outside = request.row is None and request.num_computed_tokens == 0
+            require(request.status is Status.WAITING and outside, f"{request}: in the queue, but not waiting")
+        require(all(r.status is Status.RUNNING for r in self.running.values()), "on a row, but not running")
+        require(self._lengths.keys() == {r.id for r in waiting}, "lengths of requests that do not wait")
+        require(self.num_waiting_tokens == sum(self._lengths.values()), "waiting tokens miscounted")
+
+    def _enqueue(self, entry: Entry) -> None:
+        request = entry[3]
+        insort(self.waiting, entry)
+        # Remembered: a request that was preempted grows by its samples in flight while it waits.
+        self._lengths[request.id] = length = len(request.token_ids)
+        self.num_waiting_tokens += length
+
+    def _uncount(self, request: Request) -> None:
+        self.num_waiting_tokens -= self._lengths.pop(request.id)
 
     def _leave_row(self, request: Request) -> None:
         """Rows, as blocks, are free at once: whoever gets one is computed after the plans in flight (stream order)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from array import array
 
 import numpy as np
 import torch
@@ -84,9 +83,8 @@ class RowTables:
         if plan.new_rows:
             rows = [new.row for new in plan.new_rows]
             zeros = [0] * len(rows)
-            lengths = [len(new.token_ids) for new in plan.new_rows]
-            # by way of an array: numpy takes four times as long to read a list
-            values = np.concatenate([np.frombuffer(array("I", new.token_ids), np.int32) for new in plan.new_rows])
+            tokens = [np.frombuffer(new.token_ids, np.int32) for new in plan.new_rows]
+            lengths, values = list(map(len, tokens)), np.concatenate(tokens)
             writes.append((self.token_ids, _stage(upload, rows, zeros, lengths, values)))
             counts = [new.num_computed_tokens for new in plan.new_rows]
             writes.append((self.num_computed[:, None], _stage(upload, rows, zeros, [1] * len(rows), counts)))

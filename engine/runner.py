@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from ..kernels.attention import DecodeWorkspace
+from ..kernels.attention_inputs import PagedCache
 from .batch import WANTED, Batch, BatchBuilder, SampleBatch, Shape
 from .graphs import StepGraphs
 from .layers.attention import KVSpec
@@ -114,9 +115,19 @@ class ModelRunner:
         self.make_rows(max_model_len)
 
     def make_rows(self, max_model_len: int) -> None:
-        """(Re)makes the row tables: their width is the context, which may shrink when memory has been planned."""
+        """(Re)makes the row tables: their width is the context, which may shrink when memory has been planned.
+
+        Layers lose their caches, which come with the old block tables: `bind_cache` comes afterwards.
+        """
         self.max_model_len = max_model_len
         max_blocks = -(-max_model_len // self.block_size)
+        # The old ones go first: with a long context there is no room for both, nor should the cache be without theirs.
+        for layer in self.model.attention_layers():
+            layer.bind(None)
+        for name in ("tables", "builder", "sampler", "scorer", "pooler"):
+            self.__dict__.pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         self.tables = RowTables(self.max_num_seqs, max_model_len, max_blocks, self.num_groups, self.device)
         self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
         self.sampler = Sampler(self.tables)
@@ -166,13 +177,13 @@ class ModelRunner:
     def sample(self, mask: TokenMask | None = None) -> Pending:
         assert self._launched is not None, "sample() without execute()"
         step, self._launched = self._launched, None
-        # A non-finite hidden state is what makes logits NaN; it is thousands of times smaller to look at.
-        count = len(step.samples.plan.sampled)
-        finite = step.hidden[:count].float().sum(dim=-1).isfinite()
-        samples = self.sampler(self.model.logits(step.hidden)[:count], step.samples, mask)
+        logits = self.model.logits(step.hidden)[: len(step.samples.plan.sampled)]
+        samples = self.sampler(logits, step.samples, mask)
         self.builder.commit(step.header, step.num_rows, samples.tokens)
+        if mask is not None and mask.postponed:
+            self.builder.take_back(step.samples, mask.postponed)
         plan, scores, pooled = step.samples.plan, step.scores, step.pooled
-        outputs = [samples.tokens, finite]
+        outputs = [samples.tokens, samples.finite]
         if samples.possible is not None:
             outputs.append(samples.possible)
         if pooled is not None:
@@ -204,27 +215,32 @@ class ModelRunner:
     # ---- cache and warm-up ----
 
     def bind_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
-        """Allocates the paged cache, (blocks, page, kv heads, head size) for K and for V of each layer."""
+        """Allocates the paged cache, (blocks, page, kv heads, head size) for K and for V of each layer; it comes with
+        the block tables that the rows have now."""
         for layer in self.model.attention_layers():
-            shape = (num_blocks, self.block_size, layer.spec.num_kv_heads)
-            layer.bind(
-                torch.zeros(*shape, layer.spec.head_dim, dtype=dtype, device=self.device),
-                torch.zeros(*shape, layer.spec.value_dim, dtype=dtype, device=self.device),
-            )
+            spec, shape = layer.spec, (num_blocks, self.block_size, layer.spec.num_kv_heads)
+            keys = torch.zeros(*shape, spec.head_dim, dtype=dtype, device=self.device)
+            values = torch.zeros(*shape, spec.value_dim, dtype=dtype, device=self.device)
+            layer.bind(PagedCache(keys, values, self.tables.block_tables[spec.group]))
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one block over all layers."""
         return sum(self.block_size * s.num_kv_heads * (s.head_dim + s.value_dim) * dtype.itemsize for s in self.specs)
 
+    def row_bytes(self, max_model_len: int) -> int:
+        """Bytes of the row tables that grow with the context: tokens, and a block table for each KV group."""
+        width = max_model_len + self.num_groups * -(-max_model_len // self.block_size)
+        return (self.max_num_seqs + 1) * width * 4
+
     def plan_graphs(self, max_decodes: int, max_mixed_tokens: int, large_mixed_tokens: tuple[int, ...]) -> StepGraphs:
         """For steps with up to this many decodes, or these numbers of tokens in all; `capture_graphs` makes them."""
         decodes = min(max_decodes, self.max_num_seqs)
-        return StepGraphs(self.builder, self.forward, decodes, max_mixed_tokens, large_mixed_tokens)
+        return StepGraphs(None, self.forward, decodes, max_mixed_tokens, large_mixed_tokens)
 
     @torch.inference_mode()
     def capture_graphs(self, graphs: StepGraphs) -> None:
         """Steps that fit one of these graphs replay it from here on."""
-        graphs.builder = self.builder  # its rows may have been made anew
+        graphs.builder = self.builder
         torch.cuda.empty_cache()  # or what the warm-up left would be given back meanwhile, and hide what is taken
         before = torch.cuda.mem_get_info()[0]
         graphs.capture()
@@ -257,7 +273,7 @@ class ModelRunner:
             min(num_tokens // num_seqs + (i < num_tokens % num_seqs), self.max_model_len) for i in range(num_seqs)
         ]
         lengths.sort(key=lambda n: n != 1)
-        rows = [NewRow(i, 0, [0] * n, n, 0, sampling) for i, n in enumerate(lengths)]
+        rows = [NewRow(i, 0, bytes(4 * n), n, 0, sampling) for i, n in enumerate(lengths)]
         plan = StepPlan(
             -1, list(range(num_seqs)), lengths, [0] * num_seqs, list(range(num_seqs)), lengths.count(1), rows,
             [[] for _ in range(self.num_groups)],

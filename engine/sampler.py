@@ -33,6 +33,7 @@ from .rows import (
     aligned,
 )
 
+COUNT_ROWS = 64  # that penalties are counted for at once: what that takes is kept
 LIMITS = BIAS | MIN_TOKENS | ALLOWED | BAD_WORDS  # what may leave no token to sample, as may a grammar
 
 
@@ -41,6 +42,7 @@ class Samples:
     """Device tensors of one step; S rows sampled, L of them with log-probabilities."""
 
     tokens: Tensor  # int32 [S]
+    finite: Tensor  # bool [S]: whether the greatest raw logit is finite: no NaN in the row, no inf, and not -inf alone
     logprob_rows: np.ndarray | None = None  # int [L], host: which of the S
     logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # logprob [L], rank [L], top ids [L, k], top [L, k]
     possible: Tensor | None = None  # bool [S]: whether any token was allowed; None when nothing was excluded
@@ -55,14 +57,21 @@ class Sampler:
         # What was made of a row's parameters, and of whose: a row goes from one request to another.
         self._allowed: dict[int, tuple[SamplingParams, Tensor]] = {}
         self._bad_words: dict[int, tuple[SamplingParams, np.ndarray, np.ndarray]] = {}
+        self._biases: dict[int, tuple[SamplingParams, Tensor, Tensor]] = {}  # int32 [n, 2]: below min_tokens, and after
+        self._counts: Tensor | None = None  # int32 [min(R, COUNT_ROWS), V], of zeros
 
     def __call__(self, logits: Tensor, batch: SampleBatch, mask: TokenMask | None = None) -> Samples:
         """logits: fp32 [S, V], changed in place. mask: of the rows with a grammar."""
         rows = batch.rows_cpu
         flags = self.tables.flags[rows]
         used = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+        if mask is not None and not mask.rows:
+            mask = None  # all of them were postponed
         limited = used & LIMITS or mask is not None
         raw = logits.clone() if used & LOGPROBS and (limited or used & PENALTIES) else logits
+        finite = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
+        if limited or used & (PENALTIES | RANDOM):
+            argmax(logits, finite=finite)  # of the raw logits: what follows may hide a NaN, and excludes with -inf
         possible = None
         if used & (PENALTIES | RANDOM | BAD_WORDS):
             # Whatever their number, every line of parameters is aligned: kernels need one variant.
@@ -81,9 +90,13 @@ class Sampler:
                 apply_token_mask(logits, index, bits.view(mask.bits.shape))
             possible = logits.amax(dim=-1) > float("-inf")
         if used & PENALTIES:
+            if self._counts is None:
+                shape = (min(self.tables.dummy_row, COUNT_ROWS), logits.shape[1])
+                self._counts = torch.zeros(shape, dtype=torch.int32, device=logits.device)
+            (index,) = _upload(logits.device, np.flatnonzero(flags & PENALTIES))
             apply_penalties(
                 logits, self.tables.token_ids, batch.rows, params[PROMPT_LEN], batch.seq_lens,
-                floats[3], floats[4], floats[5],
+                floats[3], floats[4], floats[5], index, self._counts,
             )  # fmt: skip
         if used & RANDOM:
             # little-endian halves of the int64 seed
@@ -91,10 +104,12 @@ class Sampler:
             tokens = sample(
                 logits, floats[0], params[TOP_K], floats[1], floats[2], seeds, batch.seq_lens.long(), all_greedy=False
             )
-        else:
+        elif limited or used & PENALTIES:
             tokens = argmax(logits)
+        else:
+            tokens = argmax(logits, finite=finite)
         if not used & LOGPROBS:
-            return Samples(tokens, possible=possible)
+            return Samples(tokens, finite, possible=possible)
         chosen = np.flatnonzero(flags & LOGPROBS)
         k = max(self._sampling(rows[i]).logprobs or 0 for i in chosen)
         picked = raw
@@ -103,7 +118,7 @@ class Sampler:
             picked, tokens_picked = raw.index_select(0, index), tokens.index_select(0, index)
         else:
             tokens_picked = tokens
-        return Samples(tokens, chosen, token_logprobs(picked, tokens_picked, k), possible)
+        return Samples(tokens, finite, chosen, token_logprobs(picked, tokens_picked, k), possible)
 
     def _sampling(self, row: int) -> SamplingParams:
         sampling = self.tables.sampling[row]
@@ -112,24 +127,21 @@ class Sampler:
 
     def _apply_bias(self, logits: Tensor, batch: SampleBatch, flags: np.ndarray) -> None:
         """logit_bias, and minus infinity on what would end a request before its min_tokens."""
-        index: list[int] = []
-        tokens: list[int] = []
-        values: list[float] = []
-        plan = batch.plan
-        for i in np.flatnonzero(flags & (BIAS | MIN_TOKENS)):
-            sampling = self._sampling(batch.rows_cpu[i])
-            bias = dict(sampling.logit_bias or {})
-            at = plan.sampled[i]
-            num_outputs = plan.num_computed[at] + plan.num_tokens[at] - int(self.tables.prompt_len[batch.rows_cpu[i]])
-            if num_outputs < sampling.min_tokens:
-                ends = sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
-                bias |= dict.fromkeys((token for token in ends if 0 <= token < logits.shape[1]), float("-inf"))
-            index += [int(i)] * len(bias)
-            tokens += bias.keys()
-            values += bias.values()
-        if index:
-            sent = _upload(logits.device, index, tokens, np.array(values, dtype=np.float32).view(np.int32))
-            apply_logit_bias(logits, sent[0].long(), sent[1].long(), sent[2].view(torch.float32))
+        chosen = np.flatnonzero(flags & (BIAS | MIN_TOKENS))
+        rows, plan = batch.rows_cpu[chosen], batch.plan
+        at = np.array(plan.sampled)[chosen]
+        num_outputs = np.array(plan.num_computed)[at] + np.array(plan.num_tokens)[at] - self.tables.prompt_len[rows]
+        entries = []
+        for row, count in zip(rows.tolist(), num_outputs.tolist(), strict=True):
+            sampling = self._sampling(row)
+            known = self._biases.get(row)
+            if known is None or known[0] is not sampling:
+                known = self._biases[row] = (sampling, *_lay_out_bias(sampling, logits))
+            entries.append(known[1] if count < sampling.min_tokens else known[2])
+        offsets = np.cumsum([0, *map(len, entries)])
+        if offsets[-1]:
+            index, starts = _upload(logits.device, chosen, offsets)
+            apply_logit_bias(logits, index, starts, torch.cat(entries))
 
     def _apply_allowed(self, logits: Tensor, batch: SampleBatch, flags: np.ndarray) -> None:
         chosen = np.flatnonzero(flags & ALLOWED)
@@ -156,11 +168,12 @@ class Sampler:
                 sizes = np.array([len(word) for word in sampling.bad_words])
                 tokens = np.array([token for word in sampling.bad_words for token in word], dtype=np.int32)
                 known = self._bad_words[row] = (sampling, sizes, tokens)
-            index.append(np.full(len(known[1]), i))
+            index.append(i)
             lengths.append(known[1])
             words.append(known[2])
         offsets = np.cumsum(np.concatenate([[0], *lengths]))
-        sent = _upload(logits.device, np.concatenate(index), offsets, np.concatenate(words))
+        of_words = np.repeat(index, [len(sizes) for sizes in lengths])
+        sent = _upload(logits.device, of_words, offsets, np.concatenate(words))
         apply_bad_words(logits, self.tables.token_ids, batch.rows, prompt_lens, batch.seq_lens, *sent)
 
 
@@ -169,3 +182,19 @@ def _upload(device: torch.device, *arrays: np.ndarray | list[int]) -> list[Tenso
     for array in arrays:
         upload.add(array)
     return upload.send(device)
+
+
+def _lay_out_bias(sampling: SamplingParams, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """As apply_logit_bias wants it, on the device: for outputs below min_tokens, and for the others."""
+    bias = sampling.logit_bias or {}
+    kinds = [bias]
+    if sampling.min_tokens:
+        ends = sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
+        kinds.append(bias | dict.fromkeys((token for token in ends if 0 <= token < logits.shape[1]), float("-inf")))
+    pairs = []
+    for kind in kinds:
+        pair = np.empty((len(kind), 2), dtype=np.int32)
+        pair[:, 0], pair[:, 1] = list(kind), np.array(list(kind.values()), dtype=np.float32).view(np.int32)
+        pairs.append(pair.reshape(-1))
+    sent = [each.view(-1, 2) for each in _upload(logits.device, *pairs)]
+    return sent[-1], sent[0]

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from .config import FEW_DECODES, SchedulerConfig
+from .config import SchedulerConfig
+from .invariants import check_scheduler
 from .kv_cache import KVCacheManager
-from .mask import refusal
 from .messages import EngineStats, RequestOutput
 from .plan import NOT_FINITE, NOTHING_ALLOWED, StepPlan, StepResult, TokenLogprobs
 from .prompt_results import PromptResults
 from .request import FinishReason, Request, Status
 from .roster import Roster
+from .sharing import Sharing
 from .step import Step
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 Logprobs = list[TokenLogprobs] | None
 
 RUNNING, FINISHED = Status.RUNNING, Status.FINISHED
+# So few decodes do not cut the chunk of a prompt short: it would leave a few tokens of a thousand for another step, and
+# if the next prompt fills that one, the first has to wait for twice as long.
+FEW_DECODES = 16
 
 
 class Scheduler:
@@ -40,11 +44,12 @@ class Scheduler:
         self.kv = KVCacheManager(config)
         self.roster = Roster(config.max_num_seqs, by_priority=config.policy == "priority")
         self.in_flight: deque[Step] = deque()
+        self.sharing = Sharing.of(config)
         self.prompt_results = PromptResults()
         self.num_constrained = 0  # unfinished requests with a grammar
         self._undelivered: list[RequestOutput] = []  # of requests refused on arrival
         # Beyond this many tokens, the last one's value is needed before the request can go on, if it can at all.
-        self._stop = min(config.max_model_len - 1, self.kv.max_tokens)
+        self.stop = min(config.max_model_len - 1, self.kv.max_tokens)
         self.num_preemptions = 0
         self.preempted: list[int] = []  # ids; whoever reports them empties the list
         self.num_corrupted_requests = 0
@@ -86,10 +91,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.roster.entries or self._undelivered)
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self.in_flight)
-
     # ---- building a step ----
     def schedule(self) -> StepPlan | None:
         """The next plan; None when there is nothing to compute now: idle, or all wait for results in flight.
@@ -116,8 +117,9 @@ class Scheduler:
 
     def _schedule_decodes(self, step: Step) -> list[Request]:
         """Pass 1: one token for each running request that lacks just one. Returns the others."""
-        block_size, stop, scheduled = self.config.block_size, self._stop, step.scheduled
+        block_size, stop, scheduled = self.config.block_size, self.stop, step.scheduled
         pooling = self.prompt_results.pooling
+        constrained = self.num_constrained > 0
         prefills = []
         for request in list(self.roster.running.values()):
             computed = request.num_computed_tokens
@@ -131,6 +133,8 @@ class Scheduler:
                 continue  # a sure end: the sample in flight is its last
             if request.status is not RUNNING:
                 continue  # preempted a moment ago
+            if constrained and (guide := request.grammar) and not guide.may_decode(request.num_in_flight_tokens):
+                continue  # nobody shall wait for its mask
             offset = computed % block_size
             if offset == 0 and not self._grow(step, request, total):
                 continue
@@ -145,7 +149,7 @@ class Scheduler:
             if decodes <= FEW_DECODES:
                 mixed += decodes
             if large := self.config.large_mixed_tokens:
-                each = self.roster.backlog(self.config.backlog_steps * large[-1]) // self.config.backlog_steps
+                each = self.roster.num_waiting_tokens // self.config.backlog_steps
                 mixed = max((size for size in large if size <= each), default=mixed)
             mixed = max(mixed, decodes + max(1, mixed // 4))
             step.limit = min(step.limit, mixed)
@@ -154,8 +158,11 @@ class Scheduler:
 
     def _schedule_prefills(self, step: Step, prefills: list[Request]) -> None:
         """Pass 2: prompts (and all tokens of resumed requests) begun in an earlier step, in the order of admission."""
+        if self.sharing is not None:
+            self.sharing.begin(step.budget, len(prefills) + len(self.roster.waiting))
+        most = step.budget if self.sharing is None else self.sharing.chunk
         for request in prefills:
-            num_new = min(request.target - request.num_computed_tokens, step.budget)
+            num_new = min(request.target - request.num_computed_tokens, step.budget, most)
             if request.status is not RUNNING or not num_new:
                 continue
             if self._grow(step, request, request.num_computed_tokens + num_new):
@@ -164,28 +171,40 @@ class Scheduler:
                 step.budget -= num_new
 
     def _admit(self, step: Step) -> None:
-        """Pass 3: the waiting queue, strictly in order; who does not fit holds up those behind.
+        """Pass 3: the waiting queue, strictly in order unless `sharing` says otherwise; who does not fit holds up those
+        behind.
 
         Budget is left only when no prefill remains unfinished, so blocks of a prompt admitted as a whole but allocated
-        by chunks are never promised twice.
+        by chunks are never promised twice; where prompts share steps, what was promised is counted.
         """
         whole = 0 if self.config.enable_chunked_prefill else self.config.max_num_batched_tokens
-        roster = self.roster
+        roster, sharing = self.roster, self.sharing
         now = time.monotonic() if roster.waiting else 0.0
+        place, most, promised = 0, step.budget, 0
+        if sharing is not None and roster.waiting:
+            sharing.count(roster.running.values(), step, self.kv)
         while roster.waiting and roster.free_rows and step.budget:
-            request = roster.waiting[0][3]
+            if sharing is not None:
+                place, most, promised = sharing.next(roster.waiting), sharing.chunk, sharing.promised
+                if place < 0:
+                    break
+            request = roster.waiting[place][3]
             if request.num_in_flight_steps:
                 break  # preempted, and a sample of it may be on its way: it has to know all its tokens to start over
-            num_new = self.kv.admit(request, step.budget, whole, self.prompt_results.reads_cache(request))
+            reads = self.prompt_results.reads_cache(request)
+            num_new = self.kv.admit(request, min(step.budget, most), whole, reads, promised)
             if not num_new:
                 break
-            roster.start()
+            request.own_prompt()
+            roster.start(place)
             request.first_scheduled = request.first_scheduled or now
             step.admitted[request] = request.num_computed_tokens
             step.appended[request] = len(self.kv.tables[request.id].groups[0])
             step.scheduled[request] = num_new
             step.budget -= num_new
             self.kv.register(request, request.num_computed_tokens + num_new, step.registered)
+            if sharing is not None:
+                sharing.note(request, request.num_computed_tokens + num_new, self.kv)
 
     def _grow(self, step: Step, request: Request, num_tokens: int) -> bool:
         """Blocks for this many tokens, preempting the least important requests as long as there is no room.
@@ -217,6 +236,16 @@ class Scheduler:
                 self.config.num_blocks - 1, victim.id, self.num_preemptions,
             )  # fmt: skip
 
+    def postpone(self, requests: Iterable[Request]) -> None:
+        """Of the newest step, which nothing is in flight before or behind, these are to sample nothing yet: their last
+        token is computed once more when their masks are there. The device has to be told, too."""
+        (step,) = self.in_flight
+        for request in requests:
+            step.sampled[step.sampled.index(request)] = None
+            request.num_in_flight_tokens -= 1
+            request.num_computed_tokens -= 1
+            self.kv.unregister(request, request.num_computed_tokens)
+
     # ---- taking in results ----
     def update(self, result: StepResult) -> list[RequestOutput]:
         """Append what the oldest plan in flight has sampled and end the requests that are done."""
@@ -246,7 +275,7 @@ class Scheduler:
                     self._distrust(request)
                 outputs.append(self._finish(request, FinishReason.ERROR, error=result.errors[index]))
                 continue
-            if constrained and request.grammar is not None and (error := refusal(request, token)):
+            if constrained and request.grammar is not None and (error := request.grammar.accept(token)):
                 outputs.append(self._finish(request, FinishReason.ERROR, error=error))
                 continue
             tokens, sampling = request.token_ids, request.sampling
@@ -268,7 +297,7 @@ class Scheduler:
                 reason = FinishReason.STOP
             elif num_outputs >= sampling.max_tokens or len(tokens) >= max_model_len:
                 reason = FinishReason.LENGTH
-            elif len(tokens) > self._stop:
+            elif len(tokens) > self.stop:
                 reason, error = FinishReason.ERROR, self.kv.too_small(request)
             entry = [chosen] if logprobs and (chosen := logprobs[index]) else None
             if reason is not None:
@@ -370,21 +399,5 @@ class Scheduler:
         )  # fmt: skip
 
     def check_invariants(self, thorough: bool = False) -> None:
-        """Raises AssertionError where the books do not balance, busy or idle. O(requests); `thorough`: O(blocks)."""
-        running = self.roster.running
-        self.kv.check_invariants(running, thorough)
-        self.roster.check()
-        steps = Counter(request for step in self.in_flight for request in step.scheduled)
-        samples = Counter(request for step in self.in_flight for request in step.sampled if request)
-        for request in running.values():
-            computed = request.num_computed_tokens
-            pooled = request.sampling.pooling is not None and request.num_in_flight_steps > 0
-            assert computed < request.target + pooled, f"{request}: nothing left"
-            assert not request.num_in_flight_tokens or computed == request.target - 1, f"{request}: not one behind"
-        live = self.roster.find(self.roster.entries)
-        assert self.num_constrained == sum(request.grammar is not None for request in live)
-        self.prompt_results.check(live)
-        for request in live:
-            assert (request.num_in_flight_steps, request.num_in_flight_tokens) == (steps[request], samples[request])
-            pooled = request.sampling.pooling is not None
-            assert request.num_tokens <= self._stop + pooled, f"{request}: should have ended"
+        """Raises InvariantError where the books do not balance, busy or idle. O(requests); `thorough`: O(blocks)."""
+        check_scheduler(self, thorough)

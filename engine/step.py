@@ -55,7 +55,7 @@ class Step:
         if num_decodes < len(scheduled):
             batch += [request for request, num_new in scheduled.items() if num_new != 1]
         new_rows = [
-            NewRow(row_of(r), r.id, r.token_ids.copy(), r.num_prompt_tokens, r.num_computed_tokens, r.sampling)
+            NewRow(row_of(r), r.id, r.token_ids.tobytes(), r.num_prompt_tokens, r.num_computed_tokens, r.sampling)
             for r in self.admitted
         ]
         new_blocks: list[list[BlockWrite]] = [[] for _ in range(kv.num_groups)]

@@ -27,6 +27,7 @@ class ThinkingMatcher:
         self._num_tokens = 0  # of reasoning
         self._num_end_tokens = 0  # of `end` that have come
         self._stops = stop_token_ids
+        self._asks_nothing: bool | None = None  # not known before the first token of reasoning
 
     @property
     def ready(self) -> bool:
@@ -58,7 +59,7 @@ class ThinkingMatcher:
             _allow(row, self._end[self._num_end_tokens])
         else:
             row[:] = ALL
-            if self._grammar is not None:  # what it asks for is still to come
+            if self._grammar is not None and not self._may_end(row.size):  # what it asks for is still to come
                 for token_id in self._stops:
                     row[token_id // 32] &= ~_bit(token_id)
 
@@ -73,6 +74,16 @@ class ThinkingMatcher:
     @property
     def terminated(self) -> bool:
         return not self._thinks and self._grammar is not None and self._grammar.terminated
+
+    def _may_end(self, size: int) -> bool:
+        """Whether the grammar, which has seen nothing yet, asks for nothing: the model may then end as it thinks.
+        `size`: of a row."""
+        assert self._grammar is not None
+        if self._asks_nothing is None:
+            row = np.empty(size, dtype=np.int32)
+            self._grammar.fill(row)
+            self._asks_nothing = any(row[token_id // 32] & _bit(token_id) for token_id in self._stops)
+        return self._asks_nothing
 
     def _think(self, token_id: int) -> None:
         self._num_tokens += 1

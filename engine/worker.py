@@ -6,27 +6,22 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 
 import torch
 
-from ..kernels.linear_hopper import even_rows
-from .config import (
-    BACKLOG_STEPS,
-    ConfigError,
-    EngineConfig,
-    SchedulerConfig,
-    default_cpu_threads,
-    large_mixed_tokens,
-    resolve_limits,
-    resolve_max_mixed_tokens,
-)
-from .graphs import MIXED_DECODE_ROWS
+from ..kernels.cublaslt import accumulate_in_fp32
+from .config import ConfigError, EngineConfig, default_cpu_threads
+from .cpu_memory import check_rows
+from .graphs import MIXED_DECODE_ROWS, StepGraphs
 from .loader import load_model, resolve_model_path
-from .memory import WORST_SAMPLING, plan_memory
-from .messages import EngineInfo, Progress
+from .memory import WORST_SAMPLING, plan_memory, weight_bytes
+from .messages import Progress
 from .model_config import ModelConfig
+from .models.blocks import CausalLM
+from .overrides import read_model_config
 from .request import SamplingParams
+from .resolved import Fitted, Machine, Resolved, resolve
 from .runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -43,114 +38,28 @@ class Worker:
         self._seconds: dict[str, float] = {}
         self._report = report
         with self._phase("device"):
-            device = _choose_device(config.device)
-            self.num_threads = None
-            card = 0
-            if device.type == "cuda":
-                torch.backends.cuda.matmul.allow_tf32 = False
-                _, card = torch.cuda.mem_get_info()
-            else:
-                self.num_threads = config.cpu_threads or default_cpu_threads()
-                torch.set_num_threads(self.num_threads)
-            tokens, seqs, notice = resolve_limits(config, device.type, card)
-            if notice:
-                logger.warning(notice)
-            mixed = resolve_max_mixed_tokens(config, device.type, tokens)
-            large = large_mixed_tokens(mixed, tokens, partial(even_rows, device))
+            machine = open_machine(config)
         with self._phase("config"):
-            path = resolve_model_path(config.model, config.revision)
-            model_config = ModelConfig.from_folder(path)
-            dtype = choose_dtype(config.dtype, model_config.dtype, device)
-            max_model_len = choose_max_model_len(config, model_config)
+            path = resolve_model_path(config.model, config.revision, config.download_dir, config.load_format)
+            model_config = read_model_config(path, config)
+            asked = resolve(config, model_config, machine)
+            _warn(asked.notices)
         with self._phase("weights"):
-            model = load_model(
-                path, model_config, dtype=dtype, device=device, load_format=config.load_format,
-                max_model_len=max_model_len, seed=config.seed,
-                progress=lambda done, total: report(Progress("weights", done, total)),
-            )  # fmt: skip
+            model = load(path, model_config, asked, lambda done, total: report(Progress("weights", done, total)))
         with self._phase("compilation"):
             before_memory()
         with self._phase("memory"):
-            runner = ModelRunner(
-                model, max_num_seqs=seqs, max_model_len=max_model_len, block_size=config.block_size, device=device
-            )
-            graphs = None
-            if device.type == "cuda" and not config.enforce_eager:
-                graphs = runner.plan_graphs(config.max_cudagraph_capture_size, mixed, large)
-            plan = plan_memory(runner, config, dtype, tokens, graphs.shapes() if graphs else ())
-            for cut in plan.notices:
-                logger.warning(cut)
-            if plan.max_model_len != max_model_len:
-                runner.make_rows(plan.max_model_len)
-            runner.bind_cache(plan.num_blocks, dtype)
-            logger.info("memory:\n%s", plan.table(config.block_size))
+            self.runner = make_runner(model, asked)
+            settings, graphs = take_memory(self.runner, config, asked)
         with self._phase("warm-up"):
-            self._warm_up(runner, tokens)
+            warm_up(self.runner, settings)
         if graphs is not None:
             with self._phase("graphs"):
-                runner.capture_graphs(graphs)
-                # What steps allocate beside their graphs is kept from here on: allocating later would stop the GPU.
-                runner.dummy_step(runner.max_num_seqs, tokens, WORST_SAMPLING)
-        runner.count_compilations()
-        if not config.enable_chunked_prefill and tokens < plan.max_model_len:
-            logger.warning(
-                "chunked prefill is off: prompts are limited to max_num_batched_tokens=%d; raise it to %d to use the "
-                "whole context", tokens, plan.max_model_len,
-            )  # fmt: skip
-        self.runner = runner
-        self.scheduler_config = SchedulerConfig(
-            max_model_len=plan.max_model_len,
-            max_num_batched_tokens=tokens,
-            max_num_seqs=seqs,
-            max_mixed_tokens=mixed,
-            large_mixed_tokens=large,
-            backlog_steps=config.backlog_steps or BACKLOG_STEPS,
-            block_size=config.block_size,
-            num_blocks=plan.num_blocks,
-            num_groups=runner.num_groups,
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            policy=config.scheduling_policy,
-            depth=2 if device.type == "cuda" else 1,
-        )
-        self.info = EngineInfo(
-            max_model_len=plan.max_model_len,
-            vocab_size=model_config.vocab_size,
-            hidden_size=model_config.hidden_size,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=tokens,
-            block_size=config.block_size,
-            num_blocks=plan.num_blocks - 1,
-            enable_prefix_caching=config.enable_prefix_caching,
-            scheduling_policy=config.scheduling_policy,
-            max_logprobs=config.max_logprobs,
-            dtype=str(dtype).removeprefix("torch."),
-            device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            memory={
-                "weights": plan.weights,
-                "activations": plan.activations,
-                "graphs": plan.graphs,
-                "other": plan.other,
-                "kv_cache": plan.cache,
-            },
-            startup_seconds=self._seconds,
-            settings={
-                "max_mixed_tokens": mixed,
-                "backlog_steps": self.scheduler_config.backlog_steps,
-                "cpu_threads": torch.get_num_threads(),
-                "kv_cache_memory_bytes": plan.cache,
-                "num_gpu_blocks_override": plan.num_blocks - 1,
-            },
-            fitted=tuple(
-                name
-                for name, is_fitted in (
-                    ("max_model_len", plan.max_model_len < max_model_len),
-                    ("max_num_seqs", notice is not None and seqs == tokens and config.max_num_seqs is None),
-                    ("max_num_batched_tokens", notice is not None and config.max_num_batched_tokens is None),
-                )
-                if is_fitted
-            ),
-        )
+                capture(self.runner, graphs, settings)
+        self.runner.count_compilations()
+        self.num_threads = None if machine.device.type == "cuda" else machine.cpu_threads
+        self.scheduler_config = settings.scheduler_config(self.runner.num_groups)
+        self.info = settings.info(self._seconds)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -159,13 +68,86 @@ class Worker:
         yield
         self._seconds[name] = time.monotonic() - started
 
-    def _warm_up(self, runner: ModelRunner, max_num_batched_tokens: int) -> None:
-        """Compiles every kernel variant a request can meet: decode and prefill, small and large, greedy and sampled."""
-        if runner.device.type == "cpu":
-            runner.dummy_step(1, 4, WORST_SAMPLING)
-            return
-        for step in warm_up_steps(runner.max_num_seqs, max_num_batched_tokens):
-            runner.dummy_step(*step)
+
+def open_machine(config: EngineConfig) -> Machine:
+    """Sets up torch for the device. Raises ConfigError when there is no such device."""
+    device = _choose_device(config.device)
+    if device.type == "cuda":
+        accumulate_in_fp32()
+        _, card = torch.cuda.mem_get_info()
+        return Machine(device, torch.cuda.get_device_name(), card, torch.get_num_threads())
+    threads = config.cpu_threads or default_cpu_threads()
+    torch.set_num_threads(threads)
+    return Machine(device, "cpu", 0, threads)
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU; check nvidia-smi and the driver, or use --device cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+
+
+def load(
+    path: Path, model_config: ModelConfig, settings: Resolved, progress: Callable[[int, int], None] | None = None
+) -> CausalLM:
+    return load_model(
+        path, model_config, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
+        max_model_len=settings.max_model_len, seed=settings.seed, progress=progress,
+    )  # fmt: skip
+
+
+def make_runner(model: CausalLM, settings: Resolved) -> ModelRunner:
+    """Raises ConfigError where a machine's memory is too small for the rows. A card's is planned when they are made."""
+    if settings.device.type == "cpu":
+        check_rows(
+            model, weight_bytes(model), max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
+            max_num_batched_tokens=settings.max_num_batched_tokens, block_size=settings.block_size,
+        )  # fmt: skip
+    return ModelRunner(
+        model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
+        block_size=settings.block_size, device=settings.device,
+    )  # fmt: skip
+
+
+def take_memory(runner: ModelRunner, config: EngineConfig, settings: Resolved) -> tuple[Fitted, StepGraphs | None]:
+    """Plans the memory, makes the rows as wide as the context that fits, and takes the cache."""
+    graphs = None
+    if settings.uses_graphs:
+        graphs = runner.plan_graphs(
+            settings.max_cudagraph_capture_size, settings.max_mixed_tokens, settings.large_mixed_tokens
+        )
+    plan = plan_memory(
+        runner, config, settings.dtype, settings.max_num_batched_tokens, graphs.shapes() if graphs else ()
+    )
+    fitted = settings.fitted(plan)
+    _warn(fitted.notices)
+    if fitted.max_model_len != settings.max_model_len:
+        runner.make_rows(fitted.max_model_len)
+    runner.bind_cache(plan.num_blocks, settings.dtype)
+    logger.info("memory:\n%s", plan.table(settings.block_size))
+    return fitted, graphs
+
+
+def warm_up(runner: ModelRunner, settings: Resolved) -> None:
+    """Compiles every kernel variant a request can meet: decode and prefill, small and large, greedy and sampled."""
+    if runner.device.type == "cpu":
+        runner.dummy_step(1, 4, WORST_SAMPLING)
+        return
+    for step in warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens):
+        runner.dummy_step(*step)
+
+
+def capture(runner: ModelRunner, graphs: StepGraphs, settings: Resolved) -> None:
+    runner.capture_graphs(graphs)
+    # What steps allocate beside their graphs is kept from here on: allocating later would stop the GPU.
+    runner.dummy_step(settings.max_num_seqs, settings.max_num_batched_tokens, WORST_SAMPLING)
+
+
+def _warn(notices: tuple[str, ...]) -> None:
+    for notice in notices:
+        logger.warning(notice)
 
 
 def warm_up_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[int, int, SamplingParams]]:
@@ -182,31 +164,3 @@ def warm_up_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[
     others = [(*size, kind) for sizes in (decodes, prompts) for kind in (GREEDY, WORST_SAMPLING) for size in sizes]
     steps += [step for step in others + beside if step not in steps]
     return [step for step in steps if step[1] <= max_num_batched_tokens]
-
-
-def _choose_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU; check nvidia-smi and the driver, or use --device cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
-
-
-def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cpu":
-        return torch.float32
-    # A checkpoint in float32 is served in bfloat16 on a GPU: half the memory, and its tensor cores.
-    return torch.bfloat16 if checkpoint is torch.float32 else checkpoint
-
-
-def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model.max_model_len
-    if config.max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"--max-model-len {config.max_model_len} is beyond the {model.max_model_len} tokens that the model's "
-            f"config.json allows; set it to {model.max_model_len} or less"
-        )
-    return config.max_model_len

@@ -1,1 +1,1 @@
-"""Arrays: Triton kernels, each beside its plain-torch twin."""
+"""Arrays: kernels in Triton and Gluon, and what they stand for in plain torch, the CPU's way."""

@@ -16,23 +16,33 @@ from .threshold import float_key
 
 _TILE = 1024
 _TILES = 8  # of a piece: the loads of most of them are on their way at once
+# threshold.float_key of -inf and inf; that of a NaN is here the greatest int32
+KEY_NEGATIVE_INFINITY = tl.constexpr(-2139095041)
+KEY_INFINITY = tl.constexpr(2139095040)
 
 
-def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def argmax(logits: torch.Tensor, out: torch.Tensor | None = None, finite: torch.Tensor | None = None) -> torch.Tensor:
     """The index of the greatest logit of each row → int32 [N], the lowest of several; NaN counts as the greatest.
 
-    logits fp32 [N, V], last dimension contiguous, V > 0; out int32 [N], made when absent. Raises ValueError for other
-    layouts and dtypes on a GPU.
+    logits fp32 [N, V], last dimension contiguous, V > 0; out int32 [N], made when absent. finite bool [N], filled when
+    given: whether the greatest is a finite number, so that the row holds no NaN, no +inf, and not -inf alone. Raises
+    ValueError for other layouts and dtypes on a GPU.
     """
-    return argmax_triton(logits, out) if logits.is_cuda else argmax_torch(logits, out)
+    return argmax_triton(logits, out, finite) if logits.is_cuda else argmax_torch(logits, out, finite)
 
 
-def argmax_torch(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def argmax_torch(
+    logits: torch.Tensor, out: torch.Tensor | None = None, finite: torch.Tensor | None = None
+) -> torch.Tensor:
     tokens = logits.argmax(dim=-1)
+    if finite is not None:
+        torch.lt(logits.gather(1, tokens.unsqueeze(1)).squeeze(1).abs_(), float("inf"), out=finite)
     return tokens.int() if out is None else out.copy_(tokens)
 
 
-def argmax_triton(logits: torch.Tensor, out: torch.Tensor | None = None, tile: int = _TILE) -> torch.Tensor:
+def argmax_triton(
+    logits: torch.Tensor, out: torch.Tensor | None = None, finite: torch.Tensor | None = None, tile: int = _TILE
+) -> torch.Tensor:
     """argmax, by a program for every `_TILES` tiles of a row and one more a row.
 
     tile: the logits that a program takes at once, a power of two.
@@ -44,6 +54,8 @@ def argmax_triton(logits: torch.Tensor, out: torch.Tensor | None = None, tile: i
         )
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if finite is None:  # written all the same: one variant of the kernel
+        finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows:
         # What is compiled follows from the vocabulary alone: a first step with so many rows must not compile anything.
         pieces = triton.cdiv(vocabulary, _TILES * tile)
@@ -53,7 +65,7 @@ def argmax_triton(logits: torch.Tensor, out: torch.Tensor | None = None, tile: i
             num_warps=max(1, tile // 128), **pdl_options(logits),
         )  # fmt: skip
         _row_kernel[(num_rows,)](
-            best, out, PIECES=pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1, **pdl_options(logits)
+            best, out, finite, PIECES=pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1, **pdl_options(logits)
         )
     return out
 
@@ -90,7 +102,7 @@ def _piece_kernel(
 
 
 @triton.jit
-def _row_kernel(best_ptr, out_ptr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _row_kernel(best_ptr, out_ptr, finite_ptr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0)
@@ -98,4 +110,7 @@ def _row_kernel(best_ptr, out_ptr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PD
     if PDL:
         gdc_wait()
     best = tl.load(best_ptr + row.to(tl.int64) * PIECES + lanes, mask=lanes < PIECES, other=-9223372036854775808)
-    tl.store(out_ptr + row, 2147483647 - (tl.max(best, axis=0) & 2147483647).to(tl.int32))
+    greatest = tl.max(best, axis=0)
+    tl.store(out_ptr + row, 2147483647 - (greatest & 2147483647).to(tl.int32))
+    key = (greatest >> 32).to(tl.int32)
+    tl.store(finite_ptr + row, (key > KEY_NEGATIVE_INFINITY) & (key < KEY_INFINITY))

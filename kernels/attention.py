@@ -2,13 +2,14 @@
 
 Both read keys and values from the cache only; `rope_write_kv` has put the step's own tokens there before. CUDA tensors
 go to the Triton kernels (attention_decode.py, attention_prefill.py) or, for most prompts on a Hopper GPU, to that of
-attention_prefill_hopper.py, others to the twins below, the CPU path.
+attention_prefill_hopper.py, others to the twins below, the CPU path. attention_inputs.py says what all of them take.
 """
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_decode import DecodeWorkspace, decode_attention_triton
+from .attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from .attention_prefill import prefill_attention_triton
 from .attention_prefill_hopper import prefill_attention_hopper, supports
 from .prefill_work import PrefillWork
@@ -29,152 +30,100 @@ _BATCH_ELEMENTS = 1 << 17
 
 def decode_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
+    cache: PagedCache,
+    batch: UniformBatch,
+    scoring: Scoring,
     *,
-    query_len: int = 1,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a uniform batch: B requests with the same few query tokens each.
+    """Attention of a uniform batch.
 
-    query [B * query_len, H, D] in fp32, fp16 or bf16. key_cache [num_blocks, page, KV, D], value_cache [num_blocks,
-    page, KV, Dv]; H is a multiple of KV. Only the last dimensions need to be contiguous.
-    block_table int32 [num_rows, max_blocks], rows int32 [B]: request b's blocks are block_table[rows[b]].
-    seq_lens int32 [B]: context length including the query tokens; query token j stands at position
-    seq_len - query_len + j and sees positions up to its own. seq_len 0 marks a padding row, whose result is zero, as is
-    that of a query token at a negative position.
-    scale > 0 multiplies the scores. window: 0 for none, else only keys at p > q - window are seen. soft_cap: 0 for
-    none, else scores become cap * tanh(score / cap). sinks [H]: an extra logit a head in the softmax's denominator
-    (attention sinks, arXiv 2309.17453, as learned in GPT-OSS).
+    query [B * query_len, H, D] in fp32, fp16 or bf16, last dimension contiguous; H is a multiple of the cache's KV.
     workspace: scratch for split results, allocated by the call when None.
-    Returns out, or a new tensor, [B * query_len, H, Dv].
+    Returns out, or a new tensor, [B * query_len, H, Dv]; in a new one, rows of padding are undefined.
     """
     if query.is_cuda:
-        return decode_attention_triton(
-            query, key_cache, value_cache, block_table, rows, seq_lens, query_len=query_len, scale=scale, window=window,
-            soft_cap=soft_cap, sinks=sinks, workspace=workspace, out=out,
-        )  # fmt: skip
-    return decode_attention_torch(
-        query, key_cache, value_cache, block_table, rows, seq_lens, query_len=query_len, scale=scale, window=window,
-        soft_cap=soft_cap, sinks=sinks, out=out,
-    )  # fmt: skip
+        return decode_attention_triton(query, cache, batch, scoring, workspace=workspace, out=out)
+    return decode_attention_torch(query, cache, batch, scoring, out=out)
 
 
 def prefill_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start: torch.Tensor,
+    cache: PagedCache,
+    batch: RaggedBatch,
+    scoring: Scoring,
     *,
-    max_query_len: int,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     work: PrefillWork | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a ragged batch: prompts, or chunks of them.
+    """Causal attention of a ragged batch.
 
-    query [T, H, D]; request b owns query[query_start[b]:query_start[b + 1]] (int32 [B + 1], non-decreasing), the last
-    tokens of its context of seq_lens[b]. max_query_len: the longest of these ranges, or any bound above it. work: made
-    of the same rows, seq_lens and query_start, so that the layers of a step share it. The rest is as in
-    `decode_attention`.
-    Tokens outside all ranges (padding behind, decodes before) are neither read nor written: their rows of the result
-    keep what `out` held, and are undefined without `out`.
-    Returns out, or a new tensor, [T, H, Dv].
+    query [T, H, D], the rest as in `decode_attention`. work: made of the same batch, so that the layers of a step share
+    it. Returns out, or a new tensor, [T, H, Dv]; in a new one, rows of tokens outside all ranges are undefined.
     """
-    if supports(query, key_cache, value_cache, window, soft_cap, sinks, out):
-        return prefill_attention_hopper(
-            query, key_cache, value_cache, block_table, rows, seq_lens, query_start, scale=scale, work=work, out=out
-        )
+    if supports(query, cache, scoring, out):
+        return prefill_attention_hopper(query, cache, batch, scoring, work=work, out=out)
     if query.is_cuda:
-        return prefill_attention_triton(
-            query, key_cache, value_cache, block_table, rows, seq_lens, query_start, max_query_len=max_query_len,
-            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
-        )  # fmt: skip
-    return prefill_attention_torch(
-        query, key_cache, value_cache, block_table, rows, seq_lens, query_start, scale=scale, window=window,
-        soft_cap=soft_cap, sinks=sinks, out=out,
-    )  # fmt: skip
+        return prefill_attention_triton(query, cache, batch, scoring, out=out)
+    return prefill_attention_torch(query, cache, batch, scoring, out=out)
 
 
 def decode_attention_torch(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
+    cache: PagedCache,
+    batch: UniformBatch,
+    scoring: Scoring,
     *,
-    query_len: int = 1,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_attention` in plain torch: many short contexts as one padded batch, others request by request."""
+    keys, values, table = cache.keys, cache.values, cache.block_table
+    rows, seq_lens, query_len = batch.rows, batch.seq_lens, batch.query_len
     lengths = seq_lens.tolist()
     if not lengths:
-        return query.new_empty(0, query.shape[1], value_cache.shape[3]) if out is None else out
-    page, num_kv_heads, key_size = key_cache.shape[1:]
-    plain = query_len == 1 and not soft_cap and sinks is None and not window
+        return query.new_empty(0, query.shape[1], values.shape[3]) if out is None else out
+    page, num_kv_heads, key_size = keys.shape[1:]
+    plain = query_len == 1 and not scoring.soft_cap and scoring.sinks is None and not scoring.window
     if (
         plain
         and len(lengths) > 1
         and min(lengths) > 0
         and len(lengths) * max(lengths) * num_kv_heads * key_size <= _BATCH_ELEMENTS
-        and key_cache.stride(0) == page * key_cache.stride(1)
-        and value_cache.stride(0) == page * value_cache.stride(1)
+        and keys.stride(0) == page * keys.stride(1)
+        and values.stride(0) == page * values.stride(1)
     ):
-        result = _attend_short(
-            query, key_cache, value_cache, block_table.index_select(0, rows), seq_lens, max(lengths), scale
-        )
+        result = _attend_short(query, cache, table.index_select(0, rows), seq_lens, max(lengths), scoring.scale)
     else:
         results = [
-            _attend_request(tokens, key_cache, value_cache, block_table[row], length, scale, window, soft_cap, sinks)
+            _attend_request(tokens, cache, table[row], length, scoring)
             for tokens, row, length in zip(query.split(query_len), rows.tolist(), lengths, strict=True)
         ]
         result = torch.cat(results) if len(results) > 1 else results[0]
-    return result if out is None else out.copy_(result)
+    if out is None:
+        return result
+    if min(lengths) > 0:
+        return out.copy_(result)
+    written = (seq_lens > 0).repeat_interleave(query_len)
+    out[written] = result[written]
+    return out
 
 
 def prefill_attention_torch(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start: torch.Tensor,
+    cache: PagedCache,
+    batch: RaggedBatch,
+    scoring: Scoring,
     *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`prefill_attention` in plain torch, request by request."""
     if out is None:
-        out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
-    starts = query_start.tolist()
-    for row, length, start, end in zip(rows.tolist(), seq_lens.tolist(), starts[:-1], starts[1:], strict=True):
+        out = query.new_empty(query.shape[0], query.shape[1], cache.values.shape[3])
+    rows, lengths, starts = batch.rows.tolist(), batch.seq_lens.tolist(), batch.query_start.tolist()
+    for row, length, start, end in zip(rows, lengths, starts[:-1], starts[1:], strict=True):
         if end > start:
-            out[start:end] = _attend_request(
-                query[start:end], key_cache, value_cache, block_table[row], length, scale, window, soft_cap, sinks
-            )
+            out[start:end] = _attend_request(query[start:end], cache, cache.block_table[row], length, scoring)
     return out
 
 
@@ -188,25 +137,16 @@ def _pages(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_request(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    blocks: torch.Tensor,
-    length: int,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, cache: PagedCache, blocks: torch.Tensor, length: int, scoring: Scoring
 ) -> torch.Tensor:
     """One request: query [q, H, D] are the last tokens of its context of `length`. Returns [q, H, Dv]."""
+    scale, window, soft_cap, sinks = scoring.scale, scoring.window, scoring.soft_cap, scoring.sinks
     query_len, num_heads, key_size = query.shape
-    page, num_kv_heads, value_size = value_cache.shape[1:]
+    page, num_kv_heads, value_size = cache.values.shape[1:]
     if length < query_len:  # a padding row, or query tokens at negative positions: they see nothing
         result = query.new_zeros(query_len, num_heads, value_size)
         if length > 0:
-            result[query_len - length :] = _attend_request(
-                query[query_len - length :], key_cache, value_cache, blocks, length, scale, window, soft_cap, sinks
-            )
+            result[query_len - length :] = _attend_request(query[query_len - length :], cache, blocks, length, scoring)
         return result
 
     # Gather whole pages, then cut to the keys that some query token sees.
@@ -214,8 +154,8 @@ def _attend_request(
     first_page = first // page
     used = blocks[first_page : (length + page - 1) // page]
     start, end = first - first_page * page, length - first_page * page
-    key = _pages(key_cache, used)[start:end]
-    value = _pages(value_cache, used)[start:end]
+    key = _pages(cache.keys, used)[start:end]
+    value = _pages(cache.values, used)[start:end]
     num_keys = end - start
 
     causal = query_len > 1
@@ -228,7 +168,7 @@ def _attend_request(
         if window:
             mask &= key_position > position - window
     if soft_cap or sinks is not None:
-        return _attend_explicitly(query, key, value, mask, scale, soft_cap, sinks)
+        return _attend_explicitly(query, key, value, mask, scoring)
     if query_len == 1:  # the grouped heads become the rows of one small matrix
         packed = query.reshape(1, num_kv_heads, num_heads // num_kv_heads, key_size)
         result = scaled_dot_product_attention(
@@ -252,9 +192,7 @@ def _attend_explicitly(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
-    soft_cap: float,
-    sinks: torch.Tensor | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """What scaled_dot_product_attention does not offer: soft cap and sinks. mask: bool [q, n], True = visible."""
     query_len, num_heads, key_size = query.shape
@@ -262,14 +200,14 @@ def _attend_explicitly(
     group = num_heads // num_kv_heads
     packed = query.reshape(query_len, num_kv_heads, group, key_size).permute(1, 2, 0, 3)
     packed = packed.reshape(num_kv_heads, group * query_len, key_size)
-    scores = torch.bmm(packed.float(), key.permute(1, 2, 0).float()).mul_(scale)
-    if soft_cap:
-        scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    scores = torch.bmm(packed.float(), key.permute(1, 2, 0).float()).mul_(scoring.scale)
+    if scoring.soft_cap:
+        scores.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
     scores = scores.view(num_kv_heads, group, query_len, num_keys)
     if mask is not None:
         scores.masked_fill_(~mask, float("-inf"))
-    if sinks is not None:
-        sink = sinks.float().view(num_kv_heads, group, 1, 1).expand(-1, -1, query_len, -1)
+    if scoring.sinks is not None:
+        sink = scoring.sinks.float().view(num_kv_heads, group, 1, 1).expand(-1, -1, query_len, -1)
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(-1)[..., :num_keys].reshape(num_kv_heads, group * query_len, num_keys)
     result = torch.bmm(weights, value.transpose(0, 1).float())
@@ -279,8 +217,7 @@ def _attend_explicitly(
 
 def _attend_short(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: PagedCache,
     blocks: torch.Tensor,
     seq_lens: torch.Tensor,
     max_length: int,
@@ -288,15 +225,15 @@ def _attend_short(
 ) -> torch.Tensor:
     """Single-token decodes as one padded batch: blocks [B, max_blocks], seq_lens in 1..max_length. Gives [B, H, Dv]."""
     num_requests, num_heads, key_size = query.shape
-    page, num_kv_heads, value_size = value_cache.shape[1:]
+    page, num_kv_heads, value_size = cache.values.shape[1:]
     position = torch.arange(max_length, dtype=seq_lens.dtype, device=query.device)
     # Positions past the end re-read the last key: what lies behind it may be uninitialised, and a mask keeps NaN.
     safe_position = torch.minimum(position, seq_lens[:, None] - 1)
     block = blocks.gather(1, (safe_position // page).long())
     slots = (block * page + safe_position % page).flatten()
     shape = (num_requests, max_length, num_kv_heads, -1)
-    key = key_cache.flatten(0, 1).index_select(0, slots).view(shape).transpose(1, 2)
-    value = value_cache.flatten(0, 1).index_select(0, slots).view(shape).transpose(1, 2)
+    key = cache.keys.flatten(0, 1).index_select(0, slots).view(shape).transpose(1, 2)
+    value = cache.values.flatten(0, 1).index_select(0, slots).view(shape).transpose(1, 2)
     mask = (position < seq_lens[:, None])[:, None, None]
     packed = query.reshape(num_requests, num_kv_heads, num_heads // num_kv_heads, key_size)
     result = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)

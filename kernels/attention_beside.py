@@ -7,7 +7,7 @@ third of the programs, which fill their multiprocessors; decode attention, for w
 attention with the rest of the programs, which come in where decodes end. The programs of both share one work table.
 
 None waits for the end of the one before. What they read was written before the first of them, which is launched
-plainly; and what comes after them on the stream is made to wait for each of them.
+plainly; what comes after them on the stream is made to wait for each of them, and must not take part itself (pdl.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from .attention_decode import DecodeWorkspace, decode_attention_triton
+from .attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from .attention_prefill_hopper import num_processors, prefill_attention_hopper
+from .pdl import next_launch_is_plain
 from .prefill_work import PrefillWork
 
 MIN_DECODES = 32  # fewer end too soon for it to pay
@@ -25,41 +27,34 @@ SHARE = 3  # the first launch has one in so many of the multiprocessors
 
 def attend_beside(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    decode_rows: Tensor,
-    decode_seq_lens: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    query_start: Tensor,
+    cache: PagedCache,
+    decodes: UniformBatch,
+    prompts: RaggedBatch,
+    scoring: Scoring,
     *,
-    query_len: int,
-    scale: float,
     workspace: DecodeWorkspace | None,
     work: PrefillWork,
     out: Tensor,
 ) -> None:
-    """`decode_attention` of the first requests and `prefill_attention` of the others, which see (rows, seq_lens,
-    query_start), where `supports` says yes. The arguments are theirs; query and out are of the whole step.
+    """`decode_attention` of `decodes`, whose tokens come first, and `prefill_attention` of `prompts`, where `supports`
+    says yes. The arguments are theirs; query and out are of the whole step, work is made of `prompts`.
 
     The overlap is that of a CUDA graph: launched one by one, the three follow each other.
     """
-    decodes = len(decode_rows) * query_len
-    caches = key_cache, value_cache, block_table
-    work.table(query.shape[1] // key_cache.shape[2], len(query))  # made before the first launch, not between them
+    decode_tokens = len(decodes.rows) * decodes.query_len
+    work.table(query.shape[1] // cache.keys.shape[2], len(query))  # made before the first launch, not between them
     stream = torch.cuda.current_stream(query.device)
     share = num_processors(query.device) // SHARE
     rest = num_processors(query.device) - share
-    prompts = query, *caches, rows, seq_lens, query_start
-    prefill_attention_hopper(*prompts, scale=scale, work=work, out=out, programs=share, others=rest)
+    prefill = query, cache, prompts, scoring
+    prefill_attention_hopper(*prefill, work=work, out=out, programs=share, others=rest)
     first = stream.record_event()
     decode_attention_triton(
-        query[:decodes], *caches, decode_rows, decode_seq_lens, query_len=query_len, scale=scale, workspace=workspace,
-        out=out[:decodes], beside=True,
-    )  # fmt: skip
+        query[:decode_tokens], cache, decodes, scoring, workspace=workspace, out=out[:decode_tokens], beside=True
+    )
     second = stream.record_event()
-    prefill_attention_hopper(*prompts, scale=scale, work=work, out=out, programs=rest, others=share, dependent=True)
+    prefill_attention_hopper(*prefill, work=work, out=out, programs=rest, others=share, dependent=True)
     # In a graph the next kernel depends on the last of these alone, unless it is told of the others.
     stream.wait_event(first)
     stream.wait_event(second)
+    next_launch_is_plain(query.device)

@@ -1,8 +1,8 @@
 """Decode attention over the paged KV cache: split-KV ("flash decoding") in Triton.
 
-Every request brings the same small number of query tokens (1, or 1 + drafts), so the time goes into reading its keys
-and values once. The query heads that share a KV head, times the query tokens, are packed into one matrix tile; long
-contexts are cut into splits that run side by side, and a second kernel merges their results.
+Every request brings the same small number of query tokens, so the time goes into reading its keys and values once. The
+query heads that share a KV head, times the query tokens, are packed into one matrix tile; long contexts are cut into
+splits that run side by side, and a second kernel merges their results.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .attention_inputs import PagedCache, Scoring, UniformBatch
 from .pdl import pdl_options
 from .tiles import fits, tile_table
 
@@ -88,10 +89,10 @@ def _decode_kernel(
     next_block = tl.load(table_row_ptr + tl.minimum(start_key + lane, last_key).to(tl.uint32) // PAGE)
     if PDL and WAIT:
         gdc_wait()  # before the surplus splits exit as well
-    if SPLIT:  # noqa: SIM102 (a constant)
-        # Split 0 always runs: a padding row (seq_len 0) must write zeros.
-        if (split > 0) & (start_key >= seq_len):
-            return
+    # Surplus splits, and padding rows (seq_len 0), which must not write either: where prompts are packed behind the
+    # decodes of a step, the rows of the result that padding would write are a prompt's first tokens.
+    if start_key >= seq_len:
+        return
 
     # Row r of the tile is query token r // GROUP, head r % GROUP of this KV head's group.
     row = (tl.program_id(0) % ROW_BLOCKS) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -314,17 +315,10 @@ class DecodeWorkspace:
 
 def decode_attention_triton(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
+    cache: PagedCache,
+    batch: UniformBatch,
+    scoring: Scoring,
     *,
-    query_len: int = 1,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     out: torch.Tensor | None = None,
     beside: bool = False,
@@ -338,8 +332,11 @@ def decode_attention_triton(
 
     beside: begins when the programs of the kernel before it have, without waiting for their end (attention_beside.py).
     """
+    keys, values, table = cache.keys, cache.values, cache.block_table
+    rows, seq_lens, query_len = batch.rows, batch.seq_lens, batch.query_len
+    window, sinks = scoring.window, scoring.sinks
     num_tokens, num_heads, key_size = query.shape
-    _, page, num_kv_heads, value_size = value_cache.shape
+    _, page, num_kv_heads, value_size = values.shape
     num_requests = rows.shape[0]
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_size)
@@ -349,7 +346,7 @@ def decode_attention_triton(
     tile = decode_tile(query.dtype, max(key_size, value_size), num_requests)
     block_n = block_n or tile.block_n
     default_splits, default_min_tokens = choose_splits(
-        num_requests, num_kv_heads, _num_sms(query.device), block_table.shape[1] * page
+        num_requests, num_kv_heads, _num_sms(query.device), table.shape[1] * page
     )
     num_splits = num_splits or default_splits
     min_split_tokens = min_split_tokens or default_min_tokens
@@ -370,14 +367,14 @@ def decode_attention_triton(
     value_pad = max(triton.next_power_of_2(value_size), 16)
     _decode_kernel[(num_kv_heads * row_blocks, num_requests, num_splits)](
         out, workspace.partial_out, workspace.partial_lse,
-        query, key_cache, value_cache, block_table, rows, seq_lens, query if sinks is None else sinks,
-        float(scale), min_split_tokens, block_table.stride(0),
-        *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2],
+        query, keys, values, table, rows, seq_lens, query if sinks is None else sinks,
+        float(scoring.scale), min_split_tokens, table.stride(0),
+        *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
         NUM_HEADS=num_heads, GROUP=group, QUERY_LEN=query_len, PAGE=page,
         KEY_SIZE=key_size, KEY_PAD=max(triton.next_power_of_2(key_size), 16),
         VALUE_SIZE=value_size, VALUE_PAD=value_pad,
-        WINDOW=window, SOFT_CAP=float(soft_cap), HAS_SINKS=sinks is not None,
-        SAME_STRIDES=key_cache.stride() == value_cache.stride(),
+        WINDOW=window, SOFT_CAP=float(scoring.soft_cap), HAS_SINKS=sinks is not None,
+        SAME_STRIDES=keys.stride() == values.stride(),
         SPLIT=num_splits > 1, ROW_BLOCKS=row_blocks, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages, WAIT=not beside, **pdl_options(query),
     )  # fmt: skip

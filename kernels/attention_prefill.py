@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .attention_decode import LOG2E, LOWEST, soft_cap_scores
+from .attention_inputs import PagedCache, RaggedBatch, Scoring
 from .tiles import fits, tile_table
 
 
@@ -164,18 +165,10 @@ def prefill_tile(dtype: torch.dtype, head_size: int, num_rows: int) -> PrefillTi
 
 def prefill_attention_triton(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start: torch.Tensor,
+    cache: PagedCache,
+    batch: RaggedBatch,
+    scoring: Scoring,
     *,
-    max_query_len: int,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     block_m: int | None = None,
     block_n: int | None = None,
@@ -183,28 +176,30 @@ def prefill_attention_triton(
     num_stages: int | None = None,
 ) -> torch.Tensor:
     """`prefill_attention` (see attention.py) on Triton; the arguments after `out` override the tile."""
+    keys, values, table = cache.keys, cache.values, cache.block_table
+    sinks = scoring.sinks
     num_tokens, num_heads, key_size = query.shape
-    _, page, num_kv_heads, value_size = value_cache.shape
-    num_requests = rows.shape[0]
+    _, page, num_kv_heads, value_size = values.shape
+    num_requests = batch.rows.shape[0]
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_size)
-    if num_requests == 0 or max_query_len == 0:
+    if num_requests == 0 or batch.max_query_len == 0:
         return out
 
     group = num_heads // num_kv_heads
-    tile = prefill_tile(query.dtype, max(key_size, value_size), max_query_len * group)
+    tile = prefill_tile(query.dtype, max(key_size, value_size), batch.max_query_len * group)
     block_m = max(block_m or tile.block_m, triton.next_power_of_2(group))
     num_places = num_tokens // (block_m // group) + num_requests
     _prefill_kernel[(num_places * num_kv_heads,)](
-        out, query, key_cache, value_cache, block_table, rows, seq_lens, query_start, query if sinks is None else sinks,
-        float(scale), num_requests, block_table.stride(0),
-        *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2],
+        out, query, keys, values, table, batch.rows, batch.seq_lens, batch.query_start,
+        query if sinks is None else sinks, float(scoring.scale), num_requests, table.stride(0),
+        *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE=page,
         REQUESTS_PAD=16 if num_requests <= 16 else max(1024, triton.next_power_of_2(num_requests)),
         KEY_SIZE=key_size, KEY_PAD=max(triton.next_power_of_2(key_size), 16),
         VALUE_SIZE=value_size, VALUE_PAD=max(triton.next_power_of_2(value_size), 16),
-        WINDOW=window, SOFT_CAP=float(soft_cap), HAS_SINKS=sinks is not None,
-        SAME_STRIDES=key_cache.stride() == value_cache.stride(),
+        WINDOW=scoring.window, SOFT_CAP=float(scoring.soft_cap), HAS_SINKS=sinks is not None,
+        SAME_STRIDES=keys.stride() == values.stride(),
         BLOCK_M=block_m, BLOCK_N=block_n or tile.block_n,
         num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages,
     )  # fmt: skip

@@ -29,7 +29,7 @@ MIN_BLOCK_N = 16
 def small_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x Wᵀ + b, added up in fp32 and rounded once to x's dtype. Whether it pays: `use_small_linear`.
+    """x Wᵀ + b, added up in fp32 and rounded once to x's dtype. Where it pays: `small_linear_rows`.
 
     x [M, K], M <= 64; weight [N, K] and bias [N] of x's dtype; last dimensions contiguous. out [M, N] like x, made when
     absent. Calls on a device share a workspace (`prepare`): they belong on one stream, or one after the other. A row's
@@ -46,11 +46,6 @@ def small_linear_torch(
 ) -> torch.Tensor:
     y = torch.nn.functional.linear(x, weight, bias)
     return y if out is None else out.copy_(y)
-
-
-def use_small_linear(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
-    """Whether small_linear beats cuBLAS on this process's GPU for [m, k] by [n, k]."""
-    return 0 < m <= small_linear_rows(n, k, dtype)
 
 
 @lru_cache

@@ -71,9 +71,16 @@ def _produce(
 
 
 @gluon.jit
+def _sleep(nanoseconds: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "nanosleep.u32 $1; // $0", "=r,n", [nanoseconds], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
 def _consume(
     which: gl.constexpr, out_desc, smem, bars, tiles, GATED: gl.constexpr, ADD: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, HOLD: gl.constexpr,
 ):  # fmt: skip
     x_smem, weight_smem, out_smem = smem
     full, empty = bars
@@ -94,9 +101,14 @@ def _consume(
             mbarrier.wait(full.index(stage), step // STAGES & 1)
             x = x_boxes.index(stage * CONSUMERS + which)
             weight = weight_smem.index(stage).permute((1, 0))
+            if HOLD > 0:  # the one before has ended, and this one takes as long as if it had begun now
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+                _sleep(HOLD)
             acc = warpgroup_mma(x, weight, acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            if HOLD == 0:
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
@@ -121,7 +133,11 @@ def _consume(
             tma.async_copy_shared_to_global(out_desc, [row, left + HALF_N], right_smem)
         if ADD:
             for _ in gl.static_range(CONSUMERS):  # a stage waits for all consumers, whichever it was for
-                mbarrier.arrive(empty.index(step % STAGES), count=1)
+                stage = step % STAGES
+                # Before it is filled, what is counted there are the arrivals of those who read the weight in it: two of
+                # this one would stand for both.
+                mbarrier.wait(full.index(stage), step // STAGES & 1)
+                mbarrier.arrive(empty.index(stage), count=1)
                 step += 1
     tma.store_wait(0)
 
@@ -129,8 +145,9 @@ def _consume(
 @gluon.jit(do_not_specialize=["tiles_m", "tiles_n", "tiles_k", "group", "half"])
 def linear_kernel(
     x_desc, weight_desc, out_desc, tiles_m, tiles_n, tiles_k, group, half,
-    GATED: gl.constexpr, ADD: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, HOLD_B: gl.constexpr = 0,
 ):  # fmt: skip
+    """HOLD_B, of tests: by how many nanoseconds each product of the second consumer is held up."""
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, CONSUMERS * ROWS, BLOCK_K], x_desc.layout)
     weight_smem = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
     OUT_TILES: gl.constexpr = CONSUMERS if GATED else 2 * CONSUMERS
@@ -149,8 +166,8 @@ def linear_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (A, out_desc, smem, bars, tiles, GATED, ADD, CONSUMERS, STAGES)),
-                (_consume, (B, out_desc, smem, bars, tiles, GATED, ADD, CONSUMERS, STAGES)),
+                (_consume, (A, out_desc, smem, bars, tiles, GATED, ADD, CONSUMERS, STAGES, 0)),
+                (_consume, (B, out_desc, smem, bars, tiles, GATED, ADD, CONSUMERS, STAGES, HOLD_B)),
                 (_produce, (x_desc, weight_desc, out_desc, smem, bars, tiles, half, GATED, ADD, CONSUMERS, STAGES)),
             ],
             [4, 1],
@@ -159,7 +176,7 @@ def linear_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (A, out_desc, smem, bars, tiles, GATED, ADD, CONSUMERS, STAGES)),
+                (_consume, (A, out_desc, smem, bars, tiles, GATED, ADD, CONSUMERS, STAGES, 0)),
                 (_produce, (x_desc, weight_desc, out_desc, smem, bars, tiles, half, GATED, ADD, CONSUMERS, STAGES)),
             ],
             [1],

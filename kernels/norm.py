@@ -13,6 +13,8 @@ from .pdl import pdl_options
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, in fp32, rounded once to x's dtype.
 
+    NaN where the sum of squares leaves fp32's range (numbers beyond some 1e19): 0, what follows from the formula then,
+    would look like a result.
     x [D], [T, D] or [T, heads, D]: any strides but 1 in the last dimension (a view into a fused projection is fine).
     weight [D], any float dtype. out like x, may be x itself; made contiguous when absent.
     """
@@ -35,7 +37,7 @@ def add_rms_norm(
 
 
 def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    normed = _normalize(x.float(), weight, eps)
+    normed = normalize(x.float(), weight, eps)
     return normed.to(x.dtype) if out is None else out.copy_(normed)
 
 
@@ -43,14 +45,14 @@ def add_rms_norm_torch(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     residual.add_(x)
-    return _normalize(residual.float(), weight, eps).to(x.dtype), residual
+    return normalize(residual.float(), weight, eps).to(x.dtype), residual
 
 
-def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """In fp32. F.rms_norm is made of twice as many operators on the CPU."""
+def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """rms_norm of x fp32 → fp32, in memory of its own. F.rms_norm is made of twice as many operators on the CPU."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = norm.mul_(norm).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
-    return (x * scale).mul_(weight)
+    mean = norm.mul_(norm).mul_(1.0 / x.shape[-1]).add_(eps)
+    return (x * mean.sqrt().div_(mean)).mul_(weight)  # as rsqrt, but NaN for infinity
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -105,6 +107,12 @@ def _tile(dim: int) -> tuple[int, int, int]:
     return block, rows, min(32, max(4, block // 512))
 
 
+@triton.jit
+def rms_scale(squares, size, eps):
+    """1 / sqrt(squares / size + eps) of the sum of squares; NaN, not 0, of one that has left fp32's range."""
+    return tl.where(squares < float("inf"), tl.rsqrt(squares / size + eps), float("nan"))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr, out_ptr, residual_ptr, weight_ptr, num_rows, heads,
@@ -130,6 +138,6 @@ def _rms_norm_kernel(
         tl.store(place, total, mask=mask)
         # The norm sees what the next layer will see: the rounded sum.
         values = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, axis=1) / DIM + eps)
+    scale = rms_scale(tl.sum(values * values, axis=1), DIM, eps)
     normed = values * scale[:, None] * gain
     tl.store(out_ptr + token * out_token + head * out_head + column, normed.to(out_ptr.dtype.element_ty), mask=mask)

@@ -6,6 +6,11 @@ read: it returns once the kernel before has completed. What is saved is the laun
 a microsecond or two of a kernel that may itself run for no longer. Every program must call gdc_wait() before it ends,
 however early: the kernel after next knows only that this kernel has completed, and infers that all before it have.
 
+One place breaks this on purpose: attend_beside (attention_beside.py) launches kernels of which none waits for the one
+before, so that the last may have completed while the others still run. A kernel that takes part may not be the next
+one after it, for its gdc_wait() is for the last alone. The next one is launched plainly, which waits for all; after it
+the inference holds again. `pdl_options` sees to it.
+
 Only what no kernel writes (weights), or what was written before some kernel that was launched plainly (the lengths and
 block tables of a step, which precede the embedding), may be read before gdc_wait().
 """
@@ -32,6 +37,19 @@ def pdl_available(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
+_overlapping: set[torch.device] = set()  # where the last Triton launches were those of attend_beside
+
+
+def next_launch_is_plain(device: torch.device) -> None:
+    """Say that kernels on this device still run which no one has waited for: the next Triton launch must be plain."""
+    _overlapping.add(device)
+
+
+def launched_plainly(device: torch.device) -> None:
+    """Say that a launch on this device, which asks `pdl_options` for nothing, waits for all before it."""
+    _overlapping.discard(device)
+
+
 # Kernels for more rows than this run alone: they fill the card for longer than a launch takes, and the programs of the
 # next kernel, resident before their time, would only take room from them (measured on an H200: 2 % of a decode step
 # with 64 rows; with one row the overlap and the products made for it save 7 %).
@@ -42,9 +60,18 @@ def pdl_options(tensor: torch.Tensor, rows: int = 1) -> dict[str, Any]:
     """What a launch on tensor's device passes on: the kernel's constexpr PDL, and Triton's launch attribute.
 
     `rows`: tokens or requests that the kernel works on; left out where it pays for any number, as between the rotation
-    and decode attention, which has lengths and tables to read before it needs what was rotated.
+    and decode attention, which has lengths and tables to read before it needs what was rotated. Raises RuntimeError for
+    a kernel that would take part as the next one after attend_beside: give it its number of rows, or launch it plainly.
     """
+    takes_part = rows <= MAX_ROWS and pdl_available(tensor.device)
+    if tensor.device in _overlapping:
+        _overlapping.discard(tensor.device)
+        if takes_part:
+            raise RuntimeError(
+                f"a kernel for {rows} rows takes part in programmatic dependent launch right after attend_beside, of "
+                "whose three launches it would wait for the last alone: launch it plainly"
+            )
     # The attribute goes along only where it is known: Triton's interpreter and other backends refuse it.
-    if rows <= MAX_ROWS and pdl_available(tensor.device):
+    if takes_part:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attention_inputs import RaggedBatch
+
 BLOCK_M = 128  # rows of a tile: query tokens x grouped heads
 LINE = 8  # int32 a line, of which five are used
 _PLACES, _OTHERS = 64, 128  # places of a program, and how many it compares them with at once
@@ -20,14 +22,12 @@ _PLACES, _OTHERS = 64, 128  # places of a program, and how many it compares them
 
 @dataclass(slots=True)
 class PrefillWork:
-    """Makes the table when the first layer asks for it. rows, seq_lens, query_start: as in `prefill_attention`.
+    """Makes the table of a batch when the first layer asks for it.
 
     last_only: of each request only the block with its last token, where nobody needs the others.
     """
 
-    rows: Tensor
-    seq_lens: Tensor
-    query_start: Tensor
+    batch: RaggedBatch
     last_only: bool = False
     _tables: dict[int, Tensor] = field(default_factory=dict)
 
@@ -35,15 +35,11 @@ class PrefillWork:
         """For this number of query heads a KV head and of query tokens, the same at each call of a step."""
         if group not in self._tables:
             block_q = BLOCK_M // group
-            self._tables[group] = prefill_work(
-                self.rows, self.seq_lens, self.query_start, num_tokens, block_q, self.last_only
-            )
+            self._tables[group] = prefill_work(self.batch, num_tokens, block_q, self.last_only)
         return self._tables[group]
 
 
-def prefill_work(
-    rows: Tensor, seq_lens: Tensor, query_start: Tensor, num_tokens: int, block_q: int, last_only: bool = False
-) -> Tensor:
+def prefill_work(batch: RaggedBatch, num_tokens: int, block_q: int, last_only: bool = False) -> Tensor:
     """→ int32 [1 + num_tokens // block_q + B, 8]: the number of blocks and two counters at 0, then a line a block.
 
     A block is up to block_q neighbouring query tokens of one request. Its line: row of the block table, first query
@@ -52,19 +48,14 @@ def prefill_work(
     num_tokens: at least query_start[B] - query_start[0]; the sizes depend on it, B and block_q alone (CUDA graphs).
     last_only: as in PrefillWork.
     """
-    return (prefill_work_triton if rows.is_cuda else prefill_work_torch)(
-        rows, seq_lens, query_start, num_tokens, block_q, last_only
-    )
+    return (prefill_work_triton if batch.rows.is_cuda else prefill_work_torch)(batch, num_tokens, block_q, last_only)
 
 
-def prefill_work_torch(
-    rows: Tensor, seq_lens: Tensor, query_start: Tensor, num_tokens: int, block_q: int, last_only: bool = False
-) -> Tensor:
-    work = rows.new_zeros(1 + num_tokens // block_q + len(rows), LINE)
+def prefill_work_torch(batch: RaggedBatch, num_tokens: int, block_q: int, last_only: bool = False) -> Tensor:
+    work = batch.rows.new_zeros(1 + num_tokens // block_q + len(batch.rows), LINE)
     lines = []
-    for row, length, start, end in zip(
-        rows.tolist(), seq_lens.tolist(), query_start[:-1].tolist(), query_start[1:].tolist(), strict=True
-    ):
+    rows, lengths, starts = batch.rows.tolist(), batch.seq_lens.tolist(), batch.query_start.tolist()
+    for row, length, start, end in zip(rows, lengths, starts[:-1], starts[1:], strict=True):
         for token in list(range(start, end, block_q))[-1 if last_only else 0 :]:
             lines.append((row, token, length - (end - token), min(block_q, end - token), length, 0, 0, 0))
     lines.sort(key=lambda line: -max(line[2] + line[3], 0))
@@ -74,14 +65,12 @@ def prefill_work_torch(
     return work
 
 
-def prefill_work_triton(
-    rows: Tensor, seq_lens: Tensor, query_start: Tensor, num_tokens: int, block_q: int, last_only: bool = False
-) -> Tensor:
-    num_requests = len(rows)
+def prefill_work_triton(batch: RaggedBatch, num_tokens: int, block_q: int, last_only: bool = False) -> Tensor:
+    num_requests = len(batch.rows)
     num_places = num_tokens // block_q + num_requests
-    work = torch.empty(1 + num_places, LINE, dtype=torch.int32, device=rows.device)
+    work = torch.empty(1 + num_places, LINE, dtype=torch.int32, device=batch.rows.device)
     _prefill_work_kernel[(max(1, triton.cdiv(num_places, _PLACES)),)](
-        work, rows, seq_lens, query_start, num_requests, num_places, num_requests.bit_length(),
+        work, batch.rows, batch.seq_lens, batch.query_start, num_requests, num_places, num_requests.bit_length(),
         BLOCK_Q=block_q, LAST_ONLY=last_only, PLACES=_PLACES, OTHERS=_OTHERS, LINE_SIZE=LINE, num_warps=4,
     )  # fmt: skip
     return work

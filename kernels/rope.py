@@ -1,14 +1,16 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), alone and fused with the per-head norm before it."""
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), alone and fused with the per-head norm before it: in
+plain torch, and as the part of the kernel of rope_kv.py that one program does."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from .norm import normalize, rms_scale
 
-def apply_rope(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+
+def apply_rope_torch(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Rotates the heads of query and key in place, in fp32, rounded once.
 
     query [T, H, D] and key [T, KV, D], same dtype, last dimension contiguous (views into a fused projection are fine).
@@ -16,27 +18,6 @@ def apply_rope(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, 
     cos_sin fp32 [max_pos, rot_dim] = cat(cos, sin) of rot_dim/2 angles each. Pairs are (i, i + rot_dim/2), the NeoX
     order of Hugging Face's Llama; dimensions from rot_dim on are left alone (partial rotary).
     """
-    if query.is_cuda:
-        apply_rope_triton(query, key, positions, cos_sin)
-    else:
-        apply_rope_torch(query, key, positions, cos_sin)
-
-
-def qk_norm_rope(
-    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
-    q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
-) -> None:  # fmt: skip
-    """RMSNorm over each head of query (weight q_weight [D]) and key (k_weight [D]), then apply_rope, in place.
-
-    Nothing is rounded between norm and rotation.
-    """
-    if query.is_cuda:
-        qk_norm_rope_triton(query, key, positions, cos_sin, q_weight, k_weight, eps)
-    else:
-        qk_norm_rope_torch(query, key, positions, cos_sin, q_weight, k_weight, eps)
-
-
-def apply_rope_torch(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     cos, sin = _look_up(cos_sin, positions)
     both = _one_view(query, key)
     for heads in (query, key) if both is None else (both,):
@@ -47,9 +28,13 @@ def qk_norm_rope_torch(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
 ) -> None:  # fmt: skip
+    """RMSNorm over each head of query (weight q_weight [D]) and key (k_weight [D]), then apply_rope_torch, in place.
+
+    Nothing is rounded between norm and rotation.
+    """
     cos, sin = _look_up(cos_sin, positions)
     for heads, weight in ((query, q_weight), (key, k_weight)):
-        normed = F.rms_norm(heads.float(), weight.shape, weight.float(), eps)
+        normed = normalize(heads.float(), weight, eps)
         _rotate(normed, heads, cos, sin)
         rot_dim = cos_sin.shape[1]
         if rot_dim < heads.shape[-1]:
@@ -90,62 +75,6 @@ def _one_view(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     return query.as_strided((num_tokens, num_heads + key.shape[1], dim), query.stride(), query.storage_offset())
 
 
-def apply_rope_triton(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    _launch(query, key, positions, cos_sin, query, key, 0.0, norm=False)
-
-
-def qk_norm_rope_triton(
-    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
-    q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
-) -> None:  # fmt: skip
-    _launch(query, key, positions, cos_sin, q_weight, k_weight, eps, norm=True)
-
-
-def _launch(
-    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
-    q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, norm: bool,
-) -> None:  # fmt: skip
-    num_tokens, num_heads, dim = query.shape
-    if num_tokens == 0:
-        return
-    half = cos_sin.shape[1] // 2
-    block = triton.next_power_of_2(half)
-    # Eight heads a program: as many as the usual number of key heads, so that no lane idles.
-    group = min(8, triton.next_power_of_2(max(num_heads, key.shape[1])))
-    blocks = triton.cdiv(num_heads, group) + triton.cdiv(key.shape[1], group)
-    _rope_kernel[(num_tokens, blocks)](
-        query, key, positions, cos_sin, q_weight, k_weight, num_heads, key.shape[1],
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1), cos_sin.stride(0), eps,
-        DIM=dim, HALF=half, BLOCK=block, TAIL_BLOCK=triton.next_power_of_2(max(1, dim - 2 * half)), GROUP=group,
-        NORM=norm, num_warps=min(8, max(1, group * block // 256)),
-    )  # fmt: skip
-
-
-@triton.jit
-def _rope_kernel(
-    query_ptr, key_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, num_heads, num_key_heads,
-    query_token, query_head, key_token, key_head, table_stride, eps,
-    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    NORM: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    query_blocks = tl.cdiv(num_heads, GROUP)
-    angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * table_stride
-    if block < query_blocks:
-        place = query_ptr + token * query_token
-        rotate_heads(
-            place, query_head, place, query_head, block * GROUP, num_heads, angle_ptr, q_weight_ptr, eps,
-            DIM, HALF, BLOCK, TAIL_BLOCK, GROUP, NORM,
-        )  # fmt: skip
-    else:
-        place = key_ptr + token * key_token
-        rotate_heads(
-            place, key_head, place, key_head, (block - query_blocks) * GROUP, num_key_heads, angle_ptr, k_weight_ptr,
-            eps, DIM, HALF, BLOCK, TAIL_BLOCK, GROUP, NORM,
-        )  # fmt: skip
-
-
 @triton.jit
 def rotate_heads(
     heads_ptr, head_stride, out_ptr, out_head_stride, start, num_heads, angle_ptr, weight_ptr, eps,
@@ -175,7 +104,7 @@ def rotate_heads(
         squares = tl.sum(first * first + second * second, axis=1)
         if DIM > 2 * HALF:
             squares += tl.sum(tail * tail, axis=1)
-        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        scale = rms_scale(squares, DIM, eps)[:, None]
         first *= scale * first_weight
         second *= scale * second_weight
         if DIM > 2 * HALF:

@@ -1,6 +1,6 @@
 """Rotate queries and keys and write keys and values into the paged cache, in one launch.
 
-What apply_rope or qk_norm_rope (see rope.py) and then write_kv (see kv_write.py) do; it runs for the whole batch before
+What apply_rope_torch or qk_norm_rope_torch (see rope.py) and then write_kv_torch do; it runs for the whole batch before
 any attention reads the cache.
 """
 
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .kv_write import write_kv_torch
 from .pdl import pdl_options
 from .rope import apply_rope_torch, qk_norm_rope_torch, rotate_heads
 
@@ -25,7 +24,7 @@ def rope_write_kv(
 
     query [T, H, D], key [T, KV, D], value [T, KV, Dv], same dtype, last dimension contiguous (views into a fused
     projection are fine). key's own memory may or may not be rotated afterwards.
-    positions int32 [T] and cos_sin fp32 [max_pos, rot_dim] as in apply_rope.
+    positions int32 [T] and cos_sin fp32 [max_pos, rot_dim] as in apply_rope_torch.
     key_cache [num_blocks, page, KV, D], value_cache [num_blocks, page, KV, Dv]; a different dtype is converted.
     slots int32 or int64 [T]: block * page + offset; -1 stores nothing (padding). Slots must not repeat.
     q_weight and k_weight [D], both or neither: RMSNorm with eps over each head before the rotation.
@@ -51,6 +50,26 @@ def rope_write_kv_torch(
     else:
         qk_norm_rope_torch(query, key, positions, cos_sin, q_weight, k_weight, eps)
     write_kv_torch(key, value, key_cache, value_cache, slots)
+
+
+def write_kv_torch(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Stores key[t] and value[t] at cache slot slots[t]; shapes as in rope_write_kv."""
+    if slots.shape[0] == 1:  # the single-stream decode step: two copies instead of eight operators
+        only_slot = int(slots)
+        if only_slot >= 0:
+            key_cache[divmod(only_slot, key_cache.shape[1])] = key[0]
+            value_cache[divmod(only_slot, key_cache.shape[1])] = value[0]
+        return
+    used = slots >= 0
+    slots = slots.long()
+    if not bool(used.all()):
+        slots, key, value = slots[used], key[used], value[used]
+    page = key_cache.shape[1]
+    block, offset = slots // page, slots % page
+    key_cache[block, offset] = key.to(key_cache.dtype)
+    value_cache[block, offset] = value.to(value_cache.dtype)
 
 
 def rope_write_kv_triton(

@@ -1,4 +1,5 @@
-"""Tuned tiles are data: one JSON file a GPU in configs/tiles, written by tests/kernels/tune.py.
+"""Tuned tiles are data: one JSON file a GPU in configs/tiles. tools/kernels/tune.py writes most of its tables; those of
+small_linear are written by hand, from what bench_linear.py --sweep prints.
 
 A file holds a table a kernel. The rows of a table stand in the order in which they are tried; a limit (`max_…`) that is
 null holds for everything. A GPU without a file takes that of the nearest relation, at last the H200's.
@@ -15,7 +16,6 @@ import torch
 
 FOLDER = Path(__file__).parents[1] / "configs" / "tiles"
 DEFAULT = "NVIDIA_H200.json"
-TABLES = ("decode", "prefill", "small_linear_rows", "small_linear_fma", "small_linear_dot", "cublas", "linear_hopper")
 
 Row = dict[str, Any]
 

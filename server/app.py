@@ -9,7 +9,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from fastapi import FastAPI
 
 from .. import __version__
-from .admission import Admission
 from .api import (
     chat,
     completions,
@@ -19,24 +18,30 @@ from .api import (
     messages,
     models,
     operations,
+    other_names,
+    render,
     responses,
+    stored_chats,
     tokens,
     ui,
 )
-from .api.answer import IGNORED_HEADER
-from .auth import Authentication, Locks
-from .config import ServerConfig
+from .api.ignored import IGNORED_HEADER
+from .client.client import Client
 from .errors import add_error_handlers
-from .generation import Client
-from .http_config import json_list
-from .metrics import Metrics
-from .middleware import BodyLimit, Cors, HttpMetrics, RequestMiddleware
-from .openapi import openapi
-from .page import load_page
-from .request_log import RequestLog
+from .generation.admission import Admission
+from .http.auth import Authentication, Locks
+from .http.body_limit import BodyLimit
+from .http.middleware import Cors, HttpMetrics, RequestMiddleware
+from .http.page import load_page
+from .observe.exposition import MetricsPage
+from .observe.metrics import Metrics
+from .observe.request_log import RequestLog
+from .observe.tracing import Tracer
+from .openapi import add_openapi
+from .options.config import ServerConfig
+from .options.http import json_list
 from .state import ServerState
-from .tokenizer import TextModel
-from .tracing import Tracer
+from .text.tokenizer import TextModel
 
 
 def create_app(
@@ -50,9 +55,10 @@ def create_app(
     """The server's ASGI application. `sources`: where those settings are from that are no defaults; `lifespan` runs
     around its life, in the event loop that serves.
     """
-    metrics = Metrics(client, model.names[0], config)
+    metrics = Metrics(client, config)
+    page = MetricsPage(metrics, client, model.names[0], config.metrics_prefix)
     http_metrics = HttpMetrics()
-    metrics.registry.register(http_metrics)
+    page.registry.register(http_metrics)
     request_log = RequestLog(config)
     listeners = [request_log.finished]
     tracer = None
@@ -60,7 +66,7 @@ def create_app(
         tracer = Tracer(config.otlp_traces_endpoint, model.names[0])
         listeners.append(tracer.finished)
     admission = Admission(client, config, metrics.rejected, metrics.timed_out)
-    state = ServerState(client, config, model, metrics, http_metrics, request_log, admission, sources or {})
+    state = ServerState(client, config, model, metrics, page, http_metrics, request_log, admission, sources or {})
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
@@ -71,21 +77,27 @@ def create_app(
                 async with lifespan(app):
                     yield
         finally:
+            for task in state.tasks:
+                task.cancel()
             if "grammars" in vars(state):  # some request has asked for structured output
                 await state.grammars.close()
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
-            state.threads.shutdown(wait=False, cancel_futures=True)
+            state.lanes.close()
+            state.bodies.shutdown(wait=False, cancel_futures=True)
 
-    app = FastAPI(title="vserve", version=__version__, root_path=config.root_path, lifespan=run)
+    app = FastAPI(title="vserve", version=__version__, root_path=config.root_path, lifespan=run, redirect_slashes=False)
     app.state.server = state
-    for api in (chat, completions, responses, messages, embeddings, models, health, operations, tokens, control):
+    for api in (
+        chat, completions, responses, messages, embeddings, other_names, models, health, operations, tokens, render,
+        stored_chats, control,
+    ):  # fmt: skip
         app.router.routes.extend(api.router.routes)
     if config.ui:
         app.router.routes.extend(ui.router.routes)
     add_error_handlers(app)
     # The last one added is the outermost: a refusal, too, has an id, is counted, and may be read by browsers.
-    app.add_middleware(BodyLimit, limit=config.max_body_size)
+    app.add_middleware(BodyLimit, limit=state.max_body_size)
     pages = load_page().paths if config.ui else ()
     if (locks := Locks(config, config.root_path, pages)).are_needed:
         app.add_middleware(Authentication, locks=locks)
@@ -98,5 +110,5 @@ def create_app(
         expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
     )
     app.add_middleware(RequestMiddleware, metrics=http_metrics, listeners=listeners)
-    app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
+    add_openapi(app)
     return app

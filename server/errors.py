@@ -8,20 +8,24 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Scope
 
-from .mailbox import EngineDeadError, ShuttingDownError
+from .client.mailbox import EngineDeadError, ShuttingDownError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _ANTHROPIC_PATH = re.compile(r"/v1/messages(/|$)")
+_SHARED_PATH = re.compile(r"/v1/models(/|$)")  # of both APIs: the header says whose client asks
+ANTHROPIC_HEADER = "anthropic-version"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -65,11 +69,18 @@ class ApiError(Exception):
 
     def response(self, scope: Scope | None = None) -> Response:
         """`scope`: of the request, whose path says what shape its client expects."""
-        if scope is None or not _ANTHROPIC_PATH.search(scope["path"]):
+        if scope is None or not _is_anthropic(scope):
             return Response(self.body(), self.status, self.headers, media_type="application/json")
         request_id = scope.get("state", {}).get("request_id")
         headers = {**self.headers, "request-id": request_id} if request_id else self.headers
         return Response(self.anthropic_body(request_id), self.status, headers, media_type="application/json")
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    path: str = scope["path"]
+    if _SHARED_PATH.search(path):
+        return any(name == ANTHROPIC_HEADER.encode() for name, _ in scope.get("headers", ()))
+    return _ANTHROPIC_PATH.search(path) is not None
 
 
 class ClientDisconnected(Exception):
@@ -111,6 +122,27 @@ def engine_dead(cause: str, retry_after: int = 5) -> ApiError:
         type="service_unavailable_error",
         code="engine_dead",
         headers={"retry-after": str(retry_after)},
+    )
+
+
+def engine_silent() -> ApiError:
+    return ApiError(
+        503,
+        "The engine does not answer: it may hang, or do something long.",
+        type="service_unavailable_error",
+        code="engine_silent",
+        headers={"retry-after": "5"},
+    )
+
+
+def took_too_long(limit: float) -> ApiError:
+    """`limit`: --request-timeout, in seconds."""
+    return ApiError(
+        408,
+        f"The request took longer than --request-timeout, {limit:g} s.",
+        type="timeout_error",
+        code="request_timeout",
+        headers={"x-should-retry": "false"},
     )
 
 
@@ -161,13 +193,17 @@ def add_error_handlers(app: FastAPI) -> None:
     async def disconnected(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
+    @cache
+    def paths() -> list[str]:
+        return [route.path for route in app.routes if isinstance(route, Route) and route.include_in_schema]
+
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.scope["path"]  # request.url is made of the Host header too
         code = None
         if error.status_code == 404:
             message, code = f"Unknown path {shorten(path)}.", "unknown_url"
-            if near := difflib.get_close_matches(path[:200], app.openapi()["paths"], n=1, cutoff=0.7):
+            if near := difflib.get_close_matches(path[:200], paths(), n=1, cutoff=0.7):
                 message = f"Unknown path {shorten(path)}; did you mean {near[0]}?"
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+# seconds that compiling a grammar takes
+COMPILE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
 
 class Histogram:
     """Counts by bucket, for one thread: an observation costs a bisection, no lock and no label look-up."""

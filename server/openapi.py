@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.routing import Route
 
-from . import responses
-from .dialects.messages_request import CountRequest, MessagesRequest
-from .dialects.messages_schemas import AnthropicError, MessageEvent, MessageObject, TokenCount
-from .dialects.responses_request import ResponsesRequest
-from .dialects.responses_schemas import DeletedResponse, ResponseEvent, ResponseObject
-from .embedding_protocol import EmbeddingRequest
-from .protocol import ChatRequest, CompletionRequest
-from .token_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
+from ..engine.messages import HISTORY
+from .dialects.messages.request import CountRequest, MessagesRequest
+from .dialects.messages.schemas import AnthropicError, MessageEvent, MessageObject, TokenCount
+from .dialects.responses.request import ResponsesRequest
+from .dialects.responses.schemas import DeletedResponse, InputItems, InputTokens, ResponseEvent, ResponseObject
+from .wire import answers as responses
+from .wire import rendered
+from .wire.embeddings import EmbeddingRequest
+from .wire.invocations import Invocation, InvocationAnswer, InvocationChunk, ListedModel, ListedModels
+from .wire.requests import ChatRequest, CompletionRequest
+from .wire.stored_chats import ChatUpdate, DeletedChat, StoredChat, StoredChats, StoredMessages
+from .wire.tokens import AbortRequest, DetokenizeRequest, TokenizeRequest
 
 JSON = "application/json"
+PATH = "/openapi.json"
 _MEANINGS = {
     400: "The request is wrong; the message says where.",
     401: "A key is missing or wrong.",
@@ -46,33 +54,63 @@ class Operation:
     text: str = JSON
     failure: type[BaseModel] = field(default=responses.Error)
     done: bool = True  # a stream ends with [DONE]
+    query: dict[str, dict[str, Any]] = field(default_factory=dict)  # name → schema
 
 
 _BODY = (400, 404, 413, 415, 503)
 _GENERATION = (*_BODY, 408, 429, 500)
+_PAGE: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100, "description": "how many (default 20)"},
+    "order": {"enum": ["asc", "desc"], "description": "by age"},
+    "after": {"type": "string", "description": "the id of the last one that the client has"},
+}
 OPERATIONS = (
     Operation("/v1/chat/completions", responses.ChatCompletion, body=ChatRequest,
               chunk=responses.ChatCompletionChunk, errors=_GENERATION),
+    Operation("/v1/chat/completions", StoredChats, "get", errors=(400,), query=_PAGE | {
+        "model": {"type": "string", "description": "those of this model"},
+        "metadata": {"type": "object", "description": "those with these labels, metadata[name]=value"}}),
+    Operation("/v1/chat/completions/{completion_id}", StoredChat, "get", errors=(404,)),
+    Operation("/v1/chat/completions/{completion_id}", StoredChat, body=ChatUpdate, errors=(400, 404, 413, 415)),
+    Operation("/v1/chat/completions/{completion_id}", DeletedChat, "delete", errors=(404,)),
+    Operation("/v1/chat/completions/{completion_id}/messages", StoredMessages, "get", errors=(400, 404), query=_PAGE),
     Operation("/v1/completions", responses.Completion, body=CompletionRequest, chunk=responses.CompletionChunk,
               errors=_GENERATION),
     Operation("/v1/responses", ResponseObject, body=ResponsesRequest, chunk=ResponseEvent, errors=_GENERATION,
               done=False),
-    Operation("/v1/responses/{response_id}", ResponseObject, "get", errors=(400, 404)),
-    Operation("/v1/responses/{response_id}", DeletedResponse, "delete", errors=(404,)),
-    Operation("/v1/responses/{response_id}/cancel", ResponseObject, errors=(404,)),
+    Operation("/v1/responses/{response_id}", ResponseObject, "get", chunk=ResponseEvent, errors=(400, 404), done=False,
+              query={"stream": {"type": "boolean", "description": "its events, where it was told to run in background "
+                                "and to stream"},
+                     "starting_after": {"type": "integer", "description": "those after this sequence number"}}),
+    Operation("/v1/responses/{response_id}", DeletedResponse, "delete", errors=(400, 404)),
+    Operation("/v1/responses/{response_id}/input_items", InputItems, "get", errors=(400, 404), query=_PAGE),
+    Operation("/v1/responses/input_tokens", InputTokens, body=ResponsesRequest, errors=_BODY),
+    Operation("/v1/responses/compact", None, errors=(400,), text=""),
+    Operation("/v1/responses/{response_id}/cancel", ResponseObject, errors=(400, 404)),
     Operation("/v1/messages", MessageObject, body=MessagesRequest, chunk=MessageEvent, errors=_GENERATION,
               failure=AnthropicError, done=False),
     Operation("/v1/messages/count_tokens", TokenCount, body=CountRequest, errors=_BODY, failure=AnthropicError),
     Operation("/v1/embeddings", responses.EmbeddingList, body=EmbeddingRequest, errors=_GENERATION),
-    Operation("/v1/chat/completions/render", responses.RenderedPrompt, body=ChatRequest, errors=_BODY),
+    Operation("/v1/chat/completions/render", rendered.RenderedPrompt, body=ChatRequest, errors=_BODY),
+    Operation("/v1/completions/render", rendered.RenderedCompletions, body=CompletionRequest, errors=_BODY),
+    Operation("/tokenizer_info", rendered.TokenizerInfo, "get", errors=(503,)),
+    Operation("/invocations", InvocationAnswer, body=Invocation, chunk=InvocationChunk,
+              errors=_GENERATION),
+    Operation("/v1/engines/{model}/completions", responses.Completion, body=CompletionRequest,
+              chunk=responses.CompletionChunk, errors=_GENERATION),
     Operation("/tokenize", responses.Tokens, body=TokenizeRequest, errors=_BODY),
     Operation("/detokenize", responses.Text, body=DetokenizeRequest, errors=_BODY),
-    Operation("/v1/models", responses.ModelList, "get", errors=(503,)),
-    Operation("/v1/models/{model}", responses.Model, "get", errors=(404, 503)),
+    Operation("/v1/models", ListedModels, "get", errors=(400, 503), query={
+        name: {"type": kind, "description": f"{what}, with the header anthropic-version"}
+        for name, kind, what in (("limit", "integer", "how many"), ("after_id", "string", "those after this one"),
+                                 ("before_id", "string", "those before this one"))}),
+    Operation("/v1/models/{model}", ListedModel, "get", errors=(404, 503)),
     Operation("/v1/requests/{request_id}/cancel", responses.Cancelled, errors=(404,)),
     Operation("/abort_request", responses.Cancelled, body=AbortRequest, errors=(400, 404, 413, 415)),
     Operation("/load", responses.Load, "get"),
-    Operation("/server_info", responses.ServerInfo, "get", errors=(503,)),
+    Operation("/server_info", responses.ServerInfo, "get", errors=(400, 503), query={
+        "steps": {"type": "integer", "minimum": 1, "maximum": HISTORY, "description": "how many of the engine's last "
+                  "steps to tell of"}}),
     Operation("/version", responses.Version, "get"),
     Operation("/metrics", None, "get", text="text/plain"),
     *(Operation(path, None, "get", errors=(503,), text="", failure=responses.Health)
@@ -80,8 +118,27 @@ OPERATIONS = (
 )  # fmt: skip
 
 
+def add_openapi(app: FastAPI) -> None:
+    """Has the document made when it is first asked for, on a thread: it takes 150 ms, and nobody else should wait."""
+    lock = Lock()
+
+    def make() -> dict[str, Any]:
+        with lock:
+            return openapi(app)
+
+    app.openapi = make  # type: ignore[method-assign]
+    position, route = next((i, r) for i, r in enumerate(app.routes) if isinstance(r, Route) and r.path == PATH)
+
+    async def document(request: Request) -> Response:
+        if app.openapi_schema is None:
+            await asyncio.to_thread(make)
+        response: Response = await route.endpoint(request)
+        return response
+
+    app.routes[position] = Route(PATH, document, include_in_schema=False)
+
+
 def openapi(app: FastAPI) -> dict[str, Any]:
-    """Made when first asked for."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         document.setdefault("components", {})["schemas"] = _schemas()
@@ -89,6 +146,11 @@ def openapi(app: FastAPI) -> dict[str, Any]:
             described = document["paths"][operation.path][operation.method]
             if operation.body is not None:
                 described["requestBody"] = {"required": True, "content": {JSON: _reference(operation.body)}}
+            if operation.query:
+                described["parameters"] = [
+                    {"name": name, "in": "query", "required": False, "schema": schema}
+                    for name, schema in operation.query.items()
+                ]
             described["responses"] = _responses(operation)
         app.openapi_schema = document
     return app.openapi_schema

@@ -12,21 +12,20 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import uvicorn
 
 from ..engine import faults, logs
 from ..engine.config import ConfigError, EngineConfig
-from ..engine.messages import Progress
-from .cli.progress import ProgressLine, announce
-from .config import ServerConfig
-from .engine_client import EngineClient
-from .front_door import FrontDoor
-from .http_protocol import uvicorn_options
-from .mailbox import EngineDeadError, ShuttingDownError
-from .page import load_page
-from .watchdog import Watchdog
+from ..engine.messages import EngineInfo, Progress
+from .client.engine_client import EngineClient
+from .client.mailbox import EngineDeadError, ShuttingDownError
+from .client.watchdog import Watchdog
+from .http.front_door import FrontDoor
+from .http.page import load_page
+from .http.protocol import uvicorn_options
+from .options.config import ServerConfig
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -45,13 +44,29 @@ class Server(uvicorn.Server):
         return contextlib.nullcontext()
 
 
+class Reporter(Protocol):
+    """Who tells the person that started the server how far it is; cli/progress.py has one for terminals."""
+
+    def __call__(self, progress: Progress) -> None: ...
+
+    def done(self) -> None:
+        """Nothing more is to come of the start, whether it went well or not."""
+        ...
+
+    def ready(self, info: EngineInfo, config: ServerConfig, sock: socket.socket, seconds: float) -> None:
+        """The server answers, so long after it was started."""
+        ...
+
+
 class Service:
     def __init__(
-        self, engine_config: EngineConfig, config: ServerConfig, sources: dict[str, str], sock: socket.socket
-    ) -> None:
+        self, engine_config: EngineConfig, config: ServerConfig, sources: dict[str, str], sock: socket.socket,
+        reporter: Reporter,
+    ) -> None:  # fmt: skip
         self.config = config
         self.sources = sources  # of the settings that are no defaults
         self.sock = sock
+        self._reporter = reporter
         self.client = EngineClient(engine_config, restarts=config.engine_restarts)
         self.client.death_listeners.append(lambda _: setattr(self.server, "should_exit", True))
         self.front = FrontDoor(self.client, config.root_path, load_page() if config.ui else None)
@@ -62,12 +77,13 @@ class Service:
         self._signal_time = 0.0
         self._draining: asyncio.Task[None] | None = None
 
-    async def run(self) -> int:
-        """The exit code. Leaves by itself, with the cause as the last line, where there is a cause."""
+    async def run(self) -> NoReturn:
+        """Ends the process, with the cause as the last line where there is a cause."""
         task = asyncio.current_task()
         assert task is not None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._receive, number, task)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                asyncio.get_running_loop().add_signal_handler(number, self._receive, number, task)
         serving = asyncio.create_task(self.server.serve(sockets=[self.sock]))
         app = await self._start(serving)
         watchdog = Watchdog(self.client, stall_timeout=self.config.stall_timeout, hang_timeout=self.config.hang_timeout)
@@ -77,7 +93,7 @@ class Service:
                 self.app = self.front.app = app
                 gc.collect()
                 gc.freeze()
-                announce(self.client.info, self.config, self.sock, time.monotonic() - self._started)
+                self._reporter.ready(self.client.info, self.config, self.sock, time.monotonic() - self._started)
                 await serving
         finally:
             watching.cancel()
@@ -87,7 +103,7 @@ class Service:
             self._leave(f"the engine died: {self.client.dead}", 1)
         if self._signal is not None:
             logger.info("ended in order after %s", self._signal.name)
-        return 0
+        self._leave(None, 0)
 
     def _refused(self, reason: str) -> None:
         if self.app is not None:
@@ -97,7 +113,7 @@ class Service:
 
     async def _start(self, serving: asyncio.Task[None]) -> FastAPI:
         """Returns when everything is loaded; meanwhile the port answers that it is not."""
-        progress = ProgressLine()
+        progress = self._reporter
         self.client.progress_listeners.append(progress)
         loading = asyncio.create_task(self._load())
         try:
@@ -123,39 +139,32 @@ class Service:
         return app
 
     async def _load(self) -> FastAPI:
-        accepted = asyncio.get_running_loop().create_future()  # config.json, by the engine
-
-        def follow(progress: Progress) -> None:
-            if progress.phase == "weights" and not accepted.done():
-                accepted.set_result(None)
-
-        self.client.progress_listeners.append(follow)
         app = asyncio.create_task(asyncio.to_thread(self._make_app))
         engine = asyncio.create_task(self.client.start())
-        await asyncio.wait((app, engine), return_when=asyncio.FIRST_EXCEPTION)
-        # Without a tokenizer nobody should wait for the weights; but what breaks config.json may break both, and what
-        # the engine says of it is nearer to the cause.
-        await asyncio.wait((engine, accepted), return_when=asyncio.FIRST_COMPLETED)
-        self.client.progress_listeners.remove(follow)
-        if engine.done():
-            await engine
-        return await app
+        # Without a tokenizer nobody should wait for the weights, nor for their download.
+        done, _ = await asyncio.wait((app, engine), return_when=asyncio.FIRST_EXCEPTION)
+        if app not in done:
+            await engine  # it failed: the tokenizer may take minutes to load
+        made = await app
+        await engine
+        return made
 
     def _make_app(self) -> FastAPI:
         """On a thread, while the engine starts: its imports and the tokenizer take seconds."""
+        from ..engine.overrides import check_described  # before the tokenizer: what breaks config.json may break both
         from .app import create_app
-        from .detokenizer import Detokenizer
-        from .tokenizer import load_text_model
+        from .text.detokenizer import Detokenizer
+        from .text.tokenizer import load_text_model
 
         faults.arm(Detokenizer, "feed", "detokenize")
         engine = self.client.config
-        model = load_text_model(engine.model, self.config, engine.revision)
+        model = load_text_model(engine.model, self.config, engine, lambda folder: check_described(folder, engine))
         return create_app(self.client, self.config, model, sources=self.sources)
 
     # ---- end ----
 
     def _receive(self, number: signal.Signals, task: asyncio.Task[int]) -> None:
-        """SIGTERM and SIGINT: the first ends the server in order (or its start), the second at once."""
+        """SIGTERM, SIGINT and SIGHUP: the first ends the server in order (or its start), the second at once."""
         repeated, self._signal_time = time.monotonic() - self._signal_time < SAME_SIGNAL, time.monotonic()
         if repeated:
             return
@@ -183,7 +192,9 @@ class Service:
         await self._until_idle(timeout)
         if self.front.num_open:
             logger.warning("%d requests are cut off: --shutdown-timeout %g is over", self.front.num_open, timeout)
-            self.client.fail_all(ShuttingDownError("the server is shutting down"))
+            over = ShuttingDownError("the server is shutting down")
+            self.client.fail_all(over)
+            self.app.state.server.lanes.fail(over)
             await self._until_idle(LAST_BYTES)
         self.server.should_exit = True
 
@@ -192,12 +203,13 @@ class Service:
         while self.front.num_open and self.client.dead is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
-    def _leave(self, cause: str, code: int) -> NoReturn:
-        """The cause is the last line: a thread that is still importing must neither delay nor outtalk it."""
+    def _leave(self, cause: str | None, code: int) -> NoReturn:
+        """The cause is the last line: a thread that still imports, or tokenises, must neither delay nor outtalk it."""
         self._unlink()
         logs.flush()
         logging.disable()
-        logs.write_line(2, f"vserve: {' '.join(cause.split())}")
+        if cause is not None:
+            logs.write_line(2, f"vserve: {' '.join(cause.split())}")
         os._exit(code)
 
     def _unlink(self) -> None:
@@ -220,9 +232,11 @@ def uvicorn_config(app: FrontDoor, config: ServerConfig, refused: Callable[[str]
     )
 
 
-def run(engine_config: EngineConfig, config: ServerConfig, sources: dict[str, str], sock: socket.socket) -> int:
-    async def main() -> int:
-        return await Service(engine_config, config, sources, sock).run()
+def run(
+    engine_config: EngineConfig, config: ServerConfig, sources: dict[str, str], sock: socket.socket, reporter: Reporter
+) -> int:
+    async def main() -> NoReturn:
+        await Service(engine_config, config, sources, sock, reporter).run()
 
     try:
         import uvloop

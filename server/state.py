@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,23 +14,30 @@ from weakref import WeakKeyDictionary
 from fastapi import Request
 
 from ..engine.messages import EngineInfo
-from .admission import Admission
-from .config import ServerConfig
-from .dialects.response_store import ResponseStore
+from .client.client import Client
+from .dialects.store import Store
 from .errors import engine_dead, model_not_found, shutting_down, still_loading
-from .generation import Client, Generation
-from .metrics import Metrics
-from .middleware import HttpMetrics
-from .request_log import RequestLog
-from .tokenizer import TextModel
+from .generation.admission import Admission
+from .generation.generation import Generation
+from .http.middleware import HttpMetrics
+from .lanes import Lanes
+from .observe.exposition import MetricsPage
+from .observe.metrics import Metrics
+from .observe.request_log import RequestLog
+from .options.config import ServerConfig
+from .text.encoding import Encoder
+from .text.tokenizer import TextModel
 
 if TYPE_CHECKING:
-    from .grammar import GrammarService
+    from .grammar.service import GrammarService
 
 T = TypeVar("T")
 
 # Below, tokenising takes less than a millisecond: about what handing it to a busy thread costs.
 INLINE_CHARACTERS = 2048
+
+
+SMALLEST_BODY, BYTES_PER_TOKEN = 8 << 20, 64  # a limit of bodies, where none is set
 
 
 @dataclass
@@ -39,30 +46,36 @@ class ServerState:
     config: ServerConfig
     model: TextModel
     metrics: Metrics
+    metrics_page: MetricsPage
     http_metrics: HttpMetrics
     request_log: RequestLog
     admission: Admission
     sources: dict[str, str] = field(default_factory=dict)  # where settings are from that are no defaults
-    generations: WeakKeyDictionary[Generation, str] = field(default_factory=WeakKeyDictionary)  # and the request's id
+    # what is being generated: the request's id, and its owner, as auth.owner_of has it
+    generations: WeakKeyDictionary[Generation, tuple[str, str]] = field(default_factory=WeakKeyDictionary)
     draining: bool = False  # told to end: what runs is finished, nothing new begins
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that go on when their request is over
     started: int = field(default_factory=lambda: int(time.time()))
-    # Few threads: tokenising competes with the event loop and, on the CPU, with the model itself.
-    threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(max_workers=4, thread_name_prefix="tokenise")
-    )
+    lanes: Lanes = field(default_factory=Lanes)  # for tokenising, and whatever else takes long
+    # One thread for large bodies: reading them is Python's work, of which only one can be under way at a time.
+    bodies: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="body"))
 
     @cached_property
     def grammars(self) -> GrammarService:
         """Made when the first request asks for structured output: until then none of it is loaded."""
-        from .grammar import GrammarService
+        from .grammar.service import GrammarService
 
         service = GrammarService(self.client, self.model, timeout=self.config.grammar_compile_timeout)
         self.metrics.grammars = service
         return service
 
     @cached_property
-    def responses(self) -> ResponseStore:
-        return ResponseStore(self.config.response_store_size, self.config.response_store_bytes)
+    def responses(self) -> Store:
+        return Store(self.config.response_store_size, self.config.response_store_bytes)
+
+    @cached_property
+    def chats(self) -> Store:
+        return Store(self.config.response_store_size, self.config.response_store_bytes)
 
     @staticmethod
     def of(request: Request) -> ServerState:
@@ -83,6 +96,11 @@ class ServerState:
             raise shutting_down()
         return self.client.info
 
+    def max_body_size(self) -> int:
+        """Bytes of a request's body."""
+        limit = self.config.max_body_size
+        return max(SMALLEST_BODY, BYTES_PER_TOKEN * self.client.info.max_model_len) if limit is None else limit
+
     def model_name(self, asked: str | None) -> str:
         """The name for the answer. Raises ApiError (404)."""
         if asked is None:
@@ -97,8 +115,17 @@ class ServerState:
         if reason == "stalled_reader":
             self.metrics.timed_out("write")
 
+    async def encode(
+        self, num_characters: int, encoder: Encoder, prompts: Sequence[str | list[int]], special: bool
+    ) -> list[list[int]]:
+        """The token ids of prompts, of whose texts there are so many characters. Raises ApiError (400)."""
+        if num_characters <= INLINE_CHARACTERS:
+            encode = self.model.tokenizer.encode
+            return [encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return await encoder.encode_all(prompts, special)
+
     async def tokenise(self, num_characters: int, work: Callable[[], T], slow: bool = False) -> T:
         """The result of `work`, off the event loop where that pays, or where it may take long anyway."""
         if num_characters <= INLINE_CHARACTERS and not slow:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+        return await self.lanes.run(num_characters, work)

@@ -133,7 +133,7 @@ def deployment() -> Any:
 def test_grace_periods_are_longer_than_the_drain():
     from vserve.server.cli import main, serve
     from vserve.server.cli.flags import read_flags
-    from vserve.server.config import ServerConfig
+    from vserve.server.options.config import ServerConfig
 
     pod = deployment()
     (container,) = pod["containers"]

@@ -17,9 +17,10 @@ import jsonschema
 import numpy as np
 import pytest
 
-from vserve.server.template import ChatTemplate
+from vserve.server.text.template import ChatTemplate
 
-DEMO = Path(__file__).parents[1] / "configs" / "demo"
+ROOT = Path(__file__).parents[1]
+DEMO, SCRIPTS = ROOT / "configs" / "demo", ROOT / "tools" / "demo"
 MODULES = ("chat", "facts", "phrases", "skills", "thoughts", "tools", "calls", "data", "tokenizer", "shards")
 
 
@@ -27,11 +28,11 @@ MODULES = ("chat", "facts", "phrases", "skills", "thoughts", "tools", "calls", "
 def demo() -> Iterator[dict[str, ModuleType]]:
     """The scripts' modules, imported as the scripts do: as siblings. Their plain names do not stay behind."""
     before = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
-    sys.path.insert(0, str(DEMO))
+    sys.path.insert(0, str(SCRIPTS))
     try:
         yield {name: __import__(name) for name in MODULES}
     finally:
-        sys.path.remove(str(DEMO))
+        sys.path.remove(str(SCRIPTS))
         for name in MODULES:
             sys.modules.pop(name, None)
         sys.modules.update(before)
@@ -335,7 +336,7 @@ def test_the_weights_keep_their_bars() -> None:
     skills = ["addition", "facts", "json", "tool_call", "tool_answer", "no_tool", "thinking"]
     command = [
         sys.executable,
-        str(DEMO / "evaluate.py"),
+        str(SCRIPTS / "evaluate.py"),
         "--device",
         "cpu",
         "--prompts",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...kernels.attention import DecodeWorkspace, PrefillWork, decode_attention, prefill_attention
 from ...kernels.attention_beside import MIN_DECODES, attend_beside
+from ...kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from ...kernels.attention_prefill_hopper import supports
 from ...kernels.rope_kv import rope_write_kv
 from ..model_config import KVSpec
@@ -24,43 +25,34 @@ class AttentionBatch:
     """
 
     num_decodes: int
-    decode_query_len: int  # 1, or 1 + drafts
+    decode_query_len: int
     max_query_len: int  # longest of the others, 0 when there are none
-    rows: Tensor  # int32 [B], row of the block table
+    rows: Tensor  # int32 [B], row of the block tables
     seq_lens: Tensor  # int32 [B], context including this step's tokens
     query_start: Tensor  # int32 [B + 1], first token of each request
-    slots: list[
-        Tensor
-    ]  # per KV group, int32 [T]: where a token's key goes (block · page + offset), -1 = nowhere (padding)
-    block_tables: list[Tensor]  # per KV group, int32 [num_rows, max_blocks]
+    # Per KV group, int32 [T]: where a token's key goes (block · page + offset), -1 = nowhere (padding).
+    slots: list[Tensor]
     workspace: DecodeWorkspace | None = None
     beside: bool = False  # decodes and prompts, both there, at the same time where that pays: for CUDA graphs
-    # Views made once here rather than once a layer.
+    # What the kernels are told of them, made once here rather than once a layer.
     num_decode_tokens: int = field(init=False)
-    decode_rows: Tensor = field(init=False)
-    decode_seq_lens: Tensor = field(init=False)
-    prefill_rows: Tensor = field(init=False)
-    prefill_seq_lens: Tensor = field(init=False)
-    prefill_query_start: Tensor = field(init=False)
+    decodes: UniformBatch = field(init=False)
+    prompts: RaggedBatch = field(init=False)
     prefill_work: PrefillWork = field(init=False)
     last_work: PrefillWork = field(init=False)
 
     def __post_init__(self) -> None:
-        n = self.num_decodes
-        self.num_decode_tokens = n * self.decode_query_len
-        self.decode_rows, self.decode_seq_lens = self.rows[:n], self.seq_lens[:n]
-        self.prefill_rows, self.prefill_seq_lens = self.rows[n:], self.seq_lens[n:]
-        self.prefill_query_start = self.query_start[n:]
-        prompts = self.prefill_rows, self.prefill_seq_lens, self.prefill_query_start
-        self.prefill_work, self.last_work = PrefillWork(*prompts), PrefillWork(*prompts, last_only=True)
+        n, query_len = self.num_decodes, self.decode_query_len
+        self.num_decode_tokens = n * query_len
+        self.decodes = UniformBatch(self.rows[:n], self.seq_lens[:n], query_len)
+        self.prompts = RaggedBatch(self.rows[n:], self.seq_lens[n:], self.query_start[n:], self.max_query_len)
+        self.prefill_work, self.last_work = PrefillWork(self.prompts), PrefillWork(self.prompts, last_only=True)
 
 
 class Attention(nn.Module):
     """One layer: head norm where the family has one, rotary, the write into the cache, scaled dot-product attention.
 
     q_norm and k_norm, both or neither: over each head, before the rotation.
-    window: a query at q sees the keys at p with q - window < p <= q; 0 = all of them.
-    scale multiplies the scores, soft_cap > 0 bounds them (cap · tanh(score / cap)); sinks: fp32 [H] or None.
     """
 
     def __init__(
@@ -70,26 +62,21 @@ class Attention(nn.Module):
         head_dim: int,
         layer: int,
         rotary: RotaryEmbedding,
+        scoring: Scoring,
         *,
-        scale: float,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
-        window: int = 0,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
         value_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.layer = num_heads, layer
-        self.rotary, self.q_norm, self.k_norm = rotary, q_norm, k_norm
-        self.scale, self.window, self.soft_cap, self.sinks = scale, window, soft_cap, sinks
+        self.rotary, self.scoring, self.q_norm, self.k_norm = rotary, scoring, q_norm, k_norm
         self.spec = KVSpec("full", num_kv_heads, head_dim, value_dim or head_dim)
-        self.key_cache: Tensor | None = None
-        self.value_cache: Tensor | None = None
+        self.cache: PagedCache | None = None
 
-    def bind(self, key_cache: Tensor | None, value_cache: Tensor | None) -> None:
-        """Use these caches, [num_blocks, page, KV, D] and [num_blocks, page, KV, Dv]; None takes them away."""
-        self.key_cache, self.value_cache = key_cache, value_cache
+    def bind(self, cache: PagedCache | None) -> None:
+        """Use this cache, with the block table of the layer's KV group; None takes it away."""
+        self.cache = cache
 
     def forward(
         self,
@@ -107,10 +94,9 @@ class Attention(nn.Module):
 
         Without a cache (the memory profiling run) nothing is attended to: zeros of the right shape.
         """
-        num_tokens, spec = query.shape[0], self.spec
-        if self.key_cache is None or self.value_cache is None:
+        num_tokens, spec, cache = query.shape[0], self.spec, self.cache
+        if cache is None:
             return query.new_zeros(num_tokens, self.num_heads * spec.value_dim)
-        table = batch.block_tables[spec.group]
         q_norm, k_norm = self.q_norm, self.k_norm
         rope_write_kv(
             query,
@@ -118,69 +104,25 @@ class Attention(nn.Module):
             value,
             positions,
             self.rotary.cos_sin,
-            self.key_cache,
-            self.value_cache,
+            cache.keys,
+            cache.values,
             batch.slots[spec.group],
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
         )
         out = query.new_empty(num_tokens, self.num_heads, spec.value_dim)
+        scoring = self.scoring
         work = batch.last_work if last_only else batch.prefill_work
-        decodes = batch.num_decode_tokens
-        if (
-            batch.beside
-            and batch.num_decodes >= MIN_DECODES
-            and supports(query, self.key_cache, self.value_cache, self.window, self.soft_cap, self.sinks, out)
-        ):
+        if batch.beside and batch.num_decodes >= MIN_DECODES and supports(query, cache, scoring, out):
             attend_beside(
-                query,
-                self.key_cache,
-                self.value_cache,
-                table,
-                batch.decode_rows,
-                batch.decode_seq_lens,
-                batch.prefill_rows,
-                batch.prefill_seq_lens,
-                batch.prefill_query_start,
-                query_len=batch.decode_query_len,
-                scale=self.scale,
-                workspace=batch.workspace,
-                work=work,
-                out=out,
+                query, cache, batch.decodes, batch.prompts, scoring, workspace=batch.workspace, work=work, out=out
             )
             return out.view(num_tokens, -1)
-        if decodes:
+        if decodes := batch.num_decode_tokens:
             decode_attention(
-                query[:decodes],
-                self.key_cache,
-                self.value_cache,
-                table,
-                batch.decode_rows,
-                batch.decode_seq_lens,
-                query_len=batch.decode_query_len,
-                scale=self.scale,
-                window=self.window,
-                soft_cap=self.soft_cap,
-                sinks=self.sinks,
-                workspace=batch.workspace,
-                out=out[:decodes],
+                query[:decodes], cache, batch.decodes, scoring, workspace=batch.workspace, out=out[:decodes]
             )
         if batch.max_query_len:
-            prefill_attention(
-                query,
-                self.key_cache,
-                self.value_cache,
-                table,
-                batch.prefill_rows,
-                batch.prefill_seq_lens,
-                batch.prefill_query_start,
-                max_query_len=batch.max_query_len,
-                scale=self.scale,
-                window=self.window,
-                soft_cap=self.soft_cap,
-                sinks=self.sinks,
-                work=work,
-                out=out,
-            )
+            prefill_attention(query, cache, batch.prompts, scoring, work=work, out=out)
         return out.view(num_tokens, -1)

@@ -23,7 +23,7 @@ ADD_ROWS = 448  # from so many on, to add to the residual costs a product less t
 
 
 class LinearMethod(Protocol):
-    """How a Linear stores its weights and multiplies: plain today, quantized formats later."""
+    """How a Linear stores its weights and multiplies."""
 
     def create(self, layer: Linear) -> None:
         """Allocate the layer's parameters for this rank's share."""

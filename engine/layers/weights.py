@@ -48,7 +48,7 @@ class WeightHolder(Protocol):
         ...
 
     def finish(self) -> None:
-        """Called once when everything is loaded: repack, free what only loading needed."""
+        """Called once when everything is loaded: the layout may change, kernels are chosen, workspaces made."""
         ...
 
     def randomize(self, generator: torch.Generator) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from ...kernels.attention_inputs import Scoring
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.linear import Linear
@@ -49,10 +50,9 @@ class AttentionBlock(nn.Module):
             dim,
             layer,
             rotary,
-            scale=dim**-0.5,
+            Scoring(dim**-0.5, window),
             q_norm=RMSNorm(dim, config.norm_eps, place) if qk_norm else None,
             k_norm=RMSNorm(dim, config.norm_eps, place) if qk_norm else None,
-            window=window,
         )
         self.output = Linear(
             config.num_heads * dim,
@@ -177,7 +177,7 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         """input_ids and positions int32 [T] → hidden states [T, hidden] after the final norm.
 
-        `embeddings` [T, hidden] take the place of the ids' own (images, audio); they are left unchanged.
+        `embeddings` [T, hidden] take the place of the ids' own; they are left unchanged.
         With `wanted`, int32 [N], the result is [N, hidden]: of these tokens, each the last of its request in this step.
         The last layer has to do no more for the others than to cache them, and saves most of its work.
         """

@@ -2,86 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request, Response
 
-from ..generation import Generation
-from ..logprobs import LogprobFormat, PromptReport, completion_logprobs
-from ..protocol import CompletionRequest
-from ..sse import CompletionChunks
-from ..state import ServerState
-from ..validation import read_request
-from .answer import Answer, Head, respond
+from ..dialects.completions import CompletionChunks, choices
+from ..generation.answer import Answer
+from ..generation.generation import Generation
+from ..text.encoding import Encoder
+from ..wire.requests import CompletionRequest
+from .answer import answer
+from .dialect import Generating, Head
+from .read import read_request
 from .route import new_router
 
 router = new_router()
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
-
 
 @router.post("/v1/completions", response_class=Response)
 async def completions(request: Request) -> Response:
-    body = await read_request(CompletionRequest, request)
-    server = ServerState.of(request)
-    tokenizer = server.model.tokenizer
-    special = body.add_special_tokens is not False
+    return await answer(Completion(request, await read_request(CompletionRequest, request)))
 
-    def encode() -> list[list[int]]:
-        return [tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in body.prompt]
 
-    async def tokenise() -> list[list[int]]:
-        return await server.tokenise(sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str)), encode)
+class Completion(Generating):
+    id_prefix = "cmpl-"
+    body: CompletionRequest
+    default_max_tokens = 16  # OpenAI's
 
-    def echo(index: int, token_ids: list[int]) -> str:
-        prompt = body.prompt[index]
+    @property
+    def num_prompts(self) -> int:
+        return len(self.body.prompt)
+
+    async def tokens(self) -> list[list[int]]:
+        body, server = self.body, self.server
+        fits = body.truncate_prompt_tokens is None
+        encoder = Encoder(server.lanes, server.model.tokenizer, server.client.info.max_model_len, "prompt", fits=fits)
+        num_characters = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
+        return await server.encode(num_characters, encoder, body.prompt, body.add_special_tokens is not False)
+
+    def echo(self, index: int, token_ids: Sequence[int]) -> str:
+        body, prompt = self.body, self.body.prompt[index]
         if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
             return prompt
-        return tokenizer.core.decode(token_ids, skip_special_tokens=body.skip_special_tokens is not False)
+        # what the tokenizer has added is no part of a text
+        added = isinstance(prompt, str) and body.add_special_tokens is not False
+        core = self.server.model.tokenizer.core
+        return core.decode(list(token_ids), skip_special_tokens=added and body.skip_special_tokens is not False)
 
-    def full(generation: Generation, answers: list[Answer], head: Head) -> dict[str, Any]:
+    def events(self, generation: Generation, head: Head) -> CompletionChunks:
+        return CompletionChunks(generation, self.server.model.tokenizer, self.body, self.reports, **head._asdict())
+
+    def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         return {
             "id": head.id,
             "object": "text_completion",
             "created": head.created,
             "model": head.model,
-            "choices": [
-                _choice(server, body, answer, generation.reports[i // generation.n]) for i, answer in enumerate(answers)
-            ],
+            "choices": choices(self.server.model.tokenizer, self.body, generation, answers, self.reports),
             "service_tier": None,
             "system_fingerprint": None,
             "kv_transfer_params": None,
             "usage": generation.usage(),
         }
-
-    return await respond(
-        request,
-        body,
-        id_prefix="cmpl-",
-        tokenise=tokenise,
-        echo=echo if body.echo else None,
-        default_max_tokens=DEFAULT_MAX_TOKENS,
-        chunks=lambda generation, head: CompletionChunks(generation, tokenizer, body, **head._asdict()),
-        full=full,
-    )
-
-
-def _choice(
-    server: ServerState, body: CompletionRequest, answer: Answer, report: PromptReport | None
-) -> dict[str, Any]:
-    form = LogprobFormat.of(body)
-    logprobs = None
-    if form is not None:
-        logprobs = completion_logprobs(server.model.tokenizer, answer.token_ids, answer.logprobs, answer.offsets, form)
-        if report is not None and report.echo is not None:
-            logprobs = {name: report.echo[name] + values for name, values in logprobs.items()}
-    return {
-        "index": answer.choice.index,
-        "text": answer.choice.prompt.echo + answer.text,
-        "logprobs": logprobs,
-        "finish_reason": answer.choice.finish_reason,
-        "stop_reason": answer.choice.stop_reason,
-        "token_ids": answer.token_ids if body.return_token_ids else None,
-        "prompt_logprobs": None if report is None else report.logprobs,
-        "prompt_token_ids": answer.choice.prompt.token_ids if body.return_token_ids else None,
-    }

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 
-from ..errors import ApiError, shorten
-from ..settings import server_info
+from ...engine.messages import HISTORY
+from ..errors import ApiError, bad_request, engine_silent, shorten
+from ..http.auth import controls
 from ..state import ServerState
-from ..token_protocol import AbortRequest
-from ..validation import read_request
+from ..wire.tokens import AbortRequest
+from .read import read_request
 from .route import new_router
+from .settings import server_info
 
 router = new_router()
 
@@ -29,30 +32,49 @@ async def load(request: Request) -> Response:
 
 @router.get("/server_info", response_class=Response)
 async def info(request: Request) -> Response:
-    """Every setting in effect, and where it is from."""
-    return _json(server_info(ServerState.of(request)))
+    """Every setting in effect, and where it is from; with `?steps=100`, also what the engine's last 100 steps did."""
+    server, count = ServerState.of(request), _num_steps(request)
+    content = server_info(server)
+    if count:
+        try:
+            steps = await server.client.last_steps(count)
+        except TimeoutError:
+            raise engine_silent() from None
+        content["steps"] = [msgspec.structs.asdict(step) for step in steps]
+    return _json(content)
+
+
+def _num_steps(request: Request) -> int:
+    """How many of the engine's last steps are asked for; 0 where none are. Raises ApiError (400)."""
+    given = request.query_params.getlist("steps")
+    if not given:
+        return 0
+    if len(given) > 1 or not re.fullmatch("[1-9][0-9]{0,3}", given[0]) or int(given[0]) > HISTORY:
+        raise bad_request(f"steps is {shorten(', '.join(given))}; ask for 1 to {HISTORY} of the last steps.", "steps")
+    return int(given[0])
 
 
 @router.post("/v1/requests/{request_id}/cancel", response_class=Response)
 async def cancel_request(request: Request, request_id: str) -> Response:
     """Ends an answer: its reader gets what there is, with the finish reason "stop" and the stop reason "abort"."""
-    return _cancel(ServerState.of(request), request_id)
+    return _cancel(request, request_id)
 
 
 @router.post("/abort_request", response_class=Response)
 async def abort_request(request: Request) -> Response:
     """The same, with the id in the body."""
     body = await read_request(AbortRequest, request)
-    return _cancel(ServerState.of(request), body.request_id)
+    return _cancel(request, body.request_id)
 
 
-def _cancel(server: ServerState, id: str) -> Response:
+def _cancel(request: Request, id: str) -> Response:
+    """What another key has begun is not there."""
     # as in the header x-request-id, or as in the answer's body
     names = {id, *(id.removeprefix(prefix) for prefix in ("chatcmpl-", "cmpl-", "msg_"))}
     found = [
         generation
-        for generation, request_id in server.generations.items()
-        if request_id in names and not generation.closed
+        for generation, (request_id, owner) in ServerState.of(request).generations.items()
+        if request_id in names and not generation.closed and controls(request.scope, owner)
     ]
     if not found:
         message = f"No request with the id `{shorten(id)}` is being answered."

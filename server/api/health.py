@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import Request, Response
 
-from ..probe import probe
+from ..http.probe import probe
 from .route import new_router
 
 if TYPE_CHECKING:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 
 from ..dialects.as_chat import speaking_of
-from ..dialects.messages_events import Limits, MessageEvents
-from ..dialects.messages_request import NAMES, CountRequest, MessagesRequest
-from ..generation import Generation
-from ..speech import Speech
+from ..dialects.events import told
+from ..dialects.messages.events import Limits, MessageEvents
+from ..dialects.messages.request import NAMES, CountRequest, MessagesRequest
+from ..generation.answer import Answer
+from ..generation.generation import Generation
+from ..http.disconnect import unless_disconnected
 from ..state import ServerState
-from ..validation import read_request
-from .answer import IGNORED_HEADER, Answer, Head, header_list, respond, told
+from ..wire.requests import ChatRequest
+from .answer import answer
+from .dialect import Chatting, Head
+from .ignored import ignored_headers
+from .read import read_request, work_on_body
 from .route import new_router
 from .tokens import chat_tokens
 
@@ -25,47 +31,40 @@ router = new_router()
 async def create_message(request: Request) -> Response:
     """An answer to messages: text, thinking and tool use."""
     body = await read_request(MessagesRequest, request)
-    server = ServerState.of(request)
-    chat = body.chat()
+    chat = await work_on_body(request, body.chat)
+    with speaking_of(NAMES):
+        return await answer(Message(request, body, chat))
 
-    async def tokenise() -> list[list[int]]:
-        _, token_ids = await chat_tokens(request, chat, chat.messages)
-        return [token_ids]
 
-    def events(generation: Generation, head: Head) -> MessageEvents:
-        limits = Limits(body.max_tokens, server.client.info.max_model_len, tuple(chat.stop or ()))
+class Message(Chatting):
+    id_prefix = "msg_"
+
+    def __init__(self, request: Request, asked: MessagesRequest, chat: ChatRequest) -> None:
+        super().__init__(request, chat)
+        self._asked = asked
+        self.default_max_tokens = asked.max_tokens
+
+    def events(self, generation: Generation, head: Head) -> MessageEvents:
+        limits = Limits(self._asked.max_tokens, self.server.client.info.max_model_len, tuple(self.body.stop or ()))
         return MessageEvents(generation, head.id, head.model, limits)
 
-    def full(generation: Generation, answers: list[Answer], head: Head) -> dict[str, Any]:
-        return told(events(generation, head), answers).message
+    def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
+        return told(self.events(generation, head), answers).message
 
-    with speaking_of(NAMES):
-        response = await respond(
-            request,
-            chat,
-            id_prefix="msg_",
-            tokenise=tokenise,
-            echo=None,
-            default_max_tokens=body.max_tokens,
-            chunks=events,
-            full=full,
-            speech=Speech.of(chat, server.model),
-        )
-    response.headers["request-id"] = request.state.request_id  # where Anthropic's SDKs look for it
-    if body.ignored:
-        response.headers[IGNORED_HEADER] = header_list(body.ignored)
-    return response
+    @property
+    def headers(self) -> Mapping[str, str]:
+        # where Anthropic's SDKs look for it
+        return {**ignored_headers(self._asked.ignored), "request-id": self.request.state.request_id}
 
 
 @router.post("/v1/messages/count_tokens", response_class=Response)
 async def count_tokens(request: Request) -> Response:
     """How many tokens the messages are; nothing is generated."""
     body = await read_request(CountRequest, request)
-    server = ServerState.of(request)
-    server.model_name(body.model)
+    ServerState.of(request).model_name(body.model)
     with speaking_of(NAMES):
-        chat = body.chat()
-        _, token_ids = await chat_tokens(request, chat, chat.messages)
-    headers = {IGNORED_HEADER: header_list(body.ignored)} if body.ignored else {}
+        chat = await work_on_body(request, body.chat)
+        work = chat_tokens(request, chat, chat.messages, fits=False)
+        _, token_ids = await unless_disconnected(request.receive, work)
     content = msgspec.json.encode({"input_tokens": len(token_ids)})
-    return Response(content, headers=headers, media_type="application/json")
+    return Response(content, headers=ignored_headers(body.ignored), media_type="application/json")

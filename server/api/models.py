@@ -1,12 +1,15 @@
-"""GET /v1/models and /v1/models/{id}"""
+"""GET /v1/models and /v1/models/{id}, in OpenAI's shape or, for clients that say anthropic-version, in Anthropic's"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 
+from ..errors import ANTHROPIC_HEADER, bad_request, shorten
 from ..state import ServerState
 from .route import new_router
 
@@ -44,13 +47,49 @@ def _json(content: Any) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
+def _anthropic_card(server: ServerState, name: str) -> dict[str, Any]:
+    longest = server.engine_info().max_model_len
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(server.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": longest,
+        "max_tokens": longest,
+    }
+
+
+def _anthropic_page(server: ServerState, query: Mapping[str, str]) -> dict[str, Any]:
+    """Those that the query asks for, a list that is as short as the command line that named them. Raises ApiError."""
+    names = list(server.model.names)
+    for field in ("after_id", "before_id"):
+        if (id := query.get(field)) is not None:
+            if id not in names:
+                raise bad_request(f"'{field}' is {shorten(id)!r}, which is not in the list of models.", field)
+            at = names.index(id)
+            names = names[at + 1 :] if field == "after_id" else names[:at]
+    limit = query.get("limit", "20")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= 1000):
+        raise bad_request(f"'limit' is {shorten(limit)!r}; it must be from 1 to 1000.", "limit")
+    shown = names[-int(limit) :] if "before_id" in query else names[: int(limit)]
+    return {
+        "data": [_anthropic_card(server, name) for name in shown],
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+        "has_more": len(shown) < len(names),
+    }
+
+
 @router.get("/v1/models", response_class=Response)
 async def list_models(request: Request) -> Response:
     server = ServerState.of(request)
+    if ANTHROPIC_HEADER in request.headers:
+        return _json(_anthropic_page(server, request.query_params))
     return _json({"object": "list", "data": [_card(server, name) for name in server.model.names]})
 
 
 @router.get("/v1/models/{model:path}", response_class=Response)  # a name may be a path
 async def retrieve_model(request: Request, model: str) -> Response:
     server = ServerState.of(request)
-    return _json(_card(server, server.model_name(model)))
+    card = _anthropic_card if ANTHROPIC_HEADER in request.headers else _card
+    return _json(card(server, server.model_name(model)))

@@ -19,5 +19,5 @@ async def version(request: Request) -> Response:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    page, content_type = ServerState.of(request).metrics.render(request.headers.get("accept", ""))
+    page, content_type = ServerState.of(request).metrics_page.render(request.headers.get("accept", ""))
     return Response(page, headers={"content-type": content_type})

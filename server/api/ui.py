@@ -11,8 +11,8 @@ from fastapi import HTTPException, Request, Response
 
 from ... import __version__
 from ...engine.messages import StepReports
-from ..page import load_page
-from ..sse import EventStream
+from ..http.event_stream import EventStream
+from ..http.page import load_page
 from ..state import ServerState
 from .route import new_router
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.config import ConfigError, EngineConfig
-from ..config import ServerConfig
+from ...engine.model_path import cache_folder
+from ..options.config import ServerConfig
 from . import machine
 from .flags import add_flags, read_flags
 from .listen import listen
@@ -184,17 +185,18 @@ def _port(server: ServerConfig) -> Finding:
 
 def _model(engine: EngineConfig, torch: Torch, on_card: bool) -> Finding:
     from ...engine.checkpoint import checkpoint_bytes
-    from ...engine.model_config import ModelConfig, ModelError
+    from ...engine.model_config import ModelError
     from ...engine.models.registry import ARCHITECTURES
+    from ...engine.overrides import read_model_config
 
     folder = Path(engine.model).expanduser()
     if not folder.is_dir():
         cached = _from_hub_cache(engine)
         if cached is None:
-            return _on_hub(engine.model)
+            return _on_hub(engine)
         folder = cached
     try:
-        config = ModelConfig.from_folder(folder)
+        config = read_model_config(folder, engine)
         size = checkpoint_bytes(folder)
     except ModelError as error:
         what, _, remedy = str(error).partition(": ")
@@ -220,18 +222,20 @@ def _from_hub_cache(engine: EngineConfig) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(engine.model, revision=engine.revision, local_files_only=True))
+        cache = cache_folder(engine.download_dir)
+        return Path(snapshot_download(engine.model, revision=engine.revision, cache_dir=cache, local_files_only=True))
     except Exception:  # no such name, or not there: what there is to say is the same
         return None
 
 
-def _on_hub(name: str) -> Finding:
+def _on_hub(engine: EngineConfig) -> Finding:
+    name = engine.model
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return Finding(FAIL, "model", f"{name} does not exist", "pass the folder of a model, or its name on the hub")
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return Finding(FAIL, "model", f"{name} is not in the hub's cache, and HF_HUB_OFFLINE is set",
                        "download it first, or unset HF_HUB_OFFLINE")  # fmt: skip
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    home = Path(engine.download_dir or os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     place = next(folder for folder in (home, *home.parents) if folder.exists())
     free = shutil.disk_usage(place).free
     token = "with a token" if os.environ.get("HF_TOKEN") or (home / "token").exists() else "without HF_TOKEN"

@@ -1,4 +1,4 @@
-"""Flags from the option dataclasses, and back: an option is declared once, in engine/config.py or server/config.py."""
+"""Flags from the option dataclasses, and back: an option is declared once, with its dataclass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from ...engine.config import EngineConfig, flag
-from ..config import ServerConfig
-from ..http_config import ENVIRONMENT
-from ..vllm_options import vllm_options
-from .given import NUMBERS, given_options, kind_of, performance_modes, spelled
+from ...engine.config import ConfigError, EngineConfig, flag
+from ...engine.model_path import is_hub_name
+from ..options.config import ServerConfig
+from ..options.given import Given, performance_modes
+from ..options.http import ENVIRONMENT
+from ..options.reading import kind_of, options, read
+from ..options.vllm import ANY, vllm_options
+from .given import given_options
+from .parser import refuse
+from .words import take_parts
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 
@@ -51,15 +56,25 @@ def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
         help += f" (default: {default})"
     options: dict[str, Any] = {"help": help.replace("%", "%%"), "dest": f"opt_{spec.name}", "default": None}
     kind = kind_of(hint)
-    if kind is bool:
+    if spec.metadata["is_json"]:
+        take_parts(group.add_argument(flag(spec.name), metavar="JSON", **options))
+    elif kind is bool:
         group.add_argument(flag(spec.name), action=argparse.BooleanOptionalAction, **options)
     elif kind is tuple:
         group.add_argument(flag(spec.name), nargs="+", metavar="NAME", **options)
     else:
-        choices = spec.metadata["choices"]
+        choices = spec.metadata["choices"] or None
         metavar = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
-        read = NUMBERS.get(kind) or functools.partial(spelled, spec.name)
-        group.add_argument(flag(spec.name), type=read, choices=choices, metavar=metavar, **options)
+        as_typed = functools.partial(_typed, spec.name)
+        group.add_argument(flag(spec.name), type=as_typed, choices=choices, metavar=metavar, **options)
+
+
+def _typed(name: str, text: str) -> Any:
+    """As argparse wants it: raises ArgumentTypeError."""
+    try:
+        return read(name, text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +83,11 @@ def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
         names = [f"--{option.name}", *([f"-{option.short}"] if option.short else [])]
         if f"--{option.name}" not in parser._option_string_actions:
             kind: Any = None if option.takes_value else argparse.BooleanOptionalAction
-            parser.add_argument(*names, action=kind, dest=f"vllm_{name}", default=None, help=argparse.SUPPRESS)
+            action = parser.add_argument(*names, action=kind, dest=f"vllm_{name}", default=None, help=argparse.SUPPRESS)
+            if option.is_json:
+                take_parts(action)
+            if option.accepted != ANY:
+                refuse(action)
 
 
 def sources(arguments: argparse.Namespace) -> dict[str, str]:
@@ -82,11 +101,29 @@ def sources(arguments: argparse.Namespace) -> dict[str, str]:
     return given
 
 
+def _check_lists(found: dict[str, Given]) -> None:
+    """Where no model is named, a flag that takes several words may have taken it. Raises ConfigError."""
+    for name, one in found.items():
+        if one.source == "flag" and isinstance(one.value, list) and _looks_like_a_model(one.value[-1]):
+            secret = options()[name][0].metadata["secret"]
+            last = "what looks like a model" if secret else repr(one.value[-1])
+            raise ConfigError(
+                f"{one.where} took {last} as one of its words, and no model is named: put the model first, as in "
+                f"`vserve MODEL {one.where} …`"
+            )
+
+
+def _looks_like_a_model(word: str) -> bool:
+    return bool(word) and (os.path.exists(os.path.expanduser(word)) or ("/" in word and is_hub_name(word)))
+
+
 def read_flags(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     """What was given, wherever, over the defaults. Without a model: the demo model. Raises ConfigError."""
-    given = {name: one.value for name, one in given_options(arguments).items()}
+    found = given_options(arguments)
+    given = {name: one.value for name, one in found.items()}
     demo = "model" not in given
     if demo:
+        _check_lists(found)
         given["model"] = str(DEMO)
     parts: list[dict[str, Any]] = []
     for config in (EngineConfig, ServerConfig):

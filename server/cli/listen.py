@@ -8,7 +8,7 @@ import socket
 import stat
 
 from ...engine.config import ConfigError
-from ..config import ServerConfig
+from ..options.config import ServerConfig
 
 BACKLOG = 2048  # connections that wait to be accepted
 

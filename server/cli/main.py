@@ -9,7 +9,8 @@ import sys
 from types import ModuleType
 
 from ... import __version__
-from .parser import Parser, did_you_mean
+from ..options.hint import did_you_mean
+from .parser import Parser
 from .terminal import styled
 
 # By what a person wants; the modules are imported when they are needed, for all of them together take seconds.
@@ -105,7 +106,8 @@ def _dashes(argument: str) -> str:
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
+    name, dot, key = name.partition(".")
+    return name.replace("_", "-") + dot + key + equals + value
 
 
 if __name__ == "__main__":

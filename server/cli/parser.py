@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from ..options.hint import did_you_mean
 from .terminal import styled
+from .words import rewritten
+
+_IS_REFUSED = "is_refused"
+# What other servers call it.
+_SLIPS = {
+    "-p": "--port", "-m": "--model", "--model-path": "--model", "--model-id": "--model", "-c": "--max-model-len",
+    "--ctx-size": "--max-model-len", "--context-length": "--max-model-len", "-a": "--served-model-name",
+    "--alias": "--served-model-name", "-t": "--cpu-threads", "--threads": "--cpu-threads", "-d": "--device",
+    "-np": "--max-num-seqs", "--parallel": "--max-num-seqs", "--max-running-requests": "--max-num-seqs",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+}  # fmt: skip
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean --port?`, or nothing where nothing is near."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    near = near or [longer for longer in known if len(name) > 4 and longer.startswith(name)][:1]
-    return f"; did you mean {near[0]}?" if near else ""
+def refuse(action: argparse.Action) -> None:
+    """It is known only to be refused: no hint names it."""
+    setattr(action, _IS_REFUSED, True)
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,18 +35,35 @@ class Parser(argparse.ArgumentParser):
             help="this help, or that on a group of options or a flag alone: --help=cache, --help=max-model-len",
         )  # fmt: skip
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        try:
+            words = rewritten(self._option_string_actions, list(sys.argv[1:] if args is None else args))
+        except ValueError as error:
+            self.error(str(error))
+        parsed, unknown = super().parse_known_args(words, namespace)
+        if unknown:  # said here, where a subcommand's own parser knows what it has
             names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
             if not names:
                 self.error(f"unexpected argument {unknown[0]!r}")
-            self.error(f"unknown option {names[0]}{did_you_mean(names[0], self.all_flags())}")
-        return parsed
+            self.error(f"unknown option {names[0]}{self._hint(names[0])}")
+        return parsed, unknown
+
+    def _hint(self, name: str) -> str:
+        flags = [flag for flag in self.all_flags() if flag != name]
+        if (meant := _SLIPS.get(name)) in flags:
+            return f"; did you mean {meant}?"
+        return did_you_mean(name, flags) if name.startswith("--") else ""
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Nothing is guessed from its beginning; -O3 is -O 3."""
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return [one for one in found if one[1] == option_string[:2] and option_string[2:].isdecimal()]
 
     def all_flags(self) -> list[str]:
-        """Those of its subcommands included."""
-        flags = list(self._option_string_actions)
+        """Those of its subcommands included, without those that are refused."""
+        flags = [
+            flag for flag, action in self._option_string_actions.items() if not getattr(action, _IS_REFUSED, False)
+        ]
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for parser in action.choices.values():

@@ -10,7 +10,7 @@ import time
 from ... import __version__
 from ...engine import logs
 from ...engine.messages import EngineInfo, Progress
-from ..config import ServerConfig
+from ..options.config import ServerConfig
 
 logger = logging.getLogger("vserve")
 
@@ -46,22 +46,21 @@ class ProgressLine:
             print(logs.CLEAR_LINE, end="", file=sys.stderr, flush=True)
         self._phase = ""
 
-
-def announce(info: EngineInfo, config: ServerConfig, sock: socket.socket, seconds: float) -> None:
-    spent = info.startup_seconds
-    spent = {"imports": seconds - sum(spent.values())} | spent  # the engine counts from when it can
-    phases = ", ".join(f"{name} {part:.1f}" for name, part in spent.items() if part >= 0.05)
-    if config.uds is not None:
-        url, curl = f"unix:{config.uds}", f"--unix-socket {config.uds} http://localhost"
-    else:
-        host = "localhost" if config.host in ("0.0.0.0", "::", "127.0.0.1") else config.host
-        scheme = "http" if config.ssl_certfile is None else "https"
-        url = curl = f"{scheme}://{host}:{sock.getsockname()[1]}"
-    name = config.served_model_name[0]
-    logs.say(
-        f"vserve {__version__} serves {name} on {info.device} in {info.dtype}, context {info.max_model_len} tokens; "
-        f"ready in {seconds:.1f} s ({phases})\n"
-        f"{url}   try:\n"
-        f"  curl {curl}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f'    -d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\''
-    )
+    def ready(self, info: EngineInfo, config: ServerConfig, sock: socket.socket, seconds: float) -> None:
+        spent = info.startup_seconds
+        spent = {"imports": seconds - sum(spent.values())} | spent  # the engine counts from when it can
+        phases = ", ".join(f"{name} {part:.1f}" for name, part in spent.items() if part >= 0.05)
+        if config.uds is not None:
+            url, curl = f"unix:{config.uds}", f"--unix-socket {config.uds} http://localhost"
+        else:
+            host = "localhost" if config.host in ("0.0.0.0", "::", "127.0.0.1") else config.host
+            scheme = "http" if config.ssl_certfile is None else "https"
+            url = curl = f"{scheme}://{host}:{sock.getsockname()[1]}"
+        name = config.served_model_name[0]
+        logs.say(
+            f"vserve {__version__} serves {name} on {info.device} in {info.dtype}, context {info.max_model_len} "
+            f"tokens; ready in {seconds:.1f} s ({phases})\n"
+            f"{url}   try:\n"
+            f"  curl {curl}/v1/chat/completions -H 'content-type: application/json' \\\n"
+            f'    -d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\''
+        )

@@ -12,6 +12,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -19,20 +20,27 @@ from typing import IO, Any
 import httpx
 
 from ...engine.config import ConfigError, EngineConfig
-from ..config import ServerConfig
-from ..http_config import ENVIRONMENT
-from ..mailbox import EngineDeadError
+from ..client.mailbox import EngineDeadError
+from ..options.config import ServerConfig
+from ..options.http import ENVIRONMENT
 from .flags import add_flags, read_flags
+from .given import notices
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-_SERVER_OPTIONS = (
-    "served_model_name", "tokenizer", "chat_template", "generation_config", "override_generation_config",
-    "strict_params", "grammar_compile_timeout", "pooling",
-)  # fmt: skip
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 
 
 class BatchError(Exception):
-    """The file of requests cannot be used. The message names the line."""
+    """The file of requests has none, or a line of it is no request. The message names the line."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request of a batch, or what is wrong with it."""
+
+    custom_id: str | None
+    url: str = ""
+    body: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,15 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-concurrency", type=int, default=1024, metavar="N", help="requests in work at once (default: 1024)"
     )
-    add_flags(parser, EngineConfig)
-    add_flags(parser, ServerConfig, only=_SERVER_OPTIONS)
+    add_flags(parser, EngineConfig, ServerConfig)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 where every request has its line of output, whatever it says; 1 where the batch could not be run."""
+    """Returns 0 where every line has its line of output, whatever it says; 1 where the batch could not be run."""
     logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         engine, server = read_flags(arguments)
+        for line in notices(arguments):
+            print(f"vserve: {line}", file=sys.stderr)
         if arguments.max_concurrency < 1:
             raise ConfigError(f"--max-concurrency is {arguments.max_concurrency}: it must be at least 1")
         requests = read_requests(arguments.input_file)
@@ -71,37 +80,46 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_requests(path: str) -> list[dict[str, Any]]:
-    """All are checked before a model is loaded. Raises BatchError, OSError."""
-    try:
-        lines = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BatchError(f"{path} is not text in UTF-8 ({error})") from None
-    requests: list[dict[str, Any]] = []
+def read_requests(path: str) -> list[Line]:
+    """All are looked at before a model is loaded; a bad line costs no other. Raises BatchError, OSError."""
+    text = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    requests: list[Line] = []
     ids: set[str] = set()
-    for number, line in enumerate(lines.split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {path}"
+    for number, line in enumerate(text.split(b"\n"), 1):
+        if line.strip():
+            requests.append(_read(line, f"line {number} of {path}", ids))
+    if not requests:
+        raise BatchError(f"{path} has no requests")
+    return requests
+
+
+def _read(line: bytes, where: str, ids: set[str]) -> Line:
+    """`ids`: of the lines before, and of this one after."""
+    custom_id: str | None = None
+    try:
         try:
-            request = json.loads(line)
-        except ValueError as error:
+            request = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise BatchError(f"{where} is not text in UTF-8 ({error})") from None
+        except (ValueError, RecursionError) as error:
             raise BatchError(f"{where} is no JSON ({error})") from None
         if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
             raise BatchError(f"{where} has no 'custom_id', a string that its answer will carry")
-        if request["custom_id"] in ids:
-            raise BatchError(f"{where} has the custom_id {request['custom_id']!r} of an earlier line: choose another")
+        custom_id = request["custom_id"]
+        if custom_id in ids:
+            raise BatchError(f"{where} has the custom_id {custom_id!r} of an earlier line: choose another")
+        ids.add(custom_id)
         if request.get("method", "POST") != "POST" or request.get("url") not in URLS:
             raise BatchError(f"{where}: method must be POST, and url one of {', '.join(URLS)}")
         if not isinstance(request.get("body"), dict):
             raise BatchError(f"{where} has no 'body', the object that would be posted")
         if request["body"].get("stream"):
             raise BatchError(f"{where} has 'stream': leave it out, a batch has whole answers")
-        ids.add(request["custom_id"])
-        requests.append(request)
-    if not requests:
-        raise BatchError(f"{path} has no requests")
-    return requests
+        if request["body"].get("background"):
+            raise BatchError(f"{where} has 'background': leave it out, a batch waits for its answers")
+    except BatchError as error:
+        return Line(custom_id, problem=str(error))
+    return Line(custom_id, request["url"], request["body"])
 
 
 def open_output(path: str) -> Any:
@@ -110,15 +128,25 @@ def open_output(path: str) -> Any:
 
 
 async def answer_all(
-    engine: EngineConfig, server: ServerConfig, requests: list[dict[str, Any]], out: IO[str], max_concurrency: int
+    engine: EngineConfig, server: ServerConfig, lines: list[Line], out: IO[str], max_concurrency: int
 ) -> int:
-    """Writes a line for each request, in the order in which they finish. Returns how many were not answered 200.
+    """Writes a line for each line, in the order in which they finish. Returns how many were not answered 200.
 
     They pass through the application itself, without a socket: what a server answers, a batch answers.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    failed = 0
+    def write(answer: dict[str, Any]) -> None:
+        out.write(json.dumps(answer, ensure_ascii=False) + "\n")
+        out.flush()
+
+    requests = [line for line in lines if line.problem is None]
+    failed = len(lines) - len(requests)
+    for line in lines:
+        if line.problem is not None:
+            write(_answer(line, error={"code": "invalid_line", "message": line.problem}))
+    if not requests:
+        return failed
     left = iter(requests)
     async with _application(engine, server) as http:
         with tqdm(total=len(requests), desc="requests", dynamic_ncols=True, disable=not sys.stderr.isatty()) as bar:
@@ -126,41 +154,43 @@ async def answer_all(
             async def work() -> None:
                 nonlocal failed
                 for request in left:
-                    line = await _answer(http, request)
-                    failed += line["error"] is not None or line["response"]["status_code"] != 200
-                    out.write(json.dumps(line, ensure_ascii=False) + "\n")
-                    out.flush()
+                    answer = await _ask(http, request)
+                    failed += answer["error"] is not None or answer["response"]["status_code"] != 200
+                    write(answer)
                     bar.update(1)
 
             await asyncio.gather(*(work() for _ in range(min(max_concurrency, len(requests)))))
     return failed
 
 
-async def _answer(http: httpx.AsyncClient, request: dict[str, Any]) -> dict[str, Any]:
-    line: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request["custom_id"]}
+def _answer(line: Line, response: dict[str, Any] | None = None, error: dict[str, str] | None = None) -> dict[str, Any]:
+    id = f"batch_req_{uuid.uuid4().hex}"
+    return {"id": id, "custom_id": line.custom_id, "response": response, "error": error}
+
+
+async def _ask(http: httpx.AsyncClient, line: Line) -> dict[str, Any]:
     try:
-        response = await http.post(request["url"], json=request["body"])
+        response = await http.post(line.url, json=line.body)
+        while response.status_code == 429:  # too much is on its way at once: the batch has time
+            await asyncio.sleep(float(response.headers.get("retry-after", 1)))
+            response = await http.post(line.url, json=line.body)
+        body = response.json()
     except Exception as error:
-        return {
-            **line,
-            "response": None,
-            "error": {"code": "server_error", "message": f"{type(error).__name__}: {error}"},
-        }
-    request_id = response.headers.get("x-request-id", line["id"])
-    answer = {"status_code": response.status_code, "request_id": request_id, "body": response.json()}
-    return {**line, "response": answer, "error": None}
+        return _answer(line, error={"code": "server_error", "message": f"{type(error).__name__}: {error}"})
+    request_id = response.headers.get("x-request-id", "")
+    return _answer(line, {"status_code": response.status_code, "request_id": request_id, "body": body})
 
 
 @asynccontextmanager
 async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncIterator[httpx.AsyncClient]:
     from ..app import create_app
-    from ..engine_client import EngineClient
-    from ..tokenizer import load_text_model
+    from ..client.engine_client import EngineClient
+    from ..text.tokenizer import load_text_model
     from .progress import ProgressLine
 
     # The batch waits in one line: nobody is turned away.
     server = dataclasses.replace(
-        server, max_num_queued_reqs=0, max_num_queued_tokens=0, access_log=False,
+        server, max_num_queued_reqs=0, max_num_queued_tokens=0, access_log=False, root_path="",
         api_key=(), api_key_file=None, admin_api_key=(), admin_api_key_file=None,
     )  # fmt: skip
     key = next(filter(None, (os.environ.get(name, "").strip() for name in chain(*ENVIRONMENT.values()))), "none")
@@ -168,7 +198,7 @@ async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncItera
     client.progress_listeners.append(progress)
     try:
         await client.start()
-        model = await asyncio.to_thread(load_text_model, engine.model, server, engine.revision)
+        model = await asyncio.to_thread(load_text_model, engine.model, server, engine)
         app = create_app(client, server, model)
         progress.done()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

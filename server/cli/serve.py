@@ -8,9 +8,11 @@ import sys
 
 from ...engine import faults, logs
 from ...engine.config import ConfigError, EngineConfig
+from ...engine.model_file import ModelError
 from ...engine.model_path import find_model
+from ...engine.overrides import check_described
 from ...engine.process import dump_stacks_on_signal
-from ..config import ServerConfig
+from ..options.config import ServerConfig
 from .flags import add_flags, read_flags, sources
 from .given import notices
 from .listen import listen
@@ -26,9 +28,13 @@ def run(arguments: argparse.Namespace) -> int:
     logs.open_standard_streams()
     try:
         engine_config, server_config = read_flags(arguments)
-        find_model(engine_config.model)
+        if (folder := find_model(engine_config.model)) is not None:
+            check_described(folder, engine_config)
         faults.planned()
         sock = listen(server_config)
+    except ModelError as error:
+        print(f"vserve: {error}", file=sys.stderr)
+        return 1
     except ConfigError as error:
         print(f"vserve: {error}", file=sys.stderr)
         return 2
@@ -37,5 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
         logger.info(line)
     dump_stacks_on_signal()
     from .. import service  # after the port is taken: its imports take a moment
+    from .progress import ProgressLine
 
-    return service.run(engine_config, server_config, sources(arguments), sock)
+    return service.run(engine_config, server_config, sources(arguments), sock, ProgressLine())

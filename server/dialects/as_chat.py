@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..errors import ApiError, bad_request, shorten, unsupported
-from ..protocol import ChatRequest
-from ..validation import first_error
+from ..wire.requests import ChatRequest
+from ..wire.validation import first_error
 
 MAX_ITEMS = 65_536  # of an input, or messages
 MAX_PARTS = 4096  # of one item
@@ -51,6 +51,22 @@ class SamplingFields(BaseModel):
             if (value := raw.get(name)) is not None and value not in neutral:
                 raise unsupported(name)
         return {name: value for name, value in raw.items() if name not in cls.not_built}
+
+    # Left as they are, since the chat looks at them.
+    @field_validator("logit_bias", mode="plain", json_schema_input_type=dict[str, float] | None)
+    @classmethod
+    def _logit_bias(cls, value: Any) -> Any:
+        return value
+
+    @field_validator("allowed_token_ids", "stop_token_ids", mode="plain", json_schema_input_type=list[int] | None)
+    @classmethod
+    def _token_ids(cls, value: Any) -> Any:
+        return value
+
+    @field_validator("bad_words", mode="plain", json_schema_input_type=list[str] | None)
+    @classmethod
+    def _bad_words(cls, value: Any) -> Any:
+        return value
 
     @property
     def sampling(self) -> dict[str, Any]:

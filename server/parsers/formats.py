@@ -11,11 +11,21 @@ from typing import Any
 
 from .reader import Reader, Reading, new_id
 
-Grammar = dict[str, Any]  # a format of xgrammar's structural tags
+Grammar = dict[str, Any]  # what lark.py reads
+MAX_WHITESPACE = 8  # characters in a row within the arguments of a call
+
+
+def const(text: str) -> Grammar:
+    return {"type": "const_string", "value": text}
+
+
+def sequence(*elements: Grammar) -> Grammar:
+    real = [element for element in elements if element != const("")]
+    return real[0] if len(real) == 1 else {"type": "sequence", "elements": real}
 
 
 def json_arguments(schema: dict[str, Any]) -> Grammar:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 8}
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
 @dataclass(frozen=True)
@@ -61,12 +71,23 @@ class ReasoningFormat:
     aliases: tuple[str, ...] = ()
     detection: Detection = Detection()
 
-    def read(self, reader: Reader, open: bool) -> Reading[None]:
-        """The reasoning at the beginning of an answer, if there is any. `open`: the prompt ends within it."""
-        if open or (yield from reader.skip(self.begin)):
-            reader.turn(thinking=True)
-            if (yield from reader.text_until(self.end)):
+    def read(self, reader: Reader, open: bool, calls: ToolFormat | None = None) -> Reading[None]:
+        """The reasoning at the beginning of an answer, if there is any. `open`: the prompt ends within it; `calls`: how
+        tools are called. A call in reasoning that never ends has ended it: some models forget to say so.
+        """
+        if not open and not (yield from reader.skip(self.begin)):
+            return
+        reader.turn(thinking=True)
+        trigger = None if calls is None else calls.trigger
+        found = yield from reader.text_until(self.end, *filter(None, [trigger]))
+        if calls is not None and found == trigger:
+            reader.unread(found)
+            if not (yield from reader.comes(self.end)) and reader.would_call(calls.read):
                 reader.turn(thinking=False)
+                return
+            found = yield from reader.text_until(self.end)
+        if found:
+            reader.turn(thinking=False)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,39 @@ class CallArguments:
 Part = Content | Reasoning | CallBegin | CallArguments
 
 
-def append(parts: list[Part], new: Part) -> None:
-    """Text that continues the last part becomes one with it."""
-    last = parts[-1] if parts else None
-    if isinstance(last, Content) and isinstance(new, Content):
-        parts[-1] = Content(last.text + new.text)
-    elif isinstance(last, Reasoning) and isinstance(new, Reasoning):
-        parts[-1] = Reasoning(last.text + new.text)
-    elif isinstance(last, CallArguments) and isinstance(new, CallArguments) and last.index == new.index:
-        parts[-1] = CallArguments(last.index, last.text + new.text)
-    else:
-        parts.append(new)
+def merged(parts: list[Part]) -> list[Part]:
+    """Text that continues the part before it becomes one with it, all of it at once: piece by piece, an answer of n
+    pieces would be copied n times."""
+    if len(parts) < 2:
+        return parts
+    if len(parts) == 2 and isinstance(first := parts[0], Content) and isinstance(second := parts[1], Content):
+        return [Content(first.text + second.text)]  # a word and its space: most of what is no single part
+    found: list[Part] = []
+    pieces: list[str] = []  # of the last one found, beside its own
+    for part in parts:
+        last = found[-1] if found else None
+        if last is not None and _continues(part, last):
+            assert not isinstance(part, CallBegin)
+            pieces.append(part.text)
+        else:
+            _complete(found, pieces)
+            found.append(part)
+            pieces = []
+    _complete(found, pieces)
+    return found
+
+
+def _continues(part: Part, last: Part) -> bool:
+    if isinstance(part, CallArguments):
+        return isinstance(last, CallArguments) and last.index == part.index
+    return type(part) is type(last) and not isinstance(part, CallBegin)
+
+
+def _complete(found: list[Part], pieces: list[str]) -> None:
+    if pieces:
+        last = found[-1]
+        assert not isinstance(last, CallBegin)
+        found[-1] = replace(last, text="".join((last.text, *pieces)))
 
 
 def written(parts: list[Part]) -> str:

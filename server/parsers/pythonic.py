@@ -8,14 +8,13 @@ import re
 import warnings
 from typing import Any
 
-from .formats import Detection, Grammar, ToolFormat, json_arguments
+from .formats import MAX_WHITESPACE, Detection, Grammar, ToolFormat
 from .reader import Reader, Reading
 
 START, END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _CONSTANTS = {"true": True, "false": False, "null": None}  # which models that know JSON better write
 MAX_LENGTH = 100_000  # characters of one call
-MAX_OPTIONAL = 12  # parameters that a grammar lets out in every way
 
 
 def read(reader: Reader) -> Reading[None]:
@@ -82,35 +81,16 @@ def grammar(schema: dict[str, Any]) -> Grammar:
     """Keyword arguments in the order of the schema's properties, their values written as JSON."""
     properties = schema.get("properties", {})
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-
-    def argument(name: str) -> Grammar:
-        value = properties[name]
-        value = {**value, **definitions} if isinstance(value, dict) else value
-        return _sequence(_const(f"{name}="), json_arguments(value))
-
-    required = [name for name in properties if name in schema.get("required", ())]
-    optional = [name for name in properties if name not in required][:MAX_OPTIONAL]
-    comma = _const(", ")
-
-    def more(names: list[str]) -> list[Grammar]:
-        return [{"type": "optional", "content": _sequence(comma, argument(name))} for name in names]
-
-    if required:
-        parts = [argument(required[0])]
-        parts += [part for name in required[1:] for part in (comma, argument(name))]
-        return _sequence(*parts, *more(optional))
-    if not optional:
-        return _const("")
-    alternatives = [_sequence(argument(name), *more(optional[i + 1 :])) for i, name in enumerate(optional)]
-    return {"type": "optional", "content": {"type": "or", "elements": alternatives}}
-
-
-def _const(text: str) -> Grammar:
-    return {"type": "const_string", "value": text}
-
-
-def _sequence(*elements: Grammar) -> Grammar:
-    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": list(elements)}
+    if definitions:
+        properties = {k: {**one, **definitions} if isinstance(one, dict) else one for k, one in properties.items()}
+    return {
+        "type": "keywords",
+        "properties": properties,
+        "required": [name for name in schema.get("required", ()) if name in properties],
+        "sign": "=",
+        "separator": ", ",
+        "max_whitespace_cnt": MAX_WHITESPACE,
+    }
 
 
 FORMATS = (

@@ -6,16 +6,18 @@ pieces are cut makes no difference to what comes out, taken together.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Container, Generator
 from typing import TypeVar
 
 from .json_text import Scan, as_object, as_string
-from .parts import CallArguments, CallBegin, Content, Part, Reasoning, append
+from .parts import CallArguments, CallBegin, Content, Part, Reasoning, merged
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields for more text, returns a T
 
+_SPACE = re.compile(r"\s*")
 _KEYS = ("name", "arguments", "parameters", "type", "id")  # of a call
 
 
@@ -46,7 +48,7 @@ class Reader:
         self._ended = False  # nothing more will come
         self._starved = False  # something was incomplete when the text ended
         self._marker = (0, 0)  # start and end of what may have begun a call
-        self._space = ""  # white space that goes out with what follows it, if text does
+        self._space: list[str] = []  # white space that goes out with what follows it, if text does
         self._fresh = False  # leading white space is dropped
         self._spoken = False  # some text was no reasoning
         self._parts: list[Part] = []
@@ -55,7 +57,11 @@ class Reader:
 
     def feed(self, text: str) -> list[Part]:
         """What is certain now."""
-        self._text += text
+        # A local that nothing else refers to grows in place: text that is held back is not copied for each piece.
+        held, self._text = self._text, ""
+        held += text
+        self._text = held
+        del held
         try:
             next(self._reading)
         except StopIteration:  # the format is through: all that follows is text
@@ -63,7 +69,7 @@ class Reader:
             self._say_space()
             self._text, self._at = "", 0
         parts, self._parts = self._parts, []
-        return parts
+        return merged(parts)
 
     def finish(self) -> list[Part]:
         """What is left when nothing more comes."""
@@ -77,7 +83,7 @@ class Reader:
         self._say_space()
         self._text, self._at = "", 0
         parts, self._parts = self._parts, []
-        return parts
+        return merged(parts)
 
     # ---- text ----
 
@@ -85,21 +91,30 @@ class Reader:
         if self._fresh:
             text = text.lstrip()
             self._fresh = not text
-        said = (self._space + text).rstrip()
-        self._space = (self._space + text)[len(said) :]
-        if said:
-            append(self._parts, Reasoning(said) if self.thinking else Content(said))
-            self._spoken |= not self.thinking
+        said = text.rstrip()
+        if not said:
+            if text:
+                self._space.append(text)
+            return
+        whole = "".join((*self._space, said)) if self._space else said
+        self._space = [text[len(said) :]] if len(said) < len(text) else []
+        self._parts.append(Reasoning(whole) if self.thinking else Content(whole))
+        self._spoken |= not self.thinking
 
     def _say_space(self) -> None:
         """White space at the end, where no call can follow that it would belong to."""
         if self._space and not self.thinking and not self.num_calls and not self._fresh:
-            append(self._parts, Content(self._space))
-            self._space = ""
+            self._parts.append(Content("".join(self._space)))
+            self._space = []
+
+    @property
+    def held_space(self) -> str:
+        """White space of the text that waits for what follows it, which may be a call."""
+        return "" if self.thinking or self.num_calls else "".join(self._space)
 
     def turn(self, thinking: bool) -> None:
         """From text to reasoning, or back. White space around either is dropped."""
-        self.thinking, self._space, self._fresh = thinking, "", True
+        self.thinking, self._space, self._fresh = thinking, [], True
 
     def text_until(self, *markers: str) -> Reading[str]:
         """Lets text out up to one of these and reads that; returns it, "" at the end."""
@@ -111,6 +126,7 @@ class Reader:
                 self._say(text[self._at : start])
                 self._marker = start, start + len(marker)
                 self._at = start + len(marker)
+                self._forget(start)
                 return marker
             cut = len(text) if self._ended else len(text) - self._begun(markers)
             self._say(text[self._at : cut])
@@ -133,12 +149,14 @@ class Reader:
 
     def skip(self, *literals: str) -> Reading[str]:
         """Reads one of these and the white space before it, where they are next; returns it, "" otherwise."""
+        at = self._at
         while True:
-            rest = self._text[self._at :].lstrip()
+            at = self._past_space(at)
             for literal in literals:
-                if rest.startswith(literal):
-                    self._at = len(self._text) - len(rest) + len(literal)
+                if self._text.startswith(literal, at):
+                    self._at = at + len(literal)
                     return literal
+            rest = self._text[at : at + max(map(len, literals))]
             possible = any(literal.startswith(rest) for literal in literals)
             if self._ended or not possible:
                 self._starved |= possible
@@ -163,6 +181,23 @@ class Reader:
     def unread(self, text: str) -> None:
         """Goes back before `text`, which was read last."""
         self._at -= len(text)
+
+    def comes(self, marker: str) -> Reading[bool]:
+        """Waits until this has come, or nothing more will. Nothing is read."""
+        at = self._at
+        while self._text.find(marker, at) < 0:
+            if self._ended:
+                return False
+            at = max(at, len(self._text) - len(marker) + 1)
+            yield
+        return True
+
+    def would_call(self, read: Callable[[Reader], Reading[None]]) -> bool:
+        """Whether there is a whole call in what has come, as this format has it."""
+        trial = Reader(read, self._names)
+        trial.feed(self._text[self._at :])
+        trial.finish()
+        return trial.num_calls > 0
 
     def bracketed(self) -> Reading[str | None]:
         """Reads up to the bracket that closes what is open, as Python writes it; what stands before it, or None."""
@@ -196,6 +231,7 @@ class Reader:
     def mark(self) -> None:
         """What follows may be a call: `reject` goes back to here."""
         self._marker = self._at, self._at
+        self._forget(self._at)
 
     def reject(self) -> None:
         """What began at the last marker, or after the last call, is none: it is text from there on."""
@@ -211,13 +247,13 @@ class Reader:
         self.mark()
 
     def _begin(self, name: str) -> None:
-        self._space, self._fresh = "", not self._spoken
-        append(self._parts, CallBegin(self.num_calls, self._new_id(), name))
+        self._space, self._fresh = [], not self._spoken
+        self._parts.append(CallBegin(self.num_calls, self._new_id(), name))
         self.num_calls += 1
 
     def _more(self, arguments: str) -> None:
         if arguments:
-            append(self._parts, CallArguments(self.num_calls - 1, arguments))
+            self._parts.append(CallArguments(self.num_calls - 1, arguments))
 
     def knows(self, name: object) -> bool:
         return isinstance(name, str) and name in self._names
@@ -296,20 +332,30 @@ class Reader:
 
     def peek(self) -> Reading[str]:
         """The next character that is no white space, which is not read; "" at the end."""
-        while not (rest := self._text[self._at :].lstrip()):
+        at = self._at
+        while (at := self._past_space(at)) == len(self._text):
             if self._ended:
                 return ""
             yield
-        return rest[0]
+        return self._text[at]
+
+    def _past_space(self, at: int) -> int:
+        return _SPACE.match(self._text, at).end()  # type: ignore[union-attr]
+
+    def _forget(self, before: int) -> None:
+        """Drops what stands before this place; not each time, which would copy a long text for each call in it."""
+        if before > len(self._text) // 2:
+            self._text = self._text[before:]
+            self._at -= before
+            self._marker = self._marker[0] - before, self._marker[1] - before
 
     def value(self, pass_on: Callable[[str], None] | None = None) -> Reading[str | None]:
         """Reads a JSON value; its text, or None where none is or it breaks off. Only `as_object` says if it is valid.
 
-        `pass_on` gets the text as it comes.
+        `pass_on` gets the text as it comes, and what is returned is then not the whole.
         """
         yield from self.peek()
-        self._at = len(self._text) - len(self._text[self._at :].lstrip())
-        start = sent = self._at
+        start = sent = self._at = self._past_space(self._at)
         scan = Scan()
         while True:
             done = None
@@ -320,7 +366,8 @@ class Reader:
                 self._at -= 1  # a number ends where something else stands
             if pass_on is not None:
                 pass_on(self._text[sent : self._at])
-                sent = self._at
+                self.mark()  # it is out: nothing goes back before it
+                start = sent = self._at
             if done is not None:
                 return self._text[start : self._at] if done else None
             if self._ended:

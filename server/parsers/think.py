@@ -7,7 +7,7 @@ from .formats import Detection, ReasoningFormat
 FORMATS = (
     ReasoningFormat(
         name="think",
-        aliases=("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "step3", "hunyuan_a13b"),
+        aliases=("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "step3"),
         begin="<think>",
         end="</think>",
         detection=Detection(any=("</think>",)),

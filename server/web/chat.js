@@ -1,7 +1,7 @@
 // The conversation: what was said, what is being said, and what can be done about it.
 import { events, request } from "./api.js";
 import { button, byId, el } from "./dom.js";
-import { MessageView } from "./message.js";
+import { MessageView, isWhole } from "./message.js";
 import { Settings } from "./settings.js";
 
 const STORE = "vserve.conversation";
@@ -75,7 +75,7 @@ export class Chat {
 
   _messages() {
     const system = this._settings.system;
-    return [...(system ? [{ role: "system", content: system }] : []), ...this._turns.map(asMessage)];
+    return [...(system ? [{ role: "system", content: system }] : []), ...history(this._turns)];
   }
 
   /** Runs to the end of the answer; whatever goes wrong is shown with it. */
@@ -196,10 +196,22 @@ function take(turn, chunk, clock) {
   }
 }
 
+/** What the model is told of the conversation. An answer that never came is left out with its question: an empty one
+ * would be read as the model's own, and many templates want questions and answers in turn. */
+function history(turns) {
+  const messages = [];
+  for (const turn of turns) {
+    const message = asMessage(turn);
+    if (turn.role !== "assistant" || message.content || message.tool_calls) messages.push(message);
+    else if (messages.at(-1)?.role === "user") messages.pop();
+  }
+  return messages;
+}
+
 function asMessage(turn) {
   if (turn.role === "tool") return { role: "tool", tool_call_id: turn.tool_call_id, content: turn.content };
   const message = { role: turn.role, content: turn.content };
-  if (turn.toolCalls?.length) {
+  if (turn.toolCalls?.length && isWhole(turn)) {
     message.tool_calls = turn.toolCalls;
     if (turn.reasoning) message.reasoning = turn.reasoning; // a model goes on thinking when the tools have answered
   }

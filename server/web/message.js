@@ -3,6 +3,9 @@ import { button, copyFrom, el, milliseconds } from "./dom.js";
 import { Prose, codeBlock, wholeJson } from "./markdown.js";
 import { asCurl, asPython } from "./snippets.js";
 
+/** Whether the answer came to its end: the calls of another one may be torn. */
+export const isWhole = (turn) => !turn.error && turn.finish !== "aborted";
+
 const NAMES = { user: "You", assistant: "Model", tool: "Tool result" };
 
 /** Shows a turn and follows it: call update() when it has changed. `actions`: edit, regenerate, giveResults. */
@@ -76,7 +79,7 @@ export class MessageView {
         el("h4", {}, el("span", { text: "calls " }), el("code", { text: call.function.name })),
         codeBlock(shown || "{}", "json")));
     }
-    if (this.turn.toolCalls?.length && this._actions.giveResults) this._calls.append(this._resultForm());
+    if (this.turn.toolCalls?.length && isWhole(this.turn) && this._actions.giveResults) this._calls.append(this._resultForm());
   }
 
   _resultForm() {

@@ -111,7 +111,7 @@ class Invariants:
         self.server_errors = sum_of(settled(self._http), "http_requests_total", 'status="5xx"')
         self.memory = self._memory()
 
-    def check(self, server_errors: int = 0) -> None:
+    def check(self, server_errors: int = 0, max_growth: int = MAX_GROWTH) -> None:
         assert self.server.process.poll() is None
         assert self._http.get("/health").status_code == 200
         assert self._canary() == self.canary
@@ -119,7 +119,7 @@ class Invariants:
         assert errors - self.server_errors <= server_errors
         self.server_errors = errors
         assert self._children() == self.children
-        assert self.growth() < MAX_GROWTH
+        assert self.growth() < max_growth
 
     def growth(self) -> int:
         """Bytes of resident memory."""

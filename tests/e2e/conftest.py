@@ -79,9 +79,12 @@ def gone(pid: int) -> bool:
         return True
 
 
-def launch(*arguments: str, port: int = 0, env: dict[str, str] | None = None) -> ServerProcess:
-    """A server that has been started, no more; `url` is known where `port` is."""
-    command = [sys.executable, "-m", "vserve.server.cli.main", *arguments, "--device", "cpu", "--cpu-threads", "1"]
+def launch(*arguments: str, port: int = 0, env: dict[str, str] | None = None, code: str | None = None) -> ServerProcess:
+    """A server that has been started, no more; `url` is known where `port` is. `code`: a program in place
+    of the command.
+    """
+    program = ["-m", "vserve.server.cli.main"] if code is None else ["-c", code]
+    command = [sys.executable, *program, *arguments, "--device", "cpu", "--cpu-threads", "1"]
     process = subprocess.Popen(
         [*command, "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, **(env or {})},
@@ -273,9 +276,9 @@ def live(model: Path, **options: object) -> Iterator[str]:
 
     from vserve.engine.config import EngineConfig
     from vserve.server.app import create_app
-    from vserve.server.config import ServerConfig
-    from vserve.server.engine_client import EngineClient
-    from vserve.server.tokenizer import load_text_model
+    from vserve.server.client.engine_client import EngineClient
+    from vserve.server.options.config import ServerConfig
+    from vserve.server.text.tokenizer import load_text_model
 
     started: dict[str, object] = {}
     ready = threading.Event()

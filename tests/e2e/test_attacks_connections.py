@@ -16,6 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
+JSON = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 LONG = {"model": "demo", "prompt": "go on", "max_tokens": 1900, "ignore_eos": True}
 
 
@@ -27,8 +28,8 @@ LONG = {"model": "demo", "prompt": "go on", "max_tokens": 1900, "ignore_eos": Tr
     [
         [b"GET /health HTTP/1.1\r\n", *[b"x-%d: a\r\n" % i for i in range(60)]],
         [b"G", b"E", b"T", b" ", *[b"/"] * 60],
-        [b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n", *[b"{"] * 60],
-        [b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n", *[b"1\r\n \r\n"] * 60],
+        [JSON + b"content-length: 1000\r\n\r\n", *[b"{"] * 60],
+        [JSON + b"transfer-encoding: chunked\r\n\r\n", *[b"1\r\n \r\n"] * 60],
     ],
     ids=["headers", "line", "body", "chunks"],
 )

@@ -40,7 +40,7 @@ def compiler_of(server: Any) -> int:
     """Starts it, too."""
     assert post(server, CHOICE).status_code == 200
     direct = children(server.process.pid, deep=False)  # it forks, and the forks have its name
-    (pid,) = (pid for pid, command in direct.items() if b"grammar_worker" in command)
+    (pid,) = (pid for pid, command in direct.items() if b"grammar.worker" in command)
     return pid
 
 

@@ -60,7 +60,7 @@ NUMBERS: dict[str, list[Any]] = {
     "presence_penalty": [-3, 3, "0"],
     "frequency_penalty": [-3, 3, "0"],
     "repetition_penalty": [0, -1, "1"],
-    "seed": [-1, 2**64, 1.5, "1"],
+    "seed": [-(2**64), 2**64, 1.5, "1"],
     "priority": [2**40, "1", 0.5],
     "truncate_prompt_tokens": [-2, 0, "1"],
     "stop": ["", [""], [None], [1], {"a": 1}, ["x"] * 100_000, "x" * 10**6, ["x" * 10**6], True],

@@ -62,26 +62,61 @@ def test_pipes() -> None:
     assert json.loads(done.stdout)["response"]["body"]["choices"][0]["message"]["content"] == "42"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "line 1 of - is no JSON"),
-        ("\n[]", "line 2 of - has no 'custom_id'"),
-        (line("a", prompt="x", url=TEXT) + "\n" + line("a"), "line 2 of - has the custom_id 'a' of an earlier line"),
-        (line("a", url="/v1/rerank"), "url one of /v1/chat/completions, /v1/completions"),
-        (line("a", method="GET"), "method must be POST"),
-        (line("a", stream=True), "has 'stream'"),
-        ("", "- has no requests"),
-    ],
-)
-def test_a_wrong_file_is_said_before_a_model_is_loaded(text: str, message: str, monkeypatch: Any, capsys: Any) -> None:
+BAD = {
+    "{": "line 1 of - is no JSON",
+    "[]": "line 2 of - has no 'custom_id'",
+    "\xe9": "line 3 of - is not text in UTF-8",
+    line("a", url="/v1/rerank"): "url one of /v1/chat/completions, /v1/completions",
+    line("b", method="GET"): "method must be POST",
+    line("c", stream=True): "has 'stream'",
+    json.dumps({"custom_id": "d", "url": TEXT}): "has no 'body'",
+    line("d", prompt="x", url=TEXT): "line 8 of - has the custom_id 'd' of an earlier line",
+}
+
+
+def batch(text: bytes, monkeypatch: Any, *arguments: str) -> int:
     import io
 
     from vserve.server.cli.main import main
 
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    assert main(["run-batch", "/no/such/model", "-i", "-", "-o", "/no/such/folder/out"]) == 1
-    assert message in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    return main(["run-batch", *arguments, "-i", "-"])
+
+
+def test_bad_lines_need_no_model(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    out = tmp_path / "out"
+    text = "\n".join(BAD).encode("latin-1")
+    assert batch(text, monkeypatch, "/no/such/model", "-o", str(out)) == 0
+    answers = [json.loads(answer) for answer in out.read_text().splitlines()]
+    assert [answer["custom_id"] for answer in answers] == [None, None, None, "a", "b", "c", "d", "d"]
+    for answer, message in zip(answers, BAD.values(), strict=True):
+        assert answer["response"] is None and message in answer["error"]["message"]
+    assert capsys.readouterr().err == "8 requests, 8 of them refused or failed\n"
+
+
+def test_a_file_of_nothing(monkeypatch: Any, capsys: Any) -> None:
+    assert batch(b"\n \n", monkeypatch, "/no/such/model", "-o", "/no/such/folder/out") == 1
+    assert "- has no requests" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_endpoint_that_generates_and_all_options_of_serve(tmp_path: Path) -> None:
+    hello = [{"role": "user", "content": "Hello!"}]
+    lines = [
+        "{", line("chat", messages=hello), line("text", TEXT, prompt="Hello", max_tokens=2),
+        line("response", "/v1/responses", input="Hello!"),
+        line("message", "/v1/messages", messages=hello, max_tokens=9),
+        line("vector", "/v1/embeddings", input="Hello"), line("odd", "/v1/messages", messages=hello, max_tokens=9, x=1),
+    ]  # fmt: skip
+    options = ("--strict-params", "--response-store-size", "3", "--port", "1", "--enable-chunked-prefill")
+    done = run("-i", "-", "-o", str(tmp_path / "out"), *options, input="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    answers = {answer["custom_id"]: answer for answer in map(json.loads, (tmp_path / "out").read_text().splitlines())}
+    assert "line 1 of - is no JSON" in answers.pop(None)["error"]["message"]
+    codes = {name: answer["response"]["status_code"] for name, answer in answers.items()}
+    assert codes == {"chat": 200, "text": 200, "response": 200, "message": 200, "vector": 200, "odd": 400}
+    assert answers["response"]["response"]["body"]["object"] == "response"
+    assert answers["message"]["response"]["body"]["type"] == "message"
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import torch
 from vserve import LLM, PoolingParams
 from vserve.engine.config import ConfigError
 from vserve.engine.model_config import ModelError, parse_model_config
-from vserve.server.pooling import PoolingDefaults, read_pooling
+from vserve.server.text.pooling import PoolingDefaults, read_pooling
 
 TOLERANCE = 1e-4
 HIDDEN, CONTEXT = 64, 512
@@ -130,10 +130,14 @@ def test_our_own_parameters(http: httpx.Client, states: Any) -> None:
 
     assert embed(truncate_prompt_tokens=70) == pytest.approx(unit(states(long[-70:]).mean(0)), abs=TOLERANCE)
     assert embed(truncate_prompt_tokens=-1) == pytest.approx(unit(states(long[-CONTEXT:]).mean(0)), abs=TOLERANCE)
+    first = embed(truncate_prompt_tokens=70, truncation_side="right")
+    assert first == pytest.approx(unit(states(long[:70]).mean(0)), abs=TOLERANCE)
     raw = embed(input=long[:40], normalize=False, cache_salt="me", request_id="mine", add_special_tokens=False)
     assert raw == pytest.approx(states(long[:40]).mean(0).tolist(), abs=TOLERANCE)
-    ignored = http.post("/v1/embeddings", json={"input": "a", "embed_dtype": "x"}).headers["x-vserve-ignored-params"]
-    assert ignored == "embed_dtype"
+    assert embed(input=long[:40], use_activation=False, embed_dtype="float32", endianness="little") == raw
+    assert embed(input=long[:40], use_activation=True) == pytest.approx(unit(states(long[:40]).mean(0)), abs=TOLERANCE)
+    ignored = http.post("/v1/embeddings", json={"input": "a", "mine": "x"}).headers["x-vserve-ignored-params"]
+    assert ignored == "mine"
 
 
 def test_beside_running_generations(http: httpx.Client, states: Any) -> None:
@@ -169,6 +173,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "too many dimensions": ({"input": "a", "dimensions": HIDDEN + 1}, "dimensions", "is 65; this model's embeddings"),
     "truncated to nothing": ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
     "truncated too late": ({"input": "a", "truncate_prompt_tokens": 600}, "truncate_prompt_tokens", "holds 512 tokens"),
+    "truncated where": ({"input": "a", "truncation_side": "middle"}, "truncation_side", "'left' or 'right'"),
+    "element": ({"input": "a", "embed_dtype": "int8"}, "embed_dtype", "'float32'"),
+    "byte order": ({"input": "a", "endianness": "big"}, "endianness", "only for 'encoding_format' base64"),
+    "length": ({"input": "a", "normalize": True, "use_activation": False}, "use_activation", "the two differ"),
     "priority": ({"input": "a", "priority": 1}, "priority", "--scheduling-policy priority"),
     "other model": ({"input": "a", "model": "other"}, "model", "does not exist"),
 }  # fmt: skip

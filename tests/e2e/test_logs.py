@@ -269,7 +269,7 @@ def test_text_on_a_terminal(reserve_port: Any, until: Any) -> None:
 )
 def test_bad_settings(option: str, value: Any) -> None:
     from vserve.engine.config import ConfigError
-    from vserve.server.config import ServerConfig
+    from vserve.server.options.config import ServerConfig
 
     with pytest.raises(ConfigError, match="--" + option.replace("_", "-")):
         ServerConfig(**{option: value})

@@ -81,7 +81,9 @@ def test_every_route_and_every_field(document: dict[str, Any]) -> None:
     for path, method in routes:
         operation = document["paths"][path][method]
         assert operation.get("description") or operation.get("summary"), path
-        assert ("requestBody" in operation) == (method == "post" and "{" not in path), path
+        in_path = "{" in path and not path.endswith(("/completions", "/{completion_id}"))  # what there is to say
+        has_body = method == "post" and not in_path and path != "/v1/responses/compact"
+        assert ("requestBody" in operation) == has_body, path
         for status, answer in operation["responses"].items():
             assert status == "200" or "content" in answer, (path, status)
     for name, schema in document["components"]["schemas"].items():
@@ -173,9 +175,21 @@ def events_and_answer_fit(server: Any, document: dict[str, Any], path: str, body
 
 def test_stored_responses_fit(server: Any, document: dict[str, Any]) -> None:
     id = httpx.post(f"{server.url}/v1/responses", json={"input": "Hello!"}, timeout=240).json()["id"]
-    for method, end in (("get", ""), ("post", "/cancel"), ("delete", ""), ("get", "")):
+    for method, end in (("get", ""), ("get", "/input_items"), ("post", "/cancel"), ("delete", ""), ("get", "")):
         answer = httpx.request(method, f"{server.url}/v1/responses/{id}{end}")
         route = "/v1/responses/{response_id}" + end
+        check(document, schema_of(document, route, method, str(answer.status_code)), answer.json())
+    assert answer.status_code == 404
+
+
+def test_stored_chats_fit(server: Any, document: dict[str, Any]) -> None:
+    url = f"{server.url}/v1/chat/completions"
+    id = httpx.post(url, json={"messages": HI, "store": True}, timeout=240).json()["id"]
+    check(document, schema_of(document, "/v1/chat/completions", "get"), httpx.get(url).json())
+    for method, end in (("get", ""), ("get", "/messages"), ("post", ""), ("delete", ""), ("get", "")):
+        body = {"metadata": {"a": "b"}} if method == "post" else None
+        answer = httpx.request(method, f"{url}/{id}{end}", json=body)
+        route = "/v1/chat/completions/{completion_id}" + end
         check(document, schema_of(document, route, method, str(answer.status_code)), answer.json())
     assert answer.status_code == 404
 
@@ -187,10 +201,16 @@ def test_other_answers_fit(server: Any, document: dict[str, Any]) -> None:
         ("get", "/load", "/load", None),
         ("get", "/version", "/version", None),
         ("get", "/server_info", "/server_info", None),
+        ("get", "/server_info", "/server_info?steps=8", None),
         ("post", "/tokenize", "/tokenize", {"prompt": "Hello", "return_token_strs": True}),
         ("post", "/tokenize", "/tokenize", {"messages": HI}),
         ("post", "/detokenize", "/detokenize", {"tokens": [1, 2]}),
         ("post", "/v1/chat/completions/render", "/v1/chat/completions/render", {"messages": HI}),
+        ("post", "/v1/responses/input_tokens", "/v1/responses/input_tokens", {"input": "Hello"}),
+        ("post", "/v1/completions/render", "/v1/completions/render", {"prompt": ["Hello", "you"]}),
+        ("get", "/tokenizer_info", "/tokenizer_info", None),
+        ("post", "/invocations", "/invocations", {"messages": HI, "max_tokens": 2}),
+        ("post", "/v1/engines/{model}/completions", "/v1/engines/demo/completions", {"prompt": "Hello"}),
         ("post", "/v1/messages/count_tokens", "/v1/messages/count_tokens", {"messages": HI}),
         ("post", "/v1/embeddings", "/v1/embeddings", {"input": ["Hello", "you"]}),
         ("post", "/v1/embeddings", "/v1/embeddings", {"input": [5, 6], "encoding_format": "base64"}),
@@ -234,8 +254,13 @@ def thin_out(case: Any, document: dict[str, Any], data: st.DataObject) -> None:
     body = case.body
     if not isinstance(body, dict):
         return
+    # JSON Schema calls 188.0 an integer and this server does not; how often it is drawn depends on hypothesis, which
+    # looks for constants in whatever modules happen to be loaded.
+    body = {field: int(v) if isinstance(v, float) and v.is_integer() else v for field, v in body.items()}
     name = case.operation.definition.raw["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     schema = document["components"]["schemas"][name.rpartition("/")[2]]
+    if "properties" not in schema:  # one of several requests, each of which has its own route
+        return
     if case.operation.path == "/tokenize":
         body.pop("messages" if body.get("prompt") is not None else "prompt", None)
     needed = {*schema.get("required", ()), "messages", "prompt"}
@@ -254,7 +279,7 @@ def thin_out(case: Any, document: dict[str, Any], data: st.DataObject) -> None:
         body["prompt"] = [p % 1000 if isinstance(p, int) else p for p in several]
     if not body.get("prompt", "x") or (case.operation.path == "/tokenize" and "messages" not in body):
         body["prompt"] = body.get("prompt") or "Hello"
-    if case.operation.path == "/v1/responses":
+    if case.operation.path in ("/v1/responses", "/v1/responses/input_tokens"):
         body["input"] = "Hello"
         body.pop("previous_response_id", None)
     if case.operation.path == "/v1/embeddings":
@@ -263,6 +288,8 @@ def thin_out(case: Any, document: dict[str, Any], data: st.DataObject) -> None:
             given = [[token % 1000 for token in one] if isinstance(one, list) else one for one in given if one]
             given = [one % 1000 if isinstance(one, int) else one for one in given]
         body["input"] = given or "Hello"
+    if body.get("n"):
+        body["n"] = 1 + body["n"] % 4  # the document has the most of all servers, and this one runs few at once
     if "tokens" in body:
         body["tokens"] = [token % 1000 for token in body["tokens"]]
 

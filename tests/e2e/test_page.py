@@ -240,6 +240,31 @@ def test_edit_regenerate_and_errors(demo_server: Any, open_page: Any) -> None:
     page.complaints.clear()  # Chromium reports every 400
 
 
+def test_answers_that_never_came_are_no_history(demo_server: Any, open_page: Any) -> None:
+    page = open_page(demo_server.url)
+    error = 'data: {"error": {"message": "The engine died."}}\n\n'
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"ci'}}
+    torn = event_stream({"content": "I look."}, {"tool_calls": [call]}).partition('data: {"choices": [], ')[0] + error
+    with scripted(page, error, torn, event_stream({"content": "Fine."})) as bodies:
+        expect(answered(page, "one").get_by_role("alert")).to_have_text("The engine died.")
+        answer = answered(page, "two")
+        expect(answer.get_by_role("alert")).to_have_text("The engine died.")
+        expect(answer.locator(".call")).to_be_visible()
+        expect(answer.get_by_role("button", name="Send results")).to_have_count(0)
+        page.route("**/v1/chat/completions", lambda route: None)  # says nothing
+        stopped = ask(page, "three")
+        expect(stopped).to_have_attribute("aria-busy", "true")
+        page.keyboard.press("Escape")
+        expect(stopped.locator(".finish")).to_have_text("stopped")
+    page.reload()
+    with scripted(page, event_stream({"content": "Fine."})) as later:
+        answered(page, "four")
+    assert [[message["content"] for message in body["messages"]] for body in (*bodies, *later)] == [
+        ["one"], ["two"], ["two", "I look.", "four"]
+    ]  # fmt: skip
+    assert not any("tool_calls" in message for message in later[0]["messages"])
+
+
 def test_what_is_copied_runs(demo_server: Any, open_page: Any) -> None:
     page = open_page(demo_server.url)
     page.get_by_label("Seed").fill("1")

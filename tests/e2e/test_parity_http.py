@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -125,8 +126,8 @@ def no_window(monkeypatch):
     real = Attention.__init__
 
     def unlimited(self, *arguments, **options):
-        assert "window" in options
-        real(self, *arguments, **(options | {"window": 0}))
+        real(self, *arguments, **options)
+        self.scoring = replace(self.scoring, window=0)
 
     monkeypatch.setattr(Attention, "__init__", unlimited)
 

@@ -132,7 +132,8 @@ def test_row_48_no_pickle_on_any_socket():
     for room in ("server", "engine", "kernels"):
         for file in (root / room).rglob("*.py"):
             for number, line in enumerate(file.read_text().splitlines(), 1):
-                assert not forbidden.search(line) or ".eval()" in line, f"{file}:{number}: {line}"
+                harmless = ".eval()" in line or ("torch.load(" in line and "weights_only=True" in line)
+                assert not forbidden.search(line) or harmless, f"{file}:{number}: {line}"
 
 
 def test_a_port_in_use_is_said_at_once(demo_server):

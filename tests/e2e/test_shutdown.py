@@ -59,7 +59,7 @@ def port_is_free(server) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_row_37_what_runs_is_finished_and_nothing_new_begins(start_server, until, is_gone, number):
     server = start_server("--shutdown-timeout", "600", "--stall-timeout", "300")
     pid = server.engine_pid()
@@ -79,6 +79,24 @@ def test_row_37_what_runs_is_finished_and_nothing_new_begins(start_server, until
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
     assert server.wait() == 0
     assert is_gone(pid) and port_is_free(server)
+
+
+@pytest.mark.slow
+def test_a_hang_up_ends_no_engine_and_under_nohup_no_server(launch_server, until, is_gone):
+    code = (
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from vserve.server.cli.main import main; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    server = launch_server(code=code)
+    for line in server.process.stdout:
+        if line.startswith("http://"):
+            server.url = line.split()[0].replace("localhost", "127.0.0.1")
+            break
+    for pid in (server.process.pid, server.engine_pid()):
+        os.kill(pid, signal.SIGHUP)
+    assert httpx.post(f"{server.url}/v1/completions", json=BODY | {"max_tokens": 3}, timeout=240).status_code == 200
+    server.process.terminate()
+    assert server.wait() == 0
 
 
 @pytest.mark.slow
@@ -161,3 +179,40 @@ def test_row_37_a_unix_socket_is_removed(start_server, launch_server, until, tmp
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     assert not path.exists()
+
+
+STUCK = """
+import threading
+from vserve.server.cli import main
+from vserve.server.text.tokenizer import Tokenizer
+
+encode = Tokenizer.encode
+Tokenizer.encode = lambda self, text, special: threading.Event().wait(100) or encode(self, text, special)
+raise SystemExit(main.main())
+"""
+
+
+@pytest.mark.slow
+def test_row_37_a_thread_that_tokenises_cannot_hold_up_the_end(start_server, is_gone):
+    """It took as long as the text, whatever --shutdown-timeout said."""
+    server = start_server("--shutdown-timeout", "0.2", code=STUCK)
+    pid = server.engine_pid()
+    answers = []
+
+    def complete():
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=BODY | {"prompt": "go " * 2000}, timeout=240))
+
+    threads = [threading.Thread(target=complete) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1)  # they are tokenised, or wait for it
+    begun = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(60) == 0
+    assert time.monotonic() - begun < 20  # not 100
+    for thread in threads:
+        thread.join(60)
+    assert [answer.status_code for answer in answers] == [503] * 6
+    assert all(answer.json()["error"]["code"] == "server_shutting_down" for answer in answers)
+    assert "ended in order" in server.stderr[-1]  # what was logged last was written
+    assert is_gone(pid)

@@ -157,7 +157,7 @@ def test_missing_extra_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     from vserve.engine.config import ConfigError
-    from vserve.server.config import ServerConfig
+    from vserve.server.options.config import ServerConfig
 
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "opentelemetry" in name else real(name))
@@ -169,7 +169,7 @@ def test_missing_extra_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", ""])
 def test_bad_endpoint(endpoint: str) -> None:
     from vserve.engine.config import ConfigError
-    from vserve.server.config import ServerConfig
+    from vserve.server.options.config import ServerConfig
 
     with pytest.raises(ConfigError, match="http://"):
         ServerConfig(otlp_traces_endpoint=endpoint)

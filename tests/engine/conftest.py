@@ -12,7 +12,7 @@ from vserve.engine.config import EngineConfig
 from vserve.engine.messages import EngineStats
 from vserve.engine.plan import TokenLogprobs
 from vserve.engine.request import SamplingParams
-from vserve.server.engine_client import EngineClient
+from vserve.server.client.engine_client import EngineClient
 
 
 @dataclass

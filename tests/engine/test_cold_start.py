@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from vserve.engine import precompile, prefetch, worker
 from vserve.engine.config import EngineConfig
@@ -17,6 +18,8 @@ from vserve.engine.model_config import ModelError
 from vserve.engine.precompile import Precompile
 from vserve.engine.prefetch import Prefetch
 from vserve.engine.process import run_engine
+from vserve.engine.resolved import Machine
+from vserve.engine.runner import ModelRunner
 
 
 def wait_until(condition, seconds=60.0):
@@ -158,6 +161,27 @@ def test_helpers_need_cores_and_memory(cores, gigabytes, expected, monkeypatch):
     sizes = {"SC_AVPHYS_PAGES": gigabytes << 18, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(precompile.os, "sysconf", sizes.__getitem__)
     assert precompile.num_helpers() == expected
+
+
+def test_shares_make_up_the_warm_up_of_a_model_with_few_layers(tiny_model, monkeypatch):
+    """On the CPU here: which steps, of what model, and that they run."""
+    machine = Machine(torch.device("cpu"), "card", 3 * precompile.HELPER_BYTES, 1)
+    asked, run = [], []
+    monkeypatch.setattr(worker, "open_machine", lambda config: asked.append(config.device) or machine)
+    dummy_step = ModelRunner.dummy_step
+
+    def step(runner, *arguments):
+        assert runner.model.config.num_layers == 2 and runner.max_model_len == 64
+        run.append(arguments)
+        return dummy_step(runner, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "dummy_step", step)
+    folder = tiny_model("llama", num_hidden_layers=3)
+    config = EngineConfig(str(folder), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
+    for index in range(4):  # for the fourth, the card has no memory
+        precompile.run_share(config, 3, index)
+    steps = worker.warm_up_steps(4, 32)
+    assert run == [*steps[0::3], *steps[1::3], *steps[2::3]] and asked == ["cuda"] * 4
 
 
 def test_fingerprint_follows_what_decides_on_kernels(checkpoint):

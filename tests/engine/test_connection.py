@@ -1,19 +1,26 @@
 """Framing over a real socket pair."""
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 
+import msgspec
 import pytest
 
 from vserve.engine.connection import LENGTH, Connection
 from vserve.engine.messages import (
     AbortRequests,
     AddRequest,
+    EngineStart,
     EngineStats,
+    Failure,
     FromEngine,
     RequestOutput,
     StepOutputs,
     ToEngine,
+    pack_tokens,
 )
 from vserve.engine.request import SamplingParams
 
@@ -25,7 +32,8 @@ def test_messages_arrive_whole_and_in_order_whatever_the_frames():
         lost = asyncio.get_running_loop().create_future()
         ours = await Connection.open(left, FromEngine, received.append, lambda _: None)
         theirs = await Connection.open(right, ToEngine, received.append, lost.set_result)
-        sent = [AddRequest(i, list(range(i * 1000)), SamplingParams(max_tokens=i + 1, seed=i)) for i in range(50)]
+        prompts = [pack_tokens(range(i * 1000)) for i in range(50)]
+        sent = [AddRequest(i, prompts[i], SamplingParams(max_tokens=i + 1, seed=i)) for i in range(50)]
         for i, message in enumerate(sent):
             ours.send(message)
             if i % 7 == 0:
@@ -49,9 +57,9 @@ def test_a_message_that_cannot_be_sent_is_refused_alone():
         ours = await Connection.open(left, FromEngine, print, lambda _: None)
         theirs = await Connection.open(right, ToEngine, arrived.set_result, lambda _: None)
         with pytest.raises(OverflowError):
-            ours.send(AddRequest(1, [1], SamplingParams(max_tokens=1, seed=1 << 70)))
+            ours.send(AddRequest(1, b"1234", SamplingParams(max_tokens=1, seed=1 << 70)))
         with pytest.raises(UnicodeEncodeError):
-            ours.send(AddRequest(2, [1], SamplingParams(max_tokens=1), cache_salt="\ud800"))
+            ours.send(AddRequest(2, b"1234", SamplingParams(max_tokens=1), cache_salt="\ud800"))
         ours.send(AbortRequests([3]))
         assert await asyncio.wait_for(arrived, 60) == AbortRequests([3])
         ours.close()
@@ -63,8 +71,6 @@ def test_a_message_that_cannot_be_sent_is_refused_alone():
 @pytest.mark.parametrize("cut", [1, 3, 7])
 def test_a_frame_may_arrive_in_any_pieces(cut):
     async def run():
-        import msgspec
-
         received = []
         connection = Connection(FromEngine, received.append, lambda _: None)
         messages = [StepOutputs([RequestOutput(1, [2, 3], "stop", 3)], EngineStats(num_running=1))] * 3
@@ -75,3 +81,35 @@ def test_a_frame_may_arrive_in_any_pieces(cut):
         assert received == messages * 4
 
     asyncio.run(run())
+
+
+LAST_WORDS = """
+import sys
+from vserve.engine import process
+
+async def fail(*arguments):
+    raise RuntimeError("x" * 3_000_000)
+
+process.run_engine = fail
+sys.argv = ["process", "--fd", sys.argv[1], "--parent", sys.argv[2]]
+process.main()
+"""
+
+
+def test_the_last_words_of_an_engine_arrive_however_late_they_are_read():
+    """More than a socket holds, and a reader who begins when the engine has said all: the exit waits for it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        arguments = [sys.executable, "-c", LAST_WORDS, str(theirs.fileno()), str(os.getpid())]
+        engine = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL)
+        theirs.close()
+        frame = msgspec.msgpack.encode([EngineStart({"model": "none"})])
+        ours.sendall(LENGTH.pack(len(frame)) + frame)
+        with pytest.raises(subprocess.TimeoutExpired):
+            engine.wait(1.5)
+        messages = []
+        while len(head := ours.recv(LENGTH.size, socket.MSG_WAITALL)) == LENGTH.size:
+            frame = ours.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL)
+            messages += msgspec.msgpack.decode(frame, type=list[FromEngine])
+        assert engine.wait(60) == 1
+    assert isinstance(messages[-1], Failure) and messages[-1].message == "RuntimeError: " + "x" * 3_000_000

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from concurrent.futures import Future
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+import vserve.engine.arrivals as arrivals_module
 import vserve.engine.loop as loop_module
-import vserve.engine.worker as worker_module
+import vserve.engine.resolved as resolved_module
 from vserve.engine.executor import Executor
 from vserve.engine.mask import make_mask
 from vserve.engine.messages import AbortRequests, AddGrammar, SetVocabulary
 from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
-from vserve.server.engine_client import EngineClient
+from vserve.server.client.engine_client import EngineClient
 
 END = 2
 
@@ -79,22 +80,25 @@ class Patterns:
         return Pattern(key)
 
 
+def overlap(monkeypatch, depth: int) -> None:
+    """Steps are launched on the loop's thread, the next before the last is read."""
+    make = Executor.__init__
+
+    def init(self, *args, **options):
+        make(self, *args, **options)
+        self.asynchronous = True
+
+    monkeypatch.setattr(Executor, "__init__", init)
+    monkeypatch.setitem(resolved_module.STEPS_IN_FLIGHT, "cpu", depth)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+
 @pytest.fixture(params=[1, 2, 3])
 def depth(request, monkeypatch) -> int:
     """Steps in flight; several are launched as on a GPU: on the loop's thread, the next before the last is read."""
-    monkeypatch.setattr(loop_module, "Grammars", Patterns)
+    monkeypatch.setattr(arrivals_module, "Grammars", Patterns)
     if request.param > 1:
-        config, make = worker_module.SchedulerConfig, Executor.__init__
-
-        def init(self, *args, **options):
-            make(self, *args, **options)
-            self.asynchronous = True
-
-        monkeypatch.setattr(Executor, "__init__", init)
-        monkeypatch.setattr(
-            worker_module, "SchedulerConfig", lambda **options: replace(config(**options), depth=request.param)
-        )
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        overlap(monkeypatch, request.param)
     return request.param
 
 
@@ -286,3 +290,35 @@ def test_steps_without_a_grammar_never_come_near_one(engine, prompts, plain, dep
     monkeypatch.setattr(loop_module, "make_mask", never)
     (answers,), _ = engine.run([(prompt, free()) for prompt in prompts])
     assert [a.tokens for a in answers] == plain
+
+
+def test_rows_whose_masks_are_late_sit_out_and_lose_nothing(engine, prompts, plain, depth, monkeypatch):
+    """Some masks take longer than a step waits: their rows decode once more, and every answer is what it always is."""
+    batch = [(prompt, free()) for prompt in prompts]
+    batch += [(prompt, pattern(8)) for prompt in prompts]
+    batch += [
+        (prompts[1], pattern(9, prompt_logprobs=1, logprobs=1)),
+        (prompts[2], pattern(6, temperature=1.0, seed=3)),
+    ]
+    (expected,), _ = engine.run(batch)
+    postponed = []
+    fill = Pattern.fill
+
+    def late(self, row):
+        if len(self.tokens) in (0, 3, 4, 7):
+            time.sleep(0.02)
+        fill(self, row)
+
+    def postpone(self, requests):
+        postponed.extend(requests)
+        real(self, requests)
+
+    real = loop_module.Scheduler.postpone
+    monkeypatch.setattr(Pattern, "fill", late)
+    monkeypatch.setattr(loop_module.Scheduler, "postpone", postpone)
+    monkeypatch.setattr(loop_module.Patience, "left", lambda self: 0.002)
+    (answers,), stats = engine.run(batch, block_size=4, num_gpu_blocks_override=150, max_model_len=200)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert [answer.finish_reason for answer in answers] == [answer.finish_reason for answer in expected]
+    assert answers[8].logprobs and len(answers[8].prompt_logprobs) == len(prompts[1]) - 1
+    assert postponed and stats.num_invariant_violations == 0

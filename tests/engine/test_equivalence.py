@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from vserve.engine.messages import unpack_tokens
 from vserve.engine.request import SamplingParams
 
 LENGTH = 24
@@ -169,10 +170,10 @@ def test_of_the_last_layer_a_prompt_needs_its_last_token_alone(engine, alone, mo
 
     real, poisoned = attention.prefill_attention, []
 
-    def last_only(*inputs, work, out, **options):
-        real(*inputs, work=work, out=out, **options)
+    def last_only(query, cache, batch, scoring, *, work, out):
+        real(query, cache, batch, scoring, work=work, out=out)
         if work.last_only:
-            starts = inputs[6].tolist()
+            starts = batch.query_start.tolist()
             last = [end - 1 for start, end in pairwise(starts) if end > start]
             kept = out[last]
             out[starts[0] : starts[-1]] = float("nan")
@@ -213,7 +214,7 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(engine, monkeypatch)
 
     def failing(self, plan):
         steps.append(plan)
-        if plan.step >= 0 and any(299 in new.token_ids for new in plan.new_rows):
+        if plan.step >= 0 and any(299 in unpack_tokens(new.token_ids) for new in plan.new_rows):
             raise MemoryError("injected")
         return real(self, plan)
 

@@ -154,7 +154,9 @@ def test_a_line_does_not_follow_a_progress_line(tmp_path: Path) -> None:
     os.write(terminal, b"starting: weights")
     writer.emit(record("next"))
     writer.wait(30)
-    shown = os.read(reader, 1000).decode()
+    shown = ""
+    while not shown.endswith("\n"):  # a terminal hands on in pieces, later, what it was given in one
+        shown += os.read(reader, 1000).decode()
     assert shown.startswith("starting: weights\r\x1b[K") and shown.endswith(" INFO next\r\n")
     for descriptor in (reader, terminal):
         os.close(descriptor)

@@ -10,7 +10,7 @@ import pytest
 
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.loop import EngineLoop
-from vserve.engine.messages import AddRequest, Shutdown
+from vserve.engine.messages import AddRequest, Shutdown, pack_tokens
 from vserve.engine.pacing import HOST_FACTOR, RELATIVE_SAFETY, SAFETY, Pacer
 from vserve.engine.plan import StepPlan, StepResult
 from vserve.engine.request import SamplingParams
@@ -97,7 +97,7 @@ def test_who_arrives_during_a_step_is_in_the_next_one():
         engine = EngineLoop(config, device, lambda message: None)  # type: ignore[arg-type]
         task = asyncio.create_task(engine.run())
         greedy = SamplingParams(max_tokens=900, temperature=0.0)
-        engine.submit(AddRequest(1, [1, 2, 3], greedy))
+        engine.submit(AddRequest(1, pack_tokens([1, 2, 3]), greedy))
         while len(device.plans) < 5:  # the kinds of steps are known by now
             await asyncio.sleep(0.005)
         for id in range(2, 12):
@@ -107,7 +107,7 @@ def test_who_arrives_during_a_step_is_in_the_next_one():
             await asyncio.sleep(max(0.0, device.plans[-1][1] + 0.3 * Device.STEP - time.perf_counter()))
             now = time.perf_counter()
             running = max(i for i, (_, begin) in enumerate(device.plans) if begin <= now)
-            engine.submit(AddRequest(id, [4, 5, 6], SamplingParams(max_tokens=1, temperature=0.0)))
+            engine.submit(AddRequest(id, pack_tokens([4, 5, 6]), SamplingParams(max_tokens=1, temperature=0.0)))
             found: list[int] = []
             while not found:
                 await asyncio.sleep(0.001)
@@ -123,3 +123,26 @@ def test_who_arrives_during_a_step_is_in_the_next_one():
 
     asyncio.run(run())
     assert is_good(*tries[-1]), tries
+
+
+def test_an_engine_on_the_event_loop_of_others_never_puts_it_to_sleep(monkeypatch):
+    """In process, the API's requests are answered on that loop: it may wait, but not block."""
+    naps: list[float] = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+
+    async def run(**options) -> int:
+        device = Device()
+        device.STEP = 0.01
+        config = SchedulerConfig(max_model_len=960, max_num_batched_tokens=32, max_num_seqs=4, num_blocks=64, depth=2)
+        engine = EngineLoop(config, device, lambda message: None, **options)  # type: ignore[arg-type]
+        task = asyncio.create_task(engine.run())
+        engine.submit(AddRequest(1, pack_tokens([1, 2, 3]), SamplingParams(max_tokens=900, temperature=0.0)))
+        while len(device.plans) < 12:
+            await asyncio.sleep(0.005)
+        engine.submit(Shutdown())
+        await asyncio.wait_for(task, 60)
+        return len(naps)
+
+    assert asyncio.run(run()) > 0, "the engine's own loop is held back to a fraction of a millisecond"
+    naps.clear()
+    assert asyncio.run(run(shares_thread=True)) == 0

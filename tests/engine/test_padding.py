@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from torch import Tensor
 
 from vserve.engine import sampler
-from vserve.engine.batch import Shape
-from vserve.engine.config import FEW_DECODES
+from vserve.engine.batch import BatchBuilder, Shape
 from vserve.engine.graphs import MIXED_PREFILL_ROWS, StepGraphs, decode_sizes
+from vserve.engine.layers import attention
 from vserve.engine.memory import WORST_SAMPLING
 from vserve.engine.plan import StepPlan
 from vserve.engine.request import SamplingParams
 from vserve.engine.runner import padded_logits
+from vserve.engine.scheduler import FEW_DECODES
+from vserve.kernels.attention import decode_attention, prefill_attention
 
 
 def plan(decodes: int, *queries: int) -> StepPlan:
@@ -36,6 +40,34 @@ def test_padding_changes_nothing(engine, monkeypatch):
 
     monkeypatch.setattr(Shape, "of", padded)
     (answers,), _ = engine.run(batch, max_num_batched_tokens=48)
+    assert [a.tokens for a in answers] == [a.tokens for a in bare]
+
+
+def test_padding_beside_prompts_leaves_them_alone(engine, monkeypatch):
+    """Beside each other, the decodes may be written last: padding rows stand where the prompts' first tokens are."""
+    prompts = [[7 + i] * n for i, n in enumerate((3, 40, 90, 17, 64))]
+    batch = [(p, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)) for p in prompts]
+    (bare,), _ = engine.run(batch, max_num_batched_tokens=48)
+    real, gather, besides = Shape.of, BatchBuilder.gather, []
+
+    def padded(plan: StepPlan) -> Shape:
+        shape = real(plan)
+        mixed = shape.decode_rows > 0 and shape.prefill_rows > 0
+        return replace(shape, decode_rows=shape.decode_rows + 3, tokens=shape.tokens + 4) if mixed else shape
+
+    def decodes_last(query, cache, decodes, prompts, scoring, *, workspace, work, out):
+        count = len(decodes.rows)
+        prefill_attention(query, cache, prompts, scoring, out=out)
+        decode_attention(query[:count], cache, decodes, scoring, out=out[:count])
+        besides.append(count)
+
+    monkeypatch.setattr(Shape, "of", padded)
+    monkeypatch.setattr(BatchBuilder, "gather", lambda self, header, shape, beside: gather(self, header, shape, True))
+    monkeypatch.setattr(attention, "MIN_DECODES", 1)
+    monkeypatch.setattr(attention, "supports", lambda *_: True)
+    monkeypatch.setattr(attention, "attend_beside", decodes_last)
+    (answers,), _ = engine.run(batch, max_num_batched_tokens=48)
+    assert besides, "no step had decodes beside a prompt"
     assert [a.tokens for a in answers] == [a.tokens for a in bare]
 
 

@@ -124,7 +124,7 @@ class Steps:
         self.dtype = dtype
 
     def begin(self, row: int, request: int, length: int, kind: str) -> None:
-        new = NewRow(row, request, [0] * length, length, 0, pooled(kind, normalize=False))
+        new = NewRow(row, request, bytes(4 * length), length, 0, pooled(kind, normalize=False))
         self.tables.stage(StepPlan(0, [], [], [], [], 0, [new], [[]]), _NoUpload())
 
     def run(self, *rows: tuple[int, int, int, int]) -> list[float | None]:

@@ -12,11 +12,12 @@ from collections import deque
 import msgspec
 import pytest
 
-from vserve.engine.config import FEW_DECODES, SchedulerConfig, large_mixed_tokens
-from vserve.engine.messages import RequestOutput
+from vserve.engine.config import SchedulerConfig
+from vserve.engine.messages import RequestOutput, unpack_tokens
 from vserve.engine.plan import BlockWrite, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.request import FinishReason, Request, SamplingParams, Status
-from vserve.engine.scheduler import Scheduler
+from vserve.engine.resolved import large_mixed_tokens
+from vserve.engine.scheduler import FEW_DECODES, Scheduler
 
 
 class Engine:
@@ -113,6 +114,46 @@ def test_a_long_queue_gets_larger_chunks(steps: int, expected: int) -> None:
     assert sum(plan.values()) == expected and plan[1] == 1
 
 
+def test_waiting_tokens_are_counted_not_added_up() -> None:
+    """A mixed step looks at the queue: of 100,000 requests it must not read one."""
+
+    class Queue(list):
+        def __iter__(self):
+            raise RuntimeError("the queue was walked")
+
+    engine = Engine(max_num_seqs=2, max_mixed_tokens=5, large_mixed_tokens=(12, 24), num_blocks=30)
+    running = [engine.add(1, range(4)), engine.add(2, range(50, 54))]
+    engine.step()
+    waiting = [engine.add(3 + i, range(20)) for i in range(4)]
+    roster = engine.scheduler.roster
+    assert roster.num_waiting_tokens == 80
+    roster.waiting = Queue(roster.waiting)
+    assert engine.scheduler.schedule() is not None
+    roster.waiting = roster.waiting[:]
+    engine.scheduler.abort([waiting[1].id])
+    assert roster.num_waiting_tokens == 60
+    engine.scheduler.abort([running[0].id])
+    engine.scheduler.update(StepResult(engine.scheduler.in_flight[0].index, [7, 7]))
+    engine.schedule()
+    assert roster.num_waiting_tokens == 40, "one was admitted"
+
+
+def test_waiting_tokens_of_who_was_preempted() -> None:
+    """It grows by the samples in flight while it waits, and is taken off as it was put on."""
+    engine = Engine(max_num_batched_tokens=64, num_blocks=9, max_model_len=32, depth=2)
+    requests = [engine.add(1, range(15)), engine.add(2, range(50, 63))]
+    while not engine.scheduler.num_preemptions:
+        engine.schedule()
+        if len(engine.in_flight) == 2:
+            engine.update()
+    while engine.in_flight:
+        engine.update()
+    assert engine.scheduler.roster.num_waiting_tokens > 0
+    engine.scheduler.abort([request.id for request in requests])
+    assert engine.scheduler.roster.num_waiting_tokens == 0
+    engine.scheduler.check_invariants(thorough=True)
+
+
 @pytest.mark.parametrize(
     ("mixed", "tokens", "expected"),
     [(1000, 8000, (2000, 4100)), (1000, 4050, (2000, 4000)), (1000, 3999, (2000,)), (1000, 1000, ()), (0, 8000, ())],
@@ -169,10 +210,10 @@ def test_counters_advance_when_the_step_is_scheduled() -> None:
     assert (a.num_computed_tokens, a.num_in_flight_tokens, a.num_in_flight_steps, a.target) == (5, 1, 1, 6)
     engine.schedule()
     assert (a.num_computed_tokens, a.num_in_flight_tokens, a.num_in_flight_steps, a.target) == (6, 2, 2, 7)
-    assert engine.scheduler.num_in_flight == 2
+    assert len(engine.scheduler.in_flight) == 2
     assert engine.schedule() is None, "as deep as it may get"
     engine.update(8)
-    assert a.token_ids == [0, 1, 2, 3, 4, 8] and (a.num_in_flight_tokens, a.num_in_flight_steps) == (1, 1)
+    assert a.token_ids.tolist() == [0, 1, 2, 3, 4, 8] and (a.num_in_flight_tokens, a.num_in_flight_steps) == (1, 1)
 
 
 @pytest.mark.parametrize("limit", [{"max_tokens": 3}, {"max_model_len": 8}])
@@ -191,11 +232,11 @@ def test_new_rows_and_block_writes_tell_the_device_what_changed() -> None:
     plan = engine.schedule()
     tables = engine.scheduler.kv.tables
     (new,) = plan.new_rows
-    assert (new.row, new.request_id, new.token_ids) == (0, 1, [0, 1, 2, 3, 4, 5])
+    assert (new.row, new.request_id, unpack_tokens(new.token_ids).tolist()) == (0, 1, [0, 1, 2, 3, 4, 5])
     assert (new.num_prompt_tokens, new.num_computed_tokens, new.sampling) == (6, 0, a.sampling)
     assert plan.new_blocks == [[BlockWrite(0, 0, tables[1].groups[group])] for group in (0, 1)]
     a.token_ids.append(1)
-    assert new.token_ids == [0, 1, 2, 3, 4, 5], "a plan shares nothing with the scheduler"
+    assert unpack_tokens(new.token_ids).tolist() == [0, 1, 2, 3, 4, 5], "a plan shares nothing with the scheduler"
     a.token_ids.pop()
     engine.update()
     plan = engine.schedule()
@@ -303,8 +344,8 @@ def test_last_admitted_is_preempted_and_resumes_from_the_cache() -> None:
     engine.scheduler.abort([1])
     plan = engine.schedule()
     assert by_id(plan, b) == {2: 1}, "both of its blocks were still there"
-    assert plan.new_rows[0].token_ids == [*range(100, 108), 50] and plan.new_rows[0].num_computed_tokens == 8
-    assert plan.new_rows[0].num_prompt_tokens == 8
+    assert unpack_tokens(plan.new_rows[0].token_ids).tolist() == [*range(100, 108), 50]
+    assert (plan.new_rows[0].num_computed_tokens, plan.new_rows[0].num_prompt_tokens) == (8, 8)
     assert b.num_cached_tokens == 0, "of its first admission"
 
 
@@ -326,11 +367,11 @@ def test_sample_in_flight_of_a_preempted_request_is_kept() -> None:
     assert by_id(plan, a, b) == {1: 1} and b.status is Status.WAITING and b.num_in_flight_tokens == 1
     c = engine.add(3, [1])
     outputs = engine.update(51, 61)
-    assert b.token_ids[-2:] == [60, 61] and [output.token_ids for output in outputs] == [[51], [61]]
+    assert b.token_ids[-2:].tolist() == [60, 61] and [output.token_ids for output in outputs] == [[51], [61]]
     assert b.num_in_flight_steps == 0 and c.status is Status.WAITING
     engine.update(52)
     engine.scheduler.abort([1])
-    assert engine.schedule().new_rows[0].token_ids == [*range(100, 107), 60, 61]
+    assert unpack_tokens(engine.schedule().new_rows[0].token_ids).tolist() == [*range(100, 107), 60, 61]
 
 
 def test_preempted_request_waits_for_its_steps_and_nobody_overtakes() -> None:
@@ -489,7 +530,7 @@ def test_total_length_reaches_max_model_len_and_no_more() -> None:
         pass
     assert engine.update()[0].finish_reason is None
     assert engine.update()[0].finish_reason == "length" and request.num_tokens == 6
-    assert engine.scheduler.num_in_flight == 0
+    assert len(engine.scheduler.in_flight) == 0
     with pytest.raises(AssertionError, match="no room"):
         engine.add(2, range(6))
 
@@ -554,9 +595,9 @@ def test_results_of_finished_requests_are_dropped() -> None:
     engine.schedule()
     engine.schedule()
     assert engine.update(9)[0].finish_reason == "stop"
-    assert not engine.scheduler.has_unfinished() and engine.scheduler.num_in_flight == 1
+    assert not engine.scheduler.has_unfinished() and len(engine.scheduler.in_flight) == 1
     assert engine.scheduler.kv.num_free_blocks == 100, "freed at once: the device works in order"
-    assert engine.update(9) == [] and request.token_ids == [0, 1, 2, 9]
+    assert engine.update(9) == [] and request.token_ids.tolist() == [0, 1, 2, 9]
 
 
 # ---- abort ----
@@ -759,3 +800,48 @@ def test_cost_of_a_step_grows_no_faster_than_the_batch() -> None:
         if large < 6 * small + 0.2e-3:
             return
     raise AssertionError("512 decodes cost more than six times what 128 do")
+
+
+# ---- prompts that share steps ----
+def test_prompts_share_a_step_evenly_and_no_more_of_them_than_asked_for() -> None:
+    engine = Engine(max_num_partial_prefills=2)
+    a, b, c = engine.add(1, range(60)), engine.add(2, range(100, 160)), engine.add(3, range(200, 203))
+    assert by_id(engine.schedule(), a, b, c) == {1: 16, 2: 16}, "the third waits for one of them to end"
+    for _ in range(3):
+        engine.update()
+        plan = engine.schedule()
+    assert by_id(plan, a, b, c) == {1: 12, 2: 12, 3: 3}, "what they no longer need is left to others"
+
+
+def test_alone_a_prompt_gets_the_whole_step() -> None:
+    engine = Engine(max_num_partial_prefills=4)
+    a = engine.add(1, range(60))
+    assert by_id(engine.schedule(), a) == {1: 32}
+
+
+def test_of_a_long_prompt_a_step_computes_so_many_tokens_at_most() -> None:
+    engine = Engine(long_prefill_token_threshold=10)
+    a, b, c = engine.add(1, range(30)), engine.add(2, range(100, 110)), engine.add(3, range(200, 230))
+    assert by_id(engine.schedule(), a, b, c) == {1: 10, 2: 10, 3: 10}
+    engine.update()
+    assert by_id(engine.schedule(), a, b, c) == {1: 10, 2: 1, 3: 10}
+
+
+def test_short_prompts_pass_long_ones_that_wait_for_another_to_end() -> None:
+    engine = Engine(max_num_partial_prefills=3, max_long_partial_prefills=1, long_prefill_token_threshold=10)
+    a, b = engine.add(1, range(20)), engine.add(2, range(100, 120))
+    c, d = engine.add(3, range(200, 204)), engine.add(4, range(300, 304))
+    assert by_id(engine.schedule(), a, b, c, d) == {1: 10, 3: 4, 4: 4}, "the second waits"
+    engine.update()
+    assert by_id(engine.schedule(), a, b, c, d) == {1: 10, 2: 10, 3: 1, 4: 1}, "the first is planned to its end"
+
+
+def test_blocks_of_prompts_in_progress_are_not_promised_twice() -> None:
+    engine = Engine(long_prefill_token_threshold=8, num_blocks=1 + 24, enable_prefix_caching=False)
+    a = engine.add(1, range(64))  # 16 blocks, 2 of them at once
+    b = engine.add(2, range(100, 140))  # 10 blocks, but 8 will be left
+    assert by_id(engine.schedule(), a, b) == {1: 8}
+    for _ in range(7):
+        engine.update()
+        assert by_id(engine.schedule(), a, b) == {1: 8}
+    assert engine.scheduler.num_preemptions == 0

@@ -39,6 +39,12 @@ class OnlyAnswer:
         return self.terminated or token == ANSWER
 
 
+class AnswerOrNothing(OnlyAnswer):
+    def fill(self, row: np.ndarray) -> None:
+        super().fill(row)
+        row[EOS // 32] |= 1 << EOS % 32
+
+
 def allowed(matcher: ThinkingMatcher) -> set[int]:
     row = np.full(-(-VOCAB // 32), 7, dtype=np.int32)
     matcher.fill(row)
@@ -60,6 +66,14 @@ def test_the_grammar_applies_after_the_end() -> None:
     assert matcher.accept(END) and allowed(matcher) == {ANSWER}
     assert not ThinkingMatcher(thinking(), OnlyAnswer(), [EOS]).terminated
     assert matcher.accept(ANSWER) and allowed(matcher) == {EOS} and matcher.accept(EOS) and matcher.terminated
+
+
+def test_reasoning_may_be_all_where_the_grammar_asks_for_nothing() -> None:
+    """As one of tools does that may be called: a model that calls as it thinks could not stop, and wrote on."""
+    matcher = ThinkingMatcher(thinking(), AnswerOrNothing(), [EOS])
+    for token in (5, 60):
+        assert allowed(matcher) == EVERYTHING and matcher.accept(token)
+    assert matcher.accept(END) and allowed(matcher) == {ANSWER, EOS}
 
 
 def test_the_model_may_reason_first_or_not_at_all() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from vserve.engine.config import EngineConfig, SchedulerConfig
 from vserve.engine.kv_cache import KVCacheManager
-from vserve.engine.messages import StepReport, StepReports
+from vserve.engine.messages import HISTORY, StepReport, StepReports
 from vserve.engine.request import Request, SamplingParams
 from vserve.engine.step import Step
 from vserve.engine.watch import MAX_REQUESTS, PARTS, StepWatch
-from vserve.server.engine_client import EngineClient
+from vserve.server.client import engine_client
+from vserve.server.client.engine_client import EngineClient, EngineDeadError
 
 PROMPT, OUTPUT, REQUESTS = 40, 12, 3
 TOKENS = REQUESTS * (PROMPT + OUTPUT - 1)  # that are computed: the last one of an answer is only sampled
@@ -65,6 +68,45 @@ def test_every_token_of_every_request_is_in_the_reports(tiny_model):
     assert decode.keys() == prefill.keys() and set(decode.values()) == {OUTPUT - 1}
     first = seen[0].blocks
     assert len(first.used) == len(first.cached) == first.num_cells, "a newcomer gets the whole map"
+
+
+def test_the_last_steps_are_told_to_whoever_asks(tiny_model, monkeypatch):
+    """Also where nobody watches; and whoever asks an engine that dies, or says nothing, does not wait for ever."""
+    monkeypatch.setattr(engine_client, "PATIENCE", 0.2)
+
+    async def main() -> None:
+        config = EngineConfig(str(tiny_model("llama")), device="cpu", cpu_threads=1, engine_in_process=True)
+        client = EngineClient(config)
+        with pytest.raises(EngineDeadError):
+            await client.last_steps(1)
+        await client.start()
+        try:
+            assert await client.last_steps(5) == []
+            began = time.time()
+            mailbox = client.submit([5] * PROMPT, SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True))
+            while (await mailbox.get()).finish_reason is None:
+                pass
+            steps = await client.last_steps(HISTORY)
+            assert [step.num_tokens for step in steps[:OUTPUT]] == [PROMPT] + [1] * (OUTPUT - 1)
+            assert [step.num_decodes for step in steps[:OUTPUT]] == [0] + [1] * (OUTPUT - 1)
+            assert [step.step for step in steps] == sorted({step.step for step in steps})
+            assert all(step.host_seconds > 0 and step.device_seconds > 0 and step.num_requests == 1 for step in steps)
+            times = [began, *(step.time for step in steps), time.time()]
+            assert times == sorted(times)
+            assert await client.last_steps(3) == steps[-3:]
+
+            client._send = lambda message: None  # it hears nothing
+            with pytest.raises(TimeoutError):
+                await client.last_steps(1)
+            asked = asyncio.ensure_future(client.last_steps(1))
+            await asyncio.sleep(0)
+            client._down("out of luck")
+            with pytest.raises(EngineDeadError, match="out of luck"):
+                await asked
+        finally:
+            await client.close()
+
+    asyncio.run(main())
 
 
 def test_the_map_counts_every_block_once():

@@ -1,13 +1,18 @@
-"""What the worker reports of itself when it is ready."""
+"""What the worker does to start, and what it reports of itself when it is ready."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from vserve.engine import worker
 from vserve.engine.config import EngineConfig
+from vserve.engine.memory import MemoryPlan
 from vserve.engine.worker import Worker
+from vserve.kernels import linear_hopper
 
 
 @pytest.mark.parametrize(
@@ -24,3 +29,46 @@ from vserve.engine.worker import Worker
 def test_names_the_options_that_were_fitted(tiny_model: Any, options: dict[str, int], fitted: tuple[str, ...]) -> None:
     config = EngineConfig(str(tiny_model("llama")), device="cpu", cpu_threads=1, **options)  # type: ignore[arg-type]
     assert Worker(config, lambda progress: None).info.fitted == fitted
+
+
+class Card:
+    """A runner that only tells what is asked of it, and in which order."""
+
+    num_groups = 1
+    device = SimpleNamespace(type="cuda")
+
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        def called(*arguments: Any) -> Any:
+            self._calls.append((name, *arguments))
+            return SimpleNamespace(shapes=lambda: ["shape"]) if name == "plan_graphs" else None
+
+        return called
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(worker, "_choose_device", lambda name: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(worker, "accumulate_in_fp32", lambda: calls.append("accumulate_in_fp32"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (calls.append("mem_get_info"), 80_000_000_000))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
+    monkeypatch.setattr(worker, "load_model", lambda *_, **options: calls.append("load_model"))
+    monkeypatch.setattr(worker, "ModelRunner", lambda model, **options: calls.append("runner") or Card(calls))
+    plan = MemoryPlan(80, 72, 16, 2, 1, 3, 50, 3, 32, ("context cut",))
+    monkeypatch.setattr(worker, "plan_memory", lambda *given: calls.append(("plan_memory", *given[1:])) or plan)
+    config = EngineConfig(str(tiny_model("llama")), dtype="float16", enforce_eager=eager)
+    made = Worker(config, lambda progress: calls.append(progress.phase), lambda: calls.append("before_memory"))
+    half, worst = torch.float16, worker.WORST_SAMPLING
+    graphs = [] if eager else [next(call for call in calls if call[0] == "capture_graphs")]
+    assert calls == [
+        "device", "accumulate_in_fp32", "mem_get_info", "config", "weights", "load_model", "compilation",
+        "before_memory", "memory", "runner", *([] if eager else [("plan_graphs", 512, 1024, (2048, 4224))]),
+        ("plan_memory", config, half, 8192, () if eager else ["shape"]), ("make_rows", 32), ("bind_cache", 3, half),
+        "warm-up", *(("dummy_step", *step) for step in worker.warm_up_steps(1024, 8192)),
+        *([] if eager else ["graphs", *graphs, ("dummy_step", 1024, 8192, worst)]), ("count_compilations",),
+    ]  # fmt: skip
+    assert made.num_threads is None and made.scheduler_config.depth == 2 and made.info.fitted == ("max_model_len",)

@@ -15,7 +15,7 @@ import torch
 from vserve.engine.config import EngineConfig
 from vserve.engine.messages import EngineStats, RequestOutput
 from vserve.engine.request import SamplingParams
-from vserve.server.engine_client import EngineClient
+from vserve.server.client.engine_client import EngineClient
 
 GIB = 1 << 30
 Requests = Sequence[tuple[list[int], SamplingParams]]  # prompt, how to go on
@@ -89,4 +89,4 @@ def generate() -> Generate:
 
 @pytest.fixture(scope="session")
 def model_folder(load_module: Callable[[Path], Any]) -> Any:
-    return load_module(Path(__file__).with_name("model_folder.py"))
+    return load_module(Path(__file__).parents[2] / "tools" / "gpu" / "model_folder.py")

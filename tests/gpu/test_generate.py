@@ -6,11 +6,11 @@ import gc
 
 import pytest
 
+from vserve.engine import worker
 from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
-from vserve.engine.worker import Worker
-from vserve.server.engine_client import EngineDeadError
-from vserve.server.mailbox import Mailbox
+from vserve.server.client.engine_client import EngineDeadError
+from vserve.server.client.mailbox import Mailbox
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
@@ -35,7 +35,7 @@ def test_nothing_is_left_while_an_error_is_kept(generate, tiny_model, monkeypatc
         raise RuntimeError("broken on purpose")
 
     if place == "start":
-        monkeypatch.setattr(Worker, "_warm_up", warm_up)
+        monkeypatch.setattr(worker, "warm_up", warm_up)
     else:
         monkeypatch.setattr(Mailbox, "get", get)
     with pytest.raises(EngineDeadError, match="broken on purpose") as kept:  # as pytest keeps that of a failed test

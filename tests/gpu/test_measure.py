@@ -1,4 +1,4 @@
-"""measure.py for real against a tiny model on the CPU, and what it does when something fails."""
+"""tools/gpu/measure.py for real against a tiny model on the CPU, and what it does when something fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vserve.engine.checkpoint import read_headers
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig
 
-SCRIPT = Path(__file__).with_name("measure.py")
+SCRIPT = Path(__file__).parents[2] / "tools" / "gpu" / "measure.py"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import vserve.engine.loop as loop_module
+import vserve.engine.arrivals as arrivals_module
 from vserve.engine.request import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -119,7 +119,7 @@ class Grammars:
 
 
 def test_grammars_with_two_steps_in_flight(answer, monkeypatch):
-    monkeypatch.setattr(loop_module, "Grammars", Grammars)
+    monkeypatch.setattr(arrivals_module, "Grammars", Grammars)
     plain = [(p, params()) for p in prompts(9, 30)]
     lengths = (0, 1, 7, 20, 39, 60)
     batch = [

@@ -156,6 +156,14 @@ def run_for_hopper(tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
+@pytest.fixture(autouse=True)
+def _no_launch_before() -> None:
+    """A test that ends with attend_beside says nothing about the first launch of the next one."""
+    pdl = sys.modules.get("vserve.kernels.pdl")
+    if pdl is not None:
+        pdl._overlapping.clear()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()

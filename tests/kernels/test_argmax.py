@@ -27,6 +27,11 @@ class Argmax:
             options["tile"] = TILE
         tokens = getattr(argmax, self.path)(logits.to(self.device), **options)
         assert tokens.dtype == torch.int32 and tokens.shape == (len(logits),)
+        finite = torch.zeros(len(logits) + 2, dtype=torch.bool, device=self.device)
+        again = getattr(argmax, self.path)(logits.to(self.device), finite=finite[1:-1], **options)
+        assert torch.equal(again, tokens) and not finite[0] and not finite[-1]
+        greatest = [max(row, key=lambda x: (math.isnan(x), x)) for row in logits.tolist()]
+        assert finite[1:-1].tolist() == [math.isfinite(x) for x in greatest]
         return tokens.tolist()
 
 
@@ -133,15 +138,19 @@ def test_of_real_models_sizes(vocabulary: int) -> None:
     """Against torch, with many ties or few, alone and in a CUDA graph that is replayed with other logits."""
     logits = torch.zeros(250, vocabulary, device="cuda")
     out = torch.empty(250, dtype=torch.int32, device="cuda")
-    argmax.argmax(logits, out)
+    finite = torch.empty(250, dtype=torch.bool, device="cuda")
+    argmax.argmax(logits, out, finite)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        argmax.argmax(logits, out)
+        argmax.argmax(logits, out, finite)
     for step in range(5):
         logits.copy_(torch.randint(-9, 9 + 2000 * step, logits.shape, device="cuda"))
+        for row, value in enumerate((math.nan, math.inf, -math.inf)):
+            logits[7 * step + row, :: vocabulary // 3 if row < 2 else 1] = value
         expected = logits.argmax(dim=-1).int()
         graph.replay()
         assert torch.equal(out, expected)
+        assert finite.logical_not().nonzero().squeeze(1).tolist() == [7 * step, 7 * step + 1, 7 * step + 2]
         for num_rows in (1, 2, 17, 60):
             assert torch.equal(argmax.argmax(logits[:num_rows]), expected[:num_rows])
 
@@ -153,6 +162,7 @@ from vserve.kernels.argmax import argmax_triton
 
 for num_rows in (1, 2, 16, 17, 60, 256, 1024):
     argmax_triton(torch.empty(num_rows, 128256))
+    argmax_triton(torch.empty(num_rows, 128256), finite=torch.empty(num_rows, dtype=torch.bool))
 print(json.dumps([
     {"kernel": name, "wide_loads": len(re.findall(r"ld\\.global[.\\w]*\\.v4", kernel.asm["ptx"])), **resources(kernel)}
     for name, kernel in kernels.values()
@@ -162,7 +172,7 @@ print(json.dumps([
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for this GPU")
 def test_compiles_for_hopper(run_for_hopper: Callable[..., Any]) -> None:
-    """One variant for all numbers of rows; nothing is spilled; six programs fit an SM; loads are of 16 bytes."""
+    """One variant for all numbers of rows and uses; none spills; six programs fit an SM; loads are of 16 bytes."""
     if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():
         pytest.skip("triton without cuobjdump")
     pieces, rows = run_for_hopper(_COMPILE)

@@ -1,7 +1,7 @@
 """Paged attention, decode and prefill: the torch twins and the Triton kernels against plain loops in float64."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from vserve.kernels.attention import (
     prefill_attention_torch,
 )
 from vserve.kernels.attention_decode import choose_splits, decode_attention_triton, decode_tile
+from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.attention_prefill import prefill_attention_triton
 
 CUDA = torch.cuda.is_available()
@@ -27,7 +28,7 @@ DECODE: dict[str, Callable[..., Tensor]] = {
     "public": decode_attention,
 }
 PREFILL: dict[str, Callable[..., Tensor]] = {
-    "torch": lambda *args, max_query_len, **options: prefill_attention_torch(*args, **options),
+    "torch": prefill_attention_torch,
     "triton": prefill_attention_triton,
     "public": prefill_attention,
 }
@@ -39,21 +40,35 @@ class Batch:
     """Requests with their keys and values in a paged cache, in which everything else is NaN."""
 
     query: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
-    block_table: Tensor
-    rows: Tensor
-    seq_lens: Tensor
-    query_start: Tensor
-    options: dict[str, Any] = field(default_factory=dict)
+    cache: PagedCache
+    requests: RaggedBatch
+    scoring: Scoring
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.query, self.key_cache, self.value_cache, self.block_table, self.rows, self.seq_lens
+    def prefill(self) -> tuple[Tensor, PagedCache, RaggedBatch, Scoring]:
+        return self.query, self.cache, self.requests, self.scoring
+
+    def decode(self, query_len: int = 1) -> tuple[Tensor, PagedCache, UniformBatch, Scoring]:
+        return self.query, self.cache, self.decodes(query_len=query_len), self.scoring
+
+    def decodes(self, count: int | None = None, query_len: int = 1) -> UniformBatch:
+        """The first `count` requests, or all."""
+        return UniformBatch(self.requests.rows[:count], self.requests.seq_lens[:count], query_len)
+
+    def prompts(self, first: int) -> RaggedBatch:
+        """The requests from `first` on."""
+        ours = self.requests
+        return RaggedBatch(ours.rows[first:], ours.seq_lens[first:], ours.query_start[first:], ours.max_query_len)
+
+    @property
+    def exact(self) -> tuple[Tensor, PagedCache]:
+        """Query and cache in float64."""
+        keys, values = self.cache.keys.double(), self.cache.values.double()
+        return self.query.double(), PagedCache(keys, values, self.cache.block_table)
 
     @property
     def poisoned_out(self) -> Tensor:
-        return self.query.new_full((*self.query.shape[:2], self.value_cache.shape[3]), float("nan"))
+        return self.query.new_full((*self.query.shape[:2], self.cache.values.shape[3]), float("nan"))
 
 
 def make_batch(
@@ -103,30 +118,31 @@ def make_batch(
             value_cache[block, :used] = torch.randn(used, kv_heads, value_size, generator=rng)
     query_start = torch.tensor([0, *query_lens]).cumsum(0) + before
     return Batch(
-        query=query,
-        key_cache=key_cache.to(device, dtype),
-        value_cache=value_cache.to(device, dtype),
-        block_table=table.to(device),
-        rows=rows.to(device, torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        query_start=query_start.to(device, torch.int32),
-        options={
-            "scale": scale or size**-0.5,
-            "window": window,
-            "soft_cap": soft_cap,
-            "sinks": (torch.randn(heads, generator=rng) * 2).to(device) if sinks else None,
-        },
+        query,
+        PagedCache(key_cache.to(device, dtype), value_cache.to(device, dtype), table.to(device)),
+        RaggedBatch(
+            rows.to(device, torch.int32),
+            torch.tensor(lengths, dtype=torch.int32, device=device),
+            query_start.to(device, torch.int32),
+            max_query_len=max(query_lens),
+        ),
+        Scoring(
+            scale or size**-0.5,
+            window,
+            soft_cap,
+            (torch.randn(heads, generator=rng) * 2).to(device) if sinks else None,
+        ),
     )
 
 
 def reference_attention(batch: Batch) -> Tensor:
     """Float64, one query token and head at a time. Rows that belong to no request are NaN."""
-    options = batch.options
-    page, kv_heads, value_size = batch.value_cache.shape[1:]
+    scoring, requests = batch.scoring, batch.requests
+    page, kv_heads, value_size = batch.cache.values.shape[1:]
     tokens, heads, _ = batch.query.shape
-    query, key_cache, value_cache = (t.double().cpu() for t in (batch.query, batch.key_cache, batch.value_cache))
+    query, key_cache, value_cache = (t.double().cpu() for t in (batch.query, batch.cache.keys, batch.cache.values))
     table, rows, seq_lens, starts = (
-        t.tolist() for t in (batch.block_table, batch.rows, batch.seq_lens, batch.query_start)
+        t.tolist() for t in (batch.cache.block_table, requests.rows, requests.seq_lens, requests.query_start)
     )
     out = torch.full((tokens, heads, value_size), float("nan"), dtype=torch.float64)
     for request, length in enumerate(seq_lens):
@@ -136,20 +152,20 @@ def reference_attention(batch: Batch) -> Tensor:
         start, end = starts[request], starts[request + 1]
         for token in range(start, end):
             position = length - (end - token)
-            first = max(0, position - options["window"] + 1) if options["window"] else 0
+            first = max(0, position - scoring.window + 1) if scoring.window else 0
             if position < 0:
                 out[token] = 0
                 continue
             key, value = torch.stack(keys[first : position + 1]), torch.stack(values[first : position + 1])
             for head in range(heads):
                 kv_head = head * kv_heads // heads
-                scores = key[:, kv_head] @ query[token, head] * options["scale"]
-                if options["soft_cap"]:
-                    scores = options["soft_cap"] * torch.tanh(scores / options["soft_cap"])
+                scores = key[:, kv_head] @ query[token, head] * scoring.scale
+                if scoring.soft_cap:
+                    scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
                 weights = torch.exp(scores - scores.max())
                 total = weights.sum()
-                if options["sinks"] is not None:
-                    total += torch.exp(options["sinks"][head].double().cpu() - scores.max())
+                if scoring.sinks is not None:
+                    total += torch.exp(scoring.sinks[head].double().cpu() - scores.max())
                 out[token, head] = weights @ value[:, kv_head] / total
     return out
 
@@ -201,6 +217,14 @@ def decode_batch(rng: torch.Generator, device: str, dtype: torch.dtype, **case: 
     return make_batch(rng, device, dtype, lengths, [query_len] * len(lengths), **case), query_len
 
 
+def check_decode(batch: Batch, query_len: int, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """`out` was poisoned: padding rows still are, since they may be a prompt's. → which rows are none."""
+    real = (batch.requests.seq_lens > 0).repeat_interleave(query_len).to(out.device)
+    assert_close(out[real], reference_attention(batch)[real.cpu()], dtype)
+    assert out[~real].isnan().all(), "wrote a row of padding, which may be somebody else's"
+    return real
+
+
 @pytest.mark.parametrize("implementation", DECODE)
 @pytest.mark.parametrize("case", DECODE_CASES)
 def test_decode(case: str, implementation: str, rng: torch.Generator, device: str) -> None:
@@ -208,12 +232,12 @@ def test_decode(case: str, implementation: str, rng: torch.Generator, device: st
     for dtype in DTYPES if implementation != "public" else DTYPES[:1]:
         batch, query_len = decode_batch(rng, device, dtype, **DECODE_CASES[case])
         out = batch.poisoned_out
-        result = DECODE[implementation](*batch.inputs, query_len=query_len, out=out, **batch.options)
+        result = DECODE[implementation](*batch.decode(query_len), out=out)
         assert result is out
-        assert_close(out, reference_attention(batch), dtype)
+        real = check_decode(batch, query_len, out, dtype)
         if implementation == "public":
-            fresh = decode_attention(*batch.inputs, query_len=query_len, **batch.options)
-            torch.testing.assert_close(fresh, out, rtol=0, atol=0)
+            fresh = decode_attention(*batch.decode(query_len))
+            torch.testing.assert_close(fresh[real], out[real], rtol=0, atol=0)
 
 
 SPLIT_CASES: dict[str, dict[str, Any]] = {
@@ -238,15 +262,15 @@ def test_split_decode(case: str, num_splits: int, rng: torch.Generator, device: 
         batch, query_len = decode_batch(rng, device, dtype, **SPLIT_CASES[case])
         num_partials = batch.query.shape[0] * batch.query.shape[1] * num_splits
         workspace = DecodeWorkspace(
-            torch.full((num_partials * batch.value_cache.shape[3],), float("nan"), device=device),
+            torch.full((num_partials * batch.cache.values.shape[3],), float("nan"), device=device),
             torch.full((num_partials,), float("nan"), device=device),
         )
         out = decode_attention_triton(
-            *batch.inputs, query_len=query_len, workspace=workspace, out=batch.poisoned_out, block_n=32,
-            num_splits=num_splits, min_split_tokens=32, **batch.options,
+            *batch.decode(query_len), workspace=workspace, out=batch.poisoned_out, block_n=32, num_splits=num_splits,
+            min_split_tokens=32,
         )  # fmt: skip
-        assert_close(out, reference_attention(batch), dtype)
-        if max(batch.seq_lens.tolist()) >= 64 and not batch.options["window"]:
+        check_decode(batch, query_len, out, dtype)
+        if max(batch.requests.seq_lens.tolist()) >= 64 and not batch.scoring.window:
             assert torch.isfinite(workspace.partial_lse).any(), "this case was meant to split"
 
 
@@ -254,9 +278,9 @@ def test_default_splits_use_the_workspace(rng: torch.Generator, device: str) -> 
     batch, _ = decode_batch(rng, device, torch.float32, lengths=[290, 7])
     workspace = DecodeWorkspace.create(2, 4, 64, device)
     workspace.partial_lse.fill_(float("nan"))
-    out = decode_attention(*batch.inputs, workspace=workspace, **batch.options)
+    out = decode_attention(*batch.decode(), workspace=workspace)
     assert_close(out, reference_attention(batch), torch.float32)
-    triton_out = decode_attention_triton(*batch.inputs, workspace=workspace, **batch.options)
+    triton_out = decode_attention_triton(*batch.decode(), workspace=workspace)
     assert_close(triton_out, reference_attention(batch), torch.float32)
     assert torch.isfinite(workspace.partial_lse).any()
 
@@ -265,7 +289,7 @@ def test_small_workspace_is_refused(rng: torch.Generator, device: str) -> None:
     batch, _ = decode_batch(rng, device, torch.float32, lengths=[290, 7])
     with pytest.raises(ValueError, match=r"holds 4 partial results.*need 32"):
         decode_attention_triton(
-            *batch.inputs, workspace=DecodeWorkspace(torch.empty(256), torch.empty(4)), num_splits=4, **batch.options
+            *batch.decode(), workspace=DecodeWorkspace(torch.empty(256), torch.empty(4)), num_splits=4
         )
 
 
@@ -338,12 +362,9 @@ def test_prefill(case: str, implementation: str, rng: torch.Generator, device: s
         batch = make_batch(rng, device, dtype, options["lengths"], options["query_lens"],
                            **{k: v for k, v in options.items() if k not in ("lengths", "query_lens")})  # fmt: skip
         out = batch.poisoned_out
-        result = PREFILL[implementation](
-            *batch.inputs, batch.query_start, max_query_len=max(options["query_lens"]), out=out,
-            **batch.options, **(tile if implementation == "triton" else {}),
-        )  # fmt: skip
+        result = PREFILL[implementation](*batch.prefill, out=out, **(tile if implementation == "triton" else {}))
         assert result is out
-        owned = slice(int(batch.query_start[0]), int(batch.query_start[-1]))
+        owned = slice(int(batch.requests.query_start[0]), int(batch.requests.query_start[-1]))
         assert_close(out[owned], reference_attention(batch)[owned], dtype)
         out[owned] = float("nan")
         assert torch.isnan(out).all(), "wrote rows that belong to no request"
@@ -355,12 +376,9 @@ def test_prefill_of_the_tail_of_a_mixed_batch(rng: torch.Generator, device: str)
     expected = reference_attention(batch)
     for decode, prefill in (("public", "public"), ("triton", "triton")):
         out = batch.poisoned_out
-        query, *caches = batch.inputs[:4]
-        DECODE[decode](query[:2], *caches, batch.rows[:2], batch.seq_lens[:2], out=out[:2], **batch.options)
-        PREFILL[prefill](
-            query, *caches, batch.rows[2:], batch.seq_lens[2:], batch.query_start[2:], max_query_len=100, out=out,
-            **batch.options,
-        )  # fmt: skip
+        query, cache, scoring = batch.query, batch.cache, batch.scoring
+        DECODE[decode](query[:2], cache, batch.decodes(2), scoring, out=out[:2])
+        PREFILL[prefill](query, cache, replace(batch.prompts(2), max_query_len=100), scoring, out=out)
         assert_close(out[:41], expected[:41], torch.float32)
         assert torch.isnan(out[41:]).all()
 
@@ -370,29 +388,45 @@ def test_strided_caches(implementation: str, rng: torch.Generator, device: str) 
     """Keys and values interleaved in one buffer, heads before slots: only the last dimension is contiguous."""
     device = "cpu" if implementation == "torch" else device
     batch = make_batch(rng, device, torch.float32, [70, 20, 9], [20, 5, 1])
-    blocks, page, kv_heads, size = batch.key_cache.shape
+    cache = batch.cache
+    blocks, page, kv_heads, size = cache.keys.shape
     buffer = torch.full((blocks, 2, kv_heads, page, size), float("nan"), device=device)
-    buffer[:, 0] = batch.key_cache.transpose(1, 2)
-    buffer[:, 1] = batch.value_cache.transpose(1, 2)
-    batch.key_cache, batch.value_cache = buffer[:, 0].transpose(1, 2), buffer[:, 1].transpose(1, 2)
-    last = batch.query_start[1:].long() - 1
+    buffer[:, 0] = cache.keys.transpose(1, 2)
+    buffer[:, 1] = cache.values.transpose(1, 2)
+    batch.cache = PagedCache(buffer[:, 0].transpose(1, 2), buffer[:, 1].transpose(1, 2), cache.block_table)
+    check_prefill_and_last_tokens(batch, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_values_within_keys(implementation: str, rng: torch.Generator, device: str) -> None:
+    """One tensor for both: of each key, the first elements are the value."""
+    device = "cpu" if implementation == "torch" else device
+    batch = make_batch(rng, device, torch.float32, [70, 20, 9], [20, 5, 1], kv_heads=1, size=96)
+    keys, table = batch.cache.keys, batch.cache.block_table
+    batch.cache = PagedCache(keys, keys[..., :64], table)
+    check_prefill_and_last_tokens(batch, implementation)
+
+
+def check_prefill_and_last_tokens(batch: Batch, implementation: str) -> None:
+    """The batch as prompts, and the last token of each as a decode."""
+    last = batch.requests.query_start[1:].long() - 1
     expected = reference_attention(batch)
-    out = PREFILL[implementation](*batch.inputs, batch.query_start, max_query_len=20, **batch.options)
+    out = PREFILL[implementation](*batch.prefill)
     assert_close(out, expected, torch.float32)
-    out = DECODE[implementation](batch.query[last], *batch.inputs[1:], **batch.options)
+    out = DECODE[implementation](batch.query[last], *batch.decode()[1:])
     assert_close(out, expected[last.cpu()], torch.float32)
 
 
 def test_empty_batch(device: str) -> None:
     query = torch.empty(0, 4, 64, device=device)
-    cache = torch.empty(2, 16, 2, 64, device=device)
-    table = torch.zeros(1, 2, dtype=torch.int32, device=device)
+    keys = torch.empty(2, 16, 2, 64, device=device)
+    cache = PagedCache(keys, keys, torch.zeros(1, 2, dtype=torch.int32, device=device))
     none = torch.empty(0, dtype=torch.int32, device=device)
     start = torch.zeros(1, dtype=torch.int32, device=device)
     for decode in DECODE.values():
-        assert decode(query, cache, cache, table, none, none, scale=1.0).shape == (0, 4, 64)
+        assert decode(query, cache, UniformBatch(none, none), Scoring(1.0)).shape == (0, 4, 64)
     for prefill in PREFILL.values():
-        assert prefill(query, cache, cache, table, none, none, start, max_query_len=0, scale=1.0).shape == (0, 4, 64)
+        assert prefill(query, cache, RaggedBatch(none, none, start, 0), Scoring(1.0)).shape == (0, 4, 64)
 
 
 @pytest.mark.gpu
@@ -404,11 +438,8 @@ def test_large_decode(requests: int, longest: int, dtype: torch.dtype, rng: torc
     for query_len, window in ((1, 0), (3, 0), (1, 512)):
         batch = make_batch(rng, device, dtype, lengths, [query_len] * requests, heads=32, kv_heads=8, size=128,
                            window=window)  # fmt: skip
-        out = decode_attention(*batch.inputs, query_len=query_len, out=batch.poisoned_out, **batch.options)
-        query, key_cache, value_cache, *tables = batch.inputs
-        expected = DECODE["torch"](
-            query.double(), key_cache.double(), value_cache.double(), *tables, query_len=query_len, **batch.options,
-        )  # fmt: skip
+        out = decode_attention(*batch.decode(query_len), out=batch.poisoned_out)
+        expected = decode_attention_torch(*batch.exact, *batch.decode(query_len)[2:])
         assert_close(out, expected.cpu(), dtype)
 
 
@@ -420,12 +451,8 @@ def test_large_prefill(size: int, dtype: torch.dtype, rng: torch.Generator, devi
     for lengths, query_lens, window in (([2048, 2048], [2048, 2048], 0), ([3000, 500], [1000, 500], 0),
                                         ([2500], [2000], 700)):  # fmt: skip
         batch = make_batch(rng, device, dtype, lengths, query_lens, heads=32, kv_heads=8, size=size, window=window)
-        out = prefill_attention(*batch.inputs, batch.query_start, max_query_len=max(query_lens), **batch.options)
-        query, key_cache, value_cache, *tables = batch.inputs
-        expected = PREFILL["torch"](
-            query.double(), key_cache.double(), value_cache.double(), *tables, batch.query_start,
-            max_query_len=0, **batch.options,
-        )  # fmt: skip
+        out = prefill_attention(*batch.prefill)
+        expected = prefill_attention_torch(*batch.exact, *batch.prefill[2:])
         assert_close(out, expected.cpu(), dtype)
 
 
@@ -434,25 +461,25 @@ def test_large_prefill(size: int, dtype: torch.dtype, rng: torch.Generator, devi
 def test_decode_in_a_cuda_graph(rng: torch.Generator, device: str) -> None:
     """A graph captured at length 1 must be right for any length within the block table."""
     batch, _ = decode_batch(rng, device, torch.bfloat16, lengths=[900, 0, 33, 1500], heads=32, kv_heads=8, size=128)
-    lengths = batch.seq_lens.clone()
+    lengths = batch.requests.seq_lens.clone()
     out = batch.poisoned_out
     workspace = DecodeWorkspace.create(4, 32, 128, device)
-    decode_attention(*batch.inputs, workspace=workspace, out=out, **batch.options)
-    batch.seq_lens.fill_(1)
+    decode_attention(*batch.decode(), workspace=workspace, out=out)
+    batch.requests.seq_lens.fill_(1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_attention(*batch.inputs, workspace=workspace, out=out, **batch.options)
-    batch.seq_lens.copy_(lengths)
+        decode_attention(*batch.decode(), workspace=workspace, out=out)
+    batch.requests.seq_lens.copy_(lengths)
     out.fill_(float("nan"))
     graph.replay()
-    assert_close(out, reference_attention(batch), torch.bfloat16)
+    check_decode(batch, 1, out, torch.bfloat16)
 
 
 _COMPILE = """
 from vserve.kernels import pdl
 from vserve.kernels.attention_decode import decode_attention_triton
+from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.attention_prefill import prefill_attention_triton
-from vserve.kernels.kv_write import write_kv_triton
 from vserve.kernels.rope_kv import rope_write_kv_triton
 
 pdl.pdl_available = lambda device: sys.argv[3] == "pdl"
@@ -460,16 +487,15 @@ angles = torch.empty(64, int(sys.argv[1]))
 
 def run(size, dtype, requests, first, blocks, splits, rows):
     query = torch.empty(requests * 40, 32, size, dtype=dtype)
-    cache = torch.empty(2, 16, 8, size, dtype=dtype)
-    table = torch.zeros(4, blocks, dtype=torch.int32)
+    keys = torch.empty(2, 16, 8, size, dtype=dtype)
+    cache = PagedCache(keys, keys, torch.zeros(4, blocks, dtype=torch.int32))
     ints = torch.zeros(requests + 9, dtype=torch.int32)[first:]
-    decode_attention_triton(query[:requests], cache, cache, table, ints[:requests], ints[:requests], scale=0.1,
-                            num_splits=splits)
-    prefill_attention_triton(query, cache, cache, table, ints[:requests], ints[:requests], ints[:requests + 1],
-                             max_query_len=rows, scale=0.1)
-    write_kv_triton(query[:requests, :8], query[:requests, 8:16], cache, cache, ints[:requests])
+    decodes = UniformBatch(ints[:requests], ints[:requests])
+    decode_attention_triton(query[:requests], cache, decodes, Scoring(0.1), num_splits=splits)
+    prompts = RaggedBatch(ints[:requests], ints[:requests], ints[:requests + 1], rows)
+    prefill_attention_triton(query, cache, prompts, Scoring(0.1))
     rope_write_kv_triton(query[:requests], query[:requests, :8], query[:requests, 8:16], ints[:requests], angles,
-                         cache, cache, ints[:requests], query[0, 0], query[0, 0], 1e-6)
+                         keys, keys, ints[:requests], query[0, 0], query[0, 0], 1e-6)
 
 def before_waiting(ptx):
     # Loads, and all that must not stand there, ahead of griddepcontrol.wait.
@@ -516,7 +542,7 @@ def test_compiles_for_hopper(size: int, dtype: str, pdl: bool, run_for_hopper: C
     report = run_for_hopper(_COMPILE, str(size), dtype, "pdl" if pdl else "plain")
     kernels = {kernel["kernel"]: kernel for kernel in report}
     dependent = {"_decode_kernel", "_merge_kernel", "_rope_write_kv_kernel"}
-    assert set(kernels) == dependent | {"_prefill_kernel", "_write_kv_kernel"}
+    assert set(kernels) == dependent | {"_prefill_kernel"}
     for name, kernel in kernels.items():
         tiles = {decode_tile(getattr(torch, dtype), size, requests) for requests in (1, 2, 16)}
         variants = len(tiles) if name == "_decode_kernel" else 1

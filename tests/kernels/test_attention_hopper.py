@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from vserve.kernels.attention import (
     prefill_attention_torch,
 )
 from vserve.kernels.attention_beside import attend_beside
+from vserve.kernels.attention_inputs import PagedCache, Scoring, UniformBatch
 from vserve.kernels.attention_prefill import prefill_attention_triton
 from vserve.kernels.attention_prefill_hopper import prefill_attention_hopper, supports
 
@@ -61,12 +63,8 @@ def make(paged: Any, rng: torch.Generator, dtype: torch.dtype, case: dict[str, A
     return paged.make_batch(rng, "cuda", dtype, options.pop("lengths"), options.pop("query_lens"), size=128, **options)
 
 
-def options_of(batch: Any) -> dict[str, Any]:
-    return {"scale": batch.options["scale"]}
-
-
 def check(paged: Any, batch: Any, out: Tensor, dtype: torch.dtype) -> None:
-    owned = slice(int(batch.query_start[0]), int(batch.query_start[-1]))
+    owned = slice(int(batch.requests.query_start[0]), int(batch.requests.query_start[-1]))
     paged.assert_close(out[owned], paged.reference_attention(batch)[owned], dtype)
     out[owned] = float("nan")
     assert torch.isnan(out).all(), "wrote rows that belong to no request"
@@ -79,9 +77,9 @@ class TestOnHopper:
     @pytest.mark.parametrize("case", CASES)
     def test_reference(self, case: str, dtype: torch.dtype, paged: Any, rng: torch.Generator) -> None:
         batch = make(paged, rng, dtype, CASES[case])
-        assert supports(batch.query, batch.key_cache, batch.value_cache)
+        assert supports(batch.query, batch.cache, batch.scoring)
         out = batch.poisoned_out
-        result = prefill_attention_hopper(*batch.inputs, batch.query_start, out=out, **options_of(batch))
+        result = prefill_attention_hopper(*batch.prefill, out=out)
         assert result is out
         check(paged, batch, out, dtype)
 
@@ -89,59 +87,62 @@ class TestOnHopper:
     def test_any_number_of_programs(self, programs: int, paged: Any, rng: torch.Generator) -> None:
         """Twice with one work table, whose counters the first call leaves as it found them."""
         batch = make(paged, rng, torch.bfloat16, {"lengths": [700, 33, 129, 400], "query_lens": [300, 33, 129, 5]})
-        work = PrefillWork(batch.rows, batch.seq_lens, batch.query_start)
+        work = PrefillWork(batch.requests)
         for _ in range(2):
             out = batch.poisoned_out
-            prefill_attention_hopper(
-                *batch.inputs, batch.query_start, out=out, work=work, programs=programs, **options_of(batch)
-            )
+            prefill_attention_hopper(*batch.prefill, out=out, work=work, programs=programs)
             check(paged, batch, out, torch.bfloat16)
 
     def test_last_blocks_only(self, paged: Any, rng: torch.Generator) -> None:
         """The last token of each request is as in the whole; of others, at most those of its block are written."""
         lengths, query_lens = [700, 33, 129, 400, 40], [300, 33, 129, 5, 1]
         batch = make(paged, rng, torch.bfloat16, {"lengths": lengths, "query_lens": query_lens})
-        step = batch.rows, batch.seq_lens, batch.query_start
-        whole = prefill_attention_hopper(*batch.inputs, batch.query_start, **options_of(batch))
+        whole = prefill_attention_hopper(*batch.prefill)
         out = batch.poisoned_out
-        work = PrefillWork(*step, last_only=True)
-        prefill_attention_hopper(*batch.inputs, batch.query_start, out=out, work=work, **options_of(batch))
-        last = batch.query_start[1:].long() - 1
+        work = PrefillWork(batch.requests, last_only=True)
+        prefill_attention_hopper(*batch.prefill, out=out, work=work)
+        last = batch.requests.query_start[1:].long() - 1
         torch.testing.assert_close(out[last], whole[last], rtol=0, atol=0)
         assert out[:256].isnan().all(), "blocks that nobody wants were computed"
 
-    @pytest.mark.parametrize("decodes", [33, 100, 250])
+    @pytest.mark.parametrize(
+        ("decodes", "padded"), [(33, 33), (100, 100), (250, 250), (100, 128), (28, 32), (130, 256)]
+    )
     @pytest.mark.parametrize("prompts", [[(300, 300), (900, 90)], [(5000, 4000)], [(1, 1), (0, 0)]], ids=str)
     def test_beside_decodes(
-        self, decodes: int, prompts: list[tuple[int, int]], paged: Any, rng: torch.Generator
+        self, decodes: int, padded: int, prompts: list[tuple[int, int]], paged: Any, rng: torch.Generator
     ) -> None:
-        """In a graph of several layers, replayed: bit for bit what one after the other gives."""
+        """In a graph of several layers, replayed: bit for bit what one after the other gives.
+
+        Padded as by the engine: rows without a token, whose places in the result are the prompts' first tokens.
+        """
         lengths = [1 + 37 * i % 1500 for i in range(decodes)] + [length for length, _ in prompts]
         query_lens = [1] * decodes + [tokens for _, tokens in prompts]
-        case = {"lengths": lengths, "query_lens": query_lens, "heads": 32, "kv_heads": 8, "behind": 20}
+        case = {"lengths": lengths, "query_lens": query_lens, "heads": 32, "kv_heads": 8, "behind": 260}
         batch = make(paged, rng, torch.bfloat16, case)
-        query, *caches = batch.inputs[:4]
-        rows, lens, starts = batch.rows, batch.seq_lens, batch.query_start
-        ours, theirs = (rows[:decodes], lens[:decodes]), (rows[decodes:], lens[decodes:], starts[decodes:])
-        scale = options_of(batch)
+        query, cache, scoring = batch.query, batch.cache, batch.scoring
+        rows, lens = batch.requests.rows, batch.requests.seq_lens
+        nobody = rows.new_zeros(padded - decodes)
+        ours = UniformBatch(torch.cat((rows[:decodes], nobody)), torch.cat((lens[:decodes], nobody)))
+        theirs = batch.prompts(decodes)
         expected = batch.poisoned_out
-        decode_attention(query[:decodes], *caches, *ours, out=expected[:decodes], **scale)
-        prefill_attention(query, *caches, *theirs, max_query_len=max(query_lens), out=expected, **scale)
+        alone = batch.poisoned_out  # with as many rows, or they would be split in another way
+        decode_attention(query[:padded], cache, ours, scoring, out=alone[:padded])
+        expected[:decodes] = alone[:decodes]
+        prefill_attention(query, cache, theirs, scoring, out=expected)
         outs = [batch.poisoned_out for _ in range(3)]
         workspace = DecodeWorkspace.create(512, 32, 128, "cuda")
 
         def layers() -> None:
-            work = PrefillWork(*theirs)
+            work = PrefillWork(theirs)
             for out in outs:
-                attend_beside(
-                    query, *caches, *ours, *theirs, query_len=1, workspace=workspace, work=work, out=out, **scale
-                )
+                attend_beside(query, cache, ours, theirs, scoring, workspace=workspace, work=work, out=out)
 
         layers()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             layers()
-        for _ in range(5):
+        for _ in range(20):
             for out in outs:
                 out.fill_(float("nan"))
             graph.replay()
@@ -157,19 +158,15 @@ class TestOnHopper:
         """As the Triton kernel and as torch in float64, through the public function, and the same every time."""
         case = {"lengths": lengths, "query_lens": query_lens, "heads": 32, "kv_heads": 8}
         batch = make(paged, rng, torch.bfloat16, case)
-        longest = {"max_query_len": max(query_lens)}
-        out = prefill_attention(*batch.inputs, batch.query_start, **longest, **options_of(batch))
-        triton = prefill_attention_triton(*batch.inputs, batch.query_start, **longest, **options_of(batch))
+        out = prefill_attention(*batch.prefill)
+        triton = prefill_attention_triton(*batch.prefill)
         error = (out.double() - triton.double()).norm() / triton.double().norm()
         assert error < 4e-3, f"differs from the Triton kernel by {error:.1e}"
         for _ in range(3):
-            again = prefill_attention(*batch.inputs, batch.query_start, **longest, **options_of(batch))
+            again = prefill_attention(*batch.prefill)
             torch.testing.assert_close(again, out, rtol=0, atol=0)
         if max(lengths) <= 5000:
-            query, keys, values, *tables = batch.inputs
-            exact = prefill_attention_torch(
-                query.double(), keys.double(), values.double(), *tables, batch.query_start, **options_of(batch)
-            )
+            exact = prefill_attention_torch(*batch.exact, *batch.prefill[2:])
             paged.assert_close(out, exact.cpu(), torch.bfloat16)
 
     def test_in_a_cuda_graph(self, paged: Any, rng: torch.Generator) -> None:
@@ -177,24 +174,23 @@ class TestOnHopper:
         batch = make(
             paged, rng, torch.bfloat16, {"lengths": [0, 300, 90, 0], "query_lens": [0, 200, 90, 0], "behind": 30}
         )
-        lengths, starts = batch.seq_lens.clone(), batch.query_start.clone()
+        requests = replace(batch.requests, max_query_len=320)
+        lengths, starts = requests.seq_lens.clone(), requests.query_start.clone()
         outs = [batch.poisoned_out, batch.poisoned_out]
 
         def layers() -> None:
-            work = PrefillWork(batch.rows, batch.seq_lens, batch.query_start)
+            work = PrefillWork(requests)
             for out in outs:
-                prefill_attention(
-                    *batch.inputs, batch.query_start, max_query_len=320, work=work, out=out, **options_of(batch)
-                )
+                prefill_attention(batch.query, batch.cache, requests, batch.scoring, work=work, out=out)
 
         layers()
-        batch.seq_lens.zero_()
-        batch.query_start.zero_()
+        requests.seq_lens.zero_()
+        requests.query_start.zero_()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             layers()
-        batch.seq_lens.copy_(lengths)
-        batch.query_start.copy_(starts)
+        requests.seq_lens.copy_(lengths)
+        requests.query_start.copy_(starts)
         for out in outs:
             out.fill_(float("nan"))
         graph.replay()
@@ -206,17 +202,18 @@ _COMPILE = """
 import subprocess
 import triton
 from vserve.kernels import prefill_work
+from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring
 from vserve.kernels.attention_prefill_hopper import prefill_attention_hopper
 
 prefill_work.prefill_work = prefill_work.prefill_work_triton
 
 def run(heads, requests, tokens, blocks, dtype, **options):
     query = torch.empty(tokens, heads * 128 + 2 * 8 * 128, dtype=dtype)[:, :heads * 128].view(tokens, heads, 128)
-    cache = torch.empty(2, 16, 8, 128, dtype=dtype)
-    table = torch.zeros(4, blocks, dtype=torch.int32)
+    keys = torch.empty(2, 16, 8, 128, dtype=dtype)
+    cache = PagedCache(keys, keys, torch.zeros(4, blocks, dtype=torch.int32))
     ints = torch.zeros(requests + 9, dtype=torch.int32)[requests % 8:]
-    prefill_attention_hopper(query, cache, cache, table, ints[:requests], ints[:requests], ints[:requests + 1],
-                             scale=0.1, programs=132, **options)
+    batch = RaggedBatch(ints[:requests], ints[:requests], ints[:requests + 1], tokens)
+    prefill_attention_hopper(query, cache, batch, Scoring(0.1), programs=132, **options)
 
 for requests, tokens, blocks in ((1, 999, 64), (2, 16, 65), (16, 1024, 1)):
     run(int(sys.argv[1]), requests, tokens, blocks, getattr(torch, sys.argv[2]))
@@ -281,5 +278,6 @@ def test_compiles_for_hopper(heads: int, dtype: str, tmp_path: Path, run_for_hop
 @pytest.mark.skipif(HOPPER, reason="tests what other machines answer")
 def test_other_devices_are_not_supported(device: str) -> None:
     query = torch.zeros(4, 8, 128, dtype=torch.bfloat16, device=device)
-    cache = torch.zeros(2, 16, 2, 128, dtype=torch.bfloat16, device=device)
-    assert not supports(query, cache, cache)
+    keys = torch.zeros(2, 16, 2, 128, dtype=torch.bfloat16, device=device)
+    table = torch.zeros(1, 2, dtype=torch.int32, device=device)
+    assert not supports(query, PagedCache(keys, keys, table), Scoring(1.0))

@@ -41,7 +41,9 @@ def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: 
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list] = {}
-    dtypes = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int64": "i64"}
+    dtypes = {
+        "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int64": "i64", "bool": "i1"
+    }  # fmt: skip
     for position, parameter in enumerate(kernel.params):
         value = values[parameter.name]
         if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
@@ -116,13 +118,7 @@ def launch_dependent_kernels() -> None:
 
 
 def launch_other_kernels() -> None:
-    from vserve.kernels import batch_inputs, penalties, rope, sampling
-
-    for num_heads, num_key_heads, size, rot_dim in ROPE_SHAPES:
-        query, key = bf16(3, num_heads, size), bf16(3, num_key_heads, size)
-        positions, cos_sin = i32(3), torch.zeros(64, rot_dim)
-        rope.apply_rope_triton(query, key, positions, cos_sin)
-        rope.qk_norm_rope_triton(query, key, positions, cos_sin, bf16(size), bf16(size), 1e-6)
+    from vserve.kernels import batch_inputs, penalties, sampling
 
     token_ids, block_table = i32(5, 4096), i32(5, 256)
     batch_inputs.scatter_rows_triton(token_ids, i32(2), i32(2), i32(3), i32(9))
@@ -134,8 +130,9 @@ def launch_other_kernels() -> None:
     for vocabulary in (512, 50257, 128256):
         logits = torch.zeros(2, vocabulary)
         sampling.sample_triton(logits, one, i32(2), one, one, zero, zero)
-    sampling.philox_uniform_triton(zero, zero)
-    penalties.apply_penalties_triton(logits, token_ids, i32(2), i32(2), i32(2), one, one, one)
+    counts = i32(64, vocabulary)
+    penalties.apply_penalties_triton(logits, token_ids, i32(2), i32(2), i32(2), one, one, one, i32(2), counts)
+    penalties.apply_logit_bias_triton(logits, i32(2), i32(3), i32(600, 2))
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from vserve.engine import worker
+from vserve.engine.config import EngineConfig
 from vserve.engine.layers import linear as layer_module
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.weights import Placement
@@ -33,8 +36,9 @@ def test_the_table_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(cublaslt, "tile_table", {"cublas": table}.__getitem__)
     monkeypatch.setattr(cublaslt, "version", lambda: 7)
-    monkeypatch.setattr(cublaslt, "product", lambda *sizes: sizes)
-    monkeypatch.setattr(cublaslt, "runs", lambda algorithm, product, device: product[0] != 60)
+    monkeypatch.setattr(cublaslt, "describe", lambda *sizes: list(sizes))
+    monkeypatch.setattr(cublaslt, "resize", lambda product, m: product.__setitem__(0, m))
+    monkeypatch.setattr(cublaslt, "runs", lambda algorithm, product, device: product[0] not in (20, 21, 32, 60))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     algorithms.cache_clear()
@@ -42,10 +46,79 @@ def test_the_table_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         found = algorithms(96, 64, torch.bfloat16)
         assert len(found) == 42, "another version of cuBLAS, or of GPU: those rows do not count"
         first_bytes = [None if algorithm is None else bytes(algorithm)[0] for algorithm in found]
-        assert first_bytes == [None] * 17 + [1] * 16 + [None] * 7 + [2] * 2
+        ones = [None if m in (20, 21, 32) else 1 for m in range(17, 33)]  # the others' neighbours run all the same
+        assert first_bytes == [None] * 17 + ones + [None] * 7 + [2] * 2
         assert algorithms(96, 64, torch.float32) == () == algorithms(96, 65, torch.bfloat16)
     finally:
         algorithms.cache_clear()
+
+
+class Library:
+    """cublasLt, as far as it answers what an algorithm is like."""
+
+    def __init__(self, scheme: int, workspace: int = 0, status: int = 0) -> None:
+        self.scheme, self.workspace, self.status = scheme, workspace, status
+
+    def cublasLtMatmulAlgoCheck(self, *arguments: Any) -> int:
+        arguments[-1]._obj.workspace_bytes = self.workspace
+        return self.status
+
+    def cublasLtMatmulAlgoConfigGetAttribute(self, algorithm: Any, name: int, value: Any, *_: Any) -> int:
+        assert name == 3
+        value._obj.value = self.scheme
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("library", "expected"),
+    [
+        (Library(0), True),
+        (Library(2), True),
+        (Library(1), False),
+        (Library(4), False),
+        (Library(0, workspace=cublaslt.WORKSPACE_BYTES + 1), False),
+        (Library(0, status=15), False),
+    ],
+)
+def test_an_algorithm_that_rounds_partial_sums_is_not_run(
+    library: Library, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublaslt, "library", lambda: library)
+    monkeypatch.setattr(cublaslt, "handle", lambda device: None)
+    described = cublaslt.Product(None, None, None, None)  # type: ignore[arg-type]
+    assert cublaslt.runs(cublaslt.Algorithm(), described, torch.device("cpu")) is expected
+
+
+def test_products_add_up_in_fp32() -> None:
+    settings = torch.backends.cuda.matmul
+    names = [
+        "allow_tf32", "allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    ]  # fmt: skip
+    before = {name: getattr(settings, name) for name in names}
+    try:
+        for name in names[2:]:
+            setattr(settings, name, True)
+        cublaslt.accumulate_in_fp32()
+        assert not any(getattr(settings, name) for name in names)
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
+
+
+def test_an_engine_on_a_gpu_says_so_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is multiplied."""
+
+    class Asked(Exception):
+        pass
+
+    def asked() -> None:
+        raise Asked
+
+    monkeypatch.setattr(worker, "_choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(worker, "accumulate_in_fp32", asked)
+    with pytest.raises(Asked):
+        worker.Worker(EngineConfig("nowhere"), lambda progress: None)
 
 
 @pytest.mark.skipif(CUDA, reason="there is a cuBLAS")
@@ -101,6 +174,31 @@ def test_every_algorithm_is_right(device: str) -> None:
             for _ in range(20):
                 graph.replay()
                 assert torch.equal(out, y), f"{n} x {k} by {m} rows differs from call to call"
+
+
+@pytest.mark.gpu
+@requires_cuda
+def test_every_number_of_rows(device: str) -> None:
+    """All up to 512, and beyond them some of each range, which start-up has asked cuBLAS about; that takes no time."""
+    shapes = {(row["n"], row["k"]) for row in tiles.tile_table("cublas") if row["version"] == cublaslt.version()}
+    if not shapes:
+        pytest.skip("no algorithms for this GPU and version of cuBLAS")
+    cublaslt.prepare(torch.device(device, torch.cuda.current_device()))
+    algorithms.cache_clear()
+    started = time.process_time()
+    tables = {shape: algorithms(*shape, torch.bfloat16) for shape in sorted(shapes)}
+    seconds = time.process_time() - started
+    print(f"start-up asks for {seconds:.3f} s about {sum(map(len, tables.values()))} numbers of rows")
+    assert seconds < 0.5
+    for (n, k), table in tables.items():
+        weight = torch.randn(n, k, device=device, dtype=torch.bfloat16) / 64
+        x = torch.randn(len(table), k, device=device, dtype=torch.bfloat16)
+        expected = x.float() @ weight.float().t()
+        for m, algorithm in enumerate(table):
+            if algorithm is None or (m > 512 and m % 61):
+                continue
+            error = (measured_linear(x[:m], weight, algorithm).float() - expected[:m]).norm()
+            assert error <= 4e-3 * expected[:m].norm(), f"{n} x {k} by {m} rows"
 
 
 @pytest.mark.gpu

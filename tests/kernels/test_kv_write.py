@@ -5,11 +5,30 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from vserve.kernels.attention import decode_attention
-from vserve.kernels.kv_write import write_kv, write_kv_torch, write_kv_triton
+from vserve.kernels.attention_inputs import PagedCache, Scoring, UniformBatch
+from vserve.kernels.rope_kv import rope_write_kv, rope_write_kv_triton, write_kv_torch
 
-WRITE: dict[str, Callable[..., None]] = {"torch": write_kv_torch, "triton": write_kv_triton, "public": write_kv}
+
+def unrotated(function: Callable[..., None]) -> Callable[..., None]:
+    """rope_write_kv with angles that turn nothing: it writes keys as they are."""
+
+    def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        positions = torch.zeros(len(key), dtype=torch.int32, device=key.device)
+        half = torch.zeros(1, key.shape[-1] // 2, device=key.device)
+        cos_sin = torch.cat((half.cos(), half.sin()), dim=1)
+        function(key.clone(), key, value, positions, cos_sin, key_cache, value_cache, slots)
+
+    return write
+
+
+WRITE: dict[str, Callable[..., None]] = {
+    "torch": write_kv_torch,
+    "triton": unrotated(rope_write_kv_triton),
+    "public": unrotated(rope_write_kv),
+}
 
 CASES: dict[str, dict[str, Any]] = {
     "one_token": {"tokens": 1},
@@ -82,12 +101,13 @@ def test_caches_beyond_int32_offsets(rng: torch.Generator, device: str) -> None:
     value_cache = torch.zeros_like(key_cache)
     key, value = torch.randn(2, 1, kv_heads, size, generator=rng).to(device, torch.float16)
     block = num_blocks - 2
-    write_kv(key, value, key_cache, value_cache, torch.tensor([block * page], dtype=torch.int32, device=device))
+    slots = torch.tensor([block * page], dtype=torch.int32, device=device)
+    WRITE["triton"](key, value, key_cache, value_cache, slots)
     assert torch.equal(key_cache[block, 0], key[0])
     assert torch.equal(value_cache[block, 0], value[0])
     assert int(key_cache.view(num_blocks, -1).any(dim=1).sum()) == 1, "wrote elsewhere"
     table = torch.full((1, 1), block, dtype=torch.int32, device=device)
     row, one = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
     query = torch.randn(1, 32, size, generator=rng).to(device, torch.float16)
-    out = decode_attention(query, key_cache, value_cache, table, row, one, scale=0.1)
+    out = decode_attention(query, PagedCache(key_cache, value_cache, table), UniformBatch(row, one), Scoring(0.1))
     torch.testing.assert_close(out, value.repeat_interleave(4, dim=1))  # a single key has all the weight

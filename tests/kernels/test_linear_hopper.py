@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from vserve.kernels import linear_hopper as module
+from vserve.kernels.linear_gluon import linear_kernel
 from vserve.kernels.linear_hopper import (
     MANY_ROWS,
     HopperTile,
@@ -93,6 +95,22 @@ class TestOnHopper:
         x.copy_(torch.randn_like(x))
         graph.replay()
         torch.testing.assert_close(y, linear_hopper(silu_mul_linear_hopper(x, weight), weight), rtol=0, atol=0)
+
+    @pytest.mark.parametrize("tile", [MANY_ROWS, HopperTile(2, 3, 1)], ids=str)
+    def test_a_consumer_that_is_held_up(self, tile: HopperTile, operands: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each product of the second waits for 20 us, in which summands must not come where its weights are."""
+
+        class Held:
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+                return partial(linear_kernel[grid], HOLD_B=20_000)
+
+        monkeypatch.setattr(module, "linear_kernel", Held())
+        for m, n, k in ((128, 256, 512), (300, 1024, 512)):
+            x, weight = operands(m, n, k, torch.bfloat16)
+            for _ in range(10):
+                residual = torch.randn(m, n, device="cuda").bfloat16()
+                expected = residual.double() + x.double() @ weight.double().t()
+                self.check(linear_hopper(x, weight, tile, residual), expected, torch.bfloat16)
 
     def test_no_rows(self, operands: Any) -> None:
         x, weight = operands(1, 512, 256, torch.bfloat16)

@@ -103,6 +103,21 @@ def test_zeros_and_extremes(path: str, device: str) -> None:
     close(result, oracle(x, torch.ones(64, device=device), 1e-5))
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("large", [3e19, 3e38, float("inf"), float("nan")])
+def test_squares_beyond_fp32_are_no_numbers(path: str, large: float, device: str, rng: torch.Generator) -> None:
+    """Not 0, which every later layer takes for a result; the rows beside it are as they were."""
+    x = torch.randn(3, 64, generator=rng).to(device)
+    weight = torch.ones(64, device=device)
+    x[1, 5] = large
+    result = function("rms_norm", path)(x, weight, 1e-5)
+    assert result[1].isnan().all()
+    close(result[[0, 2]], oracle(x[[0, 2]], weight, 1e-5))
+    normed, _ = function("add_rms_norm", path)(torch.zeros_like(x), x, weight, 1e-5)
+    assert normed[1].isnan().all()
+    close(normed[[0, 2]], oracle(x[[0, 2]], weight, 1e-5))
+
+
 @pytest.mark.parametrize("dim", [96, 2048])
 def test_a_row_does_not_depend_on_the_others(dim: int, device: str, rng: torch.Generator) -> None:
     x = torch.randn(33, dim, generator=rng).to(device)

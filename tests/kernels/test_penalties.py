@@ -15,14 +15,26 @@ def path(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def apply(path: str, device: str, logits: torch.Tensor, token_ids: torch.Tensor, *per_row: list) -> torch.Tensor:
-    """→ the penalised logits. per_row: rows, prompt lengths, lengths, repetition, presence, frequency."""
+def apply(
+    path: str,
+    device: str,
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    *per_row: list,
+    index: list[int] | None = None,
+) -> torch.Tensor:
+    """→ the penalised logits. per_row: rows, prompt lengths, lengths, repetition, presence, frequency. `index`: of the
+    rows that are penalised, by default all. There is room for four at once."""
     where = "cpu" if path == "torch" else device
     result = logits.clone().to(where)
     tensors = [torch.tensor(values, dtype=torch.int32) for values in per_row[:3]]
     tensors += [torch.tensor(values, dtype=torch.float32) for values in per_row[3:]]
     name = "apply_penalties" if path == "public" else f"apply_penalties_{path}"
-    assert getattr(penalties, name)(result, token_ids.to(where), *(x.to(where) for x in tensors)) is None
+    chosen = torch.tensor(range(len(logits)) if index is None else index, dtype=torch.int32)
+    counts = torch.zeros(4, logits.shape[1], dtype=torch.int32, device=where)
+    tensors.append(chosen)
+    assert getattr(penalties, name)(result, token_ids.to(where), *(x.to(where) for x in tensors), counts) is None
+    assert not counts.any(), "the next rows would be penalised for these"
     return result.cpu()
 
 
@@ -57,7 +69,12 @@ def test_against_loops(path: str, size: int, limit: int, device: str) -> None:
     logits = torch.tensor([[rng.gauss(0, 4) for _ in range(size)] for _ in rows])
     logits[:, 3] = -float("inf")
     logits[:, 4] = 0.0
-    result = apply(path, device, logits, token_ids, rows, prompt_lens, seq_lens, repetition, presence, frequency)
+    columns = (rows, prompt_lens, seq_lens, repetition, presence, frequency)
+    result = apply(path, device, logits, token_ids, *columns)
+    some = rng.sample(range(num_rows), 6)
+    few = apply(path, device, logits, token_ids, *columns, index=some)
+    for i in range(num_rows):
+        assert torch.equal(few[i], result[i] if i in some else logits[i])
     for i, row in enumerate(rows):
         history = token_ids[row, : seq_lens[i]].tolist()
         expected = torch.tensor(oracle(logits[i].tolist(), history, prompt_lens[i], *chosen[i]))
@@ -75,7 +92,9 @@ def test_rows_of_a_wider_buffer(path: str, device: str) -> None:
     one = torch.ones(2, device=where)
     integers = [torch.tensor(x, dtype=torch.int32, device=where) for x in ([0, 0], [1, 2], [4, 3])]
     function = getattr(penalties, "apply_penalties" if path == "public" else f"apply_penalties_{path}")
-    function(buffer[:, 2:10], token_ids, *integers, one * 2, one * 0.5, one * 0.25)
+    index = torch.tensor([1, 0], dtype=torch.int32, device=where)
+    counts = torch.zeros(2, 8, dtype=torch.int32, device=where)
+    function(buffer[:, 2:10], token_ids, *integers, one * 2, one * 0.5, one * 0.25, index, counts)
     assert buffer.tolist() == [
         [7, 7, 7, 3.5 - 0.75, 3.5 - 0.75, 7, 7, 3.5 - 0.75, 7, 7, 7, 7],
         [7, 7, 7, 3.5, 3.5 - 0.75, 7, 7, 7, 7, 7, 7, 7],
@@ -92,12 +111,35 @@ def test_nothing_to_penalise(path: str, device: str) -> None:
         assert torch.equal(apply(path, device, logits, token_ids, zeros, zeros, zeros, twos, ones, ones), logits)
 
 
-def test_logit_bias(device: str) -> None:
-    logits = torch.arange(12.0, device=device).view(3, 4)
-    entries = [(0, 1, 2.5), (2, 3, -float("inf")), (0, 1, 1.0), (1, 0, -100.0)]
-    index, tokens = (torch.tensor([entry[i] for entry in entries], device=device) for i in (0, 1))
-    penalties.apply_logit_bias(logits, index, tokens, torch.tensor([entry[2] for entry in entries], device=device))
-    assert logits.tolist() == [[0, 4.5, 2, 3], [-96, 5, 6, 7], [8, 9, 10, -float("inf")]]
-    empty = torch.empty(0, dtype=torch.int64, device=device)
-    penalties.apply_logit_bias(logits, empty, empty, torch.empty(0, device=device))
-    assert logits[0].tolist() == [0, 4.5, 2, 3]
+def bias(path: str, device: str, logits: torch.Tensor, biases: dict[int, dict[int, float]]) -> torch.Tensor:
+    """→ the biased logits. biases: by row."""
+    where = "cpu" if path == "torch" else device
+    result = logits.clone().to(where)
+    pairs = [pair for entries in biases.values() for pair in entries.items()]
+    offsets = [sum(map(len, list(biases.values())[:i])) for i in range(len(biases) + 1)]
+    values = torch.tensor([value for _, value in pairs], dtype=torch.float32).view(torch.int32)
+    entries = torch.stack([torch.tensor([token for token, _ in pairs], dtype=torch.int32), values], dim=1)
+    lists = [torch.tensor(x, dtype=torch.int32, device=where) for x in (list(biases), offsets)]
+    name = "apply_logit_bias" if path == "public" else f"apply_logit_bias_{path}"
+    assert getattr(penalties, name)(result, *lists, entries.to(where)) is None
+    return result.cpu()
+
+
+def test_logit_bias(path: str, device: str) -> None:
+    logits = torch.arange(16.0).view(4, 4)
+    result = bias(path, device, logits, {3: {}, 0: {1: 3.5}, 2: {3: -float("inf"), 0: 1.0}, 1: {0: -100.0}})
+    assert result.tolist() == [[0, 4.5, 2, 3], [-96, 5, 6, 7], [9, 9, 10, -float("inf")], [12, 13, 14, 15]]
+    assert torch.equal(bias(path, device, logits, {}), logits)
+    assert torch.equal(bias(path, device, logits, {2: {}}), logits)
+
+
+def test_long_logit_biases(path: str, device: str) -> None:
+    """Of more entries than one program takes at a time; in rows of a wider buffer."""
+    rng = random.Random(7)
+    logits = torch.randn(3, 5000)
+    biases = {row: {token: rng.gauss(0, 5) for token in rng.sample(range(5000), 2000 - row)} for row in (2, 0)}
+    expected = logits.clone()
+    for row, entries in biases.items():
+        for token, value in entries.items():
+            expected[row, token] += value
+    torch.testing.assert_close(bias(path, device, logits, biases), expected)

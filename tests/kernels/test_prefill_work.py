@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.kernels.attention_inputs import RaggedBatch
 from vserve.kernels.prefill_work import PrefillWork, prefill_work_torch, prefill_work_triton
 
 
@@ -19,14 +20,15 @@ def lines(work: Tensor) -> list[list[int]]:
 
 def test_small_example() -> None:
     """Two decodes before, a padding row, a fresh prompt of 40 tokens, the last 10 tokens of 100."""
-    work = prefill_work_torch(int32([7, 3, 5]), int32([0, 40, 100]), int32([2, 2, 42, 52]), 60, 16)
+    batch = RaggedBatch(int32([7, 3, 5]), int32([0, 40, 100]), int32([2, 2, 42, 52]), 40)
+    work = prefill_work_torch(batch, 60, 16)
     assert lines(work) == [
         [5, 42, 90, 10, 100],
         [3, 34, 32, 8, 40],
         [3, 18, 16, 16, 40],
         [3, 2, 0, 16, 40],
     ]
-    work = prefill_work_torch(int32([7, 3, 5]), int32([0, 40, 100]), int32([2, 2, 42, 52]), 60, 16, last_only=True)
+    work = prefill_work_torch(batch, 60, 16, last_only=True)
     assert lines(work) == [[5, 42, 90, 10, 100], [3, 34, 32, 8, 40]]
 
 
@@ -54,9 +56,11 @@ def test_kernel_is_the_twin(case: str, block_q: int, behind: int, last_only: boo
     seq_lens = int32([max(context + length, 0) for context, length in zip(contexts, query_lens, strict=True)])
     rows = int32([(7 * i) % 150 for i in range(len(query_lens))])
     num_tokens = int(query_start[-1]) - before + behind
-    step = rows, seq_lens, query_start
-    expected = prefill_work_torch(*step, num_tokens, block_q, last_only)
-    work = prefill_work_triton(*(tensor.to(device) for tensor in step), num_tokens, block_q, last_only)
+    longest = max(query_lens, default=0)
+    batch = RaggedBatch(rows, seq_lens, query_start, longest)
+    expected = prefill_work_torch(batch, num_tokens, block_q, last_only)
+    on_device = RaggedBatch(rows.to(device), seq_lens.to(device), query_start.to(device), longest)
+    work = prefill_work_triton(on_device, num_tokens, block_q, last_only)
     assert work.shape == expected.shape
     assert lines(work.cpu()) == lines(expected)
     if last_only:
@@ -67,7 +71,7 @@ def test_kernel_is_the_twin(case: str, block_q: int, behind: int, last_only: boo
 
 
 def test_made_once() -> None:
-    work = PrefillWork(int32([0]), int32([64]), int32([0, 64]))
+    work = PrefillWork(RaggedBatch(int32([0]), int32([64]), int32([0, 64]), 64))
     assert work.table(4, 64) is work.table(4, 64)
     assert len(lines(work.table(4, 64))) == 2
     assert len(lines(work.table(8, 64))) == 4

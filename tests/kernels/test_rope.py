@@ -1,3 +1,6 @@
+"""Rotation, with and without the norm before it, against Python's floats: in plain torch, and as the part of
+rope_write_kv's kernel."""
+
 from __future__ import annotations
 
 import math
@@ -5,10 +8,11 @@ import math
 import pytest
 import torch
 
-from vserve.kernels import rope
+from vserve.kernels import rope_kv
+from vserve.kernels.rope import apply_rope_torch, qk_norm_rope_torch
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
-PATHS = ["torch", "triton", "public"]
+PATHS = ["torch", "triton"]
 # (query heads, key heads, head size, rotated dimensions)
 SHAPES = [(4, 2, 16, 16), (9, 3, 24, 24), (5, 1, 20, 8), (8, 8, 8, 8), (12, 2, 12, 6), (2, 2, 64, 32)]
 
@@ -42,6 +46,19 @@ def close(result: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(result.double().cpu(), expected, rtol=0.51 * eps + 1e-6, atol=2e-6)
 
 
+def rotate(path: str, query: torch.Tensor, key: torch.Tensor, *rest: object) -> None:
+    """In place; `rest` is positions, cos_sin, and the norm's weights and eps. The kernel's keys go through a cache."""
+    if path == "torch":
+        (apply_rope_torch if len(rest) == 2 else qk_norm_rope_torch)(query, key, *rest)  # type: ignore[arg-type]
+        return
+    positions, cos_sin, *norm = rest
+    cache = key.new_full((len(key) + 1, 1, *key.shape[1:]), float("nan"))
+    slots = torch.arange(len(key), dtype=torch.int32, device=key.device)
+    rope_kv.rope_write_kv_triton(query, key, key, positions, cos_sin, cache, cache.clone(), slots, *norm)  # type: ignore
+    assert cache[-1].isnan().all()
+    key.copy_(cache[:-1, 0])
+
+
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,8 +81,7 @@ def test_views_of_a_fused_projection(
     arguments = [query, key, torch.tensor(positions, dtype=torch.int32, device=device), cos_sin]
     if norm:
         arguments += [*weights, 1e-6]
-    name = "qk_norm_rope" if norm else "apply_rope"
-    assert getattr(rope, name if path == "public" else f"{name}_{path}")(*arguments) is None
+    rotate(path, *arguments)
     close(query, expected[0])
     close(key, expected[1])
     behind = (num_heads + num_key_heads) * dim
@@ -93,15 +109,25 @@ def test_query_and_key_anywhere(path: str, order: str, device: str, rng: torch.G
         key = torch.randn(3, 2, 20, generator=rng).to(device)[..., :16]
     cos_sin = table(16).to(device)
     expected = [rotated(heads, positions, cos_sin, None, 0.0) for heads in (query, key)]
-    function = rope.apply_rope if path == "public" else getattr(rope, f"apply_rope_{path}")
-    function(query, key, torch.tensor(positions, dtype=torch.int32, device=device), cos_sin)
+    rotate(path, query, key, torch.tensor(positions, dtype=torch.int32, device=device), cos_sin)
     close(query, expected[0])
     close(key, expected[1])
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_no_tokens(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rope, "_rope_kernel", None)  # on a GPU it is an error to launch no program
-    function = rope.apply_rope if path == "public" else getattr(rope, f"apply_rope_{path}")
+    monkeypatch.setattr(rope_kv, "_rope_write_kv_kernel", None)  # on a GPU it is an error to launch no program
     query, key = torch.empty(0, 4, 16, device=device), torch.empty(0, 2, 16, device=device)
-    function(query, key, torch.empty(0, dtype=torch.int32, device=device), table(16).to(device))
+    rotate(path, query, key, torch.empty(0, dtype=torch.int32, device=device), table(16).to(device))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_squares_beyond_fp32_are_no_numbers(path: str, device: str, rng: torch.Generator) -> None:
+    """Of one head; the others are as they were."""
+    query, key = (torch.randn(2, 3, 24, generator=rng).to(device) for _ in range(2))
+    query[1, 2, 23] = 3e19
+    positions = torch.tensor([5, 7], dtype=torch.int32, device=device)
+    weight = torch.ones(24, device=device)
+    rotate(path, query, key, positions, table(16).to(device), weight, weight, 1e-5)
+    assert query[1, 2].isnan().all()
+    assert query[0].isfinite().all() and query[1, :2].isfinite().all() and key.isfinite().all()

@@ -1,16 +1,16 @@
-"""The sampler against filters and an inverse CDF written with sorted lists and float64."""
+"""The sampler against filters written with sorted lists, and Gumbel-max over the whole vocabulary in float64."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 
-from vserve.kernels import sampling
+from vserve.kernels import noise, sampling
 
 INF = float("inf")
 
@@ -96,107 +96,55 @@ def survivors(logits: list[float], s: Settings) -> tuple[list[int], list[float]]
     return kept, [weights[i] / total for i in kept]
 
 
-_UNIFORMS = sampling.philox_uniform_torch(torch.full((1 << 17,), 12), torch.arange(1 << 17)).sort()
+def noise_of(seeds: list[int], positions: list[int], size: int) -> np.ndarray:
+    """E of the tokens 0 … size - 1 of each row, fp64 [S, size]: what test_noise.py tests."""
+    seed, position = np.array(seeds), np.array(positions)
+    least, leader = noise.block_noise(seed, position, -(-size // 32))
+    least, leader = (x.repeat(32, axis=1)[:, :size].ravel() for x in (least, leader))
+    tokens = np.tile(np.arange(size), len(seed))
+    variates = noise.token_noise(seed.repeat(size), position.repeat(size), tokens, least, leader)
+    return variates.reshape(-1, size).astype(np.float64)
 
 
-def positions_of(uniforms: list[float]) -> tuple[list[int], list[float]]:
-    """Positions whose noise with seed 12 lies nearest above each of the numbers, and that noise."""
-    place = torch.searchsorted(_UNIFORMS.values, torch.tensor(uniforms)).clamp(max=len(_UNIFORMS.values) - 1)
-    return _UNIFORMS.indices[place].tolist(), _UNIFORMS.values[place].tolist()
+@functools.cache
+def many_rows(size: int) -> np.ndarray:
+    """The noise of seed 12 at the first positions: enough for every token that may win to win somewhere."""
+    return noise_of([12] * 4000, list(range(4000)), size)
 
 
-def inverse(kept: list[int], probabilities: list[float], uniform: float) -> tuple[int, float]:
-    """→ the token, and how far the noise is from where another token begins."""
-    end, margin, token = 0.0, uniform or 1.0, None
-    for candidate, probability in zip(kept, probabilities, strict=True):
-        end += probability
-        margin = min(margin, abs(uniform - end))
-        if token is None and end > uniform:
-            token = candidate
-    return kept[-1] if token is None else token, margin
+def race(kept: list[int], weights: np.ndarray, variates: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each row the token of kept that wins, its score, and by what part it beats the second.
+
+    weights [V] of the tokens; variates [S, V]: their E.
+    """
+    scores = weights[kept] / variates[:, kept]
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :2]
+    best = np.take_along_axis(scores, order, axis=1)
+    return np.array(kept)[order[:, 0]], best[:, 0], 1 - best[:, -1] / best[:, 0] * (best.shape[1] > 1)
 
 
 def check(sampler: Sampler, logits: list[float], s: Settings) -> None:
-    """Draws survivors at both ends of their intervals: a survivor too many or too few would move some of them."""
-    kept, probabilities = survivors(logits, s)
-    uniforms, end = [0.0], 0.0
-    for probability in probabilities:
-        if probability > 2e-3:
-            uniforms += [end + 0.02 * probability, end + 0.97 * probability]
-        end += probability
-    step = -(-len(uniforms) // (sampler.max_draws - 1))
-    positions, noise = positions_of([*uniforms[::step], 0.999999])
-    rows = torch.tensor([logits] * len(positions))
-    tokens = sampler(rows, s, [12] * len(positions), positions)
-    for token, uniform in zip(tokens, noise, strict=True):
-        expected, margin = inverse(kept, probabilities, uniform)
+    """Draws where a survivor too many or too few would win: the lightest survivors and the heaviest dropped tokens."""
+    kept, _ = survivors(logits, s)
+    exact, variates = np.array(logits), many_rows(len(logits))
+    with np.errstate(invalid="ignore"):
+        weights = np.exp((exact - exact.max()) / s.temperature)
+    expected, best, margin = race(kept, weights, variates)
+    positions = [0]
+    dropped = [i for i in np.argsort(-exact, kind="stable").tolist() if i not in kept and weights[i] > 0]
+    for token in dropped[:3]:
+        positions += np.flatnonzero(weights[token] / variates[:, token] > best)[:1].tolist()
+    for token in sorted(kept, key=lambda i: logits[i]):
+        positions += np.flatnonzero(expected == token)[:1].tolist()
+    positions = positions[: sampler.max_draws]
+    tokens = sampler(torch.tensor([logits] * len(positions)), s, [12] * len(positions), positions)
+    for token, position in zip(tokens, positions, strict=True):
         assert token in kept
-        assert token == expected or margin < 1e-6, (uniform, margin)
+        assert token == expected[position] or margin[position] < 1e-5, (position, margin[position])
 
 
 def random_logits(rng: torch.Generator, size: int, scale: float = 2.0) -> list[float]:
     return (torch.randn(size, generator=rng) * scale).tolist()
-
-
-# ---- noise ----------------------------------------------------------------------------------------------------------
-
-# Random123's kat_vectors for philox4x32 with 10 rounds: counter, key, output.
-KNOWN_ANSWERS = [
-    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-    (
-        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-        [0xA4093822, 0x299F31D0],
-        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-    ),
-]
-
-
-def philox(counter: list[int], key: list[int]) -> list[int]:
-    (a, b, c, d), (k, m) = counter, key
-    for _ in range(10):
-        first, second = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b, c, d = (second >> 32) ^ b ^ k, second & 0xFFFFFFFF, (first >> 32) ^ d ^ m, first & 0xFFFFFFFF
-        k, m = (k + 0x9E3779B9) & 0xFFFFFFFF, (m + 0xBB67AE85) & 0xFFFFFFFF
-    return [a, b, c, d]
-
-
-@triton.jit
-def _philox_words(counter_ptr, seed_ptr, out_ptr):
-    word = tl.load(counter_ptr + tl.arange(0, 1)).to(tl.uint32)
-    second = tl.load(counter_ptr + 1 + tl.arange(0, 1)).to(tl.uint32)
-    third = tl.load(counter_ptr + 2 + tl.arange(0, 1)).to(tl.uint32)
-    fourth = tl.load(counter_ptr + 3 + tl.arange(0, 1)).to(tl.uint32)
-    word, second, third, fourth = tl.philox(tl.load(seed_ptr), word, second, third, fourth)
-    tl.store(out_ptr + tl.arange(0, 1), word.to(tl.int64))
-    tl.store(out_ptr + 1 + tl.arange(0, 1), second.to(tl.int64))
-    tl.store(out_ptr + 2 + tl.arange(0, 1), third.to(tl.int64))
-    tl.store(out_ptr + 3 + tl.arange(0, 1), fourth.to(tl.int64))
-
-
-@pytest.mark.parametrize("counter, key, answer", KNOWN_ANSWERS)
-def test_philox_known_answers(counter: list[int], key: list[int], answer: list[int], device: str) -> None:
-    assert philox(counter, key) == answer
-    words = sampling.philox4x32_torch(torch.tensor(counter).view(4, 1), torch.tensor(key).view(2, 1))
-    assert words.flatten().tolist() == answer
-    seed = key[0] | key[1] << 32
-    seed -= (seed >> 63) << 64
-    out = torch.zeros(4, dtype=torch.int64, device=device)
-    _philox_words[(1,)](torch.tensor(counter, device=device), torch.tensor([seed], device=device), out)
-    assert out.tolist() == answer
-
-
-def test_philox_uniform(device: str, rng: torch.Generator) -> None:
-    limit = 2**63 - 1
-    seeds = torch.randint(-limit, limit, (300,), generator=rng)
-    positions = torch.randint(0, limit, (300,), generator=rng)
-    seeds[:4], positions[:4] = torch.tensor([0, -1, 1, 2**32]), torch.tensor([0, 2**32, 2**32 - 1, 1])
-    result = sampling.philox_uniform_torch(seeds, positions)
-    for seed, position, uniform in zip(seeds.tolist(), positions.tolist(), result.tolist(), strict=True):
-        words = philox([position & 0xFFFFFFFF, position >> 32, 0, 0], [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF])
-        assert uniform == (words[0] >> 8) / 2**24
-    assert torch.equal(sampling.philox_uniform_triton(seeds.to(device), positions.to(device)).cpu(), result)
-    assert torch.equal(sampling.philox_uniform(seeds.to(device), positions.to(device)).cpu(), result)
 
 
 # ---- greedy ---------------------------------------------------------------------------------------------------------
@@ -290,6 +238,7 @@ def test_masked_tokens_are_never_drawn(
 @pytest.mark.parametrize("settings", [Settings(top_k=3), Settings(top_p=0.5), Settings(min_p=0.5)], ids=str)
 def test_logits_of_any_magnitude(sampler: Sampler, scale: float, settings: Settings, rng: torch.Generator) -> None:
     check(sampler, random_logits(rng, 70, scale), settings)
+    check(sampler, [scale] * 60 + [-scale] * 10, settings)
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-45, 1e-6])
@@ -323,26 +272,26 @@ def test_the_slow_search(device: str, settings: Settings, kind: str, rng: torch.
 @pytest.mark.parametrize("settings", [Settings(top_p=0.95, temperature=1.5), Settings(top_k=1500, top_p=0.99)], ids=str)
 def test_the_twin_when_the_head_does_not_decide(settings: Settings, rng: torch.Generator) -> None:
     logits = random_logits(rng, 30000, 1.0)
-    kept, probabilities = survivors(logits, settings)
+    kept, _ = survivors(logits, settings)
     assert len(kept) > 1024
-    positions, noise = positions_of(torch.rand(20, generator=rng).tolist())
-    one = torch.ones(20)
+    one, seeds, positions = torch.ones(20), [12] * 20, list(range(20))
     tokens = sampling.sample_torch(
         torch.tensor([logits] * 20), settings.temperature * one, (settings.top_k * one).int(), settings.top_p * one,
-        one * 0, torch.full((20,), 12), torch.tensor(positions),
-    ).tolist()  # fmt: skip
-    for token, uniform in zip(tokens, noise, strict=True):
-        expected, margin = inverse(kept, probabilities, uniform)
-        assert token == expected or margin < 1e-6
+        one * 0, torch.tensor(seeds), torch.tensor(positions),
+    )  # fmt: skip
+    weights = np.exp((np.array(logits) - max(logits)) / settings.temperature)
+    expected, _, margin = race(kept, weights, noise_of(seeds, positions, len(logits)))
+    assert ((tokens.numpy() == expected) | (margin < 1e-5)).all()
 
 
 # ---- the distribution, and independence -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [24, 100])
 @pytest.mark.parametrize("settings", [Settings(temperature=1.3), Settings(top_k=9, top_p=0.9)], ids=str)
-def test_distribution(device: str, settings: Settings, rng: torch.Generator) -> None:
+def test_distribution(device: str, settings: Settings, size: int, rng: torch.Generator) -> None:
     """Chi-square of many draws, over seeds and over positions, against the probabilities."""
-    logits = random_logits(rng, 24, 1.0)
+    logits = random_logits(rng, size, 1.0)
     kept, probabilities = survivors(logits, settings)
     num_draws = 20000
     one = torch.ones(num_draws, device=device)
@@ -352,7 +301,7 @@ def test_distribution(device: str, settings: Settings, rng: torch.Generator) -> 
     ]  # fmt: skip
     many, same = torch.arange(num_draws, device=device), torch.full((num_draws,), 99, device=device)
     for seed, position in ((many, same), (same, many)):
-        counts = sampling.sample(*arguments, seed, position).bincount(minlength=24).tolist()
+        counts = sampling.sample(*arguments, seed, position).bincount(minlength=size).tolist()
         assert sum(counts[i] for i in kept) == num_draws
         chi_square = sum(
             (counts[i] - num_draws * p) ** 2 / (num_draws * p) for i, p in zip(kept, probabilities, strict=True)
@@ -382,9 +331,9 @@ def test_triton_equals_the_twin(device: str, rng: torch.Generator) -> None:
             if token == twin:
                 continue
             logits, temperature, k, p, m, seed, position = (x[row] for x in arguments)
-            kept, probabilities = survivors(logits.tolist(), Settings(*(x.item() for x in (temperature, k, p, m))))
-            uniform = sampling.philox_uniform_torch(seed.view(1), position.view(1)).item()
-            assert inverse(kept, probabilities, uniform)[1] < 1e-6
+            kept, _ = survivors(logits.tolist(), Settings(*(x.item() for x in (temperature, k, p, m))))
+            weights = np.exp((logits.double() / temperature).numpy())
+            assert race(kept, weights, noise_of([seed.item()], [position.item()], len(logits)))[2] < 1e-5
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"])
@@ -412,7 +361,74 @@ def test_broken_rows_harm_nobody(sampler: Sampler, settings: Settings, rng: torc
     tokens = sampler(logits, settings, [5] * 5, [0] * 5)
     assert tokens[0] == sound[0] and tokens[4] == 60
     assert all(0 <= token < 100 for token in tokens)
-    assert sampling.has_nan(logits).tolist() == [False, True, True, False, False]
+
+
+# ---- what a verifier of drafts, and a promise about seeds, build on ------------------------------------------------
+
+
+def some_rows(sampler: Sampler, rng: torch.Generator, size: int = 100) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Logits of which every row has a few likely tokens, seeds and positions."""
+    number = min(sampler.max_draws, 24)
+    seeds = torch.randint(-(2**62), 2**62, (number,), generator=rng).tolist()
+    positions = torch.randint(0, 2**40, (number,), generator=rng).tolist()
+    return torch.randn(number, size, generator=rng), seeds, positions
+
+
+@pytest.mark.parametrize("how", ["excluded", "lowered", "filtered"])
+def test_tokens_that_lose_make_no_difference(sampler: Sampler, how: str, rng: torch.Generator) -> None:
+    """Of fewer candidates the winner wins again: its noise is its own. (Inverting a distribution moves all tokens.)"""
+    logits, seeds, positions = some_rows(sampler, rng)
+    drawn = sampler(logits, Settings(), seeds, positions)
+    for part in (0.2, 0.9):
+        losers = torch.rand(logits.shape, generator=rng) < part
+        losers[range(len(drawn)), drawn] = False
+        if how == "filtered":  # the weakest filter that keeps the winner, and stronger ones that do
+            ranks = (logits > logits.gather(1, torch.tensor(drawn).unsqueeze(1))).sum(dim=1).tolist()
+            settings = [Settings(top_k=1 + rank + int(part * (98 - rank))) for rank in ranks]
+            assert sampler(logits, settings, seeds, positions) == drawn
+        else:
+            lower = logits - (INF if how == "excluded" else 3 * torch.rand(logits.shape, generator=rng))
+            assert sampler(torch.where(losers, lower, logits), Settings(), seeds, positions) == drawn
+
+
+def test_a_greater_vocabulary_makes_no_difference(sampler: Sampler, rng: torch.Generator) -> None:
+    """Padding behind the last token, and whole blocks of it: the tokens keep their noise."""
+    logits, seeds, positions = some_rows(sampler, rng, size=75)
+    settings = Settings(top_p=0.98)
+    drawn = sampler(logits, settings, seeds, positions)
+    for size in (76, 97, 200):
+        padded = torch.full((len(logits), size), -INF)
+        padded[:, :75] = logits
+        assert sampler(padded, settings, seeds, positions) == drawn
+
+
+def test_more_tiles_than_a_word_has_bits(device: str, rng: torch.Generator) -> None:
+    """35 tiles: those that may hold the winner are marked in 32 bits at a time."""
+    logits = [0.3 * x for x in random_logits(rng, 1100, 1.0)]
+    weights = np.exp(np.array(logits))
+    expected, _, margin = race(list(range(1100)), weights, noise_of([12] * 200, list(range(200)), 1100))
+    late = np.flatnonzero((expected >= 1024) & (margin > 1e-5))[:2].tolist()
+    positions = [*late, *np.flatnonzero((expected < 1024) & (margin > 1e-5))[:2].tolist()]
+    sampler = Sampler("sample_triton", device, max_block=32)
+    tokens = sampler(torch.tensor([logits] * 4), Settings(), [12] * 4, positions)
+    assert tokens == expected[positions].tolist()
+
+
+def test_one_token(sampler: Sampler) -> None:
+    assert sampler(torch.tensor([[3.0], [-1e30]]), Settings(), [5, 6], [0, 1]) == [0, 0]
+
+
+def test_a_draft_from_nearly_the_same_logits_is_nearly_always_the_token(rng: torch.Generator) -> None:
+    """Two rows with one noise draw the same token with a probability of at least (1 - TV) / (1 + TV)."""
+    num_rows = 4000
+    target = torch.randn(num_rows, 500, generator=rng) * 2
+    draft = target + 0.3 * torch.randn(target.shape, generator=rng)
+    distance = (target.softmax(dim=-1) - draft.softmax(dim=-1)).abs().sum(dim=-1) / 2
+    bound = ((1 - distance) / (1 + distance)).mean().item()
+    one, zero = torch.ones(num_rows), torch.zeros(num_rows)
+    rest = (one, zero.int(), one, zero, torch.full((num_rows,), 77), torch.arange(num_rows))
+    same = (sampling.sample_torch(target, *rest) == sampling.sample_torch(draft, *rest)).float().mean().item()
+    assert same > bound - 4 * math.sqrt(bound * (1 - bound) / num_rows)
 
 
 # ---- log-probabilities ----------------------------------------------------------------------------------------------

@@ -71,7 +71,6 @@ def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.bos_token_id == theirs.bos_token_id
     eos = theirs.eos_token_id
     assert ours.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
     if theirs.dtype is not None:
@@ -152,8 +151,7 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         assert config.num_parameters == sum(weight.numel() for weight in theirs.parameters())
         ours = build_model(config, Placement(torch.float16, torch.device("cpu")), max_len=8)
         assert config.num_parameters == sum(weight.numel() for weight in ours.parameters())
-        assert config.weight_bytes(torch.float16) == 2 * config.num_parameters
-        assert config.kv_specs() == ours.kv_specs() == [KVSpec("full", 2, config.head_dim, config.head_dim)] * 3
+        assert ours.kv_specs() == [KVSpec("full", 2, config.head_dim, config.head_dim)] * 3
 
 
 def test_registry_and_config_know_the_same_architectures() -> None:

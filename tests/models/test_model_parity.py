@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from vserve.engine.layers.linear import Linear, UnquantizedMethod
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
+from vserve.kernels.attention_inputs import PagedCache
 
 PAGE = 4
 LENGTHS = (45, 30)
@@ -77,10 +79,9 @@ class PagedRunner:
         for layer in model.attention_layers():
             shape = (sum(pages) + 4, PAGE, layer.spec.num_kv_heads)
             # NaN: a key that is read without having been written must show.
-            layer.bind(
-                torch.full((*shape, layer.spec.head_dim), torch.nan, dtype=model.place.dtype),
-                torch.full((*shape, layer.spec.value_dim), torch.nan, dtype=model.place.dtype),
-            )
+            keys = torch.full((*shape, layer.spec.head_dim), torch.nan, dtype=model.place.dtype)
+            values = torch.full((*shape, layer.spec.value_dim), torch.nan, dtype=model.place.dtype)
+            layer.bind(PagedCache(keys, values, self.table))
         self.computed = [0] * len(sequences)
         self.position_shift = 0  # a mutation: of decoded tokens
 
@@ -111,7 +112,6 @@ class PagedRunner:
             seq_lens=torch.tensor(lens, dtype=torch.int32),
             query_start=torch.tensor(starts, dtype=torch.int32),
             slots=[torch.cat(slots).int()],
-            block_tables=[self.table],
         )
         tokens = torch.cat(ids).int()
         given = self.model.embedding(tokens) if embeddings else None
@@ -251,7 +251,7 @@ def test_without_a_cache_shapes_are_right(tiny_model: Callable[..., Path]) -> No
     model = load(make(tiny_model, "llama", variant="head_dim"))
     runner = PagedRunner(model, sequences())
     for layer in model.attention_layers():
-        layer.bind(None, None)
+        layer.bind(None)
     (_, _, logits), _ = runner.step(WHOLE[0])
     assert logits.shape == (40, 300) and logits.isfinite().all()
 
@@ -265,12 +265,13 @@ def _no_rope(runner: PagedRunner) -> None:
 
 def _no_window(runner: PagedRunner) -> None:
     for layer in runner.model.attention_layers():
-        layer.window = 0
+        layer.scoring = replace(layer.scoring, window=0)
 
 
 def _window_off_by_one(runner: PagedRunner) -> None:
     for layer in runner.model.attention_layers():
-        layer.window += layer.window > 0
+        window = layer.scoring.window
+        layer.scoring = replace(layer.scoring, window=window + (window > 0))
 
 
 def _no_qk_norm(runner: PagedRunner) -> None:

@@ -87,7 +87,7 @@ def test_dummy_weights_need_only_the_config(tmp_path: Path, folder: Path) -> Non
     first, same, other = (
         load(tmp_path, load_format="dummy", seed=seed, progress=lambda *step: seen.append(step)) for seed in (1, 1, 2)
     )
-    size = ModelConfig.from_folder(tmp_path).weight_bytes(torch.float32)
+    size = 4 * ModelConfig.from_folder(tmp_path).num_parameters
     assert seen[0] == (0, size) and seen[-1] == (size, size)
     for name, weight in first.named_parameters():
         assert torch.equal(weight, same.get_parameter(name))
@@ -228,16 +228,86 @@ def test_quantized_tensors(folder: Path) -> None:
     )
 
 
+def to_pickled(folder: Path, *names: str, **options: Any) -> None:
+    """The weights in pickled files of these names, in place of safetensors."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for index, name in enumerate(names):
+        part = dict(list(tensors.items())[index :: len(names)])
+        torch.save(part, folder / name, **options)
+    if len(names) > 1:
+        weight_map = {tensor: names[index % len(names)] for index, tensor in enumerate(tensors)}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "pt", "npcache"])
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (["pytorch_model.bin"], {}),
+        (["pytorch_model-1.bin", "pytorch_model-2.bin"], {}),
+        (["model.pt"], {}),
+        (["pytorch_model.bin"], {"_use_new_zipfile_serialization": False}),
+    ],
+    ids=["one", "two", "pt", "before torch 1.6"],
+)
+def test_pickled_weights_are_the_same_weights(
+    folder: Path, names: list[str], options: dict[str, Any], load_format: str
+) -> None:
+    expected = dict(load(folder).state_dict())
+    num_bytes = checkpoint_bytes(folder)
+    to_pickled(folder, *names, **options)
+    torch.save({"lr": 0.1}, folder / "training_args.bin")
+    loaded = load(folder, load_format=load_format).state_dict()
+    assert loaded.keys() == expected.keys() and checkpoint_bytes(folder) == num_bytes
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+class Bomb:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def test_pickled_weights_that_cannot_be_read(folder: Path) -> None:
+    to_pickled(folder, "pytorch_model.bin")
+    file, whole = folder / "pytorch_model.bin", (folder / "pytorch_model.bin").read_bytes()
+    torch.save({Q: torch.zeros(1), "evil": Bomb(folder / "mark")}, file)
+    assert refusal(folder) == (
+        f"{file} is broken, or holds more than tensors, which could run code: download it again, or convert it to "
+        "safetensors"
+    )
+    assert not (folder / "mark").exists()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert f"{file} is truncated or corrupt (" in refusal(folder)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert "is a Git LFS pointer" in refusal(folder)
+    torch.save([1], file)
+    assert "holds no tensors by name" in refusal(folder)
+    torch.save({Q: torch.zeros(3)}, file)
+    assert refusal(folder).startswith("config.json describes ")
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {Q: "a.bin", "x": "b.bin"}}))
+    assert refusal(folder) == (
+        f"{folder} lacks a.bin (and 1 more), named by pytorch_model.bin.index.json: download the missing files again"
+    )
+
+
 def test_folders_without_safetensors(folder: Path) -> None:
     config = ModelConfig.from_folder(folder)
     (folder / "model.safetensors").unlink()
     assert refusal(folder) == (
         f"{folder} has no *.safetensors: download the weights, or pass --load-format dummy for random ones"
     )
+    assert refusal(folder, load_format="npcache") == (
+        f"{folder} has no *.bin, no *.pt, no *.pth: leave --load-format npcache out"
+    )
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    assert refusal(folder) == (
-        f"{folder} has only pickled weights (*.bin, *.pt), which can run code when opened: convert them with "
-        "transformers' save_pretrained, which writes safetensors"
+    assert refusal(folder, load_format="safetensors") == (
+        f"{folder} has no *.safetensors but pytorch_model.bin: pass --load-format pt, or leave it out"
     )
     for file in folder.iterdir():
         file.unlink()
@@ -253,7 +323,7 @@ def test_a_file_that_rots_while_it_is_read(folder: Path, monkeypatch: pytest.Mon
     """Whatever safetensors finds that the header check did not."""
     headers = read_headers(folder)
     (folder / "model.safetensors").write_bytes(b"\xff" * 4000)
-    monkeypatch.setattr("vserve.engine.loader.read_headers", lambda path: headers)
+    monkeypatch.setattr("vserve.engine.loader.read_headers", lambda path, load_format: headers)
     message = refusal(folder)
     assert message.startswith("cannot read ") and message.endswith(": download it again")
 
@@ -299,6 +369,10 @@ def test_hub_names_are_downloaded_or_refused_in_one_line(tmp_path: Path, monkeyp
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model_path("Qwen/Qwen3-0.6B", "v1") == tmp_path
+    assert ["*.bin" in kwargs["allow_patterns"] for _, kwargs in asked] == [False, True], "there are no others"
+    asked.clear()
+    (tmp_path / "model.safetensors").touch()
     assert resolve_model_path("Qwen/Qwen3-0.6B", "v1") == tmp_path
     ((args, kwargs),) = asked
     assert args == ("Qwen/Qwen3-0.6B",) and kwargs["revision"] == "v1"

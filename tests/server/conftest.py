@@ -25,9 +25,9 @@ from vserve.engine.messages import EngineInfo, EngineStats, RequestOutput, StepO
 from vserve.engine.plan import TokenLogprobs
 from vserve.engine.request import SamplingParams
 from vserve.server.app import create_app
-from vserve.server.config import ServerConfig
-from vserve.server.engine_client import EngineDeadError, Mailbox
-from vserve.server.tokenizer import TextModel, load_text_model
+from vserve.server.client.engine_client import EngineDeadError, Mailbox
+from vserve.server.options.config import ServerConfig
+from vserve.server.text.tokenizer import TextModel, load_text_model
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'developer' %}{{ raise_exception('no developers here') }}"
@@ -95,7 +95,8 @@ class ScriptedEngine:
         self.info = EngineInfo(
             max_model_len=MAX_MODEL_LEN, vocab_size=320, max_num_seqs=64, max_num_batched_tokens=512, block_size=16,
             num_blocks=100, enable_prefix_caching=True, scheduling_policy="fcfs", max_logprobs=20, dtype="float32",
-            device="cpu", memory={"weights": 10, "cache": 20}, startup_seconds={"load": 1.5},
+            device="cpu", memory={"weights": 10, "kv_cache": 20}, startup_seconds={"load": 1.5},
+            settings={"max_model_len": MAX_MODEL_LEN},
         )  # fmt: skip
         self.ready = True
         self.phase: Any = None
@@ -124,7 +125,7 @@ class ScriptedEngine:
     ) -> Mailbox:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        request = Submitted(len(self.submitted), token_ids, sampling, priority, cache_salt)
+        request = Submitted(len(self.submitted), list(token_ids), sampling, priority, cache_salt)
         self.submitted.append(request)
         mailbox = Mailbox(request.id, time.monotonic())
         self._open[request.id] = mailbox
@@ -132,6 +133,9 @@ class ScriptedEngine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return mailbox
+
+    def submit_choices(self, n: int, token_ids: list[int], sampling: SamplingParams, **options: Any) -> list[Mailbox]:
+        return [self.submit(token_ids, sampling.of_choice(i), **options) for i in range(n)]
 
     def abort(self, mailboxes: Iterable[Mailbox]) -> None:
         self.aborted += [m.id for m in mailboxes if self._open.pop(m.id, None) is not None]
@@ -307,11 +311,11 @@ class Thinking:
 
 @pytest.fixture
 def new_thinking(engine: ScriptedEngine, thinker: TextModel) -> Iterable[Callable[..., Thinking]]:
-    """new_thinking(**options) → a server with these options."""
+    """new_thinking(**options) → a server with these options, and of another `model`."""
     made: list[Thinking] = []
 
-    def make(**options: Any) -> Thinking:
-        made.append(Thinking(engine, thinker, **options))
+    def make(model: TextModel = thinker, **options: Any) -> Thinking:
+        made.append(Thinking(engine, model, **options))
         return made[-1]
 
     yield make
@@ -390,12 +394,12 @@ async def serving(app: FastAPI) -> AsyncIterator[int]:
 
 
 @pytest.fixture
-def serve(app: FastAPI) -> Callable[[Callable[[int], Coroutine[Any, Any, Any]]], Any]:
-    """serve(test) runs `await test(port)` against a real server."""
+def serve(app: FastAPI) -> Callable[..., Any]:
+    """serve(test, other=app) runs `await test(port)` against a real server of this application."""
 
-    def run(test: Callable[[int], Coroutine[Any, Any, Any]]) -> Any:
+    def run(test: Callable[[int], Coroutine[Any, Any, Any]], other: FastAPI = app) -> Any:
         async def main() -> Any:
-            async with serving(app) as port:
+            async with serving(other) as port:
                 return await asyncio.wait_for(test(port), 120)
 
         return asyncio.run(main())

@@ -13,12 +13,12 @@ import pytest
 
 from vserve.engine.messages import EngineStats
 from vserve.engine.request import SamplingParams
-from vserve.server.admission import LONGEST_WAIT, WINDOW, Admission, DrainRate, retry_after
 from vserve.server.app import create_app
-from vserve.server.choice import Prompt
-from vserve.server.config import ServerConfig
 from vserve.server.errors import ApiError
-from vserve.server.generation import Generation
+from vserve.server.generation.admission import LONGEST_WAIT, WINDOW, Admission, DrainRate, retry_after
+from vserve.server.generation.choice import Prompt
+from vserve.server.generation.generation import Generation
+from vserve.server.options.config import ServerConfig
 
 
 def admission(num_waiting: int = 0, **options: Any) -> Any:
@@ -49,9 +49,35 @@ def test_choices_and_prompts_count_one_by_one() -> None:
     queue.admit(1, 1, 0.0)
 
 
-def test_a_lone_request_is_let_in_whatever_its_size() -> None:
-    queue = admission(max_num_queued_reqs=2, max_num_queued_tokens=2)
-    queue.admit(100, 10**6, 0.0).release()
+def test_a_lone_request_has_no_more_choices_than_run_and_wait_at_once() -> None:
+    """Everybody else would be turned away for as long as it runs; at no other time would it fit either."""
+    queue = admission(max_num_queued_reqs=2)
+    with pytest.raises(ApiError) as refused:
+        queue.admit(7, 1, 0.0)
+    error = refused.value
+    assert (error.status, error.code, error.param) == (400, "invalid_value", "n")
+    assert "asks for 7 answers" in error.message and "at most 6" in error.message
+    assert "--max-num-queued-reqs" in error.message and not queue.counted
+    ticket = queue.admit(6, 1, 0.0)
+    with pytest.raises(ApiError) as refused:  # also while others are there
+        queue.admit(7, 1, 0.0)
+    assert refused.value.status == 400
+    ticket.release()
+    unlimited = admission(max_num_queued_reqs=0, max_num_queued_tokens=0)
+    unlimited.admit(16_384, 1, 0.0).settle(10**9)
+
+
+def test_a_lone_request_has_no_more_tokens_than_are_read_and_wait_at_once() -> None:
+    """What a body's size says of them is a guess: that alone turns nobody away."""
+    queue = admission(max_num_queued_tokens=40)  # the cache holds 160
+    ticket = queue.admit(2, 10**6, 0.0)
+    with pytest.raises(ApiError) as refused:
+        ticket.settle(201)
+    assert refused.value.status == 400 and refused.value.param == "prompt"
+    assert "have 201 tokens" in refused.value.message and "lets 200" in refused.value.message
+    assert "--max-num-queued-tokens" in refused.value.message
+    ticket.settle(200)
+    ticket.release()
     assert queue.num_requests == queue.num_tokens == 0
 
 
@@ -170,10 +196,41 @@ def test_places_are_given_back_however_it_ends(app: Any, client: Any, engine: An
         assert queue.num_requests == queue.num_tokens == 0
 
 
+@pytest.mark.parametrize(
+    "few, many",
+    [
+        ({"n": 16}, {"n": 17}), ({"prompt": ["a"] * 16}, {"prompt": ["a"] * 17}),
+        ({"prompt": ["a", "b"], "n": 8}, {"prompt": ["a", "b"], "n": 9}),
+    ],
+)  # fmt: skip
+def test_more_choices_than_fit_at_any_time(new_client: Any, engine: Any, few: Any, many: Any) -> None:
+    engine.info = msgspec.structs.replace(engine.info, max_num_seqs=4)
+    client = new_client(max_num_queued_reqs=12)
+    assert client.complete(temperature=1, **few).status_code == 200
+    refused = client.complete(temperature=1, **many)
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == ("n" if "n" in many else "prompt")
+    assert "at most 16" in refused.json()["error"]["message"] and len(engine.submitted) == 16
+
+
+def test_a_long_list_of_embeddings_is_let_in_alone(
+    app: Any, client: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,048 inputs are OpenAI's limit, and soon done."""
+    queue = app.state.server.admission
+    monkeypatch.setattr(queue, "_max_requests", 1)
+    monkeypatch.setattr(queue, "_max_tokens", 1)
+    monkeypatch.setattr("vserve.server.api.embeddings.Embeddings._entry", lambda self, choice: choice.index)
+    engine.info = msgspec.structs.replace(engine.info, max_num_seqs=4, num_blocks=1)
+    answer = client.post("/v1/embeddings", {"input": ["a"] * 64})
+    assert answer.status_code == 200 and len(answer.json()["data"]) == 64, answer.text
+    assert queue.num_requests == queue.num_tokens == 0
+
+
 def test_the_queue_is_full_before_anything_is_tokenised(
     engine: Any, text_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vserve.server.tokenizer import Tokenizer
+    from vserve.server.text.tokenizer import Tokenizer
 
     app = create_app(engine, ServerConfig(max_num_queued_reqs=1), text_model)
     engine.info = msgspec.structs.replace(engine.info, max_num_seqs=1)
@@ -238,6 +295,7 @@ def test_the_request_timeout_does_not_wait_for_a_slow_reader(app: Any, engine: A
         state = app.state.server
         prompt = Prompt([5], SamplingParams(max_tokens=100_000))
         generation = Generation(engine, state.metrics, state.model.tokenizer, [prompt], arrival=0.0)
+        await generation.submit()
         while not engine.num_outputs:
             await asyncio.sleep(0)
         queue.admit(1, 1, time.monotonic()).watch(generation)

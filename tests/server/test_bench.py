@@ -459,8 +459,9 @@ def test_what_the_user_can_mend_is_one_line(root, capsys):
         (["--port", 9, "--ready-check-timeout-sec", 0, "--model", "x", "--tokenizer", "/nowhere"], 2, "--tokenizer"),
     ):
         assert bench("serve", *arguments) == code
-        (line,) = capsys.readouterr().err.strip().splitlines()
+        *waits, line = capsys.readouterr().err.strip().splitlines()
         assert message in line, line
+        assert len(waits) == (0.1 in arguments), waits  # there it says what it waits for
 
 
 def test_a_dead_client_process_is_said(monkeypatch):
@@ -533,3 +534,12 @@ def test_startup_gives_the_servers_flags_back():
         "--max-model-len=64", "--no-enable-prefix-caching", "--enforce-eager", "--served-model-name", "a", "b",
     ]  # fmt: skip
     assert startup._get_status(Target("127.0.0.1", 9, "/")) is None  # nobody answers yet
+
+
+def test_it_says_at_once_what_it_waits_for(capsys) -> None:
+    began = time.monotonic()
+    with pytest.raises(load.BenchError, match="no server at"):
+        serve._listed_models(Target("127.0.0.1", 9, "/v1/completions"), began + 1.2)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1, "once, however often it asks"
+    assert re.match(r"vserve: waiting for http://127\.0\.0\.1:9/v1/models, for 1 s at most .*refused", said[0])

@@ -12,11 +12,14 @@ import pytest
 import yaml
 
 from vserve.engine.config import ConfigError, EngineConfig
-from vserve.server.cli import main, serve
+from vserve.server.cli import flags, main, serve
 from vserve.server.cli.flags import read_flags, sources
-from vserve.server.cli.given import PRESETS, notices, options, performance_modes
+from vserve.server.cli.given import notices
 from vserve.server.cli.parser import Parser
-from vserve.server.config import ServerConfig
+from vserve.server.options.config import ServerConfig
+from vserve.server.options.given import PRESETS, performance_modes
+from vserve.server.options.keywords import from_keywords, in_keywords
+from vserve.server.options.reading import options
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +79,10 @@ def test_what_the_log_says_hides_secrets(config_file: Any) -> None:
         ("port: 80.5", "port is 80.5: it must be an integer"),
         ("port: true", "port is True: it must be an integer"),
         ("enforce-eager: maybe", "enforce-eager is 'maybe': it must be true or false"),
-        ("gpu-memory-utilization: 7", "--gpu-memory-utilization is 7.0: it is a share"),
+        (
+            "gpu-memory-utilization: 7",
+            "--gpu-memory-utilization is 7.0: it must be above 0 and at most 1; it is a share",
+        ),
         ("max-model-len: 3\nmax_model_len: 4", "sets max_model_len twice"),
         ("- port", "must have lines such as"),
         ("port: [", "is no YAML"),
@@ -87,6 +93,137 @@ def test_what_the_log_says_hides_secrets(config_file: Any) -> None:
 def test_a_wrong_file(config_file: Any, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_flags(parse("--config", config_file(text)))
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ({"max_num_seqs": 0}, "--max-num-seqs is 0: it must be at least 1"),
+        ({"block_size": 512}, "--block-size is 512: it must be from 1 to 256"),
+        ({"block_size": 24}, "--block-size is 24: it must be a power of two"),
+        ({"max_mixed_tokens": -1}, "--max-mixed-tokens is -1: it must be 0 (no limit) or more"),
+        ({"max_logprobs": -2}, "--max-logprobs is -2: it must be at least -1"),
+        ({"gpu_memory_utilization": float("nan")}, "is nan: it must be above 0 and at most 1; it is a share"),
+        ({"max_cudagraph_capture_size": 0}, "it must be at least 1; --enforce-eager turns graphs off"),
+        ({"port": 65536}, "--port is 65536: it must be from 0 (any free one) to 65535"),
+        ({"stall_timeout": 0.0}, "--stall-timeout is 0.0: it must be from 0.1 to 86400 seconds"),
+        ({"request_timeout": 1e9}, "it must be from 0 (no limit) to 86400 seconds"),
+        ({"hang_timeout": 3.0}, "--hang-timeout is 3.0: it must be 0 (never) or at least --stall-timeout (30.0)"),
+        ({"hang_timeout": -1.0}, "--hang-timeout is -1.0: it must be from 0 (never) to 86400 seconds"),
+        ({"root_path": "/a/"}, "--root-path is '/a/': it must start with / and not end with one"),
+        ({"metrics_prefix": "1a"}, "--metrics-prefix is '1a': it must not start with a digit"),
+        ({"metrics_prefix": "a-"}, "only letters, digits, _ and : may be in a metric's name"),
+        ({"served_model_name": ("a", " ")}, "a name is empty, leave it out"),
+        ({"api_key": ("sesame", "")}, "--api-key: a key is empty, leave it out"),
+        ({"ssl_keyfile": "/no"}, "--ssl-keyfile is '/no': it is no file, give the path of one"),
+        ({"allowed_origins": "*"}, "--allowed-origins is '*': it must be a JSON list of strings, such as"),
+        ({"log_level": "loud"}, "--log-level is 'loud': choose one of debug, info, warning, error"),
+    ],
+    ids=str,
+)
+def test_options_out_of_bounds(option: dict[str, Any], problem: str) -> None:
+    engine = {spec.name for spec in dataclasses.fields(EngineConfig)}
+    with pytest.raises(ConfigError) as caught:
+        (EngineConfig if set(option) <= engine else ServerConfig)(**option)
+    assert problem in str(caught.value) and "sesame" not in str(caught.value)
+
+
+def test_every_number_has_bounds() -> None:
+    free = [name for name, (spec, kind) in options().items() if kind in (int, float) and not spec.metadata["bounds"]]
+    assert free == ["seed"]
+    for name, (spec, _) in options().items():
+        assert (
+            spec.metadata["bounds"] is None or spec.default is None or not spec.metadata["bounds"].problem(spec.default)
+        ), name
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("max_model_len", "2k", 2000),
+        ("kv_cache_memory_bytes", "4GiB", 4 << 30),
+        ("gpu_memory_utilization", "0.5", 0.5),
+        ("dtype", "half", "float16"),
+        ("dtype", "Float", "float32"),
+        ("load_format", "DUMMY", "dummy"),
+        ("generation_config", "vllm", "vserve"),
+        ("pooling", "MEAN", "mean"),
+        ("served_model_name", "a", ("a",)),
+        ("override_generation_config", '{"top_k": 3}', '{"top_k": 3}'),
+        ("seed", "-3", -3),
+    ],
+)
+def test_what_one_accepts_all_accept(
+    name: str, given: str, expected: Any, config_file: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(configs: Any) -> Any:
+        engine, server = configs[:2]
+        return getattr(engine if hasattr(engine, name) else server, name)
+
+    flag = f"--{name.replace('_', '-')}"
+    assert found(read_flags(parse("/m", flag, given))) == expected
+    assert found(read_flags(parse("/m", "--config", config_file(f"{name}: {given!r}")))) == expected
+    assert found(from_keywords({"model": "/m", name: given})) == expected
+    monkeypatch.setenv(f"VSERVE_{name.upper()}", given)
+    assert found(read_flags(parse("/m"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "problem"),
+    [
+        ("max_model_len", "2x", "'2x': it must be an integer such as 4096 or 4K"),
+        ("gpu_memory_utilization", "most", "'most': it must be a number such as 0.9"),
+        ("max_model_len", "0", "it must be at least 1"),
+        ("log_level", "loud", "choose"),
+        ("tensor_parallel_size", "2", "a model on several GPUs is not built yet"),
+    ],
+)
+def test_what_one_refuses_all_refuse(
+    name: str, given: str, problem: str, config_file: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises((ConfigError, SystemExit)) as caught:
+        read_flags(parse("/m", flag, given))
+    assert problem in str(caught.value) + capsys.readouterr().err
+    with pytest.raises(ConfigError, match=problem):
+        read_flags(parse("/m", "--config", config_file(f"{name}: {given!r}")))
+    with pytest.raises(ConfigError, match=problem):
+        from_keywords({"model": "/m", name: given})
+    monkeypatch.setenv(f"VSERVE_{name.upper()}", given)
+    with pytest.raises(ConfigError, match=problem):
+        read_flags(parse("/m"))
+
+
+def test_keywords() -> None:
+    import torch
+
+    engine, server, lines = from_keywords(
+        {"model": "/m", "dtype": torch.float16, "max_num_seqs": None, "port": 9, "swap_space": 4, "pooling": "mean",
+         "disable_log_stats": True, "override_generation_config": {"top_k": 3}, "hf_overrides": None}
+    )  # fmt: skip
+    assert (engine.dtype, engine.max_num_seqs, server.pooling) == ("float16", None, "mean")
+    assert server.overrides() == {"top_k": 3}
+    assert [line.split(":")[0] for line in lines] == [
+        "swap_space changes nothing", "port changes nothing", "disable_log_stats changes nothing"
+    ]  # fmt: skip
+    with pytest.raises(TypeError, match="no option 'max_model_length'; did you mean max_model_len"):
+        from_keywords({"max_model_length": 3})
+    with pytest.raises(ConfigError, match=r"max_num_seqs is 2\.5: it must be an integer"):
+        from_keywords({"max_num_seqs": 2.5})
+
+
+def test_keywords_take_files_and_presets(config_file: Any) -> None:
+    file = config_file("max-num-seqs: 3\nmax-model-len: 4k\nport: 9\nswap-space: 4\nperformance-mode: latency\n")
+    engine, _, lines = from_keywords({"model": "/m", "config": file, "max_num_seqs": 5})
+    assert (engine.max_num_seqs, engine.max_model_len, engine.max_mixed_tokens) == (5, 4000, 256)
+    assert len(lines) == 2 and f"{file}: swap-space changes nothing" in lines[0] and "port changes" in lines[1]
+    with pytest.raises(ConfigError, match="performance_mode is 'fast': choose one of latency, throughput"):
+        from_keywords({"model": "/m", "performance_mode": "fast"})
+
+
+def test_messages_for_keywords() -> None:
+    said = in_keywords("--max-model-len 9 does not fit; raise --gpu-memory-utilization, or --no-such-thing a--b")
+    assert said == "max_model_len 9 does not fit; raise gpu_memory_utilization, or --no-such-thing a--b"
 
 
 def test_no_file() -> None:
@@ -165,6 +302,23 @@ def test_help_on_a_word(capsys: Any, words: list[str], shown: str, hidden: str) 
         (["serve", "--port", "x"], "argument --port: 'x': it must be an integer such as"),
         (["serve", "--request-timeout", "1m"], "argument --request-timeout: '1m': it must be a number such as"),
         (["bench", "serve", "--num-promts", "1"], "did you mean --num-prompts?"),
+        (
+            ["bench", "startup", "--num-iters", "1"],
+            "vserve bench startup: unknown option --num-iters; did you mean --num-iters-",
+        ),
+        (["-p", "9000"], "unknown option -p; did you mean --port?"),
+        (["-m", "/m"], "unknown option -m; did you mean --model?"),
+        (["serve", "/m", "-c", "512"], "unknown option -c; did you mean --max-model-len?"),
+        (["/m", "--ctx-size=512"], "unknown option --ctx-size; did you mean --max-model-len?"),
+        (["--model-path", "/m"], "unknown option --model-path; did you mean --model?"),
+        (["/m", "-t", "4"], "unknown option -t; did you mean --cpu-threads?"),
+        (["/m", "-e"], "unknown option -e (`"),
+        (["/m", "-a", "x"], "unknown option -a; did you mean --served-model-name?"),
+        (["/m", "-d", "cpu"], "unknown option -d; did you mean --device?"),
+        (["/m", "-tp2"], "unknown option -tp2 (`"),
+        (["/m", "--tensor-parallel-sise", "2"], "unknown option --tensor-parallel-sise (`"),
+        (["/m", "--swap-spaces", "2"], "unknown option --swap-spaces; did you mean --swap-space?"),
+        (["/m", "--enable-prefix-caching=maybe"], "--enable-prefix-caching: 'maybe': it must be true or false"),
         (["chat", "--system-promt", "1"], "did you mean --system-prompt?"),
     ],
 )
@@ -190,6 +344,49 @@ def test_ctrl_c_while_modules_are_imported(monkeypatch: Any, capsys: Any) -> Non
     monkeypatch.setattr(main, "load", interrupted)
     assert main.main(["serve"]) == 130
     assert capsys.readouterr().err == "vserve: stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--enforce-eager"], True), (["--enforce-eager", "True"], True), (["--enforce-eager=false"], False),
+        (["--enforce-eager", "False"], False), (["--no-enforce-eager"], False), (["--no-enforce-eager=false"], True),
+        (["--enforce_eager=1"], True), ([], False),
+    ],
+)  # fmt: skip
+def test_a_switch_may_have_a_value(words: list[str], value: bool) -> None:
+    for arguments in (parse("/m", *words), parse(*words, "/m")):
+        engine, _ = read_flags(arguments)
+        assert (engine.model, engine.enforce_eager) == ("/m", value)
+
+
+def test_short_options_of_vllm() -> None:
+    arguments = parse("/m", "-tp", "1", "-pp=1", "-dp", "1", "-q", "none", "-O3", "-cc.level=3", "-asc", "1")
+    assert read_flags(arguments)[0].model == "/m" and arguments.vllm_optimization_level == "3"
+    assert read_flags(parse("/m", "-ep", "False"))[0].model == "/m"
+    with pytest.raises(ConfigError, match="--enable-expert-parallel: mixtures"):
+        read_flags(parse("/m", "-ep"))
+
+
+@pytest.mark.parametrize("option", ["--served-model-name", "--api-key", "--admin-api-key"])
+@pytest.mark.parametrize("model", ["folder", "file", "owner/model"])
+@pytest.mark.parametrize("before", [["sesame"], []])
+def test_a_list_that_has_swallowed_the_model(
+    option: str, model: str, before: list[str], tmp_path: Path, config_file: Any
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    if "/" not in model:
+        model = str(tmp_path / model)
+    with pytest.raises(ConfigError) as caught:
+        read_flags(parse(option, *before, model))
+    assert str(caught.value).startswith(f"{option} took ") and f"`vserve MODEL {option} …`" in str(caught.value)
+    assert "sesame" not in str(caught.value) and (model in str(caught.value)) == ("key" not in option)
+    for words in (["/m", option, *before, model], ["--model", "/m", option, *before, model], [f"{option}=a", model]):
+        assert read_flags(parse(*words))[0].model in ("/m", model)
+    file = config_file("model: /m")
+    assert read_flags(parse("--config", file, option, *before, model))[0].model == "/m"
+    assert read_flags(parse(option, "foo"))[0].model == str(flags.DEMO), "a name, for the demo model"
 
 
 def test_unknown_commands(capsys: Any) -> None:

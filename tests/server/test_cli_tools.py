@@ -14,7 +14,7 @@ import pytest
 from vserve.engine.config import EngineConfig
 from vserve.server.cli import collect_env, completion, doctor, machine, main
 from vserve.server.cli.machine import Card, Torch
-from vserve.server.config import ServerConfig
+from vserve.server.options.config import ServerConfig
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 CARD = Card("H200", (9, 0), 140 << 30, 141 << 30)

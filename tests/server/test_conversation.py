@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vserve.server.conversation import messages
+from vserve.server.text.conversation import messages
 
 
 def one(**message: Any) -> dict[str, Any]:

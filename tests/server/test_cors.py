@@ -10,8 +10,8 @@ import pytest
 
 from vserve.engine.config import ConfigError
 from vserve.server.app import create_app
-from vserve.server.config import ServerConfig
-from vserve.server.middleware import Cors
+from vserve.server.http.middleware import Cors
+from vserve.server.options.config import ServerConfig
 
 
 def get(app: Any, method: str = "GET", path: str = "/version", **headers: str) -> httpx.Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from vserve.server.config import ServerConfig
-from vserve.server.detokenizer import MAX_PENDING, Detokenizer, StopStrings, TightDetokenizer
-from vserve.server.tokenizer import TextModel, Tokenizer, load_text_model
+from vserve.server.options.config import ServerConfig
+from vserve.server.text.detokenizer import MAX_PENDING, Detokenizer, StopStrings, TightDetokenizer
+from vserve.server.text.tokenizer import TextModel, Tokenizer, load_text_model
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_no_space_between_special_tokens() -> None:
     core = FastTokenizer(models.WordLevel({"one": 0, "two": 1, "[A]": 2, "[B]": 3}, "one"))
     core.add_special_tokens(["[A]", "[B]"])
     core.decoder = decoders.WordPiece()
-    tokenizer = type("", (), {"core": core, "byte_level": False})
+    tokenizer = Tokenizer(core, {}, {}, lambda: None)
     for prompt, ids, expected in (
         ([0], [1, 2, 3, 3, 0, 2, 1], " two [A][B][B] one [A] two"),
         ([2], [3, 2, 1], "[B][A] two"),
@@ -172,3 +173,20 @@ def test_unarmed_text_ends_no_stop_string() -> None:
 def test_included_stop_string() -> None:
     finder = StopStrings(["ab"], include=True)
     assert finder.push("xa") + finder.push("by") == "xab"
+
+
+def test_special_tokens_are_listed_once_for_all_choices(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models have thousands of them, and a request up to 16,384 choices."""
+    tokenizer = Tokenizer(text_model.tokenizer.core, {}, {}, lambda: None)
+    listed = 0
+
+    class Core:
+        def __getattr__(self, name: str) -> Any:
+            nonlocal listed
+            listed += name == "get_added_tokens_decoder"
+            return getattr(text_model.tokenizer.core, name)
+
+    monkeypatch.setattr(tokenizer, "core", Core())
+    for _ in range(20):
+        TightDetokenizer(tokenizer, [5])
+    assert listed == 1

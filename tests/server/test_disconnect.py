@@ -80,7 +80,7 @@ def test_leaving_the_queue_aborts(serve: Any, engine: Any, stream: bool) -> None
 def test_leaving_while_tokenising_submits_nothing(serve: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from vserve.server.tokenizer import Tokenizer
+    from vserve.server.text.tokenizer import Tokenizer
 
     started, go = threading.Event(), threading.Event()
 
@@ -186,7 +186,7 @@ def test_leaving_without_ever_reading_aborts(serve: Any, engine: Any) -> None:
 
 def test_pings_when_asked(engine: Any, text_model: Any) -> None:
     from vserve.server.app import create_app
-    from vserve.server.config import ServerConfig
+    from vserve.server.options.config import ServerConfig
 
     assert ServerConfig().sse_ping_interval == 0
     app = create_app(engine, ServerConfig(sse_ping_interval=0.05), text_model)

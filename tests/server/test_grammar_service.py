@@ -16,10 +16,10 @@ import pytest
 
 from vserve.engine.grammar import Grammars
 from vserve.engine.messages import AddGrammar, DropGrammars, SetVocabulary
-from vserve.server.config import ServerConfig
 from vserve.server.errors import ApiError
-from vserve.server.grammar import Constraint, GrammarService
-from vserve.server.tokenizer import load_text_model
+from vserve.server.grammar.service import Constraint, GrammarService
+from vserve.server.options.config import ServerConfig
+from vserve.server.text.tokenizer import load_text_model
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 
@@ -138,6 +138,22 @@ def test_what_is_asked_for_is_what_the_engine_allows(
     assert all(house.follows(key, one) for one in good)
     assert not any(house.follows(key, one) for one in bad)
     house.service.release(key)
+
+
+@pytest.mark.parametrize("switch", ["disable_any_whitespace", "disable_additional_properties"])
+def test_what_the_server_wants_of_all(house: House, switch: str) -> None:
+    """--structured-outputs-config, whatever a request says."""
+    config = ServerConfig(structured_outputs_config=json.dumps({switch: True}))
+    service = GrammarService(house.engine, load_text_model(str(DEMO), config), timeout=20)
+    schema = {"allOf": [{"type": "object", "properties": {"a": {"const": 1}}}, {"required": ["a"]}]}
+    try:
+        key = house.run(service.acquire(constraint("json", schema)))
+        assert house.follows(key, '{"a": 1}')
+        assert house.follows(key, '{ "a": 1}') == (switch != "disable_any_whitespace")
+        assert house.follows(key, '{"a": 1, "b": 2}') == (switch != "disable_additional_properties")
+    finally:
+        house.run(service.close())
+        house.engine.restart()  # its grammars went when this service brought its vocabulary
 
 
 def test_options(house: House) -> None:
@@ -263,6 +279,38 @@ def small(house: House) -> Any:
     yield make
     for service in services:
         house.run(service.close())
+
+
+def test_what_open_requests_hold_is_bounded(house: House, small: Callable[..., GrammarService]) -> None:
+    """It cannot be forgotten, so another one is refused, before it is compiled; one in use has room for more users."""
+    service = small(timeout=60, max_entries=1, max_used_entries=2)
+
+    async def main() -> None:
+        one, _ = [await service.acquire(constraint("regex", text)) for text in ("one", "two")]
+        with pytest.raises(ApiError) as caught:
+            await service.acquire(constraint("regex", "three"), "tools")
+        assert (caught.value.status, caught.value.param) == (503, "tools")
+        assert "2 different grammars" in caught.value.message and "at most 2" in caught.value.message
+        assert service.num_misses == 2, "it was not even compiled"
+        assert await service.acquire(constraint("regex", "one")) == one
+        service.release(one)
+        service.release(one)
+        three = await service.acquire(constraint("regex", "three"))
+        service.release(three)
+
+    house.run(main())
+    size = next(iter(service._entries.values())).size
+    narrow = small(timeout=60, max_used_bytes=2 * size)
+
+    async def fill() -> None:
+        keys = [await narrow.acquire(constraint("regex", "two"))]
+        with pytest.raises(ApiError) as caught:  # how large it is shows when it is compiled
+            await narrow.acquire(constraint("regex", "x" * 2 * size))
+        assert caught.value.status == 503 and "bytes" in caught.value.message
+        narrow.release(keys[0])
+        assert all(entry.users == 0 for entry in narrow._entries.values())
+
+    house.run(fill())
 
 
 def test_the_least_recently_used_one_that_nobody_holds_is_forgotten(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections import Counter
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from vserve.server.config import ServerConfig
-from vserve.server.http_protocol import uvicorn_options
+from vserve.server.http import protocol as http_protocol
+from vserve.server.http.protocol import uvicorn_options
+from vserve.server.options.config import ServerConfig
 
 HUGE = b"x" * (8 << 20)
 
@@ -202,3 +204,211 @@ def test_who_is_idle_longest_makes_room_and_who_is_busy_does_not(tmp_path: Path)
 
     refused = run(tmp_path, test, app, max_connections=4)
     assert refused == {"evicted_connection": 2, "too_many_connections": 1}
+
+
+def test_uploads_stay_while_idle_connections_can_go(tmp_path: Path) -> None:
+    async def test(path: str) -> None:
+        upload, uploading = await asyncio.open_unix_connection(path)
+        uploading.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n12345")
+        again, asking = await asyncio.open_unix_connection(path)
+        asking.write(get("/"))
+        await again.readuntil(b"ok")
+        asking.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n12345")
+        kept, idle = await asyncio.open_unix_connection(path)
+        idle.write(get("/"))
+        await kept.readuntil(b"ok")
+        last, writer = await asyncio.open_unix_connection(path)
+        writer.write(get("/"))
+        assert await asyncio.wait_for(kept.read(), 5) == b"", "the idle one goes"
+        await last.readuntil(b"ok")
+        for reader, sender in ((upload, uploading), (again, asking)):
+            sender.write(b"67890")
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        # Where all others are at work, an upload goes, the longest first, rather than nobody being let in.
+        for sender in (uploading, asking, writer):
+            sender.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n12345")
+            await asyncio.sleep(0.05)
+        fresh, sender = await asyncio.open_unix_connection(path)
+        sender.write(get("/"))
+        await fresh.readuntil(b"ok")
+        assert await upload.read() == b""
+        idle.close()
+
+    assert run(tmp_path, test, max_connections=3) == {"evicted_connection": 2}
+
+
+@pytest.mark.parametrize("how", ["close", "1.0"])
+def test_an_early_answer_reaches_who_still_sends(tmp_path: Path, how: str) -> None:
+    """Over TCP, where what is left unread resets the connection, and the answer is lost."""
+    size = 4 << 20
+
+    async def test(path: str) -> None:
+        reader, writer = await asyncio.open_unix_connection(path)
+        line = b"connection: close\r\n" if how == "close" else b""
+        version = b"1.1" if how == "close" else b"1.0"
+        writer.write(b"POST / HTTP/%b\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (version, line, size))
+        for _ in range(64):  # longer than a refused client is waited for in silence
+            writer.write(bytes(size // 64))
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"ok")
+
+    assert not run(tmp_path, test)
+
+
+def test_a_refusal_reaches_who_sends_much(tmp_path: Path) -> None:
+    async def test(path: str) -> None:
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (24 << 20))
+        for _ in range(24):
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+        assert b" 400 " in await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+
+    assert run(tmp_path, test, max_body_size=1 << 20) == {"malformed_request": 1}
+
+
+def test_a_client_that_sends_for_ever_is_not_waited_for(tmp_path: Path) -> None:
+    async def test(path: str) -> None:
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        with pytest.raises(ConnectionError):
+            for _ in range(100):
+                writer.write(b"1\r\nx\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.1)
+
+    run(tmp_path, test, body_timeout=1.0)
+
+
+async def stream(scope: Any, receive: Any, send: Any) -> None:
+    headers = [(b"content-type", b"text/event-stream"), (b"connection", b"keep-alive")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for more in (True, True, False):
+        await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": more})
+
+
+@pytest.mark.parametrize("version, asks", [("1.0", ""), ("1.0", "keep-alive"), ("1.1", "close")])
+def test_a_stream_that_ends_its_connection(tmp_path: Path, version: str, asks: str) -> None:
+    async def test(path: str) -> None:
+        reader, writer = await asyncio.open_unix_connection(path)
+        line = f"connection: {asks}\r\n" if asks else ""
+        writer.write(f"GET / HTTP/{version}\r\nhost: x\r\n{line}\r\n".encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        lines = head.lower().split(b"\r\n")
+        assert [line for line in lines if line.startswith(b"connection:")] == [b"connection: close"]
+        chunked = b"transfer-encoding: chunked" in lines
+        assert chunked == (version == "1.1")
+        assert body == (b"9\r\ndata: x\n\n\r\n" * 3 + b"0\r\n\r\n" if chunked else b"data: x\n\n" * 3)
+        writer.close()
+
+    assert not run(tmp_path, test, stream)
+
+
+def test_a_client_that_has_closed_its_side(tmp_path: Path) -> None:
+    """Like `nc -N`: what is known at once is answered. What is computed hears that the client has left: a connection
+    that is closed for good looks the same."""
+    ended = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive()).get("more_body"):
+            pass
+        if message["type"] == "http.disconnect":
+            ended.append("half")
+            return
+        assert message["body"] == scope["path"].encode()
+        if scope["path"] == "/now":
+            await asyncio.sleep(0.1)
+            await application(scope, receive, send)
+            return
+        if scope["path"] == "/stream":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        ended.append(scope["path"])
+        if scope["path"] == "/slow":
+            await send({"type": "http.response.start", "status": 499, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async def test(path: str) -> None:
+        for target, says, ends in (
+            ("/now", b"200", b"ok"),
+            ("/slow", b"499", b"\r\n\r\n"),
+            ("/stream", b"200", b"x\r\n"),
+        ):
+            reader, writer = await asyncio.open_unix_connection(path)
+            length = len(target)
+            writer.write(f"POST {target} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n{target}".encode())
+            writer.write_eof()
+            answer = await asyncio.wait_for(reader.read(), 5)
+            assert answer.startswith(b"HTTP/1.1 " + says) and answer.endswith(ends), answer
+            writer.close()
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"POST /now HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n/n")
+        writer.write_eof()  # half a request
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+
+    run(tmp_path, test, app)
+    assert ended == ["/slow", "/stream", "half"]
+
+
+async def babble(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while True:
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.1)
+
+
+def test_who_was_refused_and_sends_on_keeps_nobody_out(tmp_path: Path) -> None:
+    async def test(path: str) -> None:
+        strangers = [await asyncio.open_unix_connection(path) for _ in range(4)]
+        for reader, writer in strangers:
+            writer.write(b"\x00")
+            assert b" 400 " in await reader.read()
+        sending = [asyncio.create_task(babble(writer)) for _, writer in strangers]
+        others = [await asyncio.open_unix_connection(path) for _ in range(4)]
+        for reader, writer in others:
+            writer.write(get("/"))
+            assert (await asyncio.wait_for(reader.readuntil(b"ok"), 5)).startswith(b"HTTP/1.1 200")
+        await asyncio.wait_for(asyncio.gather(*sending), 5)  # each made room for one
+
+    assert run(tmp_path, test, max_connections=4) == {"malformed_request": 4, "evicted_connection": 4}
+
+
+def test_who_was_refused_for_want_of_room_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do such clients become ever more, however long they send."""
+    monkeypatch.setattr(http_protocol, "RESERVED_FILES", 6)
+    release = asyncio.Event()
+    num_waiting = 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_waiting
+        num_waiting += 1
+        await release.wait()
+        await application(scope, receive, send)
+
+    async def test(path: str) -> None:
+        busy = [await asyncio.open_unix_connection(path) for _ in range(2)]
+        for _, writer in busy:
+            writer.write(get("/"))
+        await until(lambda: num_waiting == 2)
+        refused = []
+        for _ in range(6):
+            reader, writer = await asyncio.open_unix_connection(path)
+            assert b" 503 " in await reader.read()
+            refused.append((writer, asyncio.create_task(babble(writer))))
+        await until(lambda: sum(task.done() for _, task in refused) == 3)
+        release.set()
+        for reader, _ in busy:
+            await reader.readuntil(b"ok")
+        for writer, task in refused:
+            task.cancel()
+            writer.close()
+        assert num_waiting == 2
+
+    assert run(tmp_path, test, app, max_connections=2)["too_many_connections"] == 6

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from vserve.engine.grammar import BACKENDS, GrammarMatcher, Vocabulary
 from vserve.engine.messages import SetVocabulary
-from vserve.server.constraint import Constraint
-from vserve.server.grammar_compile import CompileError, compile
-from vserve.server.regex import RegexError, translate
+from vserve.server.grammar.compile import CompileError, compile
+from vserve.server.grammar.constraint import Constraint
+from vserve.server.grammar.regex import RegexError, translate
 
 PIECES = [
     b'":',

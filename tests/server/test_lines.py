@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from vserve.server.cli import talk
 from vserve.server.cli.bench.datasets import CustomDataset
-from vserve.server.cli.run_batch import BatchError, open_output, read_requests
+from vserve.server.cli.run_batch import open_output, read_requests
 
 TEXT = "one\u2028two\u2029three\x85four"
 
@@ -32,14 +33,14 @@ def jsonl(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
 def test_a_batch_of_requests(jsonl: Callable[..., Path]) -> None:
     body = {"prompt": TEXT}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-    assert [request["body"] for request in read_requests(str(jsonl(line)))] == [body]
+    assert [request.body for request in read_requests(str(jsonl(line)))] == [body]
 
 
 def test_a_batch_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "latin.jsonl"
     path.write_bytes('{"custom_id": "é"}'.encode("latin-1"))
-    with pytest.raises(BatchError, match=r"latin\.jsonl.* UTF-8"):
-        read_requests(str(path))
+    (line,) = read_requests(str(path))
+    assert line.problem is not None and re.search(r"latin\.jsonl.* UTF-8", line.problem)
 
 
 def test_an_id_that_utf_8_cannot_write(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from vserve import LLM, SamplingParams, StructuredOutputsParams
-from vserve.engine import config
+from vserve.engine.config import SchedulerConfig
 from vserve.engine.messages import RequestOutput
-from vserve.server.engine_client import EngineDeadError
-from vserve.server.llm import BACKLOG_STEPS
-from vserve.server.sampling_params import RepetitionDetectionParams, RequestOutputKind
+from vserve.server.client.engine_client import EngineDeadError
+from vserve.server.offline.llm import BACKLOG_STEPS
+from vserve.server.offline.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
 PROMPTS = ["hello there, what", [40, 41, 42, 43], {"prompt": "the quick brown fox"}, {"prompt_token_ids": [7] * 33}]
 
@@ -102,6 +102,17 @@ def test_n_answers(llm):
         tokens = [completion.token_ids for completion in output.outputs]
         assert len({tuple(t) for t in tokens}) == 3 and all(len(t) == 12 for t in tokens)
         assert tokens == [completion.token_ids for completion in other.outputs]
+
+
+def test_greedy_answers_are_equal_and_seeds_may_be_negative(llm):
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(n=3, temperature=0, max_tokens=12), use_tqdm=False)
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 1
+    seeds = (-(2**63), -1, 1, -1)
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=12, ignore_eos=True) for seed in seeds]
+    least, minus, plus, again = (
+        output.outputs[0].token_ids for output in llm.generate([PROMPTS[0]] * 4, params, use_tqdm=False)
+    )
+    assert minus == again and len({tuple(tokens) for tokens in (least, minus, plus)}) == 3
 
 
 def test_stop_strings_and_tokens(llm):
@@ -286,7 +297,7 @@ def test_prompts_that_cannot_be(llm, prompt, message):
         ({"stop": ["a", ""]}, "'stop' must not contain an empty string"),
         ({"stop": "a", "detokenize": False}, "'stop' needs 'detokenize'"),
         ({"bad_words": [""]}, "'bad_words' must not contain an empty string"),
-        ({"prompt_logprobs": -1}, "'prompt_logprobs' must be at least 0"),
+        ({"prompt_logprobs": -2}, "'prompt_logprobs' must be at least -1"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "'structured_outputs' must have exactly one of"),
         ({"structured_outputs": StructuredOutputsParams()}, "'structured_outputs' must have exactly one of"),
         ({"repetition_detection": {"max_pattern_size": 3}}, "'repetition_detection.min_count' must be at least 2"),
@@ -305,9 +316,9 @@ def test_params_that_this_model_cannot_do(llm):
     for params, message in (
         (SamplingParams(logprobs=21), "'logprobs' is 21"),
         (SamplingParams(prompt_logprobs=21), "'prompt_logprobs' is 21"),
+        (SamplingParams(prompt_logprobs=-1), "'prompt_logprobs' is"),
         (SamplingParams(allowed_token_ids=[300]), "'allowed_token_ids' has the token id 300"),
         (SamplingParams(stop_token_ids=[300]), "'stop_token_ids' has the token id 300"),
-        (SamplingParams(n=2, temperature=0), "'n' must be 1"),
         (SamplingParams(min_tokens=9, max_tokens=3), "'min_tokens' is 9"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -322,16 +333,16 @@ def test_logit_bias_and_none_for_defaults(llm):
 
 def test_a_request_that_fails_does_not_end_the_others(llm, monkeypatch):
     client = llm._engine.client
-    submit = client.submit
+    submit = client.submit_choices
 
-    def failing(token_ids: list[int], *rest: Any, **options: Any) -> Any:
-        mailbox = submit(token_ids, *rest, **options)
-        if token_ids == [13]:
+    def failing(n: int, token_ids: list[int], *rest: Any, **options: Any) -> Any:
+        (mailbox,) = submit(n, token_ids, *rest, **options)
+        if list(token_ids) == [13]:
             client.abort([mailbox])
             mailbox.put(RequestOutput(mailbox.id, [], "error", error="NaN in the logits"))
-        return mailbox
+        return [mailbox]
 
-    monkeypatch.setattr(client, "submit", failing)
+    monkeypatch.setattr(client, "submit_choices", failing)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     outputs = llm.generate([[12], [13], [14]], params, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
@@ -367,18 +378,32 @@ def test_progress_is_shown_and_an_exception_aborts_what_is_open(llm):
     assert idle(llm)
 
 
+def test_keywords_are_read_as_flags_are(folder, tmp_path):
+    (tmp_path / "defaults.json").write_text('{"temperature": 0.25, "top_k": 7}')
+    with LLM(
+        str(folder), device="CPU", engine_in_process=True, cpu_threads="1", dtype="float", max_model_len="0.1k",
+        swap_space=4, tensor_parallel_size=1, max_num_seqs=None, quantization=None, disable_log_stats=True,
+        generation_config=str(tmp_path / "defaults.json"), override_generation_config={"top_k": 3},
+    ) as llm:  # fmt: skip
+        assert (llm.info.dtype, llm.info.max_model_len) == ("float32", 100)
+        params = llm.get_default_sampling_params()
+        assert (params.temperature, params.top_k) == (0.25, 3)
+    with pytest.raises(ValueError, match=r"^generation_config '/no/where' is no file"):
+        LLM(str(folder), device="cpu", engine_in_process=True, generation_config="/no/where")
+
+
 def test_options_that_do_not_exist(folder):
-    with pytest.raises(TypeError, match="no option 'max_model_length'; did you mean 'max_model_len'"):
+    with pytest.raises(TypeError, match="no option 'max_model_length'; did you mean max_model_len"):
         LLM(str(folder), max_model_length=3)
     with pytest.raises(ValueError, match="no model is named"):
         LLM("")
 
 
 def test_long_queues_are_read_in_large_steps_unless_told_otherwise(folder, llm):
-    assert llm.info.settings["backlog_steps"] == BACKLOG_STEPS < config.BACKLOG_STEPS
+    assert llm.info.settings["backlog_steps"] == BACKLOG_STEPS < SchedulerConfig.backlog_steps
     with LLM(str(folder), device="cpu", engine_in_process=True, cpu_threads=1, backlog_steps=7) as told:
         assert told.info.settings["backlog_steps"] == 7
-    with pytest.raises(ValueError, match="--backlog-steps is 0: it must be at least 1"):
+    with pytest.raises(ValueError, match=r"^backlog_steps is 0: it must be at least 1"):
         LLM(str(folder), backlog_steps=0)
 
 
@@ -403,7 +428,7 @@ def test_a_closed_llm_says_so(folder):
 
 
 def test_an_engine_that_cannot_start_says_why(folder):
-    with pytest.raises(EngineDeadError, match="--max-model-len"):
+    with pytest.raises(EngineDeadError, match=r"^max_model_len 4096 is beyond"):
         LLM(str(folder), device="cpu", engine_in_process=True, max_model_len=4096, cpu_threads=1)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vserve.server.front_door import FrontDoor
+from vserve.server.http.front_door import FrontDoor
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL = {"name": "get_weather", "description": "d", "input_schema": {"type": "object"}}
@@ -286,7 +286,9 @@ def test_errors_from_elsewhere_have_this_shape_too(new_client: Any, engine: Any)
     assert kind(client.post("/v1/messages", body, headers=both), 401) == "authentication_error"
     assert kind(client.get("/v1/messages", headers=key), 405) == "invalid_request_error"
     assert kind(client.get("/v1/messages/batches", headers=key), 404) == "not_found_error"
-    assert kind(client.post("/v1/messages", content=b"{", headers=key), 400) == "invalid_request_error"
+    assert kind(client.post("/v1/messages", content=b"{}", headers=key), 415) == "invalid_request_error"
+    typed = key | {"content-type": "application/json"}
+    assert kind(client.post("/v1/messages", content=b"{", headers=typed), 400) == "invalid_request_error"
     assert kind(client.post("/v1/messages", content=b"x" * 2000, headers=key), 413) == "request_too_large"
     assert kind(client.post("/v1/messages", {**body, "model": "other"}, headers=key), 404) == "not_found_error"
     engine.die("out of luck")

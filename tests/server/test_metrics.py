@@ -12,9 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vserve.server.app import create_app
-from vserve.server.config import ServerConfig
 from vserve.server.histogram import Histogram
-from vserve.server.metrics import PHASE, TOKEN, TTFT
+from vserve.server.observe.metrics import PHASE, TOKEN, TTFT
+from vserve.server.options.config import ServerConfig
 
 # Dashboards and alerts are built on these: a name may be added here, never changed or removed.
 OWN = ("model_name", "engine")
@@ -28,7 +28,7 @@ METRICS = {
     "vllm:step_device_seconds": "counter", "vllm:step_host_seconds": "counter", "vllm:prompt_tokens": "counter",
     "vllm:prompt_tokens_cached": "counter", "vllm:generation_tokens": "counter", "vllm:log_lines_lost": "counter",
     "vllm:grammar_cache_hits": "counter", "vllm:grammar_cache_misses": "counter",
-    "vllm:grammar_compile_failures": "counter",
+    "vllm:grammar_compile_failures": "counter", "vllm:engine_invariant_violations": "counter",
     **dict.fromkeys((f"vllm:{name}" for name in (
         "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
         "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
@@ -43,7 +43,10 @@ LABELLED = {
     "vllm:startup_phase_seconds": ("gauge", (*OWN, "phase")),
     "vllm:memory_bytes": ("gauge", (*OWN, "purpose")),
     "vllm:cache_config_info": (
-        "gauge", ("block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype", "engine"),
+        "gauge", (
+            "block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype", "kv_cache_memory_bytes",
+            "kv_cache_size_tokens", "kv_cache_max_concurrency", "engine",
+        ),
     ),
     "vllm:prompt_tokens_by_source": ("counter", (*OWN, "source")),
     "vllm:request_success": ("counter", (*OWN, "finished_reason")),
@@ -100,6 +103,8 @@ def test_names_types_and_labels(client: Any, engine: Any, app: Any) -> None:
     assert all(dict(labels).get("engine", "0") == "0" for _, labels in samples)
     assert all(dict(labels).get("model_name", "test") == "test" for _, labels in samples)
     assert value(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100", engine="0") == 1
+    sizes = {"kv_cache_memory_bytes": "20", "kv_cache_size_tokens": "1600", "kv_cache_max_concurrency": "12.50"}
+    assert value(samples, "vllm:cache_config_info", **sizes) == 1
     assert value(samples, "vllm:memory_bytes", purpose="weights") == 10
     assert value(samples, "vllm:startup_phase_seconds", phase="load") == 1.5
 
@@ -118,7 +123,7 @@ def test_prefix(engine: Any, text_model: Any) -> None:
     from prometheus_client import generate_latest
 
     app = create_app(engine, ServerConfig(metrics_prefix="vserve_"), text_model)
-    page = generate_latest(app.state.server.metrics.registry).decode()
+    page = generate_latest(app.state.server.metrics_page.registry).decode()
     assert "vserve_num_requests_running{" in page and "vllm:" not in page
 
 
@@ -201,11 +206,12 @@ def test_aborted_by_reason_adds_up(client: Any, engine: Any, app: Any, say: Any)
 
     async def give_up(end: Any) -> None:
         from vserve.engine.request import SamplingParams
-        from vserve.server.choice import Prompt
-        from vserve.server.generation import Generation
+        from vserve.server.generation.choice import Prompt
+        from vserve.server.generation.generation import Generation
 
         prompts = [Prompt([3, 4, 5], SamplingParams(max_tokens=100))]
         generation = Generation(engine, state.metrics, state.model.tokenizer, prompts, arrival=0.0, n=2)
+        await generation.submit()
         deltas = generation.deltas()
         await anext(deltas)
         end(generation)
@@ -268,7 +274,7 @@ def test_grammars(client: Any, app: Any) -> None:
 
 def test_throughput(client: Any, engine: Any, app: Any, monkeypatch: pytest.MonkeyPatch, say: Any) -> None:
     """Tokens over the interval in which they came; an idle time before it does not dilute it."""
-    from vserve.server import throughput
+    from vserve.server.observe import throughput
 
     now = [1000.0]
     monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -299,7 +305,7 @@ def test_a_streamed_token_costs_two_calls(client: Any, engine: Any, say: Any) ->
     def count(frame: Any, event: str, _: Any) -> None:
         nonlocal calls
         path = Path(frame.f_code.co_filename)
-        calls += event == "call" and path.name in files and path.parent.name in ("server", "engine")
+        calls += event == "call" and path.name in files and path.parent.name in ("observe", "server", "engine")
 
     totals = {}
     for num_tokens in (20, 60):

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from vserve.server.front_door import FrontDoor
-from vserve.server.page import FOLDER, load_page
+from vserve.server.http.front_door import FrontDoor
+from vserve.server.http.page import FOLDER, load_page
 
 OUTSIDE = [
     "/ui/../page.py", "/ui/%2e%2e/page.py", "/ui/..%2fpage.py", "/ui/%2e%2e%2fpage.py", "/ui/..%5cpage.py",

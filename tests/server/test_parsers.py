@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vserve.server.parsers.formats import ReasoningFormat, ToolFormat, choose, known
-from vserve.server.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from vserve.server.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning, merged
 from vserve.server.parsers.reader import Reader, Reading
 
 TOOLS, THOUGHTS = ({format.name: format for format in formats} for formats in known())
@@ -24,7 +25,7 @@ Told = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, calls with 
 def reader(tools: ToolFormat | None, thoughts: ReasoningFormat | None = None, *, open=False, streams=False) -> Reader:
     def read(reader: Reader) -> Reading[None]:
         if thoughts is not None:
-            yield from thoughts.read(reader, open)
+            yield from thoughts.read(reader, open, tools)
         if tools is not None:
             yield from tools.read(reader)
 
@@ -198,6 +199,24 @@ def test_tools_are_called_after_the_reasoning() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("open", [True, False])
+def test_a_call_in_reasoning_that_never_ends_is_one(open: bool) -> None:
+    call = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
+    begin = "" if open else "<think>"
+    for text, expected in {
+        f"I look it up.\n{call}\n": ("I look it up.", "", [("search", "{}")]),
+        f"{call}{call}": ("", "", [("search", "{}")] * 2),
+        f"Hm. {call}</think>Yes.": (f"Hm. {call}", "Yes.", []),
+        f"Hm. {call[:-30]}": (f"Hm. {call[:-30]}", "", []),
+        f"Hm. {call.replace('search', 'other')} Hm.": (f"Hm. {call.replace('search', 'other')} Hm.", "", []),
+        "<tool_call> a < b": ("<tool_call> a < b", "", []),
+    }.items():
+        whole = begin + text
+        for cut in range(len(whole) + 1):
+            assert run([whole[:cut], whole[cut:]], TOOLS["hermes"], THOUGHTS["think"], open=open) == expected
+        assert run(list(whole), TOOLS["hermes"], THOUGHTS["think"], open=open) == expected
+
+
 FRAGMENTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<think>",
      "</think>", "[THINK]", "[/THINK]", "[", "]", "{", "}", "(", ")", '"', "'", ",", ";", ":", " ", "\n", "\\", "=", "x",
@@ -282,8 +301,9 @@ def test_what_is_chosen_otherwise() -> None:
     assert choose("[THINK]", "", None, "auto", "auto").reasoning is THOUGHTS["mistral"]
     with pytest.raises(ValueError, match="--tool-call-parser is 'x': choose one of auto, none, hermes"):
         choose("", "", None, "x", "auto")
-    with pytest.raises(ValueError, match="--reasoning-parser is 'x': choose one of auto, none"):
-        choose("", "", None, "auto", "x")
+    for name in ("x", "granite", "hunyuan_a13b"):  # the latter two write something else around their answers
+        with pytest.raises(ValueError, match=f"--reasoning-parser is '{name}': choose one of auto, none"):
+            choose("", "", None, "auto", name)
 
 
 def test_ids_of_mistral_have_nine_characters() -> None:
@@ -293,3 +313,56 @@ def test_ids_of_mistral_have_nine_characters() -> None:
     assert format.history_id("abc123XYZ") == "abc123XYZ"
     other = format.history_id("chatcmpl-tool-0123")
     assert other == format.history_id("chatcmpl-tool-0123") and len(other) == 9 and other.isalnum()
+
+
+LONG = {  # what is written again and again, after what, and how often
+    "text": ("hermes", "", "word ", 2000),
+    "white space": ("hermes", "", " ", 6000),
+    "reasoning": ("hermes", "<think>", "word ", 2000),
+    "white space in reasoning": ("hermes", "<think>x", "\n", 6000),
+    "guarded arguments": ("hermes", '<tool_call>\n{"name": "search", "arguments": {"q": "', "word ", 20_000),
+    "arguments": ("hermes", '<tool_call>\n{"name": "search", "arguments": {"q": "', "word ", 20_000),
+    "white space before arguments": ("hermes", '<tool_call>\n{"name": "search", "arguments": ', " ", 6000),
+    "white space in a call": ("hermes", "<tool_call>", " ", 6000),
+    "calls": ("hermes", "", '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>\n', 500),
+    "calls in a list": ("json", "[", '{"name": "search", "parameters": {"q": "' + 400 * "x" + '"}}, ', 400),
+    "what is no call": ("hermes", "", 400 * "x" + '<tool_call>{"name":', 2000),
+    "a Python call": ("pythonic", "[search(q='", "word ", 12_000),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_the_time_grows_as_the_answer_does(name: str) -> None:
+    format, lead, piece, count = LONG[name]
+
+    def seconds(count: int) -> float:
+        best = float("inf")
+        for _ in range(3):
+            started = time.thread_time()
+            one = reader(TOOLS[format], THOUGHTS["think"], streams=name.startswith("guarded"))
+            one.feed(lead)
+            for _ in range(count):
+                one.feed(piece)
+            one.finish()
+            best = min(best, time.thread_time() - started)
+        return best
+
+    assert seconds(4 * count) < 6.5 * seconds(count), "four times as much should take four times as long"
+
+
+def test_what_continues_is_joined_once() -> None:
+    parts: list[Part] = [Reasoning("a"), Reasoning("b"), Content("c"), CallBegin(0, "x", "f"), CallArguments(0, "{")]
+    parts += [CallArguments(0, "}"), CallBegin(1, "y", "g"), CallArguments(1, "{}"), Content("d"), Content("e")]
+    assert merged(parts) == [
+        Reasoning("ab"), Content("c"), CallBegin(0, "x", "f"), CallArguments(0, "{}"), CallBegin(1, "y", "g"),
+        CallArguments(1, "{}"), Content("de"),
+    ]  # fmt: skip
+    assert merged([]) == [] and merged(parts[:1]) == parts[:1]
+
+    def seconds(count: int) -> float:
+        pieces: list[Part] = [Content("word ")] * count
+        started = time.thread_time()
+        assert merged(pieces) == [Content("word " * count)]
+        return time.thread_time() - started
+
+    assert min(seconds(200_000) for _ in range(3)) < 7 * min(seconds(50_000) for _ in range(3))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
-from vserve.server.constraint import Constraint
 from vserve.server.errors import bad_request
+from vserve.server.grammar.constraint import Constraint
 
 
 class Grammars:
@@ -53,6 +54,10 @@ def test_truncated_prompts(client: Any, engine: Any) -> None:
     assert kept(200, truncate_prompt_tokens=-1, max_tokens=20) == list(range(205 - 108, 205))
     assert kept(200, truncate_prompt_tokens=-1) == list(range(205 - 112, 205))  # 16 by default
     assert kept(128, truncate_prompt_tokens=127, max_tokens=1) == list(range(6, 133))
+    assert kept(10, truncate_prompt_tokens=3, truncation_side="left") == [12, 13, 14]
+    assert kept(10, truncate_prompt_tokens=3, truncation_side="right") == [5, 6, 7]
+    assert kept(200, truncate_prompt_tokens=-1, max_tokens=20, truncation_side="right") == list(range(5, 113))
+    assert kept(10, truncation_side="right") == list(range(5, 15))  # nothing to cut off
     assert client.chat(truncate_prompt_tokens=4, max_tokens=1).json()["usage"]["prompt_tokens"] == 4
 
 
@@ -68,8 +73,9 @@ def test_echo(client: Any, engine: Any, text_model: Any) -> None:
     assert text(prompt="Say it", echo=True, truncate_prompt_tokens=1)[0] == text_model.tokenizer.core.decode(
         ids[-1:]
     ) + "Hello"  # fmt: skip
-    assert text(prompt=[1, *ids], echo=True)[0] == "Say itHello"
-    assert text(prompt=[1, *ids], echo=True, skip_special_tokens=False)[0] == "<|im_start|>Say itHello"
+    for prompt in ("<|im_start|>Say it", [1, *ids]):
+        assert text(prompt=prompt, echo=True)[0] == "<|im_start|>Say itHello"
+        assert text(prompt=prompt, echo=True, skip_special_tokens=False)[0] == "<|im_start|>Say itHello"
     answer = client.complete(prompt=["a", "b"], n=2, temperature=1, echo=True, max_tokens=0, seed=1).json()
     assert [choice["text"] for choice in answer["choices"]] == ["a", "a", "b", "b"]
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 4
@@ -79,9 +85,9 @@ def test_echo(client: Any, engine: Any, text_model: Any) -> None:
 def test_echo_with_logprobs(client: Any, engine: Any, text_model: Any) -> None:
     body = {"prompt": [1, *text_model.tokenizer.encode("Hello world", False)], "echo": True, "logprobs": 1}
     choice = client.complete(max_tokens=1, **body).json()["choices"][0]
-    assert choice["text"] == "Hello worldHello"
+    assert choice["text"] == "<|im_start|>Hello worldHello"
     assert choice["logprobs"] == {
-        "text_offset": [0, 0, 5, 11],
+        "text_offset": [0, 12, 17, 23],
         "token_logprobs": [None, -1.0, -2.0, -0.5],
         "tokens": ["<|im_start|>", "Hello", " world", "Hello"],
         "top_logprobs": [None, {"#": -0.25, "Hello": -1.0}, {"#": -0.25, " world": -2.0}, {"Hello": -0.5}],
@@ -90,8 +96,11 @@ def test_echo_with_logprobs(client: Any, engine: Any, text_model: Any) -> None:
     only = client.complete(max_tokens=0, **body).json()["choices"][0]["logprobs"]
     assert only == {name: values[:-1] for name, values in choice["logprobs"].items()}
     assert (sampling(engine).logprobs, sampling(engine).prompt_logprobs) == (None, 1)
-    shown = client.complete(max_tokens=0, **body | {"skip_special_tokens": False}).json()["choices"][0]
-    assert shown["text"] == "<|im_start|>Hello world" and shown["logprobs"]["text_offset"] == [0, 12, 17]
+    for prompt in (body["prompt"], "<|im_start|>Hello world"):
+        for skip in (True, False):
+            more = {"prompt": prompt, "skip_special_tokens": skip, "max_tokens": 0}
+            shown = client.complete(**body | more).json()["choices"][0]
+            assert shown["text"] == "<|im_start|>Hello world" and shown["logprobs"]["text_offset"] == [0, 12, 17]
     named = client.complete(max_tokens=0, return_tokens_as_token_ids=True, **body).json()["choices"][0]["logprobs"]
     assert named["tokens"][0] == "token_id:1" and "token_id:5" in named["top_logprobs"][1]
 
@@ -116,6 +125,25 @@ def test_prompt_logprobs(client: Any, engine: Any, text_model: Any) -> None:
     answer = client.complete(prompt=ids, prompt_logprobs=2, echo=True, logprobs=0, max_tokens=1).json()["choices"][0]
     assert sampling(engine).prompt_logprobs == 2 and len(answer["prompt_logprobs"][1]) == 3
     assert answer["logprobs"]["top_logprobs"] == [None, {" world": -1.0}, {"Hello": -0.5}]
+
+
+def test_prompt_logprobs_of_the_whole_vocabulary(client: Any, engine: Any) -> None:
+    """-1, where --max-logprobs allows it."""
+    refused = client.complete(prompt_logprobs=-1)
+    assert refused.status_code == 400 and "this server allows at most 20" in refused.json()["error"]["message"]
+    assert not engine.submitted
+    engine.info = msgspec.structs.replace(engine.info, max_logprobs=-1)
+    for extra in ({}, {"echo": True, "logprobs": 1}):
+        choice = client.complete(prompt=[6, 7, 8], prompt_logprobs=-1, max_tokens=1, **extra).json()["choices"][0]
+        assert sampling(engine).prompt_logprobs == engine.info.vocab_size
+        # the scripted engine knows two likeliest tokens; the token itself stands before them
+        assert [None if row is None else list(row) for row in choice["prompt_logprobs"]] == [
+            None, ["7", "5", "6"], ["8", "5", "6"],
+        ]  # fmt: skip
+    engine.info = msgspec.structs.replace(engine.info, vocab_size=1 << 19)
+    error = client.complete(prompt=[6, 7, 8], prompt_logprobs=-1, max_tokens=1).json()["error"]
+    assert error["param"] == "prompt_logprobs" and "at most 1048576 are allowed" in error["message"]
+    assert client.complete(prompt=[6, 7], prompt_logprobs=-1, max_tokens=1).status_code == 200
 
 
 def test_minus_infinity_in_a_prompt(client: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +218,7 @@ def test_repetition_against_the_plain_way() -> None:
 
     from vserve.engine.messages import RequestOutput
     from vserve.engine.request import SamplingParams
-    from vserve.server.choice import Prompt, Repetition, TextOptions
+    from vserve.server.generation.choice import Prompt, Repetition, TextOptions
 
     def repeats(tokens: list[int], watch: Repetition) -> bool:
         return any(
@@ -315,14 +343,15 @@ def test_a_cancelled_generation_ends_in_order(app: Any, client: Any, engine: Any
     text: list[str] = []
 
     async def work() -> list[tuple[str | None, Any]]:
-        from vserve.server.generation import Generation
-        from vserve.server.protocol import CompletionRequest
-        from vserve.server.sampling import resolve
+        from vserve.server.generation.generation import Generation
+        from vserve.server.generation.sampling import resolve
+        from vserve.server.wire.requests import CompletionRequest
 
         state = app.state.server
         request = CompletionRequest.model_validate({"prompt": "x", "n": 2, "temperature": 1})
         prompts = resolve(request, [[5]], state.model, engine.info, None)
         generation = Generation(engine, state.metrics, state.model.tokenizer, prompts, arrival=0.0, n=2)
+        await generation.submit()
         async for _, delta in generation.deltas():
             text.append(delta.text)
             generation.cancel()
@@ -340,16 +369,17 @@ def test_what_has_ended_before_the_cancel_keeps_its_end(app: Any, client: Any, e
     import asyncio
 
     async def work() -> tuple[str, list[tuple[str | None, Any]]]:
-        from vserve.server.choice import TextOptions
-        from vserve.server.generation import Generation
-        from vserve.server.protocol import CompletionRequest
-        from vserve.server.sampling import resolve
+        from vserve.server.generation.choice import TextOptions
+        from vserve.server.generation.generation import Generation
+        from vserve.server.generation.sampling import resolve
+        from vserve.server.wire.requests import CompletionRequest
 
         state = app.state.server
         request = CompletionRequest.model_validate({"prompt": "x"})
         prompts = resolve(request, [[5]], state.model, engine.info, None)
         text = TextOptions(skip_special_tokens=False)
         generation = Generation(engine, state.metrics, state.model.tokenizer, prompts, arrival=0.0, text=text)
+        await generation.submit()
         while engine.num_open:
             await asyncio.sleep(0)
         generation.cancel()

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vserve.server.dialects.response_store import ResponseStore
+from vserve.server.dialects.store import Store
 
 
 def create(client: Any, input: Any = "Hi", **body: Any) -> dict[str, Any]:
@@ -56,11 +56,56 @@ def test_read_and_delete(client: Any) -> None:
     path = f"/v1/responses/{response['id']}"
     assert client.get(path).json() == response
     assert client.get(path, params={"stream": "true"}).status_code == 400
-    assert client.post(f"{path}/cancel").json() == response, "what has ended stays as it is"
+    answer = client.post(f"{path}/cancel")
+    assert answer.status_code == 400 and "has ended (completed)" in answer.json()["error"]["message"]
+    assert client.get(path).json() == response, "what has ended stays as it is"
     assert client.request("DELETE", path).json() == {"id": response["id"], "object": "response", "deleted": True}
     for method, gone in (("GET", path), ("DELETE", path), ("POST", f"{path}/cancel")):
         answer = client.request(method, gone)
         assert answer.status_code == 404 and response["id"] in answer.json()["error"]["message"]
+
+
+def test_what_it_was_made_of(client: Any, engine: Any) -> None:
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Ho"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "Why?"}]},
+    ]
+    first = create(client, items)
+    second = create(client, "And now?", previous_response_id=first["id"])
+    path = f"/v1/responses/{second['id']}/input_items"
+    page = client.get(path, params={"order": "asc"}).json()
+    said = [(item["role"], item["content"][0]["text"]) for item in page["data"]]
+    assert said == [
+        ("user", "Hi"), ("assistant", "Ho"), ("user", "Why?"), ("assistant", "Hello world!"), ("user", "And now?"),
+    ]  # fmt: skip
+    ids = [item["id"] for item in page["data"]]
+    assert len(set(ids)) == 5 and (page["first_id"], page["last_id"], page["has_more"]) == (ids[0], ids[-1], False)
+    assert page["data"][0]["content"] == [{"type": "input_text", "text": "Hi"}]
+    latest = client.get(path, params={"limit": 2}).json()
+    assert [item["id"] for item in latest["data"]] == ids[:2:-1] and latest["has_more"]
+    rest = client.get(path, params={"limit": 3, "after": latest["last_id"]}).json()
+    assert [item["id"] for item in rest["data"]] == ids[2::-1] and not rest["has_more"]
+    for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_other"}):
+        answer = client.get(path, params=wrong)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(wrong))
+    assert client.get("/v1/responses/resp_other/input_items").status_code == 404
+
+
+def test_tokens_of_an_input(client: Any, engine: Any) -> None:
+    body = {"input": "How many?", "instructions": "Be brief."}
+    answer = client.post("/v1/responses/input_tokens", body).json()
+    first = create(client, body["input"], instructions=body["instructions"])
+    num_tokens = len(engine.submitted[-1].token_ids)
+    assert answer == {"object": "response.input_tokens", "input_tokens": num_tokens}
+    more = {"input": "Why?", "previous_response_id": first["id"]}
+    asked = client.post("/v1/responses/input_tokens", more).json()["input_tokens"]
+    create(client, **more)
+    assert asked == len(engine.submitted[-1].token_ids) and len(engine.submitted) == 2
+    wrong = client.post("/v1/responses/input_tokens", {"input": 7})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "input"
+    refused = client.post("/v1/responses/compact", {"input": "x"})
+    assert refused.status_code == 400 and "truncation" in refused.json()["error"]["message"]
 
 
 def test_not_stored(client: Any) -> None:
@@ -82,7 +127,7 @@ def test_the_store_is_bounded(new_client: Any) -> None:
 
 
 def test_bytes_are_bounded() -> None:
-    store = ResponseStore(1000, 10_000)
+    store = Store(1000, 10_000)
     for i in range(50):
         store.put(f"resp_{i}", "", {"text": "x" * 900}, [])
         assert store.num_bytes <= 10_000
@@ -93,6 +138,21 @@ def test_bytes_are_bounded() -> None:
     for i in range(50):
         store.delete(f"resp_{i}", "")
     assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_many_of_one_key_leave_another_its_few() -> None:
+    store = Store(100, 100_000)
+    store.put("mine", "me", {}, [])
+    for i in range(300):
+        store.put(f"resp_{i}", "you", {"text": "x" * 900}, [])
+        assert len(store) <= 100 and store.num_bytes <= 100_000
+    assert store.get("mine", "me") is not None and store.get("mine", "you") is None
+    assert store.get("resp_299", "you") is not None and len(store) == 100
+    for i in range(60):
+        store.put(f"mine_{i}", "me", {}, [])
+    assert [store.get(f"mine_{i}", "me") is not None for i in (0, 59)] == [False, True], "then both have the same"
+    store.put("large", "me", {"text": "x" * 90_000}, [])
+    assert store.get("large", "me") is None and store.get("resp_299", "you") is not None
 
 
 def test_nobody_gets_what_is_another_ones(new_client: Any) -> None:
@@ -129,6 +189,8 @@ def test_cancelling_a_stream(serve: Any, engine: Any) -> None:
             last = json.loads([line async for line in lines if line.startswith("data: ")][-1][6:])["response"]
             assert last["status"] == "cancelled" and last["output"][0]["status"] == "incomplete"
             assert (await other.get(f"{base}/{id}")).json() == last
+            again = await other.post(f"{base}/{id}/cancel")
+            assert again.status_code == 200 and again.json() == last
         assert engine.num_open == 0
 
     serve(test)

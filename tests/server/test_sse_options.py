@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
 import pytest
+
+from vserve.engine.request import SamplingParams
+from vserve.server.generation.choice import Prompt
+from vserve.server.generation.generation import Generation
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 OPEN = 'data: {"id":"%s-abc","object":"%s","created":0,"model":"test","choices":['
@@ -122,6 +127,23 @@ def test_echo_with_logprobs(client: Any, text_model: Any) -> None:
     )
 
 
+def test_a_server_that_names_tokens_by_id(new_client: Any) -> None:
+    client = new_client(return_tokens_as_token_ids=True)
+    tokens = lambda **body: client.complete(logprobs=0, max_tokens=1, **body).json()["choices"][0]["logprobs"]["tokens"]  # noqa: E731
+    (named,) = tokens()
+    assert re.fullmatch(r"token_id:\d+", named)
+    assert tokens(return_tokens_as_token_ids=False) == ["Hello"]
+
+
+def test_a_server_that_always_tells_the_usage(new_client: Any, client: Any) -> None:
+    forced = new_client(enable_force_include_usage=True)
+    for ask in (chat, complete):
+        wanted = ask(client, stream_options={"include_usage": True})
+        assert ask(forced) == ask(forced, stream_options={"include_usage": False}) == wanted
+        assert '"usage":{' in wanted and '"usage":{' not in ask(client)
+    assert "usage" in forced.chat().json()  # not streamed, as always
+
+
 def test_prompt_logprobs(client: Any, text_model: Any) -> None:
     prompt = text_model.tokenizer.encode("Hello world", False)
     table = (
@@ -156,20 +178,34 @@ def test_choices(client: Any, engine: Any) -> None:
     assert "\n\n".join(lines[-3:]) == CHAT + '],"usage":' + usage(num_prompt, 6) + "}\n\n" + DONE
 
 
-@pytest.mark.parametrize("include", [True, False])
-def test_usage_in_every_chunk(client: Any, engine: Any, include: bool) -> None:
-    raw = complete(
-        client, prompt=[5, 6, 7], max_tokens=2,
-        stream_options={"include_usage": include, "continuous_usage_stats": True},
-    )  # fmt: skip
+@pytest.mark.parametrize("include", [True, False, None])
+def test_usage_in_every_chunk(client: Any, engine: Any, include: bool | None) -> None:
+    options = {"include_usage": include, "continuous_usage_stats": True}
+    raw = complete(client, prompt=[5, 6, 7], max_tokens=2, stream_options=options)
     text = '{"index":0,"text":"%s","logprobs":null,"finish_reason":null,"stop_reason":null}'
     last = '{"index":0,"text":"","logprobs":null,"finish_reason":"length","stop_reason":null}'
+    first, second = ("",) * 2 if include is False else (',"usage":' + usage(3, n) for n in (1, 2))
     assert raw == (
-        events(TEXT, text % "Hello", tail=',"usage":' + usage(3, 1))
-        + events(TEXT, text % " world", last, tail=',"usage":' + usage(3, 2))
-        + (events(TEXT, "", tail=',"usage":' + usage(3, 2)) if include else "")
+        events(TEXT, text % "Hello", tail=first)
+        + events(TEXT, text % " world", last, tail=second)
+        + (events(TEXT, "", tail=second) if include else "")
         + DONE
     )
+
+
+def test_nothing_is_counted_before_it_is_said(client: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for raw in (
+        chat(client, max_tokens=2, stream_options=options, n=2),
+        complete(client, max_tokens=2, stream_options=options, echo=True),
+    ):
+        counts = [int(count) for count in re.findall(r'"completion_tokens":(\d+)', raw)]
+        totals = [int(total) for total in re.findall(r'"total_tokens":(\d+)', raw)]
+        prompts = [int(prompt) for prompt in re.findall(r'"prompt_tokens":(\d+)', raw)]
+        num_choices = 2 if "chat" in raw else 1
+        assert counts[:num_choices] == [0] * num_choices and counts[num_choices] == 1
+        assert counts == sorted(counts) and counts[-1] == 2 * num_choices
+        assert totals == [prompt + count for prompt, count in zip(prompts, counts, strict=True)]
 
 
 def test_token_ids(client: Any, engine: Any, text_model: Any) -> None:
@@ -201,3 +237,27 @@ def test_chat_that_goes_on_from_its_last_message(client: Any) -> None:
         )
         + DONE
     )
+
+
+def test_the_usage_so_far_does_not_look_at_the_choices(app: Any, engine: Any) -> None:
+    """Told with every event, of up to thousands of choices, it was the square of their number."""
+
+    async def main() -> None:
+        state = app.state.server
+        prompts = [Prompt([5, 6, 7], SamplingParams(max_tokens=8)), Prompt([5], SamplingParams(max_tokens=2))]
+        generation = Generation(engine, state.metrics, state.model.tokenizer, prompts, arrival=0.0, n=3)
+        await generation.submit()
+        num_events = 0
+        async for _ in generation.deltas():
+            num_events += 1
+            choices, generation.choices = generation.choices, []
+            told = generation.usage()
+            generation.choices = choices
+            num_output = sum(choice.num_tokens for choice in choices)
+            assert (told["completion_tokens"], told["total_tokens"]) == (num_output, 4 + num_output)
+            cached = sum(choice.num_cached_tokens for choice in choices[::3])
+            assert told["prompt_tokens_details"] == {"cached_tokens": cached}
+        assert num_events == 3 * 4 + 3 * 2 and told["completion_tokens"] == 18 and cached == 8
+        generation.close()
+
+    asyncio.run(main())

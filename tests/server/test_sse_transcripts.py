@@ -184,7 +184,7 @@ def test_error_of_one_choice_ends_the_stream_and_aborts_the_others(client: Any, 
 
 
 def test_a_broken_detokenizer_ends_only_its_stream(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vserve.server.detokenizer import Detokenizer
+    from vserve.server.text.detokenizer import Detokenizer
 
     real, calls = Detokenizer.feed, []
 

@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from vserve.engine.config import ConfigError
-from vserve.server.config import ServerConfig
 from vserve.server.errors import ApiError
-from vserve.server.tokenizer import TextModel, load_text_model
+from vserve.server.options.config import ServerConfig
+from vserve.server.text.tokenizer import TextModel, load_text_model
 
 MESSAGES = [{"role": "user", "content": "Hello, how are you?"}]
 

@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer
 
 from vserve.engine.config import ConfigError
-from vserve.server.config import ServerConfig
-from vserve.server.tokenizer import load_text_model
-from vserve.server.tokenizer_files import read_tokenizer
+from vserve.server.options.config import ServerConfig
+from vserve.server.text.files import read_tokenizer
+from vserve.server.text.tokenizer import load_text_model
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 CORPUS = [
@@ -224,9 +224,9 @@ import sys, time
 from vserve.server.app import create_app
 from vserve.server.cli import serve
 from vserve.engine.config import ConfigError
-from vserve.server.config import ServerConfig
-from vserve.server.engine_client import EngineClient
-from vserve.server.tokenizer import load_text_model
+from vserve.server.options.config import ServerConfig
+from vserve.server.client.engine_client import EngineClient
+from vserve.server.text.tokenizer import load_text_model
 model = load_text_model({str(DEMO)!r}, ServerConfig())
 model.tokenizer.render([{{"role": "user", "content": "Hi"}}], {{}})
 print(sorted({{"torch", "transformers", "triton", "huggingface_hub", "xgrammar", "llguidance"}} & set(sys.modules)))

@@ -7,8 +7,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from vserve.engine.config import ConfigError
 from vserve.server.errors import ApiError
-from vserve.server.tokenizer import Tokenizer as TextTokenizer
-from vserve.server.tokenizer_trial import try_out
+from vserve.server.text.tokenizer import Tokenizer as TextTokenizer
+from vserve.server.text.trial import try_out
 
 GPT2 = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

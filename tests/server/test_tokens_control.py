@@ -14,8 +14,8 @@ from fastapi import FastAPI
 
 from vserve.server.app import create_app
 from vserve.server.cli.flags import add_flags, read_flags, sources
-from vserve.server.config import ServerConfig
-from vserve.server.tokenizer import Tokenizer
+from vserve.server.options.config import ServerConfig
+from vserve.server.text.tokenizer import Tokenizer
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -206,3 +206,41 @@ def test_cancel(app: FastAPI, engine: Any, say: Any, serve: Any, streamed: bool,
 
     serve(test)
     assert engine.num_open == 0 and len(engine.aborted) == 2
+
+
+@pytest.mark.parametrize("administered", [False, True])
+def test_a_key_ends_its_own_requests_only(
+    engine: Any, text_model: Any, say: Any, serve: Any, administered: bool
+) -> None:
+    """Unless it is an administrator's. What another key has begun is not there, under any of its names."""
+    engine.script, engine.delay = say("Say it again, slowly. " * 20, ends=False), 0.02
+    config = ServerConfig(api_key=("one", "two"), admin_api_key=("boss",) if administered else ())
+    app = create_app(engine, config, text_model)
+
+    async def test(port: int) -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=240) as http:
+
+            async def cancel(key: str, name: str) -> httpx.Response:
+                headers = {"authorization": f"Bearer {key}"}
+                paths = await http.post(f"/v1/requests/{name}/cancel", headers=headers)
+                body = await http.post("/abort_request", json={"request_id": name}, headers=headers)
+                return paths if paths.status_code == 200 else body
+
+            body = {"messages": HI, "max_tokens": 100}
+            headers = {"x-request-id": "mine", "authorization": "Bearer one"}
+            one = asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=headers))
+            while engine.num_outputs < 3:
+                await asyncio.sleep(0.01)
+            for name in ("mine", "chatcmpl-mine"):
+                refused = await cancel("two", name)
+                if administered:
+                    assert refused.status_code == 403
+                else:
+                    missing = (await cancel("two", "nobody")).json()
+                    assert refused.status_code == 404
+                    assert refused.json()["error"]["message"] == missing["error"]["message"].replace("nobody", name)
+            assert not one.done()
+            assert (await cancel("boss" if administered else "one", "mine")).status_code == 200
+            assert (await one).json()["choices"][0]["stop_reason"] == "abort"
+
+    serve(test, app)

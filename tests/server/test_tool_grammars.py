@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from vserve.engine.grammar import BACKENDS, GrammarMatcher
-from vserve.server.grammar_compile import compile
+from vserve.server.grammar import tool_calls as tool_grammar
+from vserve.server.grammar.compile import CompileError, compile
+from vserve.server.grammar.service import MAX_SOURCE
+from vserve.server.grammar.tools import ToolUse, tool_use
 from vserve.server.parsers.formats import known
 from vserve.server.parsers.parts import CallArguments, CallBegin
 from vserve.server.parsers.reader import Reader
-from vserve.server.tools import tool_use
 
 CALLS = {
     "get_weather": {
@@ -81,3 +83,85 @@ def test_what_a_grammar_lets_out_is_read_as_valid_calls(name: str, mode: str, by
         assert mode != "named" or names == ["search"]
         num_calls += len(names)
     assert mode != "required" or num_calls > 12 or name == "hermes", "never two calls"
+
+
+def many(num_tools: int, num_parameters: int, about: str = "what it is for") -> list[dict[str, Any]]:
+    kinds: list[dict[str, Any]] = [
+        {"type": "string"}, {"type": "integer"}, {"enum": ["a", "b"]}, {"type": "array", "items": {"type": "string"}},
+    ]  # fmt: skip
+    tools = []
+    for i in range(num_tools):
+        names = [f"t{i}_p{j}" for j in range(num_parameters)]
+        properties = {name: kinds[j % len(kinds)] | {"description": about} for j, name in enumerate(names)}
+        schema = {"type": "object", "properties": properties, "required": names[: num_parameters // 2]}
+        tools.append({"type": "function", "function": {"name": f"tool_{i}", "parameters": schema}})
+    return tools
+
+
+def use_of(tools: list[dict[str, Any]], mode: str) -> ToolUse:
+    use = tool_use(tools, mode, None)
+    assert use is not None
+    return use
+
+
+@pytest.mark.parametrize("format", known()[0], ids=lambda format: format.name)
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_the_arguments_of_two_hundred_tools_are_followed(format: Any, mode: str, byte_vocabulary: Any) -> None:
+    constraint = use_of(many(200, 10, "what it is for, in many words " * 10), mode).constraints(format, None)[0]
+    assert len(constraint.text) < MAX_SOURCE // 2, "what is written for people is part of it"
+    backend, payload = compile(constraint, byte_vocabulary)
+    grammar = BACKENDS[backend](byte_vocabulary, payload)
+    pythonic = format.name == "pythonic"
+    called = format.opening + format.begin("tool_77")
+    for value, ends in (("[]", True), ("7", False)):
+        said = {"t77_p0": '"x"', "t77_p1": "7", "t77_p2": '"b"', "t77_p3": value, "t77_p4": '""'}
+        arguments = ", ".join(f"{name}={one}" if pythonic else f'"{name}": {one}' for name, one in said.items())
+        matcher = GrammarMatcher(byte_vocabulary, grammar, constraint.markers)
+        text = called + (arguments if pythonic else f"{{{arguments}}}") + format.end
+        text += format.separator + format.begin("tool_3")  # and another one
+        assert all(matcher.accept(1 + byte) for byte in text.encode()) == ends, value
+
+
+@pytest.mark.parametrize("format", known()[0], ids=lambda format: format.name)
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_grammar_grows_as_its_tools_do(format: Any, mode: str) -> None:
+    few, more = (len(use_of(many(n, 2), mode).constraints(format, None)[0].text) for n in (100, 300))
+    assert more < 3.2 * few
+
+
+@pytest.mark.parametrize("format", known()[0], ids=lambda format: format.name)
+def test_an_unknown_type_is_refused_where_a_call_is_demanded(format: Any, byte_vocabulary: Any) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "str"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for mode in ("required", {"type": "function", "function": {"name": "f"}}):
+        use = tool_use(tools, mode, None)
+        assert use is not None
+        for constraint in use.constraints(format, None):
+            with pytest.raises(CompileError, match="the schema's 'type' 'str' must be of array, boolean"):
+                compile(constraint, byte_vocabulary)
+    use = tool_use(tools, "auto", None)
+    assert use is not None
+    compile(use.constraints(format, None)[-1], byte_vocabulary)
+
+
+def test_what_is_kept_of_tools_is_bounded() -> None:
+    format = known()[0][0]
+    kept = tool_grammar.kept
+
+    def sized(name: str, count: int) -> ToolUse:
+        schema = {"type": "object", "properties": {"x": {"enum": ["y" * 250_000]}}, "required": ["x"]}
+        return use_of(
+            [
+                {"type": "function", "function": {"name": f"{name}_{i}", "parameters": schema, "strict": True}}
+                for i in range(count)
+            ],
+            "required",
+        )
+
+    before = kept.num_bytes
+    large = sized("large", 5).constraints(format, None)
+    assert len(large[0].text) > tool_grammar.MAX_ENTRY and kept.num_bytes == before
+    for i in range(80):
+        use = sized(f"tool_{i}", 1)
+        assert use.constraints(format, None)[0] is use.constraints(format, None)[0], "it is not kept"
+        assert kept.num_bytes <= tool_grammar.MAX_KEPT

@@ -15,10 +15,10 @@ from openai import OpenAI
 from vserve.engine.config import ConfigError
 from vserve.engine.request import Thinking
 from vserve.server.app import create_app
-from vserve.server.config import ServerConfig
 from vserve.server.errors import bad_request
-from vserve.server.grammar import vocabulary
-from vserve.server.tokenizer import TextModel, load_text_model
+from vserve.server.grammar.service import vocabulary
+from vserve.server.options.config import ServerConfig
+from vserve.server.text.tokenizer import TextModel, load_text_model
 
 WEATHER = {
     "type": "function",
@@ -253,6 +253,27 @@ def test_reasoning_may_be_left_out(client: Any, says: Any) -> None:
     assert message["reasoning"] is None and message["content"] == "Yes."
 
 
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_reasoning_that_is_left_out_is_in_no_list_of_tokens(
+    client: Any, says: Any, speaking_model: TextModel, size: int
+) -> None:
+    num_tokens = says("<think>Hm, hm.</think>Yes. STOP it", size)
+    body = {"include_reasoning": False, "logprobs": True, "top_logprobs": 1, "return_token_ids": True, "stop": ["STOP"]}
+    answer = client.chat(**body).json()
+    (choice,) = answer["choices"]
+    usage = answer["usage"]
+    assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == "Yes. STOP"
+    assert speaking_model.tokenizer.core.decode(choice["token_ids"]) == "Yes. STOP"
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"] <= num_tokens
+    told = [event["choices"][0] for event in events(client, **body)]
+    entries = [entry for one in told for entry in (one["logprobs"] or {"content": []})["content"]]
+    assert entries == choice["logprobs"]["content"]
+    assert [token for one in told for token in one.get("token_ids", ())] == choice["token_ids"]
+    metrics = client.get("/metrics").text
+    generated = next(line for line in metrics.splitlines() if line.startswith("vllm:generation_tokens_total"))
+    assert float(generated.split()[-1]) == 2 * usage["completion_tokens"]
+
+
 def test_stop_strings_count_in_the_content_only(client: Any, engine: Any, says: Any) -> None:
     says(f"<think>STOP it</think>Yes. STOP it. {PARIS}")
     choice = whole(client, tools=TOOLS, stop=["STOP"])
@@ -265,17 +286,21 @@ def test_stop_strings_count_in_the_content_only(client: Any, engine: Any, says: 
 
 @pytest.mark.parametrize("stop", ["\n", "\n\n", ".\n"])
 def test_a_stop_string_of_white_space_ends_the_answer_at_its_own_token(client: Any, says: Any, stop: str) -> None:
-    """White space waits for what follows it only where that may be a call."""
+    """White space waits for what follows it only where that may be a call, and where it ends the answer not then."""
     thought, space = "<think>Hm.\n\n</think>\n\n", stop.lstrip(".")
     num_tokens = says(f"{thought}Yes.{space}")
     says(f"{thought}Yes.{space}No. No.\n\n")
-    for shown in (False, True):
-        answer = client.chat(stop=[stop], include_stop_str_in_output=shown).json()
+    for shown, tools in ((False, None), (True, None), (False, TOOLS), (True, TOOLS)):
+        answer = client.chat(stop=[stop], include_stop_str_in_output=shown, tools=tools).json()
         (choice,) = answer["choices"]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
         assert choice["message"]["content"] == f"Yes.{space}".removesuffix("" if shown else stop)
         assert choice["message"]["reasoning"] == "Hm." and answer["usage"]["completion_tokens"] == num_tokens
     assert whole(client)["message"]["content"] == f"Yes.{space}No. No.\n\n"
+    says(f"{thought}{space}{PARIS}{space}{PARIS}")  # around calls it is none of the content's
+    assert len(whole(client, stop=[stop], tools=TOOLS)["message"]["tool_calls"]) == 2
+    says(f"Yes. {space}{PARIS}")
+    assert whole(client, stop=["x"], tools=TOOLS)["message"]["content"] == "Yes."
 
 
 def test_logprobs_and_token_ids_ride_along(client: Any, says: Any, speaking_model: TextModel) -> None:
@@ -371,7 +396,7 @@ def test_what_each_choice_is_constrained_by(client: Any, says: Any, grammars: Gr
     ]
     assert reasons == ["tool_calls", "tool_calls", "stop"]
     tags = [json.loads(constraint.text)["format"] for param, constraint in grammars.asked if param == "tools"]
-    assert [tag["type"] for tag in tags] == ["dispatch", "or", "sequence"]
+    assert [tag["type"] for tag in tags] == ["dispatch", "sequence", "sequence"]
     assert "search" in json.dumps(tags[1]) and "search" not in json.dumps(tags[2])
     assert all(request.sampling.grammar == "key" for request in engine.submitted) and grammars.held == 0
 

@@ -19,14 +19,13 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     *[({"min_p": value}, "min_p") for value in (-0.1, 1.1)],
     *[({"repetition_penalty": value}, "repetition_penalty") for value in (0, -1)],
     *[({name: value}, name) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1, "1")],
-    *[({"seed": value}, "seed") for value in (2**64, -1, 1.5, "1")],
+    *[({"seed": value}, "seed") for value in (2**63, -(2**63) - 1, 1.5, "1")],
     *[({"min_tokens": value}, "min_tokens") for value in (-1, 1.5, 10**6)],
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
     *[({"stop": value}, "stop") for value in ("", [""], [None], 7, ["a", 7], ["x"] * 10**5, "x" * 10**6)],
     *[({"stop_token_ids": value}, "stop_token_ids") for value in ([-1], [320], [2**63], [True], 5, [0] * 10**5)],
     *[({"logit_bias": value}, "logit_bias") for value in ([], {"-1": 1}, {"320": 1}, {"x": 1}, {"1": "2"}, {"1": True},
                                                          {str(2**63): 1}, {str(i): 1 for i in range(10**4)})],
-    ({"n": 2, "temperature": 0}, "n"),
     ({"stream": "yes"}, "stream"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -54,13 +53,15 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     *[({"bad_words": value}, "bad_words") for value in ("a", [""], [None], ["a"] * 1000, ["x" * 10**6])],
     *[({"truncate_prompt_tokens": value}, "truncate_prompt_tokens") for value in (0, -2, 129, 1.5, "5")],
     ({"truncate_prompt_tokens": -1, "max_tokens": 128}, "truncate_prompt_tokens"),
+    *[({"truncation_side": value}, "truncation_side") for value in ("middle", "", 1)],
+    ({"logprob_token_ids": [5]}, "logprob_token_ids"),
     *[({"repetition_detection": value}, "repetition_detection") for value in (5, [], "x")],
     ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection.min_count"),
     ({"repetition_detection": {"max_pattern_size": 10**6, "min_count": 2}}, "repetition_detection.max_pattern_size"),
     ({"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}},
      "repetition_detection.min_pattern_size"),
     ({"repetition_detection": {"patterns": 1}}, "repetition_detection.patterns"),
-    *[({"request_id": value}, "request_id") for value in ("", "x" * 10**7, 5)],
+    *[({"request_id": value}, "request_id") for value in ("", "x" * 10**6, 5)],
     ({"stream": True, "stream_options": {"continuous_usage_stats": "yes"}}, "stream_options.continuous_usage_stats"),
     *[({name: "yes"}, name) for name in ("skip_special_tokens", "spaces_between_special_tokens", "return_token_ids",
                                          "return_tokens_as_token_ids")],
@@ -114,7 +115,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": [{"role": "tool", "content": "Hi", "tool_call_id": 5}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "assistant", "content": "Hi", "reasoning": 5}]}, "messages[0].reasoning"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10**5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10**4}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]}, "messages[0].content[0].type"),
     ({"documents": {}}, "documents"),
     ({"documents": ["text"]}, "documents"),
@@ -201,6 +202,10 @@ def test_content_types(client: Any) -> None:
     for bad in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         response = client.post("/v1/completions", content=body, headers={"content-type": bad})
         assert response.status_code == 415 and response.json()["error"]["type"] == "invalid_request_error"
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/tokenize", "/abort_request"):
+        # A page of any origin may send this without asking, whatever --allowed-origins says.
+        response = client.post(path, content=body, headers={"origin": "https://bad.example"})
+        assert response.status_code == 415 and "'Content-Type: application/json'" in response.text
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     assert client.post("/v1/completions", content=body, headers=headers).status_code == 415
     response = client.post("/v1/completions", content=body, headers={"content-type": "Application/JSON; charset=utf-8"})
@@ -229,19 +234,19 @@ def test_values_that_ask_for_nothing_are_fine(client: Any) -> None:
 
 def test_strict_params(engine: Any, text_model: Any, new_client: Any) -> None:
     client = new_client(strict_params=True)
-    error = check(client.chat(metadata={}, store=True), "metadata")
-    assert error["message"] == "Unknown parameter: 'metadata'." and error["code"] == "unknown_parameter"
+    error = check(client.chat(labels={}, verbose=True), "labels")
+    assert error["message"] == "Unknown parameter: 'labels'." and error["code"] == "unknown_parameter"
     check(client.complete(**{"evil\r\nx-header: 1": 1}), "evil x-header: 1")
     assert client.complete(max_tokens=1, priority=0).status_code == 200
 
 
 def test_unknown_fields_are_named(client: Any) -> None:
-    response = client.chat(metadata={"a": 1}, store=True, **{"evil\r\nx-header: 1": 1, "x" * 1000: 1})
+    response = client.chat(labels={"a": 1}, verbose=True, **{"evil\r\nx-header: 1": 1, "x" * 1000: 1})
     assert response.status_code == 200
     names = response.headers["x-vserve-ignored-params"].split(", ")
-    assert names[:2] == ["metadata", "store"] and len(names) == 4 and "x-header" not in response.headers
-    streamed = client.chat(stream=True, metadata={})
-    assert streamed.headers["x-vserve-ignored-params"] == "metadata"
+    assert names[:2] == ["labels", "verbose"] and len(names) == 4 and "x-header" not in response.headers
+    streamed = client.chat(stream=True, labels={})
+    assert streamed.headers["x-vserve-ignored-params"] == "labels"
 
 
 def test_context_length(client: Any, engine: Any) -> None:
@@ -290,6 +295,8 @@ def test_what_the_engine_gets(client: Any, engine: Any) -> None:
     assert sampling.eos_token_ids == (2, 0)
     assert (sampling.seed, second.sampling.seed) == (2**63 - 1, 0)  # seed + i, kept in its range
     assert (first.priority, first.cache_salt) == (-3, "tenant")
+    assert client.complete(seed=-(2**63), n=3, temperature=0).status_code == 200
+    assert [request.sampling.seed for request in engine.submitted[-3:]] == [-(2**63), 1, 2]
 
 
 def test_defaults_come_from_the_model(client: Any, engine: Any) -> None:

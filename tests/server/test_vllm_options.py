@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
-from vserve.server.cli.given import notices, options
-from vserve.server.llm import LLM
-from vserve.server.vllm_options import vllm_options
+from vserve.server.cli.given import notices
+from vserve.server.offline.llm import LLM
+from vserve.server.options.config import ServerConfig
+from vserve.server.options.reading import options
+from vserve.server.options.vllm import vllm_options
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -48,6 +51,8 @@ def test_a_usual_command_line_is_served(monkeypatch: Any) -> None:
         (["--quantization", "awq"], "--quantization awq: quantized weights are not served yet: use the unquantized"),
         (["--enable-lora"], "--enable-lora: adapters are not served yet: merge it"),
         (["--speculative-config", '{"method": "ngram"}'], "the answers are the same"),
+        (["--guided-decoding-backend", "xgrammar:disable-any-whitespace"], "use --structured-outputs-config"),
+        (["--guided-decoding-disable-any-whitespace"], "use --structured-outputs-config.disable_any_whitespace true"),
         (["--disable-uvicorn-access-log"], "--disable-uvicorn-access-log: use --no-access-log"),
     ],
 )
@@ -69,8 +74,114 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     assert read("tensor-parallel-size: 1\nkv_cache_dtype: auto\nmax-model-len: 4k").max_model_len == 4000
     with pytest.raises(ConfigError, match="tensor-parallel-size 2: a model on several GPUs is not built"):
         read("tensor-parallel-size: 2")
-    with pytest.raises(ConfigError, match=r"trust_remote_code changes nothing: .*; leave it out"):
-        read("trust_remote_code: true")
+    path.write_text("model: /m\nswap-space: 4\ntrust_remote_code: true\npreemption-mode: RECOMPUTE\n")
+    arguments = parse("--config", str(path))
+    assert read_flags(arguments)[0].model == "/m"
+    assert [line.split(":")[:2] for line in notices(arguments)[1:]] == [
+        [str(path), " swap-space changes nothing"], [str(path), " trust-remote-code changes nothing"]
+    ]  # fmt: skip
+    path.write_text("model: /m\ntensor-parallel-size: 2\n")
+    assert read_flags(parse("--config", str(path), "--tensor-parallel-size", "1"))[0].model == "/m", "flags come first"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'],
+        ["--structured-outputs-config.backend", "xgrammar", "--structured-outputs-config.disable_any_whitespace=true"],
+        ["--structured_outputs_config.disable_any_whitespace", "true", "--structured-outputs-config.backend=xgrammar"],
+    ],
+)
+def test_json_is_given_whole_or_key_by_key(words: list[str]) -> None:
+    for arguments in (parse("/m", *words), parse(*words, "/m")):
+        engine, server = read_flags(arguments)
+        assert engine.model == "/m" and server.structured_outputs() == {"disable_any_whitespace": True}
+        assert json.loads(str(server.structured_outputs_config))["backend"] == "xgrammar"
+
+
+def test_keys_of_keys() -> None:
+    arguments = parse(
+        "/m", "--compilation-config.level", "3", "-cc.pass_config.fuse=true", "--kv-transfer-config.a.b", "x y"
+    )
+    assert json.loads(arguments.vllm_compilation_config) == {"level": 3, "pass_config": {"fuse": True}}
+    assert json.loads(arguments.vllm_kv_transfer_config) == {"a": {"b": "x y"}}
+    arguments = parse("--override-generation-config.temperature", "0.5", "--", "/m")
+    engine, server = read_flags(arguments)
+    assert engine.model == "/m" and server.overrides() == {"temperature": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--compilation-config.level", "3", "--compilation-config", "{}"], "is given whole, and in parts"),
+        (["--compilation-config.level", "3", "-cc.level=4"], "level is given twice: leave one out"),
+        (["--compilation-config.level", "3", "-cc.level.x=4"], "level has a value, and parts too"),
+        (["--compilation-config.level", "--port", "1"], "--compilation-config.level: a value is missing"),
+        (["--compilation-config.", "1"], "a name is missing after the dot"),
+        (["--port.x", "1"], "unknown option --port.x; did you mean --port?"),
+    ],
+)
+def test_keys_that_make_no_sense(words: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parse("/m", *words)
+    assert message in capsys.readouterr().err
+
+
+def test_json_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+
+    def read(text: str) -> ServerConfig:
+        path.write_text(f"model: /m\n{text}\n")
+        return read_flags(parse("--config", str(path)))[1]
+
+    nested = "structured-outputs-config:\n  backend: xgrammar\n  disable_any_whitespace: true"
+    dotted = "structured-outputs-config.backend: xgrammar\nstructured-outputs-config.disable_any_whitespace: true"
+    for text in (nested, dotted, nested.replace("-", "_")):
+        assert read(text).structured_outputs() == {"disable_any_whitespace": True}
+    assert read("override-generation-config: {temperature: 0.5}\noverride-generation-config.top_k: 3").overrides() == {
+        "temperature": 0.5, "top_k": 3
+    }  # fmt: skip
+    for text in ("hf-overrides: x\nhf-overrides.a: 1", "hf-overrides: {a: 1}\nhf-overrides.a: 1"):
+        with pytest.raises(ConfigError, match="twice"):
+            read(text)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"any_whitespace": false}', "has 'any_whitespace': it may set disable_any_whitespace, "),
+        ('{"disable_any_whitespace": "yes"}', "has disable_any_whitespace 'yes': it must be true or false"),
+        ('{"reasoning_parser": "qwen3"}', "has reasoning_parser 'qwen3': use --reasoning-parser"),
+        ('{"enable_in_reasoning": true}', "has enable_in_reasoning True: a grammar begins where the reasoning ends"),
+        ("[]", "is no JSON object: give one such as"),
+        ("{", "is no JSON"),
+    ],
+)
+def test_structured_outputs_that_are_not_built(config: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--structured-outputs-config {message}"):
+        read_flags(parse("/m", "--structured-outputs-config", config))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--pooler-config.pooling_type", "STEP"], "has pooling_type 'STEP': choose one of LAST, MEAN, CLS"),
+        (["--pooler-config.dimensions", "8"], "has 'dimensions': it may set pooling_type, seq_pooling_type, normalize"),
+        (["--pooler-config.normalize", "2"], "has normalize 2: it must be true or false"),
+        (["--pooler-config", "[]"], "is no JSON object: give one such as"),
+        (
+            ["--pooler-config.pooling_type=MEAN", "--pooling", "cls"],
+            "--pooling is 'cls', and --pooler-config has 'mean'",
+        ),
+        (["--pooler-config", "{}", "--override-pooler-config", "{}"], "are one option: leave one out"),
+        (["--download-dir", __file__], "it is a file, give a folder"),
+    ],
+)
+def test_pooler_and_download_that_cannot_be(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_flags(parse("/m", *words))
+    assert message in str(caught.value)
+    assert read_flags(parse("/m", "--pooler-config.pooling_type", "MEAN"))[1].pooler() == ("mean", None)
 
 
 def test_offline() -> None:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ....engine.config import ConfigError, EngineConfig
-from ...config import ServerConfig
-from ...engine_client import EngineDeadError
-from ...llm import LLM
+from ...client.engine_client import EngineDeadError
+from ...offline.llm import LLM
+from ...options.config import ServerConfig
 from ..flags import add_flags, read_flags
 from .load import BenchError
 

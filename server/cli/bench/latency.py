@@ -15,7 +15,7 @@ from .datasets import Vocabulary
 from .load import BenchError, write_json
 
 if TYPE_CHECKING:
-    from ...llm import LLM
+    from ...offline.llm import LLM
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(arguments: argparse.Namespace, llm: LLM) -> None:
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    from ...sampling_params import SamplingParams
+    from ...offline.sampling_params import SamplingParams
     from .engine_options import random_numbers
 
     for name in ("input_len", "output_len", "batch_size", "num_iters_warmup", "num_iters"):

@@ -246,6 +246,7 @@ def _listed_models(target: Target, deadline: float) -> list[dict[str, Any]]:
     host = f"[{target.host}]" if ":" in target.host else target.host
     url = f"{'https' if target.tls else 'http'}://{host}:{target.port}{prefix}/v1/models"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # nor do the clients ask a proxy
+    told = False
     while True:
         try:
             with opener.open(urllib.request.Request(url, headers=target.headers), timeout=30) as response:
@@ -261,6 +262,10 @@ def _listed_models(target: Target, deadline: float) -> list[dict[str, Any]]:
             cause = str(getattr(error, "reason", error)) or type(error).__name__
         if time.monotonic() > deadline:
             raise BenchError(f"no server at {url} ({cause}): start it, or say where it is with --host and --port")
+        if not told:
+            left = f"for {deadline - time.monotonic():.0f} s at most (--ready-check-timeout-sec)"
+            print(f"vserve: waiting for {url}, {left}: {cause}", file=sys.stderr, flush=True)
+            told = True
         time.sleep(0.5)
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import IO
 
 from ....engine.config import ConfigError, EngineConfig, flag
-from ...config import ServerConfig
+from ...options.config import ServerConfig
+from ...options.given import META
 from .. import serve as serve_command
 from ..flags import read_flags
-from ..given import META
 from .client import Target
 from .datasets import PROBE
 from .event_stream import ConnectionPool, StreamResult

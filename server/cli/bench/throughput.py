@@ -13,7 +13,7 @@ from . import datasets
 from .load import BenchError, write_json
 
 if TYPE_CHECKING:
-    from ...llm import LLM
+    from ...offline.llm import LLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace, llm: LLM) -> None:
-    from ...sampling_params import SamplingParams
+    from ...offline.sampling_params import SamplingParams
     from .engine_options import random_numbers
 
     datasets.check(arguments)

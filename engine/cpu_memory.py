@@ -1,0 +1,72 @@
+"""What rows and steps take of a machine's memory where the model runs on the CPU: counted, for nothing is profiled."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .config import ConfigError
+from .model_config import ModelConfig
+from .models.blocks import CausalLM
+from .rows import NUM_COLUMNS
+
+GIB = 1 << 30
+FLOAT = 4  # bytes: what the CPU computes in
+LOGIT_COPIES = 3  # of the sampler at its most expensive: the raw ones, a copy, what is sorted
+ROW_BYTES = (NUM_COLUMNS + 1) * 4 + 13  # of a row's parameters and counters, on both sides
+
+
+def machine_bytes() -> int:
+    """The machine's memory, or what a container may use of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return total
+
+
+def step_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Of the largest step, about: the widest block's activations, and logits with what the sampler makes of them."""
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    token = 2 * model.hidden_size + max(heads, 3 * model.intermediate_size)
+    logits = LOGIT_COPIES * min(max_num_seqs, max_num_batched_tokens) * model.vocab_size
+    return FLOAT * (max_num_batched_tokens * token + logits)
+
+
+def row_bytes(max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int) -> int:
+    """Of the tables that are as long as rows are many: tokens, blocks, parameters."""
+    width = max_model_len + num_groups * -(-max_model_len // block_size)
+    return (max_num_seqs + 1) * (width * 4 + ROW_BYTES)
+
+
+def check_rows(
+    model: CausalLM,
+    weights: int,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    block_size: int,
+) -> None:
+    """Raises ConfigError where rows and steps alone are more than the machine has: before they are made."""
+    groups = 1 + max(spec.group for spec in model.kv_specs())
+
+    def needed(seqs: int) -> tuple[int, int]:
+        tokens = seqs if max_num_batched_tokens == max_num_seqs else max_num_batched_tokens  # it may have followed
+        return row_bytes(seqs, max_model_len, block_size, groups), step_bytes(model.config, tokens, seqs)
+
+    total = machine_bytes()
+    rows, step = needed(max_num_seqs)
+    if weights + rows + step <= total:
+        return
+    fits, beyond = 0, max_num_seqs
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        fits, beyond = (middle, beyond) if weights + sum(needed(middle)) <= total * 9 // 10 else (fits, middle)
+    remedy = f"set --max-num-seqs {fits} or less" if fits else "lower --max-num-batched-tokens"
+    raise ConfigError(
+        f"{max_num_seqs} running requests (--max-num-seqs) of {max_model_len} tokens (--max-model-len) in steps of "
+        f"{max_num_batched_tokens} (--max-num-batched-tokens) do not fit: of {total / GIB:.2f} GiB, weights take "
+        f"{weights / GIB:.2f}, rows {rows / GIB:.2f} and a step {step / GIB:.2f} GiB; {remedy}, or lower "
+        "--max-model-len"
+    )

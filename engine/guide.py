@@ -1,0 +1,108 @@
+"""One output's way through its grammar, and the account of what it costs: masks are made beside the event loop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from .grammar import GrammarError, Matcher
+
+logger = logging.getLogger(__name__)
+
+# CPU seconds that the masks and tokens of one request may take: so many at once, and so many more for each token. Usual
+# is 10 µs a token; an ambiguous grammar takes more with every token, and its client has to mend it.
+ALLOWANCE = 0.5
+ALLOWANCE_PER_TOKEN = 3e-3
+# Masks that take longer than this are made before a step is planned, and not while others wait for it.
+QUICK = 2e-3
+FORGETTING = 0.75  # of the longest mask, with each that follows
+
+
+class Guide:
+    """A Matcher with one mask made ahead. `fill` may run on a thread; all else belongs to the event loop's."""
+
+    def __init__(self, matcher: Matcher, vocab_size: int) -> None:
+        self.mask: np.ndarray | None = None  # int32 [ceil(V / 32)], of the next token, once it is made
+        self.error = ""  # why there is none
+        self.filling = False  # a thread has it
+        self._matcher = matcher
+        self._num_words = -(-vocab_size // 32)
+        self._spent = 0.0  # CPU seconds
+        self._num_tokens = 0
+        self._longest = 0.0  # CPU seconds of a mask, lately
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is left to do before the next token can be sampled."""
+        return self.mask is not None or bool(self.error)
+
+    @property
+    def is_new(self) -> bool:
+        """No mask has been made yet."""
+        return not self._longest
+
+    @property
+    def slow(self) -> bool:
+        """Its next mask may keep others waiting."""
+        return self._longest > QUICK
+
+    @property
+    def terminated(self) -> bool:
+        return self._matcher.terminated
+
+    def binds(self, ahead: int) -> bool:
+        return self._matcher.binds(ahead)
+
+    def may_decode(self, num_in_flight_tokens: int) -> bool:
+        """Whether a step may be planned that samples the next token: not while its mask would be waited for."""
+        if self.filling:
+            return False
+        if num_in_flight_tokens:  # a mask that is there is theirs
+            return not self.slow
+        return self.settled or not self.slow or not self._matcher.binds(0)
+
+    def fill(self) -> None:
+        """Makes the mask, or finds out why there can be none. Raises nothing."""
+        try:
+            row = np.empty(self._num_words, dtype=np.int32)
+            self._timed(lambda: self._matcher.fill(row), is_mask=True)
+            self.mask = row
+        except BaseException as error:  # a panic of llguidance's is no Exception; the thread has to go on
+            self.error = _failure(error)
+        self.filling = False  # last: from here on the event loop's thread has it
+
+    def accept(self, token_id: int) -> str:
+        """Takes in the next token; why it cannot, or ""."""
+        self.mask = None
+        self._num_tokens += 1
+        try:
+            if self._timed(lambda: self._matcher.accept(token_id), is_mask=False):
+                return ""
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # as above; on this thread it would end the engine
+            return _failure(error)
+        return f"the grammar of this request does not allow the token {token_id} that was sampled"
+
+    def _timed(self, work: Callable[[], bool | None], is_mask: bool) -> bool | None:
+        started = time.thread_time()
+        result = work()
+        seconds = time.thread_time() - started
+        self._spent += seconds
+        if is_mask:
+            self._longest = max(seconds, FORGETTING * self._longest)
+        if self._spent > (limit := ALLOWANCE + ALLOWANCE_PER_TOKEN * self._num_tokens):
+            raise GrammarError(
+                f"it took {self._spent:.2f} s for {self._num_tokens} tokens, and {limit:.2f} s are allowed "
+                f"({ALLOWANCE:g} s, and {1e3 * ALLOWANCE_PER_TOKEN:g} ms a token): make it less ambiguous, with fewer "
+                "ways to read the same text"
+            )
+        return result
+
+
+def _failure(error: BaseException) -> str:
+    logger.warning("the grammar of a request failed", exc_info=error)
+    return f"the grammar of this request failed: {type(error).__name__}: {error}"

@@ -1,0 +1,40 @@
+"""What must hold of the engine's books, checked at run time: `assert` would say nothing under `python -O`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+class InvariantError(AssertionError):
+    """The books do not balance: a defect of vserve's, whatever its clients did."""
+
+
+def require(holds: bool, what: str) -> None:
+    """Raises InvariantError, with `what`, unless it holds."""
+    if not holds:
+        raise InvariantError(what)
+
+
+def check_scheduler(scheduler: Scheduler, thorough: bool) -> None:
+    running = scheduler.roster.running
+    scheduler.kv.check_invariants(running, thorough)
+    scheduler.roster.check()
+    steps = Counter(request for step in scheduler.in_flight for request in step.scheduled)
+    samples = Counter(request for step in scheduler.in_flight for request in step.sampled if request)
+    for request in running.values():
+        computed = request.num_computed_tokens
+        pooled = request.sampling.pooling is not None and request.num_in_flight_steps > 0
+        require(computed < request.target + pooled, f"{request}: nothing left")
+        require(not request.num_in_flight_tokens or computed == request.target - 1, f"{request}: not one behind")
+    live = scheduler.roster.find(scheduler.roster.entries)
+    require(scheduler.num_constrained == sum(r.grammar is not None for r in live), "grammars miscounted")
+    scheduler.prompt_results.check(live)
+    for request in live:
+        counted = (request.num_in_flight_steps, request.num_in_flight_tokens)
+        require(counted == (steps[request], samples[request]), f"{request}: what is in flight is miscounted")
+        pooled = request.sampling.pooling is not None
+        require(request.num_tokens <= scheduler.stop + pooled, f"{request}: should have ended")

@@ -1,0 +1,46 @@
+"""A model's config.json as it lies in its folder, read without torch: what is wrong with it is said at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from .config import ConfigError
+
+
+class ModelError(ConfigError):
+    """This model cannot be served. The message is one line: what is wrong, and what to do."""
+
+
+def unreadable(file: Path) -> ModelError:
+    return ModelError(
+        f"{file} may not be read by the user with the id {os.geteuid()}, who runs vserve: permit it (chmod)"
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Raises ModelError when it is missing or no JSON object."""
+    file = folder / "config.json"
+    remedy = "pass the folder of a Hugging Face model (config.json, tokenizer.json, *.safetensors)"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        what = f"{folder} has no config.json" if folder.is_dir() else f"{folder} is no folder"
+        if (folder / "adapter_config.json").exists():
+            what, remedy = f"{folder} is a LoRA adapter", "merge it into its base model, and pass the result's folder"
+        elif any(folder.glob("*.gguf")):
+            what += ", only GGUF files, which are not supported"
+        raise ModelError(f"{what}: {remedy}") from None
+    except PermissionError:
+        raise unreadable(file) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {file} ({error}): download it again") from None
+    try:
+        raw = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{file} is no valid JSON ({error}): download it again") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{file} holds a {type(raw).__name__} where an object belongs: {remedy}")
+    return raw

@@ -1,0 +1,113 @@
+"""A model's config.json as the options change it: another file, other values, no sliding window."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import ConfigError, EngineConfig
+from .model_file import ModelError
+
+if TYPE_CHECKING:
+    from .model_config import ModelConfig
+
+# What is read of a config.json, here and by the server.
+_KEYS = frozenset((
+    "architectures", "attention_bias", "dtype", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
+    "intermediate_size", "is_causal", "layer_types", "max_position_embeddings", "max_window_layers", "mlp_bias",
+    "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+    "original_max_position_embeddings", "partial_rotary_factor", "quantization_config", "rms_norm_eps",
+    "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "torch_dtype",
+    "use_sliding_window", "vocab_size",
+))  # fmt: skip
+_ROPE = ("rope_scaling", "rope_parameters")  # transformers before 5, and since
+
+
+def unknown_key(changes: Mapping[str, Any]) -> str | None:
+    """What is wrong with --hf-overrides: it would change nothing."""
+    unknown = sorted(changes.keys() - _KEYS)
+    return f"nothing reads {unknown[0]!r}; it may set {', '.join(sorted(_KEYS))}" if unknown else None
+
+
+def overrides(config: EngineConfig) -> dict[str, Any]:
+    """What --hf-overrides, --rope-theta and --rope-scaling put into config.json; the narrower option counts."""
+    found = json.loads(config.hf_overrides or "{}")
+    if config.rope_scaling is not None:
+        found = {key: value for key, value in found.items() if key not in _ROPE}
+        found["rope_scaling"] = json.loads(config.rope_scaling)
+    if config.rope_theta is not None:
+        found["rope_theta"] = config.rope_theta
+    return found
+
+
+def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`raw` with these values. Objects are merged key by key, but for rotary parameters that name their type: these
+    replace what was there, apart from the base."""
+    rope = _rope(raw, changes)
+    taken = (*_ROPE, "rope_theta") if rope is not None else ()
+    result = _merged(
+        {key: value for key, value in raw.items() if key not in taken},
+        {key: value for key, value in changes.items() if key not in taken},
+    )
+    return result if rope is None else result | {"rope_parameters": rope}
+
+
+def _rope(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The rotary parameters in one object; None where no change is of them."""
+    if not any(key in changes for key in (*_ROPE, "rope_theta")):
+        return None
+    before = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    asked: Any = next((changes[key] for key in _ROPE if key in changes), {})
+    if asked is not None and not isinstance(asked, dict):
+        raise ConfigError(f"--hf-overrides has rotary parameters {asked!r:.60}: they are a JSON object")
+    kept = before if asked is not None and not {"rope_type", "type"} & asked.keys() else {}
+    rope = {**kept, **(asked or {})}
+    bases = (changes, asked or {}, before, raw)
+    base = next((values["rope_theta"] for values in bases if values.get("rope_theta") is not None), None)
+    return rope if base is None else rope | {"rope_theta": base}
+
+
+def _merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in changes.items():
+        old = values.get(key)
+        values[key] = _merged(dict(old), value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return values
+
+
+def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
+    """Of the model in `folder`. Raises ModelError as `ModelConfig.from_folder`, and for what the options make of it."""
+    from .loader import resolve_config_path
+    from .model_config import ModelConfig
+
+    changes = overrides(config)
+    source = folder if config.hf_config_path is None else resolve_config_path(config)
+    with _naming(changes):
+        model = ModelConfig.from_folder(folder, source, changes)
+    return without_windows(model) if config.disable_sliding_window else model
+
+
+def check_described(folder: Path, config: EngineConfig) -> None:
+    """Raises ModelError as `read_model_config`, within milliseconds; what --hf-config-path names is left to that."""
+    from .model_config import check_model
+
+    if config.hf_config_path is None:
+        with _naming(changes := overrides(config)):
+            check_model(folder, changes)
+
+
+@contextmanager
+def _naming(changes: Mapping[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        raise (ModelError(f"with {', '.join(changes)} overridden, {error}") if changes else error) from None
+
+
+def without_windows(model: ModelConfig) -> ModelConfig:
+    """Every layer sees all of a context that is no longer than the smallest window: what it would have seen anyway."""
+    smallest = min((window for window in model.windows if window), default=0)
+    return replace(model, windows=(0,) * model.num_layers, longest=smallest)

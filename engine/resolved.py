@@ -1,0 +1,248 @@
+"""What the engine runs with: each option that was left open gets its value, by the model, the device and its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..kernels.linear_hopper import even_rows
+from .config import ConfigError, EngineConfig, SchedulerConfig
+from .memory import MemoryPlan
+from .messages import EngineInfo
+from .model_config import ModelConfig
+
+# Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
+LARGE_CHUNKS = (2, 4)
+STEPS_IN_FLIGHT = {"cuda": 2, "cpu": 1}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the options depend on beside the model."""
+
+    device: torch.device
+    name: str  # of the card; cpu
+    card_bytes: int  # of the card's memory; 0 on the CPU
+    cpu_threads: int  # of torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """Before memory is planned. Fields that are options of EngineConfig are named as there."""
+
+    machine: Machine
+    vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype
+    load_format: str
+    seed: int
+    max_model_len: int
+    block_size: int
+    enable_prefix_caching: bool
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_mixed_tokens: int  # 0: max_num_batched_tokens
+    large_mixed_tokens: tuple[int, ...]  # of mixed steps when many prompts wait
+    backlog_steps: int
+    max_num_partial_prefills: int  # 0: as many as a step holds
+    max_long_partial_prefills: int
+    long_prefill_token_threshold: int
+    enable_chunked_prefill: bool
+    scheduling_policy: str
+    enforce_eager: bool
+    max_cudagraph_capture_size: int
+    max_logprobs: int
+    reduced: tuple[str, ...] = ()  # options that became less than the model or the device would allow
+    notices: tuple[str, ...] = ()  # for the log
+
+    @property
+    def device(self) -> torch.device:
+        return self.machine.device
+
+    @property
+    def uses_graphs(self) -> bool:
+        return self.device.type == "cuda" and not self.enforce_eager
+
+    def fitted(self, plan: MemoryPlan) -> Fitted:
+        """With what fits the memory."""
+        cut = plan.max_model_len < self.max_model_len
+        notices = plan.notices
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < plan.max_model_len:
+            notices += (
+                f"chunked prefill is off: prompts are limited to max_num_batched_tokens={self.max_num_batched_tokens}; "
+                f"raise it to {plan.max_model_len} to use the whole context",
+            )
+        settings = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
+        settings |= {
+            "max_model_len": plan.max_model_len,
+            "reduced": ("max_model_len", *self.reduced) if cut else self.reduced,
+            "notices": notices,
+        }
+        return Fitted(plan=plan, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted(Resolved):
+    """After memory was planned: what scheduler, clients and /server_info go by."""
+
+    plan: MemoryPlan
+
+    def scheduler_config(self, num_groups: int) -> SchedulerConfig:
+        return SchedulerConfig(
+            num_blocks=self.plan.num_blocks,
+            num_groups=num_groups,
+            policy=self.scheduling_policy,
+            depth=STEPS_IN_FLIGHT[self.device.type],
+            **self._named_as_in(SchedulerConfig),
+        )
+
+    def info(self, startup_seconds: dict[str, float]) -> EngineInfo:
+        plan = self.plan
+        dtype = str(self.dtype).removeprefix("torch.")
+        options = self._named_as_in(EngineConfig) | {
+            "dtype": dtype,
+            "device": self.machine.name,
+            "cpu_threads": self.machine.cpu_threads,
+            "kv_cache_memory_bytes": plan.cache,
+            "num_gpu_blocks_override": plan.num_blocks - 1,
+        }
+        return EngineInfo(
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=self.block_size,
+            num_blocks=plan.num_blocks - 1,
+            enable_prefix_caching=self.enable_prefix_caching,
+            scheduling_policy=self.scheduling_policy,
+            max_logprobs=self.max_logprobs,
+            dtype=dtype,
+            device=self.machine.name,
+            memory={
+                "weights": plan.weights,
+                "activations": plan.activations,
+                "graphs": plan.graphs,
+                "other": plan.other,
+                "kv_cache": plan.cache,
+            },
+            startup_seconds=startup_seconds,
+            settings=options,
+            fitted=self.reduced,
+        )
+
+    def _named_as_in(self, kind: type) -> dict[str, Any]:
+        mine = {spec.name for spec in dataclasses.fields(self)}
+        return {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(kind) if spec.name in mine}
+
+
+def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resolved:
+    """Raises ConfigError for options that contradict the model or each other."""
+    device = machine.device
+    tokens, seqs, reduced, notices = resolve_limits(config, machine)
+    mixed = resolve_max_mixed_tokens(config, device.type, tokens)
+    length = choose_max_model_len(config, model)
+    names = {spec.name for spec in dataclasses.fields(Resolved)}
+    asked = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config) if spec.name in names}
+    found = {
+        "machine": machine,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "dtype": choose_dtype(config.dtype, model.dtype, device),
+        "max_model_len": length,
+        "max_logprobs": model.vocab_size if config.max_logprobs < 0 else config.max_logprobs,
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": seqs,
+        "max_mixed_tokens": mixed,
+        "large_mixed_tokens": large_mixed_tokens(mixed, tokens, partial(even_rows, device)),
+        "max_num_partial_prefills": config.max_num_partial_prefills or 0,
+        "max_long_partial_prefills": config.max_long_partial_prefills or 0,
+        "long_prefill_token_threshold": choose_long_prefill(config, length),
+        "backlog_steps": config.backlog_steps or SchedulerConfig.backlog_steps,
+        "reduced": reduced,
+        "notices": notices,
+    }
+    return Resolved(**(asked | found))
+
+
+def default_limits(machine: Machine) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs)."""
+    if machine.device.type == "cpu":
+        return 512, 16
+    return (8192, 1024) if machine.card_bytes >= 70e9 else (2048, 256)
+
+
+def resolve_limits(config: EngineConfig, machine: Machine) -> tuple[int, int, tuple[str, ...], tuple[str, ...]]:
+    """Batched tokens and sequences that agree: every running request must be able to decode in each step.
+
+    Returns (max_num_batched_tokens, max_num_seqs, which of them had to follow the other, notices). Raises ConfigError
+    when two explicit settings contradict each other.
+    """
+    tokens, seqs = default_limits(machine)
+    tokens = config.max_num_batched_tokens or tokens
+    seqs = config.max_num_seqs or seqs
+    if seqs <= tokens:
+        return tokens, seqs, (), ()
+    if config.max_num_batched_tokens and config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {tokens} is below --max-num-seqs {seqs}: every running request needs one token "
+            f"a step; raise the first to {seqs} or lower the second to {tokens}"
+        )
+    if config.max_num_seqs:
+        notice = f"max_num_batched_tokens raised to {seqs}, the value of --max-num-seqs"
+        return seqs, seqs, ("max_num_batched_tokens",), (notice,)
+    notice = f"max_num_seqs lowered to {tokens}, the value of --max-num-batched-tokens"
+    return tokens, tokens, ("max_num_seqs",), (notice,)
+
+
+def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int) -> int:
+    """Without chunked prefill a prompt needs a whole step, whoever decodes beside it."""
+    if not config.enable_chunked_prefill:
+        return 0
+    if config.max_mixed_tokens is not None:
+        return config.max_mixed_tokens
+    return 0 if device == "cpu" else min(1024, max_num_batched_tokens)
+
+
+def large_mixed_tokens(
+    max_mixed_tokens: int, max_num_batched_tokens: int, even: Callable[[int], int]
+) -> tuple[int, ...]:
+    """Of mixed steps when many prompts wait; `even`: a number of rows → one near it that suits the device."""
+    sizes = [times * max_mixed_tokens for times in LARGE_CHUNKS if max_mixed_tokens]
+    within = [size for size in sizes if size <= max_num_batched_tokens]
+    return tuple(even(size) if even(size) <= max_num_batched_tokens else size for size in within)
+
+
+def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cpu":
+        return torch.float32
+    # A checkpoint in float32 is served in bfloat16 on a GPU: half the memory, and its tensor cores.
+    return torch.bfloat16 if checkpoint is torch.float32 else checkpoint
+
+
+def choose_long_prefill(config: EngineConfig, max_model_len: int) -> int:
+    """vLLM's 4 % of the context where long prompts are limited, and nothing says what is long."""
+    if config.max_long_partial_prefills and not config.long_prefill_token_threshold:
+        return max(1, max_model_len // 25)
+    return config.long_prefill_token_threshold
+
+
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_model_len
+    if config.max_model_len > model.max_model_len:
+        window = config.disable_sliding_window and model.max_model_len == model.longest
+        limit = "window holds, and --disable-sliding-window" if window else "config.json"
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is beyond the {model.max_model_len} tokens that the model's "
+            f"{limit} allows; set it to {model.max_model_len} or less"
+        )
+    return config.max_model_len

@@ -1,0 +1,200 @@
+"""What an API makes of a request, in the order it happens: a body, prompts, then events or a whole answer.
+
+answer.py leads a request through it. A dialect is made by its route once the body is validated; `Generating` is what
+those share that generate text.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from fastapi import Request, Response
+
+from ...engine.plan import TokenLogprobs
+from ..dialects.events import Events
+from ..generation.admission import Ticket
+from ..generation.answer import Answer
+from ..generation.choice import Choice, Delta, Prompt, TextOptions
+from ..generation.generation import Generation
+from ..generation.logprobs import LogprobFormat, PromptReport, prompt_report
+from ..generation.sampling import resolve, resolving_size, text_options
+from ..generation.speech import Speech
+from ..state import ServerState
+from ..wire.embeddings import EmbeddingRequest
+from ..wire.requests import ChatRequest, CompletionRequest, StreamOptions
+from .ignored import ignored_headers
+from .tokens import chat_tokens
+
+SLOW_CHOICE = 64  # characters of a prompt that cost about as much as one of many answers
+SLOW_ENTRY = 8  # an entry of log-probabilities costs about as much as so many characters of a prompt
+
+Deltas = AsyncIterator[tuple[Choice, Delta]]
+
+
+class Head(NamedTuple):
+    """What an answer says of itself."""
+
+    id: str
+    created: int  # Unix time
+    model: str
+
+
+class Ready(NamedTuple):
+    """What is submitted."""
+
+    prompts: Sequence[Prompt]
+    text: TextOptions
+    grammar: str | None = None  # the key of one that is held for this request, to be released when it is over
+
+
+class Load(NamedTuple):
+    """What a request brings to the queue."""
+
+    num_requests: int  # of the engine
+    num_tokens: int  # of its prompts
+    param: str  # the field that says so many
+
+
+class Dialect(ABC):
+    id_prefix = ""
+    streams = False
+    in_background = False  # it goes on when the request is over
+    n = 1  # choices of each prompt
+
+    def __init__(self, request: Request, body: ChatRequest | CompletionRequest | EmbeddingRequest) -> None:
+        """`body`: the request in words that the engine's side knows, whatever the API's own are."""
+        self.request = request
+        self.server = ServerState.of(request)
+        self.body = body
+        # What the answer says of each prompt's tokens, where it was asked for: there before its first delta.
+        self.reports: list[PromptReport | None] = []
+
+    @property
+    @abstractmethod
+    def num_prompts(self) -> int: ...
+
+    def load(self, num_tokens: int) -> Load:
+        """`num_tokens`: of all prompts, a guess until they are tokenised."""
+        num_choices = self.num_prompts * self.n
+        return Load(num_choices, num_tokens, "n" if self.n > 1 else "prompt")
+
+    @abstractmethod
+    async def prompts(self) -> Sequence[Prompt]:
+        """Tokenised, and with everything that the engine is to do. Raises ApiError (400)."""
+
+    @abstractmethod
+    async def prepare(self, prompts: Sequence[Prompt]) -> Ready:
+        """What may take long, or hold something: once it is known that the prompts may queue. Raises ApiError."""
+
+    async def describe(self, generation: Generation, index: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Fills `reports[index]`: `entries` are of the prompt's tokens 1 …"""
+        raise NotImplementedError
+
+    def events(self, generation: Generation, head: Head) -> Events:
+        """Where `streams`."""
+        raise NotImplementedError
+
+    def detach(self, generation: Generation, head: Head, deltas: Deltas, ticket: Ticket) -> Response:
+        """Where `in_background`: has the answer made, the ticket released when it is there, and says how to get it."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
+        """The answer that is not streamed. May be called on a thread."""
+
+    def slowness(self, answers: Sequence[Answer]) -> int:
+        """Characters of a prompt that are tokenised while `whole` is made and encoded."""
+        num_entries = sum(len(answer.logprobs) for answer in answers)
+        return SLOW_ENTRY * num_entries + SLOW_CHOICE * (len(answers) - 1)
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Of the answer, beside those that every answer has."""
+        return ignored_headers(self.body.ignored)
+
+
+class Generating(Dialect):
+    """What makes text of prompts."""
+
+    body: ChatRequest | CompletionRequest
+    default_max_tokens: int | None = None  # None: what is left of the context
+
+    def __init__(self, request: Request, body: ChatRequest | CompletionRequest) -> None:
+        super().__init__(request, body)
+        config = self.server.config
+        if config.return_tokens_as_token_ids and body.return_tokens_as_token_ids is None:
+            body.return_tokens_as_token_ids = True
+        if config.enable_force_include_usage and body.stream:
+            asked = {} if body.stream_options is None else body.stream_options.model_dump()
+            body.stream_options = StreamOptions.model_validate({**asked, "include_usage": True})
+        self.streams = bool(body.stream)
+        self.n = body.n or 1
+        self.text = text_options(body)
+
+    @abstractmethod
+    async def tokens(self) -> list[list[int]]:
+        """The ids of each prompt. Raises ApiError (400)."""
+
+    def echo(self, index: int, token_ids: Sequence[int]) -> str:
+        """What the answers to a prompt begin with, where the body asks for an echo."""
+        raise NotImplementedError
+
+    async def prompts(self) -> Sequence[Prompt]:
+        body, server = self.body, self.server
+        token_ids = await self.tokens()
+        work = partial(resolve, body, token_ids, server.model, server.client.info, self.default_max_tokens)
+        prompts = await server.tokenise(resolving_size(body, token_ids), work)
+        if body.echo:
+            num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+            prompts = await server.tokenise(4 * num_tokens, partial(self._echoed, prompts))
+        return prompts
+
+    def _echoed(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        return [replace(prompt, echo=self.echo(i, prompt.token_ids)) for i, prompt in enumerate(prompts)]
+
+    async def prepare(self, prompts: Sequence[Prompt]) -> Ready:
+        if self.body.constraint is None:
+            return Ready(prompts, self.text)
+        param, constraint = self.body.constraint
+        key = await self.server.grammars.acquire(constraint, param)
+        return Ready([prompt.with_grammar(key) for prompt in prompts], self.text, key)
+
+    async def describe(self, generation: Generation, index: int, entries: Sequence[TokenLogprobs]) -> None:
+        body, tokenizer = self.body, self.server.model.tokenizer
+        form = LogprobFormat.of(body) if isinstance(body, CompletionRequest) and body.echo else None
+        prompt = generation.prompts[index]
+        work = partial(prompt_report, tokenizer, prompt, entries, self.text, body.prompt_logprobs, form)
+        self.reports[index] = await self.server.tokenise(SLOW_ENTRY * len(entries), work)
+
+
+class Chatting(Generating):
+    """What amounts to a chat: one prompt, and answers that may be more than text."""
+
+    body: ChatRequest
+    num_prompts = 1
+
+    def __init__(self, request: Request, chat: ChatRequest) -> None:
+        """Raises ApiError (400) for what the model cannot do."""
+        super().__init__(request, chat)
+        self.speech = Speech.of(chat, self.server.model)
+
+    async def tokens(self) -> list[list[int]]:
+        chat = self.body
+        _, token_ids = await chat_tokens(self.request, chat, chat.messages, fits=chat.truncate_prompt_tokens is None)
+        return [token_ids]
+
+    def echo(self, index: int, token_ids: Sequence[int]) -> str:
+        """The message that the answer goes on from."""
+        final: dict[str, Any] = self.body.messages[-1]
+        return final["content"] if final["role"] == "assistant" else ""
+
+    async def prepare(self, prompts: Sequence[Prompt]) -> Ready:
+        if self.speech is None:
+            return await super().prepare(prompts)
+        grammars = self.server.grammars if self.speech.is_constrained else None
+        prompt, text, key = await self.speech.prepare(grammars, prompts[0], self.text, self.server.model.tokenizer)
+        return Ready([prompt], text, key)

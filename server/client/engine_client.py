@@ -1,0 +1,336 @@
+"""The API process's side of the engine: submits requests, gives each its mailbox, and starts the engine again when it
+dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from ...engine.config import EngineConfig
+from ...engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineInfo,
+    EngineStats,
+    Failure,
+    FromEngine,
+    Heartbeat,
+    LastSteps,
+    Progress,
+    ReadSteps,
+    RequestOutput,
+    StepOutputs,
+    StepRecord,
+    StepReports,
+    ToEngine,
+    WatchSteps,
+    pack_tokens,
+)
+from ...engine.process import run_engine
+from ...engine.request import SamplingParams, unknown_token_problem
+from .mailbox import EngineDeadError, Mailbox
+from .process import EngineProcess
+
+logger = logging.getLogger(__name__)
+
+RESTART_WINDOW = 600.0  # seconds in which `restarts` deaths are forgiven
+MAX_PAUSE = 8.0  # before another attempt, when the last one failed too
+PATIENCE = 10.0  # seconds for an answer that no step has to be waited for
+
+
+class EngineClient:
+    def __init__(self, config: EngineConfig, *, restarts: int = 0) -> None:
+        """`restarts`: how often within RESTART_WINDOW an engine that died is replaced by another."""
+        self.config = config
+        self.ready = False
+        self.phase: Progress | None = None
+        self.down: str | None = None  # why the last engine died, until the next one is ready
+        self.dead: str | None = None  # the same, once there will be no other
+        self.stalled: float | None = None  # for so many seconds; the watchdog's word
+        self.epoch = 0  # engines started so far: what an earlier one was told, this one does not know
+        self.num_restarts = 0  # that succeeded
+        self.num_stalls = 0
+        self.num_heartbeats = 0
+        self.info: EngineInfo
+        self.stats = EngineStats()
+        self.stats_listeners: list[Callable[[StepOutputs], None]] = []
+        self.progress_listeners: list[Callable[[Progress], None]] = []
+        self.step_listeners: list[Callable[[StepReports], None]] = []  # see watch_steps
+        self.death_listeners: list[Callable[[str], None]] = []  # called when there will be no other engine
+        self._restarts = restarts
+        self._deaths: deque[float] = deque()  # of engines that had been ready, or should have replaced one
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._next_id = 0
+        self._readers: dict[int, asyncio.Future[list[StepRecord]]] = {}  # who waits for LastSteps
+        self._process: EngineProcess | None = None
+        self._task: asyncio.Task[None] | None = None  # the engine in this process
+        self._restarting: asyncio.Task[None] | None = None
+        self._send: Callable[[ToEngine], None]
+        self._closing = False
+        self._begun = 0.0  # time.monotonic() when this engine was started
+        self._startup_seconds = 5.0  # of the last engine that became ready
+
+    async def start(self) -> None:
+        """Starts the engine and returns when it can serve. Raises EngineDeadError with the cause when it cannot."""
+        try:
+            await self._start_engine()
+        except EngineDeadError as error:
+            self.dead = str(error)
+            raise
+
+    def send(self, message: ToEngine) -> None:
+        """Raises EngineDeadError when there is nobody to send it to."""
+        if not self.ready:
+            raise EngineDeadError(self.down or "the engine is not ready")
+        self._send(message)
+
+    def submit(
+        self, token_ids: Sequence[int], sampling: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+    ) -> Mailbox:
+        """Sends a request. Raises EngineDeadError when there is nobody to send it to."""
+        (mailbox,) = self.submit_choices(1, token_ids, sampling, priority=priority, cache_salt=cache_salt)
+        return mailbox
+
+    def submit_choices(
+        self,
+        n: int,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[Mailbox]:
+        """Sends `n` requests for one prompt, which travels once; each samples by its SamplingParams.of_choice."""
+        first, now = self._next_id + 1, time.monotonic()
+        mailboxes = {id: Mailbox(id, now) for id in range(first, first + n)}
+        try:
+            prompt = pack_tokens(token_ids)
+        except OverflowError:  # it has slipped through all checks; no engine has such a token
+            error = unknown_token_problem(token_ids, self.info.vocab_size)
+            for mailbox in mailboxes.values():
+                mailbox.put(RequestOutput(mailbox.id, [], "error", error=error))
+            return list(mailboxes.values())
+        self.send(AddRequest(first, prompt, sampling, priority, cache_salt, now, n))
+        self._next_id += n
+        self._mailboxes |= mailboxes
+        return list(mailboxes.values())
+
+    def abort(self, mailboxes: Iterable[Mailbox]) -> None:
+        """Idempotent; what has finished is left alone. Nothing more arrives in these mailboxes."""
+        ids = [m.id for m in mailboxes if self._mailboxes.pop(m.id, None) is not None]
+        if ids and self.ready:
+            self._send(AbortRequests(ids))
+
+    def expire(self, mailboxes: Iterable[Mailbox]) -> None:
+        """Ends them with the finish reason "abort", unless the engine has begun with one of them."""
+        if self.ready:
+            self._send(AbortRequests([mailbox.id for mailbox in mailboxes], unless_begun=True))
+
+    def fail_all(self, error: EngineDeadError) -> None:
+        """Ends every open request with `error`, at once."""
+        mailboxes, self._mailboxes = self._mailboxes, {}
+        if mailboxes and self.ready:
+            self._send(AbortRequests(list(mailboxes)))
+        for mailbox in mailboxes.values():
+            mailbox.fail(error)
+
+    def watch_steps(self, listener: Callable[[StepReports], None]) -> None:
+        """From now on `listener` gets the reports, which engines make only while there is a listener."""
+        self.step_listeners.append(listener)
+        if self.ready:  # also where others watch: the newcomer needs the whole block map
+            self._send(WatchSteps(True))
+
+    def unwatch_steps(self, listener: Callable[[StepReports], None]) -> None:
+        self.step_listeners.remove(listener)
+        if not self.step_listeners and self.ready:
+            self._send(WatchSteps(False))
+
+    async def last_steps(self, count: int) -> list[StepRecord]:
+        """At most `count`, of which the engine remembers HISTORY; the latest last. Raises EngineDeadError when there is
+        no engine to ask or it dies meanwhile, TimeoutError when it says nothing for PATIENCE seconds."""
+        self._next_id += 1
+        id = self._next_id
+        self.send(ReadSteps(id, count))
+        self._readers[id] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(self._readers[id], PATIENCE)
+        finally:
+            del self._readers[id]
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait for the engine's next word."""
+        return len(self._mailboxes)
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds after which an engine that is being restarted is likely to serve again."""
+        left = self._startup_seconds - (time.monotonic() - self._begun) if self.down is None else self._startup_seconds
+        return min(60, max(1, math.ceil(left)))
+
+    def dump_stacks(self) -> bool:
+        """Of the engine's threads, to stderr. False when it is no process that could do so now."""
+        if self._process is None or self._process.is_stopped():
+            return False
+        self._process.dump_stacks()
+        return True
+
+    def give_up_on_engine(self, cause: str) -> None:
+        """Ends an engine that hangs; what happens next is what happens after any death."""
+        if self._process is not None:
+            self._process.kill()
+        self._down(cause)
+
+    def kill(self) -> None:
+        """Ends the engine at once, for whoever leaves at once."""
+        self._closing = True
+        if self._process is not None:
+            self._process.kill()
+
+    async def close(self) -> None:
+        """Ends the engine. Idempotent."""
+        self._closing = True
+        for task in (self._restarting, self._task):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+        if self._process is not None:
+            await self._process.end()
+
+    # ---- the engine's messages ----
+
+    def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutputs):
+            for id in message.preempted:
+                if id in self._mailboxes:
+                    self._mailboxes[id].num_preemptions += 1
+            for output in message.outputs:
+                mailbox = self._mailboxes.get(output.id)
+                if mailbox is None:
+                    continue  # aborted by us: the engine had not read it yet
+                mailbox.put(output)
+                if mailbox.finished:
+                    del self._mailboxes[output.id]
+            self.stats = message.stats
+            for listener in self.stats_listeners:
+                listener(message)
+        elif isinstance(message, StepReports):
+            for watcher in self.step_listeners:
+                watcher(message)
+        elif isinstance(message, LastSteps):
+            reader = self._readers.get(message.id)
+            if reader is not None and not reader.done():
+                reader.set_result(message.steps)
+        elif isinstance(message, Heartbeat):
+            self.num_heartbeats += 1
+        elif isinstance(message, Progress):
+            self.phase = message
+            for report in self.progress_listeners:
+                report(message)
+        elif isinstance(message, EngineInfo):
+            self.info = message
+            self.ready = True
+            self.down = None
+            self._startup_seconds = time.monotonic() - self._begun
+            if self.step_listeners:  # they have seen the last engine die
+                self._send(WatchSteps(True))
+            if not self._started.done():
+                self._started.set_result(None)
+        elif isinstance(message, Failure):
+            self._down(message.message)
+
+    # ---- its life and death ----
+
+    async def _start_engine(self) -> None:
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._begun = time.monotonic()
+        self.phase = None
+        self.epoch += 1
+        if self.config.engine_in_process:
+            self._task = asyncio.create_task(self._run_in_process())
+        else:
+            process = EngineProcess(
+                lambda message: self._receive(message) if process is self._process else None,
+                lambda cause: self._down(cause) if process is self._process else None,
+            )
+            self._process = process
+            try:
+                await process.start(self.config)
+            except OSError as error:
+                raise EngineDeadError(f"the engine process cannot be started: {error}") from None
+            self._send = process.send
+        await self._started
+
+    def _down(self, cause: str) -> None:
+        """Fails everything that is open, at once. The first cause of a death is the one that counts."""
+        if self._closing or self.dead is not None:
+            return
+        if not self._started.done():  # whoever starts it goes on from here
+            self._started.set_exception(EngineDeadError(cause))
+        elif self.ready:
+            self.ready = False
+            self.down = cause
+            self.stalled = None
+            self.fail_all(EngineDeadError(cause))
+            for reader in self._readers.values():
+                if not reader.done():
+                    reader.set_exception(EngineDeadError(cause))
+            if self._may_restart():
+                self._restarting = asyncio.create_task(self._restart())
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - RESTART_WINDOW:
+            self._deaths.popleft()
+        if len(self._deaths) <= self._restarts and not self.config.engine_in_process:
+            logger.error("%s; starting it again (%d of %d)", self.down, len(self._deaths), self._restarts)
+            return True
+        if self._restarts and len(self._deaths) > self._restarts:
+            self.down = f"{self.down} ({len(self._deaths)} deaths in {RESTART_WINDOW / 60:.0f} minutes)"
+        self.dead = self.down
+        for listener in self.death_listeners:
+            listener(self.dead or "")
+        return False
+
+    async def _restart(self) -> None:
+        pause = 0.0
+        while True:
+            if self._process is not None:
+                await self._process.end()
+            await asyncio.sleep(pause)
+            pause = min(MAX_PAUSE, 2 * pause + 1)
+            try:
+                await self._start_engine()
+            except EngineDeadError as error:
+                self.down = str(error)
+                if not self._may_restart():
+                    return
+            else:
+                self.num_restarts += 1
+                logger.warning("the engine serves again after %.1f s", self._startup_seconds)
+                return
+
+    async def _run_in_process(self) -> None:
+        submit: Callable[[ToEngine], None] | None = None
+
+        def attach(function: Callable[[ToEngine], None]) -> None:
+            nonlocal submit
+            submit = function
+
+        def send(message: ToEngine) -> None:
+            assert submit is not None, "the engine is not ready"
+            submit(message)
+
+        self._send = send
+        try:
+            await run_engine(self.config, self._receive, attach)
+        except Exception as error:
+            logger.debug("engine failed", exc_info=error)
+            self._down(str(error) or type(error).__name__)

@@ -1,0 +1,118 @@
+"""One engine process, from its start to its end: the socket to it, the signals for it, and what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...engine import logs
+from ...engine.config import EngineConfig, default_cpu_threads
+from ...engine.connection import Connection
+from ...engine.messages import EngineStart, FromEngine, Shutdown
+
+
+class EngineProcess:
+    def __init__(self, on_message: Callable[[Any], None], on_lost: Callable[[str], None]) -> None:
+        """`on_lost` gets the cause in one line, once, when the process is gone without having been asked to."""
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._ending = False
+        self._explaining: asyncio.Task[None] | None = None
+        self.send: Callable[[Any], None]
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code; None while it lives."""
+        assert self._process is not None
+        return self._process.poll()
+
+    async def start(self, config: EngineConfig) -> None:
+        """Returns when the process was started, long before it can serve. Raises OSError when it could not be."""
+        # A socket pair has no name: nothing is left behind, whoever is killed.
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        environment = dict(os.environ)
+        if config.device != "cuda":
+            environment.setdefault("OMP_NUM_THREADS", str(config.cpu_threads or default_cpu_threads()))
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "vserve.engine.process", "--fd", str(theirs.fileno()),
+                     "--parent", str(os.getpid()), *logs.arguments()],
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C reaches this process, which then ends the other
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                )  # fmt: skip
+            except OSError:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        self._connection = await Connection.open(ours, FromEngine, self._on_message, self._connection_lost)
+        self.send = self._connection.send
+        self.send(EngineStart(dataclasses.asdict(config)))
+
+    def is_stopped(self) -> bool:
+        """By SIGSTOP, a debugger or a frozen container: no signal but SIGKILL and SIGCONT means anything to it."""
+        with contextlib.suppress(OSError, IndexError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return False
+
+    def dump_stacks(self) -> None:
+        """Has the process write the stacks of its threads to stderr, whatever it is doing."""
+        self._signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    async def end(self, seconds: float = 3.0) -> None:
+        """Asks it to leave, kills it after `seconds`. Idempotent; afterwards there is no process."""
+        self._ending = True
+        if self._process is not None:
+            if self._connection is not None:
+                self.send(Shutdown())
+            if await self._wait(seconds) is None:
+                self.kill()
+                await self._wait(None)
+        if self._connection is not None:
+            self._connection.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)  # nothing once its end has been noticed: the pid may be another's
+
+    async def _wait(self, seconds: float | None) -> int | None:
+        assert self._process is not None
+        try:
+            return await asyncio.to_thread(self._process.wait, seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _connection_lost(self, error: Exception | None) -> None:
+        if not self._ending:
+            self._explaining = asyncio.create_task(self._explain())
+
+    async def _explain(self) -> None:
+        code = await self._wait(2.0)  # the socket closes a moment before the process is gone
+        if self._ending:
+            return
+        if code is None:
+            self._on_lost("the engine process closed its socket")
+            return
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        hint = "; out of memory is the usual reason (dmesg tells)" if code == -9 else "; its last words are above"
+        self._on_lost(f"the engine process {how}{hint}")

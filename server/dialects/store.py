@@ -1,0 +1,143 @@
+"""Answers that were told to be stored, for those who go on from them: a bounded number, the latest used stay. Who
+stores most makes room, so that nobody's many answers drive out another's few."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import msgspec
+
+if TYPE_CHECKING:
+    from .responses.events import ResponseEvents
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    answer: bytes  # JSON, as it was answered
+    messages: bytes  # JSON, the conversation up to its end; each one has all of it, so that none needs another
+    items: bytes = b"[]"  # JSON, what a response was made of, in the words of its API
+    events: bytes = b""  # its stream, where it ran in the background
+    model: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
+    number: int = 0  # later ones have larger ones
+
+    @property
+    def size(self) -> int:
+        return len(self.answer) + len(self.messages) + len(self.items) + len(self.events)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        return msgspec.json.decode(self.messages)
+
+
+class _Share:
+    """One owner's, the least recently used first."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.stored: OrderedDict[str, Stored] = OrderedDict()
+
+
+class Store:
+    def __init__(self, max_answers: int, max_bytes: int) -> None:
+        """0 answers: nothing is stored. An owner is the digest of a key: nobody else gets what is its."""
+        self.num_bytes = 0
+        # responses that are under way, by owner and id
+        self.running: WeakValueDictionary[tuple[str, str], ResponseEvents] = WeakValueDictionary()
+        self._max_answers = max_answers
+        self.max_bytes = max_bytes
+        self.num_log_bytes = 0  # events of responses that run in the background
+        self._shares: dict[str, _Share] = {}  # by owner
+        self._numbers = count()
+        self._lock = Lock()  # an answer with many log-probabilities is made on a thread
+
+    def streamed(self, id: str, owner: str) -> ResponseEvents | None:
+        """One that is under way."""
+        stream = self.running.get((owner, id))
+        return None if stream is None or stream.generation.closed else stream
+
+    def __len__(self) -> int:
+        return sum(len(share.stored) for share in self._shares.values())
+
+    def put(
+        self,
+        id: str,
+        owner: str,
+        answer: dict[str, Any],
+        messages: Sequence[dict[str, Any]],
+        items: Sequence[dict[str, Any]] = (),
+        events: bytes = b"",
+    ) -> None:
+        """Forgets, of the owner who has most, those that were not used for longest; the new one itself where it alone
+        is too large."""
+        encode = msgspec.json.encode
+        labels = answer.get("metadata") or {}
+        stored = Stored(
+            encode(answer),
+            encode(messages),
+            encode(items),
+            events,
+            answer.get("model", ""),
+            labels,
+            next(self._numbers),
+        )
+        self._put(id, owner, stored)
+
+    def _put(self, id: str, owner: str, stored: Stored) -> None:
+        if not self._max_answers or stored.size > self.max_bytes:
+            return
+        with self._lock:
+            if id in self._shares.get(owner, _Share()).stored:
+                self._forget(owner, id)  # clients may choose the id of a chat
+            share = self._shares.setdefault(owner, _Share())
+            share.stored[id] = stored
+            share.num_bytes += stored.size
+            self.num_bytes += stored.size
+            while len(self) > self._max_answers:
+                self._forget_oldest(max(self._shares, key=lambda owner: len(self._shares[owner].stored)))
+            while self.num_bytes > self.max_bytes:
+                self._forget_oldest(max(self._shares, key=lambda owner: self._shares[owner].num_bytes))
+
+    def _forget_oldest(self, owner: str) -> None:
+        self._forget(owner, next(iter(self._shares[owner].stored)))
+
+    def _forget(self, owner: str, id: str) -> None:
+        share = self._shares[owner]
+        size = share.stored.pop(id).size
+        share.num_bytes -= size
+        self.num_bytes -= size
+        if not share.stored:
+            del self._shares[owner]
+
+    def get(self, id: str, owner: str) -> Stored | None:
+        with self._lock:
+            share = self._shares.get(owner)
+            if share is None or id not in share.stored:
+                return None
+            share.stored.move_to_end(id)
+            return share.stored[id]
+
+    def delete(self, id: str, owner: str) -> bool:
+        """Whether it was there."""
+        with self._lock:
+            share = self._shares.get(owner)
+            if share is None or id not in share.stored:
+                return False
+            self._forget(owner, id)
+            return True
+
+    def all_of(self, owner: str) -> list[tuple[str, Stored]]:
+        """In no order that means anything; none of them counts as used."""
+        with self._lock:
+            share = self._shares.get(owner)
+            return [] if share is None else list(share.stored.items())
+
+    def replace(self, id: str, owner: str, answer: bytes, metadata: dict[str, str]) -> None:
+        """Of one that is there, the answer and its metadata."""
+        if (stored := self.get(id, owner)) is not None:
+            self._put(id, owner, replace(stored, answer=answer, metadata=metadata))

@@ -1,0 +1,1 @@
+"""One request in the making: admitted, resolved, submitted, read, ended."""

@@ -1,0 +1,1 @@
+"""Structured output: what clients ask for, as grammars, and the process that compiles them."""

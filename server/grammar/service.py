@@ -1,0 +1,240 @@
+"""Structured output: compiles what clients ask for, keeps the results, and tells the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ...engine.messages import AddGrammar, DropGrammars, EngineInfo, SetVocabulary, ToEngine
+from ..client.mailbox import EngineDeadError
+from ..errors import ApiError, bad_request
+from ..histogram import COMPILE, Histogram
+from ..text.tokenizer import TextModel
+from .constraint import Compiled, Constraint
+from .process import CompilerError, CompilerProcess
+
+__all__ = ["Constraint", "GrammarService"]
+
+MAX_SOURCE = 512 * 1024  # characters of what a client sends
+MAX_ENTRIES = 256  # results that are kept
+MAX_BYTES = 128 << 20  # of results that are kept
+MAX_USED_ENTRIES = 2048  # results that open requests hold: these cannot be forgotten
+MAX_USED_BYTES = 512 << 20
+MAX_WAITING = 256  # compilations that have not ended
+FAILURE_SECONDS = 30.0  # for which a refusal is kept
+
+
+class Engine(Protocol):
+    """What the service needs of EngineClient."""
+
+    info: EngineInfo
+    epoch: int
+
+    def send(self, message: ToEngine) -> None: ...
+
+
+@dataclass
+class _Entry:
+    key: str
+    constraint: Constraint
+    compiling: asyncio.Task[Compiled]
+    users: int = 0  # open requests that wait for it or hold its key
+    epoch: int = -1  # of the engine that knows it
+    size: int = 0  # bytes, once compiled
+    expires: float = field(default=float("inf"))  # time.monotonic(); of a refusal
+
+
+class GrammarService:
+    """Everything in it runs on the event loop; compiling happens in another process."""
+
+    def __init__(
+        self,
+        client: Engine,
+        model: TextModel,
+        *,
+        timeout: float = 5.0,
+        max_entries: int = MAX_ENTRIES,
+        max_bytes: int = MAX_BYTES,
+        max_used_entries: int = MAX_USED_ENTRIES,
+        max_used_bytes: int = MAX_USED_BYTES,
+    ) -> None:
+        """`timeout`: seconds for compiling one grammar; `max_entries`, `max_bytes`: of the cache; `max_used_entries`,
+        `max_used_bytes`: of what open requests hold, whatever the cache's limits."""
+        self.compile_seconds = Histogram(COMPILE)  # of those that were compiled, refused ones included
+        self.num_hits = 0
+        self.num_misses = 0
+        self.num_failures = 0
+        self._client = client
+        self._model = model
+        self._timeout = timeout
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._max_used_entries = max_used_entries
+        self._max_used_bytes = max_used_bytes
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by key, least recently used first
+        self._bytes = 0
+        self._vocabulary: asyncio.Task[SetVocabulary] | None = None
+        self._compiler: CompilerProcess | None = None
+        self._epoch = -1  # of the engine that knows the vocabulary
+
+    async def acquire(self, constraint: Constraint, param: str = "response_format") -> str:
+        """The key for SamplingParams.grammar, of a grammar that the engine knows by then. Whoever gets it must release
+        it. Raises ApiError, with `param`: 400 for what cannot be compiled, 503 when too much waits or is in use."""
+        constraint = replace(
+            constraint,
+            any_whitespace=constraint.any_whitespace and self._model.any_whitespace,
+            additional_properties=constraint.additional_properties and self._model.additional_properties,
+        )
+        if len(constraint.text) > MAX_SOURCE:
+            size = f"{len(constraint.text)} characters: at most {MAX_SOURCE} are allowed"
+            raise bad_request(f"'{param}' has {size}; simplify it.", param)
+        key = hashlib.sha256(repr(constraint).encode(errors="surrogatepass")).hexdigest()[:32]
+        entry = self._entries.get(key)
+        if entry is not None and time.monotonic() >= entry.expires:
+            self._forget(entry)
+            entry = None
+        if entry is None:
+            self._check_room(param, None)
+            entry = self._begin(key, constraint, param)
+        else:
+            self.num_hits += 1
+            self._entries.move_to_end(key)
+        entry.users += 1
+        try:
+            compiled = await asyncio.shield(entry.compiling)
+            if compiled.error is not None:
+                raise bad_request(f"Invalid '{param}': {compiled.error}", param)
+            self._check_room(param, entry)
+            await self._tell(entry, compiled)
+        except BaseException as error:
+            entry.users -= 1
+            self._evict()
+            if isinstance(error, CompilerError):
+                what = f"Structured output is unavailable: {error}."
+                raise ApiError(503, what, type="service_unavailable_error") from None
+            raise
+        return key
+
+    def release(self, key: str) -> None:
+        """The request is over."""
+        if (entry := self._entries.get(key)) is not None:
+            entry.users -= 1
+            self._evict()
+
+    async def close(self) -> None:
+        tasks = [entry.compiling for entry in self._entries.values()]
+        tasks += [self._vocabulary] if self._vocabulary is not None else []  # type: ignore[list-item]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._compiler is not None:
+            await self._compiler.close()
+
+    def _check_room(self, param: str, mine: _Entry | None) -> None:
+        """Raises ApiError (503) when other open requests hold so many grammars that this one, or any, is too many."""
+        others = [e.size for e in self._entries.values() if e.users and e.compiling.done() and e is not mine]
+        size = 0 if mine is None else mine.size
+        if len(others) < self._max_used_entries and sum(others) + size <= self._max_used_bytes:
+            return
+        what = f"{len(others)} different grammars of {sum(others)} bytes in all are in use"
+        limits = f"at most {self._max_used_entries} and {self._max_used_bytes} bytes are allowed at once"
+        raise ApiError(
+            503, f"{what}: {limits}; try again later, or use one schema for several requests.", param=param,
+            type="service_unavailable_error", headers={"retry-after": "1"},
+        )  # fmt: skip
+
+    # ---- compiling ----
+
+    def _begin(self, key: str, constraint: Constraint, param: str) -> _Entry:
+        if sum(not entry.compiling.done() for entry in self._entries.values()) >= MAX_WAITING:
+            raise ApiError(
+                503, f"Too many grammars wait to be compiled (at most {MAX_WAITING}); try again later.", param=param,
+                type="service_unavailable_error", headers={"retry-after": "1"},
+            )  # fmt: skip
+        self.num_misses += 1
+        task = asyncio.create_task(self._compile(constraint))
+        entry = self._entries[key] = _Entry(key, constraint, task)
+        task.add_done_callback(lambda _: self._compiled(entry))
+        return entry
+
+    async def _compile(self, constraint: Constraint) -> Compiled:
+        if self._vocabulary is None:
+            self._vocabulary = asyncio.create_task(
+                asyncio.to_thread(vocabulary, self._model, self._client.info.vocab_size)
+            )
+        words = await asyncio.shield(self._vocabulary)
+        if not words.stop_token_ids:
+            return Compiled(0, error="this model has no end-of-text token, with which a structured output ends.")
+        if self._compiler is None:
+            self._compiler = CompilerProcess(words, self._timeout)
+            with contextlib.suppress(EngineDeadError):
+                self._tell_vocabulary(words)  # early: the engine loads the libraries meanwhile
+        return await self._compiler.compile(constraint)
+
+    def _compiled(self, entry: _Entry) -> None:
+        if entry.compiling.cancelled() or entry.compiling.exception() is not None:
+            self._forget(entry)  # who waits for it hears of it; who asks later gets another
+            return
+        result = entry.compiling.result()
+        self.compile_seconds.observe(result.seconds)
+        if result.error is not None:
+            self.num_failures += 1
+            entry.expires = time.monotonic() + FAILURE_SECONDS
+        if self._entries.get(entry.key) is entry:
+            entry.size = len(result.payload) + len(entry.constraint.text)
+            self._bytes += entry.size
+            self._evict()
+
+    def _evict(self) -> None:
+        """Forgets the least recently used results that nobody holds, as far as the limits ask for it."""
+        if len(self._entries) <= self._max_entries and self._bytes <= self._max_bytes:
+            return
+        for entry in list(self._entries.values()):
+            if entry.users == 0 and entry.compiling.done():
+                self._forget(entry)
+                if len(self._entries) <= self._max_entries and self._bytes <= self._max_bytes:
+                    return
+
+    def _forget(self, entry: _Entry) -> None:
+        if self._entries.get(entry.key) is not entry:
+            return
+        del self._entries[entry.key]
+        self._bytes -= entry.size
+        if entry.epoch == self._client.epoch:
+            with contextlib.suppress(EngineDeadError):  # then it has forgotten everything
+                self._client.send(DropGrammars([entry.key]))
+
+    # ---- the engine ----
+
+    async def _tell(self, entry: _Entry, compiled: Compiled) -> None:
+        """Sends what this engine does not know yet. Raises EngineDeadError."""
+        assert self._vocabulary is not None
+        self._tell_vocabulary(await self._vocabulary)
+        if entry.epoch != self._client.epoch:
+            self._client.send(AddGrammar(entry.key, compiled.backend, compiled.payload, entry.constraint.markers))
+            entry.epoch = self._client.epoch
+
+    def _tell_vocabulary(self, words: SetVocabulary) -> None:
+        if self._epoch != self._client.epoch:
+            self._client.send(words)
+            self._epoch = self._client.epoch
+
+
+def vocabulary(model: TextModel, size: int) -> SetVocabulary:
+    """The bytes of each of the model's tokens. Special tokens are none: no grammar may produce them. Those that the
+    model writes tool calls with are named: the grammars of tool calls may.
+    """
+    tokenizer = model.tokenizer
+    special = {*tokenizer.special, *model.eos_token_ids}
+    markers = tuple(
+        id for id, name in tokenizer.special.items()
+        if name in model.formats.markers and id not in model.eos_token_ids and id < size
+    )  # fmt: skip
+    special.difference_update(markers)
+    tokens = [b"" if token_id in special else tokenizer.token_bytes(token_id) for token_id in range(size)]
+    return SetVocabulary(tokens, tuple(token_id for token_id in model.eos_token_ids if token_id < size), markers)

@@ -1,0 +1,1 @@
+"""What happened: counters, the page /metrics, log lines, traces."""

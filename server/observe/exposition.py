@@ -1,0 +1,181 @@
+"""The page /metrics: one registry, one process. Names and labels are vLLM's, so its dashboards work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from ...engine.logs import num_lost_lines
+from ...engine.messages import EngineInfo
+from ..client.client import Client
+from .metrics import Metrics
+
+
+class MetricsPage:
+    def __init__(self, metrics: Metrics, client: Client, model_name: str, prefix: str) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(metrics, client, model_name, prefix))
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """(the page, its content type) in the format that the scraper accepts."""
+        if "application/openmetrics-text" not in accept:
+            return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
+        # Where a scraper knows no UTF-8 names, as Prometheus 2, the library's own choice would replace the colon, too,
+        # and no dashboard would find anything. Our names are fit for everybody as they are.
+        return openmetrics.generate_latest(self.registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+
+
+class EngineCollector(Collector):
+    """Reads the counts at a scrape: between two scrapes, prometheus_client costs nothing."""
+
+    def __init__(self, metrics: Metrics, client: Client, model_name: str, prefix: str, engine: str = "0") -> None:
+        self._metrics = metrics
+        self._client = client
+        self._prefix = prefix
+        self._labels = {"model_name": model_name, "engine": engine}
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._state()
+        if hasattr(self._client, "info"):  # a first engine is loaded; a second one may be loading now
+            yield from self._settings(self._client.info)
+        yield from self._engine_counters()
+        yield from self._request_counters()
+        yield from self._histograms()
+
+    def _state(self) -> Iterator[Metric]:
+        client, stats = self._client, self._metrics.state()
+        gauge, used = self._gauge, stats.num_blocks - stats.num_free_blocks
+        waiting = {"capacity": stats.num_waiting, "deferred": 0}  # nothing is waited for but room
+        prompt, generated = self._metrics.throughput.rates()
+        healthy = client.ready and client.dead is None and client.stalled is None
+        yield gauge("engine_healthy", "1 while the engine can serve.", healthy)
+        yield gauge("num_requests_running", "Requests in the running batch.", stats.num_running)
+        yield gauge("num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting)
+        yield gauge("num_requests_waiting_by_reason", "Requests waiting, by what for.", waiting.items(), "reason")
+        yield gauge("kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", used / max(1, stats.num_blocks))
+        yield gauge("prompt_tokens_per_second", "Prompt tokens computed, over the last seconds.", prompt)
+        yield gauge("generation_tokens_per_second", "Tokens generated, over the last seconds.", generated)
+
+    def _settings(self, info: EngineInfo) -> Iterator[Metric]:
+        stats = self._metrics.state()
+        yield self._gauge("kv_blocks", "Blocks of the KV cache.", info.num_blocks)
+        yield self._gauge(
+            "kv_blocks_free",
+            "Free blocks, those that still hold a cached prefix included.",
+            stats.num_free_blocks if stats.num_blocks else info.num_blocks,  # no step has run yet
+        )
+        yield self._gauge("startup_phase_seconds", "Time that start-up took.", info.startup_seconds.items(), "phase")
+        yield self._gauge("memory_bytes", "Memory that the engine planned.", info.memory.items(), "purpose")
+        config = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+            "enable_prefix_caching": str(info.enable_prefix_caching),
+            "cache_dtype": info.dtype,
+            "kv_cache_memory_bytes": str(info.memory.get("kv_cache", 0)),
+            "kv_cache_size_tokens": str(info.num_blocks * info.block_size),
+            "kv_cache_max_concurrency": f"{info.num_blocks * info.block_size / info.max_model_len:.2f}",
+        }
+        name, labels = self._prefix + "cache_config_info", [*config, "engine"]
+        family = GaugeMetricFamily(name, "Settings of the cache.", labels=labels)
+        family.add_metric([*config.values(), self._labels["engine"]], 1)
+        yield family
+
+    def _engine_counters(self) -> Iterator[Metric]:
+        counter, totals = self._counter, self._metrics.totals()
+        for name, help, total in (
+            ("num_preemptions", "Preemptions of requests.", "num_preemptions"),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", "prefix_queries"),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_hits"),
+            ("corrupted_requests", "Requests ended by NaN logits.", "num_corrupted_requests"),
+            ("engine_steps", "Steps of the engine.", "num_steps"),
+            ("step_device_seconds", "Time that steps spent on the device.", "device_seconds"),
+            ("step_host_seconds", "Time that steps spent on the host.", "host_seconds"),
+            ("cudagraph_misses", "Decode steps that no CUDA graph was captured for.", "num_graph_misses"),
+            ("late_kernel_compilations", "Kernels compiled after the engine was ready.", "num_late_compilations"),
+            ("engine_invariant_violations", "Times that an idle engine's books were off.", "num_invariant_violations"),
+        ):
+            yield counter(name, help, totals[total])
+        yield counter("engine_restarts", "Engines that replaced one that died.", self._client.num_restarts)
+        yield counter("engine_stalls", "Times that no step ran though work waited.", self._client.num_stalls)
+
+    def _request_counters(self) -> Iterator[Metric]:
+        counter, metrics = self._counter, self._metrics
+        cached = metrics.prompt_tokens_cached
+        sources = {"local_compute": metrics.prompt_tokens - cached, "local_cache_hit": cached}
+        yield counter("prompt_tokens", "Prompt tokens of requests that have begun to answer.", metrics.prompt_tokens)
+        yield counter("prompt_tokens_cached", "Prompt tokens that came from the prefix cache.", cached)
+        yield counter("prompt_tokens_by_source", "Prompt tokens, by where they came from.", sources.items(), "source")
+        yield counter("generation_tokens", "Tokens generated and delivered.", metrics.generation_tokens)
+        yield counter("request_success", "Ended requests.", metrics.finished_requests.items(), "finished_reason")
+        for name, help, counts in (
+            ("requests_rejected", "Requests turned away before they were queued.", metrics.rejected_requests),
+            ("requests_aborted", "Requests given up before they were finished.", metrics.aborted_requests),
+            ("requests_timed_out", "Requests that took too long, by which limit.", metrics.timed_out_requests),
+        ):
+            yield counter(name, help, counts.items(), "reason")
+        grammars = metrics.grammars
+        yield counter("grammar_cache_hits", "Structured outputs whose grammar was compiled before.", grammars.num_hits)
+        yield counter("grammar_cache_misses", "Structured outputs whose grammar was not.", grammars.num_misses)
+        yield counter("grammar_compile_failures", "Grammars that were refused.", grammars.num_failures)
+        yield counter("log_lines_lost", "Log lines that could not be written.", num_lost_lines())
+
+    def _histograms(self) -> Iterator[Metric]:
+        m = self._metrics
+        for name, help, histogram in (
+            ("time_to_first_token_seconds", "Arrival to first token.", m.time_to_first_token),
+            ("inter_token_latency_seconds", "Time between tokens.", m.inter_token_latency),
+            ("request_time_per_output_token_seconds", "Mean time a token, of a request.", m.time_per_output_token),
+            ("e2e_request_latency_seconds", "Arrival to last token.", m.e2e_latency),
+            ("request_queue_time_seconds", "Submission to first scheduling.", m.queue_time),
+            ("request_inference_time_seconds", "First scheduling to last token.", m.inference_time),
+            ("request_prefill_time_seconds", "First scheduling to first token.", m.prefill_time),
+            ("request_decode_time_seconds", "First to last token.", m.decode_time),
+            ("request_prompt_tokens", "Tokens of a prompt.", m.request_prompt_tokens),
+            ("request_prefill_kv_computed_tokens", "Prompt tokens that no cache held.",
+             m.request_prefill_kv_computed_tokens),
+            ("request_generation_tokens", "Tokens of an answer.", m.request_generation_tokens),
+            ("request_max_num_generation_tokens", "Tokens of the longest of n answers.",
+             m.request_max_num_generation_tokens),
+            ("request_params_max_tokens", "max_tokens of requests.", m.request_params_max_tokens),
+            ("request_params_n", "n of requests.", m.request_params_n),
+            ("request_num_preemptions", "Preemptions of a request.", m.request_num_preemptions),
+            ("grammar_compile_seconds", "Compiling a grammar.", m.grammars.compile_seconds),
+            ("iteration_tokens_total", "Tokens of a step: computed of prompts, and generated.", m.iteration_tokens),
+        ):  # fmt: skip
+            family = HistogramMetricFamily(self._prefix + name, help, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
+            yield family
+
+    # ---- families ----
+
+    def _gauge(self, name: str, help: str, value: float | Iterable[tuple[str, float]], label: str = "") -> Metric:
+        return self._fill(GaugeMetricFamily, name, help, value, label)
+
+    def _counter(self, name: str, help: str, value: float | Iterable[tuple[str, float]], label: str = "") -> Metric:
+        return self._fill(CounterMetricFamily, name, help, value, label)
+
+    def _fill(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        help: str,
+        value: float | Iterable[tuple[str, float]],
+        label: str,
+    ) -> Metric:
+        """A family with one sample, or with one for each value of `label`."""
+        own = list(self._labels.values())
+        if isinstance(value, int | float):
+            family = kind(self._prefix + name, help, labels=list(self._labels))
+            family.add_metric(own, value)
+        else:
+            family = kind(self._prefix + name, help, labels=[*self._labels, label])
+            for label_value, number in value:
+                family.add_metric([*own, label_value], number)
+        return family

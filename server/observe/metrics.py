@@ -1,0 +1,169 @@
+"""What happens, counted: plain numbers, touched by the event loop alone. exposition.py makes a page of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...engine.messages import EngineStats, StepOutputs
+from ..client.client import Client
+from ..generation.choice import Choice
+from ..generation.generation import Generation
+from ..histogram import COMPILE, Histogram
+from ..options.config import ServerConfig
+from .throughput import Throughput
+
+if TYPE_CHECKING:
+    from ..grammar.service import GrammarService  # loaded with the first request for structured output
+
+# vLLM's buckets, and finer ones below the first of them: a superset keeps histogram_quantile panels working.
+TTFT = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+TOKEN = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+PHASE = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8,
+    1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CHOICES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
+LENGTH = tuple(m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= 1_000_000)
+
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+# A series is there from the start, at zero: an alert on its increase must not miss the first one.
+REJECTED = ("queued_requests", "queued_tokens", "loading", "draining", "engine_down")
+TIMED_OUT = ("request", "queue", "write")
+ABORTED = ("disconnect", "cancel", "timeout", "error")
+
+TOTALS = (
+    "num_preemptions", "prefix_queries", "prefix_hits", "num_steps", "device_seconds", "host_seconds",
+    "num_graph_misses", "num_late_compilations", "num_corrupted_requests",
+    "num_invariant_violations",
+)  # fmt: skip
+
+
+@dataclass
+class GrammarCounts:
+    """As GrammarService has them, while there is none."""
+
+    compile_seconds: Histogram = field(default_factory=lambda: Histogram(COMPILE))
+    num_hits: int = 0
+    num_misses: int = 0
+    num_failures: int = 0
+
+
+class Metrics:
+    def __init__(self, client: Client, config: ServerConfig) -> None:
+        self._client = client
+        self._epoch = client.epoch
+        self._stats = EngineStats()  # the last of the engine of that epoch
+        self._earlier = dict.fromkeys(TOTALS, 0.0)  # of the engines before it
+        self.prompt_tokens = 0
+        self.prompt_tokens_cached = 0
+        self.generation_tokens = 0
+        self.finished_requests = dict.fromkeys(FINISHED_REASONS, 0)
+        self.rejected_requests = dict.fromkeys(REJECTED, 0)
+        self.timed_out_requests = dict.fromkeys(TIMED_OUT, 0)
+        self.aborted_requests = dict.fromkeys(ABORTED, 0)
+        self.time_to_first_token = Histogram(TTFT)
+        self.inter_token_latency = Histogram(TOKEN)
+        self.time_per_output_token = Histogram(TOKEN)
+        self.e2e_latency = Histogram(PHASE)
+        self.queue_time = Histogram(PHASE)
+        self.inference_time = Histogram(PHASE)
+        self.prefill_time = Histogram(PHASE)
+        self.decode_time = Histogram(PHASE)
+        self.request_prompt_tokens = Histogram(LENGTH)
+        self.request_generation_tokens = Histogram(LENGTH)
+        self.request_prefill_kv_computed_tokens = Histogram(LENGTH)
+        self.request_max_num_generation_tokens = Histogram(LENGTH)
+        self.request_params_max_tokens = Histogram(LENGTH)
+        self.request_params_n = Histogram(CHOICES)
+        self.request_num_preemptions = Histogram(PREEMPTIONS)
+        self.iteration_tokens = Histogram(ITERATION)
+        self.grammars: GrammarCounts | GrammarService = GrammarCounts()
+        client.stats_listeners.append(self._step)
+        self.throughput = Throughput(client, self.tokens, config.log_stats_interval, log=not config.disable_log_stats)
+
+    def tokens(self) -> tuple[int, int]:
+        """(prompt tokens that were computed, tokens that were generated) so far"""
+        return self.prompt_tokens - self.prompt_tokens_cached, self.generation_tokens
+
+    # ---- the engine ----
+
+    def _step(self, message: StepOutputs) -> None:
+        if self._client.epoch != self._epoch:  # a new engine counts from zero; a counter never falls
+            self._earlier, self._epoch = self.totals(), self._client.epoch
+        self._stats = message.stats
+        if num_tokens := message.stats.step_tokens:
+            # A prompt's last token gives the first of the answer, which is a token of this step as well; each later one
+            # is computed where the next is generated.
+            for output in message.outputs:
+                num_tokens += output.num_cached_tokens is not None and output.token_ids != []
+            self.iteration_tokens.observe(num_tokens)
+
+    def totals(self) -> dict[str, float]:
+        """The counters of EngineStats, over all engines that this process has started."""
+        return {name: self._earlier[name] + getattr(self._stats, name) for name in TOTALS}
+
+    def state(self) -> EngineStats:
+        """Of the engine that serves now; that of a dead one says nothing any more."""
+        return self._stats if self._client.ready and self._epoch == self._client.epoch else EngineStats()
+
+    # ---- requests ----
+
+    def rejected(self, reason: str, times: int = 1) -> None:
+        """Turned away before it was submitted, for the server's sake: overload, start-up, shutdown."""
+        self.rejected_requests[reason] += times
+
+    def timed_out(self, reason: str, times: int = 1) -> None:
+        self.timed_out_requests[reason] += times
+
+    def first_output(self, generation: Generation, choice: Choice, now: float) -> None:
+        if choice.prompt.sampling.pooling is None:
+            self.time_to_first_token.observe(now - generation.arrival)
+        if choice.index % generation.n == 0:  # a prompt counts once, as in the usage that the client reads
+            self.prompt_tokens += len(choice.prompt.token_ids)
+            self.prompt_tokens_cached += choice.num_cached_tokens
+
+    def more_output(self, choice: Choice, now: float, num_tokens: int) -> None:
+        assert choice.last_token is not None
+        self.inter_token_latency.observe((now - choice.last_token) / num_tokens, num_tokens)
+
+    def finished(self, generation: Generation, choice: Choice, last_of_prompt: bool) -> None:
+        reason = choice.finish_reason
+        assert reason is not None
+        self.finished_requests[reason] += 1
+        if reason == "abort":
+            self.aborted_requests[generation.abort_reason] += 1
+        first, last = choice.first_token, choice.last_token
+        if reason not in ("stop", "length") or first is None or last is None:
+            return
+        self.e2e_latency.observe(time.monotonic() - generation.arrival)
+        if (scheduled := choice.first_scheduled) is not None:
+            self.queue_time.observe(max(0.0, scheduled - choice.submitted))
+            self.prefill_time.observe(first - scheduled)
+            self.inference_time.observe(last - scheduled)
+        self.request_prefill_kv_computed_tokens.observe(len(choice.prompt.token_ids) - choice.num_cached_tokens)
+        if choice.prompt.sampling.pooling is not None:  # it has no output
+            self.request_prompt_tokens.observe(len(choice.prompt.token_ids))
+            return
+        self.decode_time.observe(last - first)
+        if choice.num_tokens > 1:
+            self.time_per_output_token.observe((last - first) / (choice.num_tokens - 1))
+        self.request_generation_tokens.observe(choice.num_tokens)
+        self.request_params_max_tokens.observe(choice.prompt.sampling.max_tokens)
+        self.request_num_preemptions.observe(choice.mailbox.num_preemptions)
+        if last_of_prompt:
+            prompt = choice.index // generation.n
+            siblings: Sequence[Choice] = generation.choices[prompt * generation.n : (prompt + 1) * generation.n]
+            self.request_prompt_tokens.observe(len(choice.prompt.token_ids))
+            self.request_max_num_generation_tokens.observe(max(sibling.num_tokens for sibling in siblings))
+            self.request_params_n.observe(generation.n)

@@ -1,0 +1,165 @@
+"""What one request was, once it is over: a line in the log, and what the log says of its text when asked to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...engine.logs import escape
+from ..generation.choice import Choice, Delta
+from ..generation.generation import Generation
+from ..options.config import ServerConfig
+from ..parsers.parts import written
+from ..text.tokenizer import Tokenizer
+
+logger = logging.getLogger("vserve.request")
+
+MAX_PATH = 200  # characters of an unknown path
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An HTTP request that is over."""
+
+    id: str
+    client: str  # address
+    method: str
+    route: str  # the route's pattern; "none" where no route matched
+    path: str
+    status: int
+    started: float  # time.time()
+    seconds: float
+    headers: dict[bytes, bytes]
+    generation: Generation | None  # where tokens were generated
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The numbers of a generation, over all of its choices. Seconds; None where it did not come so far."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue: float | None
+    ttft: float | None
+    tpot: float | None
+    prefill: float | None
+    decode: float | None
+    inference: float | None
+    finish_reasons: tuple[str, ...]
+
+    @staticmethod
+    def of(generation: Generation) -> Timing:
+        usage = generation.usage()
+        begun = [c for c in generation.choices if c.first_token is not None and c.last_token is not None]
+        scheduled = [c for c in begun if c.first_scheduled is not None]
+        first = min((c.first_token for c in begun if c.first_token is not None), default=None)
+        last = max((c.last_token for c in begun if c.last_token is not None), default=None)
+        spent = sum(c.last_token - c.first_token for c in begun if c.last_token and c.first_token)
+        intervals = sum(c.num_tokens - 1 for c in begun)
+        start = min((c.first_scheduled for c in scheduled if c.first_scheduled is not None), default=None)
+        return Timing(
+            usage["prompt_tokens"],
+            usage["prompt_tokens_details"]["cached_tokens"],
+            usage["completion_tokens"],
+            max((max(0.0, c.first_scheduled - c.submitted) for c in scheduled if c.first_scheduled), default=None),
+            None if first is None else first - generation.arrival,
+            spent / intervals if intervals > 0 else None,
+            None if first is None or start is None else first - start,
+            None if first is None or last is None else last - first,
+            None if last is None or start is None else last - start,
+            tuple(dict.fromkeys(_ending(generation, c) for c in generation.choices if c.finish_reason)),
+        )
+
+
+def _ending(generation: Generation, choice: Choice) -> str:
+    cancelled = generation.abort_reason == "cancel" and choice.stop_reason == "abort"  # told the client as "stop"
+    return "abort" if cancelled else choice.finish_reason or ""
+
+
+class RequestLog:
+    def __init__(self, config: ServerConfig) -> None:
+        self.lines = config.access_log
+        self.prompts = config.enable_log_requests
+        self.outputs = config.enable_log_outputs
+        self._max_length = config.max_log_len
+        self._silent = {path.strip() for path in config.disable_access_log_for_endpoints.split(",") if path.strip()}
+
+    def finished(self, request: Finished) -> None:
+        if not self.lines or request.route in self._silent or request.path in self._silent:
+            return
+        if request.route.startswith("/ui/"):  # a page is a dozen files
+            return
+        failure = None if request.generation is None else request.generation.failure
+        level = logging.WARNING if request.status >= 500 or failure is not None else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        fields: dict[str, Any] = {
+            "request_id": request.id,
+            "client": request.client,
+            "method": request.method,
+            "route": request.route,
+            "status": request.status,
+            "seconds": round(request.seconds, 6),
+        }
+        place = request.route
+        if request.route == "none":
+            place = fields["path"] = escape(request.path[:MAX_PATH])
+        fields["message"] = f"{request.method} {place} {request.status}"  # the rest has its own fields in JSON
+        text = f"{request.client} {request.method} {place} {request.status} in {request.seconds:.3f} s, {request.id}"
+        if request.generation is not None:
+            timing = Timing.of(request.generation)
+            numbers = {
+                "queue_seconds": timing.queue, "ttft_seconds": timing.ttft, "tpot_seconds": timing.tpot,
+            }  # fmt: skip
+            fields |= {
+                "prompt_tokens": timing.prompt_tokens,
+                "cached_tokens": timing.cached_tokens,
+                "completion_tokens": timing.completion_tokens,
+                **{name: round(value, 6) for name, value in numbers.items() if value is not None},
+                "finish_reason": ",".join(timing.finish_reasons),
+            }
+            text += f": {timing.prompt_tokens} ({timing.cached_tokens} cached) + {timing.completion_tokens} tokens"
+            for name, value in (("queue", timing.queue), ("TTFT", timing.ttft), ("TPOT", timing.tpot)):
+                if value is not None:
+                    text += f", {name} {1000 * value:.1f} ms"
+            text += f", {fields['finish_reason']}"
+        if failure is not None:
+            fields["error"] = failure.message
+            text += f"; its stream ended with an error: {escape(failure.message)}"
+        logger.log(level, "%s", text, extra={"fields": fields})
+
+    # ---- text, only when asked for ----
+
+    def prompt(self, request_id: str, generation: Generation, tokenizer: Tokenizer) -> None:
+        """What the model reads, special tokens included, and how it is to answer."""
+        for prompt in generation.prompts:
+            ids = prompt.token_ids if self._max_length is None else prompt.token_ids[: self._max_length]
+            text = b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+            self._text("reads", request_id, text, "prompt", sampling=str(prompt.sampling), n=generation.n)
+
+    async def listen(
+        self, request_id: str, deltas: AsyncIterator[tuple[Choice, Delta]]
+    ) -> AsyncIterator[tuple[Choice, Delta]]:
+        """Passes the deltas on, and logs each choice's text when it is whole or nobody waits for it any more."""
+        pieces: dict[Choice, list[str]] = {}
+        try:
+            async for choice, delta in deltas:
+                pieces.setdefault(choice, []).append(delta.text if delta.parts is None else written(delta.parts))
+                yield choice, delta
+        finally:
+            for choice, parts in pieces.items():
+                self._text(
+                    "answers", request_id, "".join(parts), "output",
+                    index=choice.index, finish_reason=choice.finish_reason or "abort",
+                )  # fmt: skip
+
+    def _text(self, verb: str, request_id: str, text: str, name: str, **fields: Any) -> None:
+        text = text[: self._max_length]
+        rest = ", ".join(f"{key} {value}" for key, value in fields.items())
+        logger.info(
+            "%s %s %s; %s", request_id, verb, escape(text), rest,
+            extra={"fields": {"request_id": request_id, name: text, **fields}},
+        )  # fmt: skip

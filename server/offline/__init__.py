@@ -1,0 +1,1 @@
+"""The class LLM and what goes with it."""

@@ -1,0 +1,54 @@
+"""Many embeddings: the engine is kept busy, and no more."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ..client.client import Client
+from ..generation.choice import Prompt
+from ..generation.embedding import EmbeddingChoice, EmbeddingOptions, numbers
+from ..text.tokenizer import Tokenizer
+from .outputs import EmbeddingOutput, EmbeddingRequestOutput
+from .patient import PatientGeneration
+from .progress_bar import Progress
+
+STEPS_AHEAD = 4  # of prompts that are with the engine
+
+
+async def embed_all(
+    client: Client, tokenizer: Tokenizer, prompts: Sequence[Prompt], ids: Sequence[str], progress: Progress
+) -> list[EmbeddingRequestOutput]:
+    """Keeps the engine busy for some steps, not with all prompts at once: they would be copied to it for nothing.
+
+    Raises RuntimeError, and ends the others, when the engine fails on one.
+    """
+    most, most_tokens = STEPS_AHEAD * client.info.max_num_seqs, STEPS_AHEAD * client.info.max_num_batched_tokens
+    begun: deque[PatientGeneration] = deque()
+    num_sent = num_tokens = 0  # prompts so far; tokens of those that are open
+    outputs = []
+    try:
+        for prompt in prompts:
+            while num_sent < len(prompts) and (not begun or (len(begun) < most and num_tokens < most_tokens)):
+                sent = prompts[num_sent]
+                begun.append(PatientGeneration(client, tokenizer, ids[num_sent], sent, EmbeddingOptions()))
+                await begun[-1].submit()
+                num_sent, num_tokens = num_sent + 1, num_tokens + len(sent.token_ids)
+            generation = begun[0]
+            async for _ in generation.deltas():
+                pass
+            begun.popleft()
+            num_tokens -= len(prompt.token_ids)
+            (choice,) = generation.choices
+            assert isinstance(choice, EmbeddingChoice)
+            if choice.embedding is None:
+                raise RuntimeError(f"request {generation.id} failed: {choice.stop_reason}")
+            vector = EmbeddingOutput(numbers(choice.embedding))
+            outputs.append(
+                EmbeddingRequestOutput(generation.id, vector, list(prompt.token_ids), choice.num_cached_tokens)
+            )
+            progress.finished(len(prompt.token_ids), 0)
+        return outputs
+    finally:
+        for generation in begun:
+            generation.close()

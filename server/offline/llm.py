@@ -1,0 +1,288 @@
+"""The offline API: `LLM(model).generate(prompts, SamplingParams(...))`, no server and no HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+from ...engine.config import ConfigError
+from ...engine.messages import EngineInfo
+from ..client.engine_client import EngineDeadError
+from ..client.thread import EngineThread
+from ..errors import ApiError
+from ..generation.choice import Prompt, TextOptions
+from ..generation.embedding import resolve_embeddings
+from ..generation.sampling import resolve, text_options
+from ..grammar.tools import definitions
+from ..options.keywords import from_keywords, in_keywords
+from ..text.spelled import unmarked
+from ..text.tokenizer import TextModel, load_text_model
+from ..wire.requests import ChatRequest, CompletionRequest
+from .embed_all import embed_all
+from .generate_all import generate_all
+from .outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+from .progress_bar import Progress, progress_bar
+from .prompt_like import PromptLike, tokenised
+from .sampling_params import PoolingParams, SamplingParams, validate
+
+if TYPE_CHECKING:
+    from ..grammar.constraint import Constraint
+    from ..grammar.service import GrammarService
+
+logger = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+BACKLOG_STEPS = 1  # nobody watches the tokens come: while prompts wait, steps are as large as they can be
+
+
+class LLM:
+    """A model in an engine process of its own. Use as a context manager, or call `close`, to end that process early."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
+        pooling: str | None = None,
+        generation_config: str | None = None,
+        **options: Any,
+    ) -> None:
+        """`model`: folder or hub name; `chat_template`: Jinja template, or a file that has it; `pooling`: what `embed`
+        does, auto, last, mean or cls; `generation_config`: auto, vserve or a file, the defaults of sampling;
+        `options`: as the flags of `vserve serve`, with underscores (`max_model_len=4096`, `config="options.yaml"`).
+
+        Raises ConfigError (a ValueError) for options that cannot work, TypeError for such as do not exist,
+        EngineDeadError with the cause when the engine does not start.
+        """
+        named = {"tokenizer": tokenizer, "chat_template": chat_template, "pooling": pooling}
+        options |= {"model": model or None, "generation_config": generation_config, **named}
+        try:
+            config, text, notices = from_keywords(options)
+        except ConfigError as error:
+            raise ConfigError(in_keywords(str(error))) from None
+        for line in notices:
+            logger.info(in_keywords(line))
+        if not config.model:
+            raise ConfigError("no model is named: give the folder of a Hugging Face model, or its name on the hub")
+        if config.backlog_steps is None:
+            config = dataclasses.replace(config, backlog_steps=BACKLOG_STEPS)
+        self._engine = EngineThread(config)
+        self._finalizer = weakref.finalize(self, self._engine.close)  # when collected, or when the interpreter ends
+        try:
+            starting = self._engine.begin(self._engine.client.start())
+            self.model: TextModel = load_text_model(config.model, text, config)
+            starting()
+        except (ConfigError, EngineDeadError) as error:
+            self.close()
+            raise type(error)(in_keywords(str(error))) from None
+        except BaseException:
+            self.close()
+            raise
+        self._request_ids = itertools.count()
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's effective settings."""
+        return self._engine.client.info
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[RequestOutput]:
+        """Answers all prompts, in their order; all are submitted at once and the engine batches them.
+
+        `prompts`: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a sequence of these.
+        `sampling_params`: one for all, or one each; None = the model's defaults. `use_tqdm`: a progress bar, or what
+        makes one. Raises ValueError before anything is submitted; a request that fails in the engine does not end the
+        others: its answer has the finish reason "error".
+        """
+        return self._run(tokenised(prompts, self.model.tokenizer), sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding of each prompt, in their order; see `generate`.
+
+        Raises ValueError before anything is submitted, RuntimeError when the engine fails on a prompt.
+        """
+        self._check_open()
+        inputs = [token_ids for _, token_ids in tokenised(prompts, self.model.tokenizer)]
+        try:
+            resolved = resolve_embeddings((pooling_params or PoolingParams()).request(), inputs, self.model, self.info)
+        except ApiError as error:
+            raise ValueError(error.message) from None
+        ids = [str(next(self._request_ids)) for _ in resolved]
+        with progress_bar(use_tqdm, len(resolved)) as bar:
+            return self._engine.begin(
+                embed_all(self._engine.client, self.model.tokenizer, resolved, ids, Progress(bar))
+            )()
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several; see `generate`. `chat_template`: Jinja text instead of the model's;
+        `tools`: what the template offers. Calls and reasoning stay text."""
+        if not messages:
+            raise ValueError("'messages' must not be empty.")
+        several = not isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Messages], messages if several else [messages])
+        tokenizer = self.model.tokenizer
+        if chat_template is not None:
+            tokenizer = tokenizer.with_template(chat_template)
+        options = dict(chat_template_kwargs or {})
+        pairs = []
+        try:
+            tokenizer.check_template_kwargs(options)
+            options["continue_final_message"] = continue_final_message
+            options["tools"] = definitions(tools)
+            options["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+            for conversation in conversations:
+                request = validate(ChatRequest, {"messages": [dict(message) for message in conversation]})
+                text = tokenizer.render(request.messages, options)
+                # The template writes its own special tokens.
+                pairs.append((unmarked(text), tokenizer.encode_rendered(text, add_special_tokens=False)))
+        except ApiError as error:
+            raise ValueError(error.message) from error
+        return self._run(pairs, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers."""
+        return self.model.tokenizer.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json sets, and our defaults for the rest."""
+        defaults: dict[str, Any] = dict(self.model.defaults)
+        if "top_k" in defaults:
+            defaults["top_k"] = int(defaults["top_k"])
+        return SamplingParams(**defaults)
+
+    def close(self) -> None:
+        """Ends the engine. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("this LLM is closed: make another")
+
+    # ---- one call of generate ----
+
+    def _run(
+        self,
+        prompts: Sequence[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+    ) -> list[RequestOutput]:
+        self._check_open()
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            params = [sampling_params] * len(prompts)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(prompts):
+                raise ValueError(
+                    f"{len(params)} sampling_params for {len(prompts)} prompts: give one for all, or one each"
+                )
+        requests = self._requests(params)
+        resolved = self._resolve([token_ids for _, token_ids in prompts], requests)
+        outputs = [
+            RequestOutput(
+                str(next(self._request_ids)), text, token_ids, [CompletionOutput(index) for index in range(one.n or 1)]
+            )
+            for (text, token_ids), one in zip(prompts, params, strict=True)
+        ]
+        with progress_bar(use_tqdm, len(outputs)) as bar:
+            texts = [_text_options(request, one) for request, one in zip(requests, params, strict=True)]
+            constraints = [request.constraint for request in requests]
+            self._engine.begin(self._generate(resolved, texts, constraints, outputs, Progress(bar)))()
+        return outputs
+
+    def _requests(self, params: Sequence[SamplingParams]) -> list[CompletionRequest]:
+        """As a server would get them; those who share parameters share the request. Raises ValueError."""
+        requests = {key: one.request() for key, one in {id(one): one for one in params}.items()}
+        return [requests[id(one)] for one in params]
+
+    def _resolve(self, prompts: Sequence[list[int]], requests: Sequence[CompletionRequest]) -> list[Prompt]:
+        """Raises ValueError."""
+        resolved = []
+        for i, (token_ids, request) in enumerate(zip(prompts, requests, strict=True)):
+            left = self.info.max_model_len - len(token_ids)
+            if request.max_tokens is not None and 0 < left < request.max_tokens:
+                # One setting for prompts of many lengths: the context ends those that reach it.
+                request = request.model_copy(update={"max_tokens": left})
+            try:
+                resolved += resolve(request, [token_ids], self.model, self.info, None)
+            except ApiError as error:
+                raise ValueError(f"prompt {i}: {error.message}") from None
+        return resolved
+
+    async def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        texts: Sequence[TextOptions],
+        constraints: Sequence[tuple[str, Constraint] | None],
+        outputs: Sequence[RequestOutput],
+        progress: Progress,
+    ) -> None:
+        """On the engine's thread. Fills `outputs`."""
+        keys: list[str] = []  # of the grammars in use
+        try:
+            prompts = [
+                await self._constrained(i, prompt, constraint, keys)
+                for i, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True))
+            ]
+            await generate_all(self._engine.client, self.model.tokenizer, prompts, texts, outputs, progress)
+        finally:
+            for key in keys:
+                self._grammars.release(key)
+
+    async def _constrained(
+        self, index: int, prompt: Prompt, constraint: tuple[str, Constraint] | None, keys: list[str]
+    ) -> Prompt:
+        """The prompt with its grammar, whose key is added to `keys`. Raises ValueError."""
+        if constraint is None:
+            return prompt
+        try:
+            keys.append(await self._grammars.acquire(constraint[1], constraint[0]))
+        except ApiError as error:
+            raise ValueError(f"prompt {index}: {error.message}") from None
+        return prompt.with_grammar(keys[-1])
+
+    @cached_property
+    def _grammars(self) -> GrammarService:
+        from ..grammar.service import GrammarService
+
+        service = GrammarService(self._engine.client, self.model)
+        self._engine.closing.append(service.close)
+        return service
+
+
+def _text_options(request: CompletionRequest, params: SamplingParams) -> TextOptions:
+    return dataclasses.replace(text_options(request), detokenize=params.detokenize is not False)

@@ -1,0 +1,43 @@
+"""What the offline API takes for a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from ..text.tokenizer import Tokenizer
+from ..wire.fields import are_integers
+
+PromptLike = str | list[int] | Mapping[str, Any]  # a mapping has "prompt" or "prompt_token_ids"
+
+
+def tokenised(prompts: PromptLike | Sequence[PromptLike], tokenizer: Tokenizer) -> list[tuple[str | None, list[int]]]:
+    """(text where there is one, token ids) of each prompt. Raises ValueError."""
+    parsed = [_parse_prompt(prompt, i) for i, prompt in enumerate(_as_list(prompts))]
+    texts = [text for text, token_ids in parsed if token_ids is None and text is not None]
+    encoded = iter(tokenizer.core.encode_batch_fast(texts, add_special_tokens=True))
+    return [(text, next(encoded).ids if token_ids is None else token_ids) for text, token_ids in parsed]
+
+
+def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    """One prompt is a list of one; token ids are one prompt."""
+    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+        return [cast(PromptLike, prompts)]
+    return list(cast(Sequence[PromptLike], prompts))
+
+
+def _parse_prompt(prompt: PromptLike, index: int) -> tuple[str | None, list[int] | None]:
+    """(text, token ids); where there are ids, they count. Raises ValueError."""
+    text: Any = None
+    token_ids: Any = None
+    if isinstance(prompt, Mapping):
+        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
+            raise ValueError(f"prompt {index}: {min(unknown)!r} is not supported; give prompt or prompt_token_ids")
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    elif isinstance(prompt, str):
+        text = prompt
+    else:
+        token_ids = list(prompt) if isinstance(prompt, Sequence) else prompt
+    if not (are_integers(token_ids) if token_ids is not None else isinstance(text, str)):
+        raise ValueError(f"prompt {index} is neither a string nor a list of token ids.")
+    return text, token_ids

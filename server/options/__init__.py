@@ -1,0 +1,1 @@
+"""What `serve` and `LLM` may be told beside the engine's own options."""

@@ -1,0 +1,104 @@
+"""Every option of the HTTP server; flags and /server_info derive from it, as from engine/config.py."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ...engine.config import SECONDS, Bounds, ConfigError, check_options, option
+from .http import HttpConfig
+from .logs import LogConfig
+from .text import TextConfig
+
+
+def _path_prefix(path: str) -> str | None:
+    return "it must start with / and not end with one" if path and (path[0] != "/" or path[-1] == "/") else None
+
+
+def _names(names: tuple[str, ...]) -> str | None:
+    return None if all(map(str.strip, names)) else "a name is empty, leave it out"
+
+
+def _metric_name(prefix: str) -> str | None:
+    if not re.fullmatch("[a-zA-Z0-9_:]*", prefix):
+        return "only letters, digits, _ and : may be in a metric's name"
+    return "it must not start with a digit" if prefix[:1].isdigit() else None
+
+
+@dataclass(frozen=True)
+class ServerConfig(HttpConfig, LogConfig, TextConfig):
+    host: str = option("0.0.0.0", "address to listen on", group="server")
+    port: int = option(8000, "port to listen on", group="server", bounds=Bounds(0, 65535, zero="any free one"))
+    uds: str | None = option(None, "Unix-domain socket to listen on instead of host and port", group="server")
+    root_path: str = option(
+        "", "path prefix that a proxy in front of the server strips", group="server", problem=_path_prefix
+    )
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names that requests may use; answers carry the first (default: the model's)",
+        group="server",
+        problem=_names,
+    )
+    strict_params: bool = option(
+        False, "refuse requests with unknown fields instead of listing them in x-vserve-ignored-params", group="server"
+    )
+    return_tokens_as_token_ids: bool = option(
+        False, "log-probabilities name tokens as token_id:7 where a request does not say", group="server"
+    )
+    enable_force_include_usage: bool = option(
+        False, "every stream of chat and completions ends with the usage, whether asked for or not", group="server"
+    )
+    grammar_compile_timeout: float = option(
+        5.0,
+        "seconds that compiling the schema or grammar of a structured output may take",
+        group="server",
+        bounds=Bounds(0.1, 3600, unit="seconds"),
+    )
+    response_store_size: int = option(
+        1024,
+        "how many responses of /v1/responses, and how many stored chats, are kept for those who ask for them; 0: none",
+        group="server",
+        bounds=Bounds(0, 10**7),
+    )
+    response_store_bytes: int = option(
+        256 << 20,
+        "bytes that either may take; those that were not used for longest go first",
+        group="server",
+        bounds=Bounds(0, 1 << 40),
+    )
+    ui: bool = option(True, "serve a page at / to chat with the model and to watch the engine", group="server")
+    metrics_prefix: str = option("vllm:", "what the names on /metrics begin with", group="server", problem=_metric_name)
+    sse_ping_interval: float = option(
+        0.0, "seconds between comment lines in a silent stream, for proxies that close idle connections; 0: none",
+        group="server", bounds=Bounds(0, 86_400, unit="seconds"),
+    )  # fmt: skip
+    stall_timeout: float = option(
+        30.0, "seconds without a step, while requests wait, after which /health is 503", group="server", bounds=SECONDS
+    )
+    hang_timeout: float = option(
+        300.0, "seconds without a step, while requests wait, after which the engine is restarted; 0: never",
+        group="server", bounds=Bounds(0, 86_400, zero="never", unit="seconds"),
+    )  # fmt: skip
+    engine_restarts: int = option(
+        3,
+        "how often within 10 minutes an engine that died is started again, before the server ends",
+        group="server",
+        bounds=Bounds(0, 1000),
+    )
+    shutdown_timeout: float = option(
+        30.0,
+        "seconds that running requests get after SIGTERM or Ctrl-C; 0: none",
+        group="server",
+        bounds=Bounds(0, 86_400, unit="seconds"),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        self.check_tls()
+        self.check_logs()
+        self.check_text()
+        if self.hang_timeout and self.hang_timeout < self.stall_timeout:
+            raise ConfigError(
+                f"--hang-timeout is {self.hang_timeout}: it must be 0 (never) or at least --stall-timeout "
+                f"({self.stall_timeout})"
+            )

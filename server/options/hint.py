@@ -1,0 +1,14 @@
+""" "Did you mean", for names that do not exist."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean --port?`, or nothing where nothing is near."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    near = near or [longer for longer in known if len(name) > 4 and longer.startswith(name)][:1]
+    return f"; did you mean {near[0]}?" if near else ""

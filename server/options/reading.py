@@ -1,0 +1,129 @@
+"""One reading of options, for flags, environment, YAML and the keywords of `LLM`: what one accepts, all accept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import numbers
+import re
+import types
+import typing
+from collections.abc import Callable
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+from ...engine.config import FITTING, EngineConfig
+from .config import ServerConfig
+from .vllm import vllm_options
+
+_VLLM_VALUES = {
+    ("dtype", "half"): "float16",
+    ("dtype", "float"): "float32",
+    ("generation_config", "vllm"): "vserve",
+}
+_NUMBER_WORDS = {("max_model_len", "auto"): FITTING}
+_WORDS = {
+    "1": True, "true": True, "yes": True, "on": True,
+    "0": False, "false": False, "no": False, "off": False,
+}  # fmt: skip
+
+
+@cache
+def options() -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """Every option by name, with its type: bool, int, float, str, or tuple for several words."""
+    found: dict[str, tuple[dataclasses.Field[Any], Any]] = {}
+    for config in (EngineConfig, ServerConfig):
+        hints = typing.get_type_hints(config)
+        found |= {spec.name: (spec, kind_of(hints[spec.name])) for spec in dataclasses.fields(config)}
+    return found
+
+
+def kind_of(hint: Any) -> Any:
+    """int of `int | None`, tuple of `tuple[str, ...]`."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = (argument for argument in typing.get_args(hint) if argument is not types.NoneType)
+    return typing.get_origin(hint) or hint
+
+
+def read(name: str, value: Any) -> Any:
+    """Text, or a value of YAML or Python, as what the option `name` has; an option of vLLM too.
+
+    Raises ValueError: the value, and what it must be.
+    """
+    text = value.strip() if isinstance(value, str) else value
+    if (foreign := vllm_options().get(name)) is not None:
+        if foreign.takes_value:
+            return json.dumps(text) if isinstance(text, dict | list) else text
+        return switch(text)
+    spec, kind = options()[name]
+    if kind is bool:
+        return switch(text)
+    if kind is tuple:
+        return tuple(map(str, text)) if isinstance(text, list | tuple) else _words(str(text))
+    if kind is str:
+        return json.dumps(text) if isinstance(text, dict | list | bool) else _spelled(spec, str(text))
+    if (word := _NUMBER_WORDS.get((name, str(text).lower()))) is not None:
+        return word
+    if isinstance(text, str):
+        return NUMBERS[kind](text)
+    wanted = numbers.Integral if kind is int else numbers.Real  # NumPy's, too
+    if isinstance(text, bool) or not isinstance(text, wanted):
+        raise ValueError(f"{value!r}: it must be {'an integer' if kind is int else 'a number'}")
+    return kind(text)
+
+
+def is_json(name: str) -> bool:
+    """Whether the option's value is a JSON object, which may be given key by key."""
+    foreign = vllm_options().get(name)
+    return foreign.is_json if foreign is not None else name in options() and options()[name][0].metadata["is_json"]
+
+
+def negated(name: str) -> str:
+    """The switch that `no_…` turns off; "" where the name is no such form of one."""
+    base = name.removeprefix("no_")
+    foreign = vllm_options().get(base)
+    is_switch = not foreign.takes_value if foreign is not None else base in options() and options()[base][1] is bool
+    return base if base != name and is_switch else ""
+
+
+def switch(value: Any) -> bool:
+    """Raises ValueError."""
+    if (found := _WORDS.get(str(value).lower())) is None:
+        raise ValueError(f"{value!r}: it must be true or false")
+    return found
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.replace(",", " ").split())
+
+
+def _spelled(spec: dataclasses.Field[Any], text: str) -> str:
+    """By vserve's name for it where it was given by vLLM's or torch's; choices in either case."""
+    choices = spec.metadata["choices"]
+    word = text.lower().removeprefix("torch.") if choices else text
+    word = _VLLM_VALUES.get((spec.name, word), word)
+    return word if not choices or word in choices else text
+
+
+def _integer(text: str) -> int:
+    """32768, or as vLLM has it, 32K = 32 × 1024 and 32k = 32,000; so for M, G, T."""
+    found = re.fullmatch(r"([+-]?\d+|\d+\.\d+)(?:([kmgt])|([KMGT])(?:iB)?)?", text)
+    if found is None:
+        raise ValueError(f"{text!r}: it must be an integer such as 4096 or 4K")
+    digits, thousands, powers = found.groups()
+    factor = 1000 ** (1 + "kmgt".index(thousands)) if thousands else 1024 ** (1 + "KMGT".index(powers)) if powers else 1
+    number = Fraction(digits) * factor
+    if number.denominator != 1:
+        raise ValueError(f"{text!r}: it must be an integer")
+    return int(number)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r}: it must be a number such as 0.9") from None
+
+
+NUMBERS: dict[type, Callable[[str], float]] = {int: _integer, float: _number}

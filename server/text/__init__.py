@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, chat template, detokenizer, and what a model folder says of them."""

@@ -1,0 +1,71 @@
+"""How a model makes embeddings: what its folder says of it, in sentence-transformers' files, and --pooling."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...engine.config import ConfigError
+from ...engine.request import CLS, LAST, MEAN, POOLINGS
+from .defaults import read_json
+
+MODULES = "modules.json"
+_KINDS = {
+    "pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN, "pooling_mode_cls_token": CLS,
+    "lasttoken": LAST, "mean": MEAN, "cls": CLS,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PoolingDefaults:
+    kind: str = LAST
+    normalize: bool = True
+    source: str = "default"
+    problem: str | None = None  # why this server cannot make the model's embeddings
+
+
+def read_pooling(folder: Path, asked: str, normalized: bool | None = None) -> PoolingDefaults:
+    """`asked`: --pooling; `normalized`: whether their length becomes 1, None where no option says.
+
+    Where nobody says anything, it is the last token's state, of length 1.
+
+    Raises ConfigError for files that are no JSON, or a way of pooling that does not exist.
+    """
+    if asked not in ("auto", *POOLINGS):
+        raise ConfigError(f"--pooling is {asked!r}: choose one of auto, {', '.join(POOLINGS)}")
+    modules = _modules(folder / MODULES)
+    types = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    normalize = not modules or "Normalize" in types
+    if normalized is not None:
+        normalize = normalized
+    if asked != "auto":
+        return PoolingDefaults(asked, normalize, "flag")
+    if unknown := [name for name in types if name not in ("Transformer", "Pooling", "Normalize")]:
+        problem = f"{MODULES} has the module {unknown[0]!r}, which is not supported"
+        return PoolingDefaults(LAST, normalize, MODULES, problem)
+    if "Pooling" not in types:
+        return PoolingDefaults(normalize=normalize)
+    path = folder / str(modules[types.index("Pooling")].get("path") or "1_Pooling") / "config.json"
+    config, name = read_json(path), f"{path.parent.name}/{path.name}"
+    modes = [mode for mode, value in config.items() if mode.startswith("pooling_mode_") and value is True]
+    if isinstance(mode := config.get("pooling_mode"), str):  # the newer form
+        modes = [mode]
+    if len(modes) != 1 or modes[0] not in _KINDS:
+        problem = f"{name} asks for pooling {' and '.join(modes) or 'of no kind'}, which is not supported"
+        return PoolingDefaults(LAST, normalize, name, problem)
+    return PoolingDefaults(_KINDS[modes[0]], normalize, name)
+
+
+def _modules(path: Path) -> list[dict[str, Any]]:
+    """[] where the folder is not of sentence-transformers. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path.name} of {str(path.parent)!r} is no JSON ({error}): repair or delete it") from None
+    if not isinstance(content, list) or not all(isinstance(module, dict) for module in content):
+        raise ConfigError(f"{path.name} of {str(path.parent)!r} holds no list of modules: repair or delete it")
+    return content

@@ -1,0 +1,82 @@
+"""The request of /v1/embeddings."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ..errors import bad_request
+from . import fields
+
+MAX_INPUTS = 2048  # in one request; OpenAI's limit
+
+
+class EmbeddingRequest(BaseModel):
+    """None is the same as leaving a field out."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    input: list[str] | list[list[int]] = Field(description="one or many, as text or as token ids")
+    model: str | None = Field(None, description="a name that the server serves; where it is missing, the first one")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None,
+        description="float: numbers (default); base64: their bytes, little-endian float32 where nothing else is said",
+    )
+    dimensions: int | None = Field(None, ge=1, description="only so many of the leading ones (default: all)")
+    normalize: bool | None = Field(None, description="to length 1 (default: what the model's folder says, or true)")
+    use_activation: bool | None = Field(None, description="another name of normalize")
+    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
+        None, description="of base64 (default float32)"
+    )
+    endianness: Literal["native", "little", "big"] | None = Field(
+        None, description="of base64 (default native, which is little)"
+    )
+    user: str | None = Field(None, max_length=1024, description="the client's own label")
+    request_id: str | None = Field(
+        None, min_length=1, max_length=1024, description="names the request in the log; the header X-Request-Id wins"
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="tokenise with the tokenizer's special tokens (default true)"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="keep the last tokens of each input; -1: as many as the context holds"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="where truncate_prompt_tokens cuts off: left keeps the last tokens (default), right the first"
+    )
+    priority: int | None = Field(
+        None, ge=-(2**31), le=2**31 - 1, description="lower runs sooner, with --scheduling-policy priority"
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024, description="cached prefixes are shared only where this is equal"
+    )
+
+    @field_validator("input", mode="plain", json_schema_input_type=str | list[str] | list[int] | list[list[int]])
+    @classmethod
+    def _input(cls, value: Any) -> list[str] | list[list[int]]:
+        return fields.prompts(value, "input", MAX_INPUTS)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> EmbeddingRequest:
+        if self.truncate_prompt_tokens == 0:
+            name = "truncate_prompt_tokens"
+            raise bad_request(f"'{name}' is 0; it must be -1 or at least 1.", name)
+        if self.encoding_format != "base64":
+            for name, neutral in (("embed_dtype", ("float32",)), ("endianness", ("native", "little"))):
+                if (value := getattr(self, name)) is not None and value not in neutral:
+                    raise bad_request(f"'{name}' {value} is only for 'encoding_format' base64.", name)
+        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
+            name = "use_activation"
+            raise bad_request(f"'{name}' is another name of 'normalize', and the two differ.", name)
+        return self
+
+    @property
+    def is_normalized(self) -> bool | None:
+        """None: as the model's folder says."""
+        return self.use_activation if self.normalize is None else self.normalize
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that nobody here knows."""
+        return list(self.model_extra or ())

@@ -1,0 +1,58 @@
+"""Bodies that come and do not end: each is small enough, and all of them together are bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+MOST = 256 << 20  # bytes, as server/http/body_limit.py has it
+KEPT = 64 << 20  # bytes of buffers, and of what allocators keep
+
+
+def complete(url: str, **fields: Any) -> None:
+    body = {"model": "demo", "prompt": "Hello", "max_tokens": 1, **fields}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+def resident(pid: int) -> int:
+    """Bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def test_large_bodies_that_never_end_have_a_bound_together(serve: Any, attacks: Any) -> None:
+    """Each stays below the limit of one, and its client holds the last byte back: 256 MiB of them are kept, no more."""
+    size = (8 << 20) - 1
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    ).encode()
+    piece, held, refused = b" " * (size - 1), [], 0
+    with serve("--served-model-name", "demo") as server:
+        complete(server.url)
+        before = resident(server.process.pid)
+        try:
+            for _ in range(40):
+                sock = attacks.connect(server.url)
+                held.append(sock)
+                sock.settimeout(20)
+                sock.sendall(head)
+                try:
+                    sock.sendall(piece)
+                    sock.settimeout(0.05)
+                    status, headers, body = attacks.read_answer(sock)
+                except TimeoutError:  # it waits for the last byte
+                    continue
+                except OSError:  # the refusal did not wait for the rest
+                    refused += 1
+                    continue
+                assert status == 429 and b"too_many_bodies" in body and headers["retry-after"] == "1"
+                refused += 1
+            assert refused >= 40 - MOST // size - 1
+            complete(server.url)
+            assert resident(server.process.pid) - before < MOST + KEPT
+        finally:
+            for sock in held:
+                sock.close()
+        complete(server.url, ignored="x" * (1 << 20))  # there is room again

@@ -1,0 +1,143 @@
+"""Memory on a GPU, planned with made-up numbers: no GPU is needed to add and subtract. And on the CPU."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vserve.engine.cpu_memory as cpu_memory
+import vserve.engine.runner as runner_module
+from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.memory import plan_memory
+from vserve.engine.rows import RowTables
+from vserve.engine.runner import ModelRunner
+from vserve.engine.worker import Worker
+
+GIB = 1 << 30
+BLOCK = 16 * 128 * 1024  # bytes: 16 tokens of an 8B model
+
+
+class Card:
+    """80 GiB, of which the context's row tables and 20 GiB are taken."""
+
+    block_size, max_num_seqs, num_groups = 16, 1024, 1
+    device = SimpleNamespace(type="cuda")
+    model = SimpleNamespace(parameters=list)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        free = 60 * GIB - self.row_bytes(max_model_len)
+        for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2 * GIB)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * GIB))
+
+    def row_bytes(self, max_model_len: int) -> int:
+        return ModelRunner.row_bytes(self, max_model_len)  # type: ignore[arg-type]
+
+    def block_bytes(self, dtype: torch.dtype) -> int:
+        return BLOCK
+
+    def dummy_step(self, *_: object) -> None: ...
+
+
+def planned(card: Card, **options):
+    config = EngineConfig("model", gpu_memory_utilization=0.9, **options)
+    return plan_memory(card, config, torch.bfloat16, 8192)  # type: ignore[arg-type]
+
+
+def test_a_context_that_is_cut_gives_back_its_rows(monkeypatch) -> None:
+    """What the cache has, and the narrower tables, fill the card: not a block more would fit, and none is wasted."""
+    card = Card(monkeypatch, 1 << 20)
+    plan = planned(card)
+    room = int(80 * GIB * 0.9) - 2 * GIB - 20 * GIB
+    assert plan.max_model_len == (plan.num_blocks - 1) * 16 < 1 << 20
+    needed = plan.num_blocks * BLOCK + card.row_bytes(plan.max_model_len)
+    assert needed <= room < needed + BLOCK + card.row_bytes(16)
+    assert plan.num_blocks * BLOCK + plan.needed == needed + 22 * GIB, "the table of the plan adds up"
+    fixed = (room - card.row_bytes(1 << 20)) // BLOCK
+    assert plan.num_blocks > fixed + 1000, "GiB of it"
+    with pytest.raises(ConfigError, match=f"set --max-model-len {plan.max_model_len} or less"):
+        planned(card, max_model_len=1 << 20)
+
+
+@pytest.mark.parametrize("context", [8192, 100_000])
+def test_a_context_that_fits_is_left_as_it_is(monkeypatch, context) -> None:
+    card = Card(monkeypatch, context)
+    plan = planned(card)
+    assert plan.max_model_len == context and not plan.notices
+    room = int(80 * GIB * 0.9) - 2 * GIB - 20 * GIB - card.row_bytes(context)
+    assert plan.num_blocks == room // BLOCK
+
+
+def test_what_is_named_is_taken_at_its_word(monkeypatch) -> None:
+    card = Card(monkeypatch, 1 << 20)
+    assert planned(card, num_gpu_blocks_override=100).num_blocks == 101
+    assert planned(card, kv_cache_memory_bytes=GIB).num_blocks == GIB // BLOCK
+
+
+def test_old_rows_are_gone_before_new_ones_are_made(tiny_model, monkeypatch) -> None:
+    worker = Worker(
+        EngineConfig(
+            str(tiny_model("llama")), device="cpu", cpu_threads=1, max_model_len=256, num_gpu_blocks_override=32
+        ),
+        lambda _: None,
+    )
+    runner, made = worker.runner, []
+    graphs = runner.plan_graphs(8, 16, ())
+    old = [weakref.ref(runner.tables), weakref.ref(runner.tables.block_tables[0])]
+
+    def make(*args) -> RowTables:
+        made.append([gone() for gone in old] == [None, None])
+        return RowTables(*args)
+
+    monkeypatch.setattr(runner_module, "RowTables", make)
+    runner.make_rows(64)
+    assert made == [True] and graphs.shapes()
+    tables = [runner.tables.token_ids, *runner.tables.block_tables]
+    assert sum(t.numel() * t.element_size() for t in tables) == runner.row_bytes(64)
+
+
+def on_cpu(folder, **options) -> Worker:
+    return Worker(EngineConfig(str(folder), device="cpu", cpu_threads=1, **options), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "options, remedy",
+    [
+        (
+            {"kv_cache_memory_bytes": 900 * 10**9},
+            r"--kv-cache-memory-bytes 900000000000 does not fit: .* set it to \d+",
+        ),
+        ({"num_gpu_blocks_override": 10**8}, r"--num-gpu-blocks-override 100000000 does not fit: .* set it to \d+"),
+        ({"max_num_seqs": 10**8}, r"100000000 running requests .* do not fit: .* set --max-num-seqs \d+ or less"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_the_cpu_refuses_what_its_memory_does_not_hold(tiny_model, options, remedy) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        on_cpu(tiny_model("llama"), **options)
+
+
+def test_the_remedy_for_too_many_rows_fits(tiny_model, monkeypatch) -> None:
+    """512 MiB, of which rows and steps would take more before the cache has any."""
+    monkeypatch.setattr(cpu_memory, "machine_bytes", lambda: 512 << 20)
+    with pytest.raises(ConfigError, match="--max-num-seqs") as refused:
+        on_cpu(tiny_model("llama"), max_num_seqs=1_000_000)
+    most = int(str(refused.value).split("set --max-num-seqs ")[1].split()[0])
+    worker = on_cpu(tiny_model("llama"), max_num_seqs=most)
+    assert 10_000 < most == worker.info.max_num_seqs
+
+
+def test_the_plan_on_the_cpu_counts_rows_and_steps(tiny_model) -> None:
+    worker = on_cpu(tiny_model("llama"), max_num_seqs=5000, max_model_len=256, num_gpu_blocks_override=64)
+    tables, memory = worker.runner.tables, worker.info.memory
+    made = [tables.token_ids, tables.num_computed, tables.params, *tables.block_tables]
+    rows = sum(t.numel() * t.element_size() for t in made)
+    assert rows <= memory["other"] <= rows * 1.05
+    logits = 5000 * worker.runner.model.config.vocab_size * 4
+    assert logits < memory["activations"] < 10 * logits

@@ -1,0 +1,126 @@
+"""Options that were left open, filled in by model, machine and memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from vserve.engine.config import ConfigError, EngineConfig, SchedulerConfig
+from vserve.engine.memory import MemoryPlan
+from vserve.engine.model_config import ModelConfig
+from vserve.engine.resolved import Machine, Resolved, resolve
+from vserve.kernels import linear_hopper
+
+CPU = Machine(torch.device("cpu"), "cpu", 0, 3)
+CARD = Machine(torch.device("cuda"), "H100", 80_000_000_000, 8)
+SMALL_CARD = dataclasses.replace(CARD, card_bytes=24_000_000_000)
+
+
+@pytest.fixture
+def model(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
+    config: ModelConfig = ModelConfig.from_folder(tiny_model("llama"))
+    return config
+
+
+def plan(**changed: Any) -> MemoryPlan:
+    sizes = {"total": 80, "budget": 72, "weights": 16, "activations": 2, "graphs": 1, "other": 3, "cache": 50}
+    return MemoryPlan(**(sizes | {"num_blocks": 101, "max_model_len": 1000} | changed))
+
+
+def open_fields(resolved: Resolved) -> list[str]:
+    values = {spec.name: getattr(resolved, spec.name) for spec in dataclasses.fields(resolved)}
+    return [name for name, value in values.items() if value is None or value == "auto"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        (CPU, (torch.float32, 512, 16, 0, ())),
+        (SMALL_CARD, (torch.bfloat16, 2048, 256, 1024, (2048,))),
+        (CARD, (torch.bfloat16, 8192, 1024, 1024, (2048, 4224))),
+    ],
+    ids=["cpu", "small card", "card"],
+)
+def test_what_is_left_open_follows_from_the_machine(
+    model: ModelConfig, machine: Machine, expected: tuple[Any, ...]
+) -> None:
+    model = dataclasses.replace(model, dtype=torch.bfloat16)
+    found = resolve(EngineConfig("m", load_format="dummy"), model, machine)
+    tokens, seqs = found.max_num_batched_tokens, found.max_num_seqs
+    assert (found.dtype, tokens, seqs, found.max_mixed_tokens, found.large_mixed_tokens) == expected
+    assert found.max_model_len == model.max_model_len and found.backlog_steps == SchedulerConfig.backlog_steps
+    assert not open_fields(found) and not found.reduced and not found.notices
+
+
+def test_what_was_asked_for_is_what_counts(model: ModelConfig) -> None:
+    asked = {
+        "dtype": "float16", "max_model_len": 77, "max_num_batched_tokens": 300, "max_num_seqs": 20, "block_size": 32,
+        "max_mixed_tokens": 100, "backlog_steps": 5, "max_logprobs": 3, "seed": 9, "scheduling_policy": "priority",
+        "enable_prefix_caching": False, "max_cudagraph_capture_size": 7,
+    }  # fmt: skip
+    found = resolve(EngineConfig("m", **asked), model, CARD)
+    for name, value in asked.items():
+        assert getattr(found, name) == (torch.float16 if name == "dtype" else value), name
+    assert not resolve(EngineConfig("m", enforce_eager=True), model, CARD).uses_graphs and found.uses_graphs
+    assert not resolve(EngineConfig("m"), model, CPU).uses_graphs
+
+
+def test_a_checkpoint_in_float32_is_served_in_bfloat16_on_a_card(model: ModelConfig) -> None:
+    model = dataclasses.replace(model, dtype=torch.float32)
+    assert resolve(EngineConfig("m"), model, CARD).dtype is torch.bfloat16
+    assert resolve(EngineConfig("m", dtype="float32"), model, CARD).dtype is torch.float32
+
+
+def test_without_chunked_prefill_a_step_takes_a_whole_prompt(model: ModelConfig) -> None:
+    found = resolve(EngineConfig("m", enable_chunked_prefill=False, max_num_batched_tokens=500), model, CARD)
+    assert (found.max_mixed_tokens, found.large_mixed_tokens) == (0, ())
+    assert found.notices == ("max_num_seqs lowered to 500, the value of --max-num-batched-tokens",)
+    assert found.fitted(plan(max_model_len=500)).notices == (), "each is said once"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "raise the first to 9 or lower the second to 8"),
+        ({"max_model_len": 10**9}, "--max-model-len 1000000000 is beyond the .* set it to"),
+    ],
+)
+def test_contradictions(model: ModelConfig, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineConfig("m", **options), model, CARD)  # type: ignore[arg-type]
+
+
+def test_what_memory_decides(model: ModelConfig) -> None:
+    model = dataclasses.replace(model, dtype=torch.bfloat16)
+    asked = resolve(EngineConfig("m", load_format="dummy", max_num_seqs=9000), model, CARD)
+    assert asked.max_model_len > 60
+    fitted = asked.fitted(plan(max_model_len=60, notices=("context cut",)))
+    assert not open_fields(fitted) and fitted.notices == ("context cut",)
+    scheduler = fitted.scheduler_config(num_groups=2)
+    assert scheduler == SchedulerConfig(
+        max_model_len=60, max_num_batched_tokens=9000, max_num_seqs=9000, max_mixed_tokens=1024,
+        large_mixed_tokens=asked.large_mixed_tokens, num_blocks=101, num_groups=2, depth=2,
+    )  # fmt: skip
+    info = fitted.info({"weights": 1.5})
+    assert info.fitted == ("max_model_len", "max_num_batched_tokens") and info.startup_seconds == {"weights": 1.5}
+    assert (info.max_model_len, info.num_blocks, info.dtype, info.device) == (60, 100, "bfloat16", "H100")
+    assert info.memory == {"weights": 16, "activations": 2, "graphs": 1, "other": 3, "kv_cache": 50}
+    told = info.settings
+    assert told["max_model_len"] == 60 and told["num_gpu_blocks_override"] == 100 and told["cpu_threads"] == 8
+    assert told["dtype"] == "bfloat16" and told["kv_cache_memory_bytes"] == 50 and told["device"] == "H100"
+    left = {spec.name for spec in dataclasses.fields(EngineConfig)} - set(told)
+    changes = {"hf_config_path", "hf_overrides", "rope_theta", "rope_scaling", "disable_sliding_window"}
+    assert left == {"model", "revision", "download_dir", "gpu_memory_utilization", "engine_in_process"} | changes, (
+        "nothing that can be left open"
+    )
+
+
+def test_prompts_that_no_step_holds_are_said(model: ModelConfig) -> None:
+    asked = resolve(EngineConfig("m", enable_chunked_prefill=False, max_num_batched_tokens=2000), model, CARD)
+    assert not asked.fitted(plan(max_model_len=2000)).notices
+    (notice,) = asked.fitted(plan(max_model_len=2001)).notices
+    assert "prompts are limited to max_num_batched_tokens=2000; raise it to 2001" in notice

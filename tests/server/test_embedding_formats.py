@@ -1,0 +1,54 @@
+"""The bytes of an embedding: float32, float16 and bfloat16, in either order."""
+
+from __future__ import annotations
+
+import struct
+from base64 import b64decode
+from typing import Any
+
+import pytest
+import torch
+
+from vserve.engine.messages import RequestOutput
+from vserve.server.generation.embedding import packed
+
+VALUES = [0.0, -0.5, 1 / 3, -2.7182817, 1e-3, 65504.0, 1.00390625, 1.01171875]  # the last two lie between two bfloat16
+
+
+@pytest.fixture
+def embedding_client(client: Any, engine: Any) -> Any:
+    """Its engine embeds everything as VALUES."""
+
+    async def embed(request: Any, mailbox: Any) -> None:
+        vector = struct.pack(f"<{len(VALUES)}f", *VALUES)
+        engine._put(mailbox, RequestOutput(request.id, [], "stop", embedding=vector))
+
+    engine._run = embed
+    return client
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("endianness", ["native", "little", "big"])
+def test_bytes_are_those_of_torch(embedding_client: Any, dtype: str, endianness: str) -> None:
+    body = {"input": "a", "encoding_format": "base64", "embed_dtype": dtype, "endianness": endianness}
+    answer = embedding_client.post("/v1/embeddings", body)
+    assert answer.status_code == 200, answer.text
+    raw = bytearray(b64decode(answer.json()["data"][0]["embedding"]))
+    wanted = torch.tensor(VALUES).to(getattr(torch, dtype))
+    size = wanted.element_size()
+    if endianness == "big":
+        raw = bytearray(b"".join(bytes(raw[i : i + size][::-1]) for i in range(0, len(raw), size)))
+    assert torch.equal(torch.frombuffer(raw, dtype=wanted.dtype), wanted)
+
+
+def test_numbers_have_no_bytes(embedding_client: Any, engine: Any) -> None:
+    plain = embedding_client.post("/v1/embeddings", {"input": "a", "embed_dtype": "float32"}).json()
+    assert plain["data"][0]["embedding"] == pytest.approx(VALUES)
+    for field, value in (("embed_dtype", "float16"), ("endianness", "big"), ("embed_dtype", "int8")):
+        answer = embedding_client.post("/v1/embeddings", {"input": "a", field: value})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+    assert len(engine.submitted) == 1
+
+
+def test_what_float16_cannot_hold() -> None:
+    assert struct.unpack("<2e", packed(struct.pack("<2f", 1e6, 1.0), "float16", False)) == (float("inf"), 1.0)

@@ -1,0 +1,126 @@
+"""Every option of vLLM's 0.8 command line, by name: known as a flag, in a file and as a keyword of `LLM`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vserve.engine.config import ConfigError
+from vserve.server.cli import main, serve
+from vserve.server.cli.flags import read_flags
+from vserve.server.cli.given import notices
+from vserve.server.options.keywords import from_keywords
+from vserve.server.options.reading import negated, options
+from vserve.server.options.vllm import vllm_options
+
+NAMES = """
+    additional-config allowed-local-media-path block-size calculate-kv-scales code-revision
+    collect-detailed-traces compilation-config config-format cpu-offload-gb device disable-async-output-proc
+    disable-custom-all-reduce disable-log-stats disable-logprobs-during-spec-decoding
+    disable-mm-preprocessor-cache disable-sliding-window distributed-executor-backend download-dir dtype
+    enable-chunked-prefill enable-expert-parallel enable-lora enable-lora-bias enable-prefix-caching
+    enable-prompt-adapter enable-reasoning enable-sleep-mode enforce-eager fully-sharded-loras generation-config
+    gpu-memory-utilization guided-decoding-backend hf-config-path hf-overrides ignore-patterns kv-cache-dtype
+    kv-transfer-config limit-mm-per-prompt load-format logits-processor-pattern long-lora-scaling-factors
+    long-prefill-token-threshold lora-dtype lora-extra-vocab-size max-cpu-loras max-logprobs
+    max-long-partial-prefills max-lora-rank max-loras max-model-len max-num-batched-tokens
+    max-num-partial-prefills max-num-seqs max-parallel-loading-workers max-prompt-adapter-token
+    max-prompt-adapters max-seq-len-to-capture mm-processor-kwargs model model-impl model-loader-extra-config
+    multi-step-stream-outputs ngram-prompt-lookup-max ngram-prompt-lookup-min no-enable-prefix-caching
+    no-use-tqdm-on-load num-gpu-blocks-override num-lookahead-slots num-scheduler-steps num-speculative-tokens
+    otlp-traces-endpoint override-generation-config override-neuron-config override-pooler-config
+    pipeline-parallel-size preemption-mode qlora-adapter-name-or-path quantization ray-workers-use-nsight
+    reasoning-parser revision rope-scaling rope-theta scheduler-cls scheduler-delay-factor scheduling-policy seed
+    served-model-name show-hidden-metrics-for-version skip-tokenizer-init spec-decoding-acceptance-method
+    speculative-disable-by-batch-size speculative-disable-mqa-scorer speculative-draft-tensor-parallel-size
+    speculative-max-model-len speculative-model speculative-model-quantization swap-space task
+    tensor-parallel-size tokenizer tokenizer-mode tokenizer-pool-extra-config tokenizer-pool-size
+    tokenizer-pool-type tokenizer-revision trust-remote-code typical-acceptance-sampler-posterior-alpha
+    typical-acceptance-sampler-posterior-threshold use-tqdm-on-load use-v2-block-manager worker-cls
+    worker-extension-cls
+""".split()  # noqa: SIM905 (113 lines otherwise)
+# Where "1" is no value of theirs.
+VALUES = {
+    "block-size": "16", "config-format": "hf", "device": "cpu", "distributed-executor-backend": "mp",
+    "dtype": "bfloat16", "generation-config": "auto", "gpu-memory-utilization": "0.5",
+    "guided-decoding-backend": "auto", "hf-overrides": "{}", "kv-cache-dtype": "auto", "load-format": "auto",
+    "model": "/m", "model-impl": "auto", "override-generation-config": "{}", "preemption-mode": "recompute",
+    "quantization": "none", "reasoning-parser": "auto", "scheduling-policy": "fcfs", "task": "generate",
+    "tokenizer": ".", "tokenizer-mode": "auto", "worker-cls": "auto", "additional-config": "{}",
+    "model-loader-extra-config": "{}", "override-neuron-config": "{}", "otlp-traces-endpoint": "http://localhost:4318",
+}  # fmt: skip
+
+
+def is_switch(name: str) -> bool:
+    key = name.replace("-", "_")
+    key = negated(key) or key
+    return not vllm_options()[key].takes_value if key in vllm_options() else options()[key][1] is bool
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return main.command_parser("serve", serve).parse_args([main._dashes(word) for word in words])
+
+
+def answered(ask: Any) -> None:
+    """Taken, or refused in one line that says what to do instead."""
+    try:
+        ask()
+    except ConfigError as error:
+        what, colon, remedy = str(error).partition(": ")
+        assert what and colon and remedy and "\n" not in remedy and "unknown" not in what
+
+
+def test_the_list_is_whole() -> None:
+    assert len(NAMES) == len(set(NAMES)) == 113
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_is_known_everywhere(name: str, tmp_path: Path) -> None:
+    value = VALUES.get(name, "1")
+    words = [f"--{name}"] if is_switch(name) else [f"--{name}", value]
+    flags = parse(*words) if name == "model" else parse("/m", *words)
+    answered(lambda: (read_flags(flags), notices(flags)))
+    file = tmp_path / "options.yaml"
+    file.write_text(f"{name}: {'true' if is_switch(name) else value}\n")
+    arguments = parse("--config", str(file)) if name == "model" else parse("/m", "--config", str(file))
+    answered(lambda: (read_flags(arguments), notices(arguments)))
+    key = name.replace("-", "_")
+    keywords = {"model": "/m"} | {key: True if is_switch(name) else value}
+    answered(lambda: from_keywords(keywords))
+
+
+def test_a_switch_off_is_off_in_a_file_and_by_keyword(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    for text, on in (("no-enable-prefix-caching: true", False), ("no_enable_prefix_caching: false", True)):
+        file.write_text(text)
+        assert read_flags(parse("/m", "--config", str(file)))[0].enable_prefix_caching is on
+    assert not from_keywords({"model": "/m", "no_enable_prefix_caching": True})[0].enable_prefix_caching
+    with pytest.raises(ConfigError, match="are one option: leave one out"):
+        from_keywords({"enable_prefix_caching": True, "no_enable_prefix_caching": True})
+    file.write_text("no-port: 1")
+    with pytest.raises(ConfigError, match="unknown option 'no-port'"):
+        read_flags(parse("/m", "--config", str(file)))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--speculative-max-model-len", "2048"], "--speculative-max-model-len changes nothing: there is no speculat"),
+        (
+            ["--logits-processor-pattern", "my.*"],
+            "--logits-processor-pattern changes nothing: no code of requests runs",
+        ),
+        (["--enable-lora-bias"], "--enable-lora-bias changes nothing: there are no adapters yet"),
+        (["--qlora-adapter-name-or-path", "/a"], "--qlora-adapter-name-or-path /a: adapters are not served yet: merge"),
+        (["--override-neuron-config", '{"a": 1}'], '--override-neuron-config {"a": 1}: models run on NVIDIA GPUs and'),
+    ],
+)
+def test_what_was_unknown_says_what_it_does(words: list[str], line: str) -> None:
+    try:
+        (said,) = notices(parse("/m", *words))
+    except ConfigError as error:
+        said = str(error)
+    assert said.startswith(line)

@@ -1,0 +1,74 @@
+"""docs/house.md names what is there: the rooms, both ways and in their order, files, classes and functions."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HOUSE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
+# What a room may import of the others.
+BELOW: dict[str, set[str]] = {"server": {"engine"}, "engine": {"kernels"}, "kernels": set(), "configs": set()}
+ROOMS = tuple(BELOW)
+SERVER = ROOT / "server"
+LEFTOVERS = ("build", "dist", "__pycache__")  # of tools, where they ran here
+
+
+def listed() -> list[str]:
+    """The rooms: paths in the first columns of its tables."""
+    return re.findall(r"^\| `([\w/]+/|[\w/]+\.py)` \|", HOUSE, re.MULTILINE)
+
+
+def named() -> set[str]:
+    return set(re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", HOUSE))
+
+
+def test_the_rooms_of_the_server_are_these_in_this_order() -> None:
+    rooms = [path.removeprefix("server/") for path in listed() if path.startswith("server/") and path != "server/"]
+    floors = runpy.run_path(str(ROOT / "tests" / "test_rooms.py"))["FLOORS"]
+    assert [room.rstrip("/").removesuffix(".py") for room in rooms] == list(floors)
+    here = {path.name for path in SERVER.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert {room.rstrip("/") for room in rooms} == here - {"__init__.py"}
+
+
+def test_every_folder_is_a_room_or_in_one() -> None:
+    packages = {init.parent for room in ROOMS for init in (ROOT / room).rglob("__init__.py")}
+    rooms = {ROOT / path for path in listed() if path.endswith("/")}
+    assert rooms <= packages
+    assert {path for path in packages if not path.is_relative_to(SERVER) or path.parent == SERVER} <= rooms
+    for folder in ROOT.iterdir():
+        if folder.is_dir() and folder.name not in LEFTOVERS and not folder.name.startswith("."):
+            assert f"`{folder.name}/`" in HOUSE or folder.suffix == ".egg-info", folder.name
+
+
+def test_every_file_that_it_names_is_there() -> None:
+    paths = {name for name in named() if "/" in name or name.endswith((".py", ".toml", ".md"))}
+    assert len(paths) > 100
+    assert not (missing := sorted(path for path in paths if not (ROOT / path).exists())), missing
+
+
+def test_it_names_every_file_of_the_engine_and_the_kernels() -> None:
+    files = {str(path.relative_to(ROOT)) for room in ("engine", "kernels") for path in (ROOT / room).glob("*.py")}
+    missing = {path for path in files - named() if not path.endswith("__init__.py")}
+    assert not missing, f"docs/house.md does not say where {', '.join(sorted(missing))} belongs"
+
+
+def test_the_classes_and_functions_that_it_names_are_there() -> None:
+    """`EngineClient`, `Scheduler.schedule`, `answer()`, `FORMATS`."""
+    code = "\n".join(path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    known = set(re.findall(r"^\s*(?:(?:async )?def |class )?(\w+)", code, re.MULTILINE))
+    names = {part for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?|\w+(?=\(\)`))", HOUSE) for part in name.split(".")}
+    assert len(names) > 15
+    assert names <= known, names - known
+
+
+def test_the_four_rooms_import_what_it_says() -> None:
+    for room, below in BELOW.items():
+        for path in (ROOT / room).rglob("*.py"):
+            depth = len(path.relative_to(ROOT).parts)
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.level == depth and node.module:
+                    other = node.module.split(".")[0]
+                    assert other not in ROOMS or other in below, f"{path} imports {other}"
