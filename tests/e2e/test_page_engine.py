@@ -146,41 +146,45 @@ def watching(url: str) -> Iterator[None]:
 
 @pytest.mark.alone
 def test_watching_costs_less_than_five_percent(demo_server: Any) -> None:
-    """Interleaved pairs of the same work, watched and not; as many as it takes to be sure, one way or the other.
+    """Three hundredths of a processor in the server's process, two in the engine's. Pairs of the same work, watched and
+    not, in turns.
 
-    On a CPU the engine is what limits throughput: what counts is the processor time that the server needs for the
-    work. What a page adds to it goes by the clock, ten messages and one look at /metrics a second, and so is set
-    against the clock: a machine that others share stretches the work, and with it what is watched of it.
+    What a page adds goes by the clock, ten messages and one look at /metrics a second, and so is set against the
+    clock. On a CPU the engine also computes the model, and the same computation takes now 6 % more of the processor
+    and now, where others share the machine, 14 %: a hundredth is lost in that. So here the engine only must not
+    surely cost more; what watching a step costs it, alone and to the microsecond, tests/engine/test_watch.py measures.
     """
     url = demo_server.url
     clocks = [(~pid << 3) | 2 for pid in (demo_server.process.pid, demo_server.engine_pid())]  # clock_getcpuclockid(3)
 
-    def measure() -> tuple[float, float]:
-        """Seconds of the processors, and of the clock, for sixteen answers of one request: the same steps each time,
+    def measure() -> tuple[float, list[float]]:
+        """Seconds of the clock, and of either process, for sixteen answers of one request: the same steps each time,
         however quick the client is."""
         body = {"prompt": [f"Number {i}:" for i in range(16)], "max_tokens": 96, "ignore_eos": True, "stream": True}
-        started, spent = time.monotonic(), sum(map(time.clock_gettime, clocks))
+        started, before = time.monotonic(), [time.clock_gettime(clock) for clock in clocks]
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as stream:
             for _ in stream.iter_raw():
                 pass
-        return sum(map(time.clock_gettime, clocks)) - spent, time.monotonic() - started
+        spent = [time.clock_gettime(clock) - then for clock, then in zip(clocks, before, strict=True)]
+        return time.monotonic() - started, spent
 
-    costs: list[float] = []  # processor seconds that watching takes of each second
-    began, limit = time.monotonic(), 0.05
+    costs: list[tuple[float, float]] = []  # processor seconds that watching takes of each second: server, engine
+    began = time.monotonic()
     measure()
-    while len(costs) < 10 or time.monotonic() < began + 200:
+    while len(costs) < 20 or (len(costs) < 40 and time.monotonic() < began + 120):
         measured = {}
         for watched in (False, True) if len(costs) % 2 else (True, False):
             with watching(url) if watched else nullcontext():
                 measured[watched] = measure()
-        (busy, seconds), (alone, _) = measured[True], measured[False]
-        costs.append((busy - alone) / seconds)
-        if len(costs) < 10:
-            continue
-        half_width = 1.8 * statistics.stdev(costs) / math.sqrt(len(costs))
-        lower, upper = statistics.mean(costs) - half_width, statistics.mean(costs) + half_width
-        if upper < limit or lower > limit:
-            break
-    shown = f"{100 * statistics.mean(costs):.1f} %, at most {100 * upper:.1f} %, from {len(costs)} pairs"
+        (seconds, busy), (_, alone) = measured[True], measured[False]
+        costs.append(((busy[0] - alone[0]) / seconds, (busy[1] - alone[1]) / seconds))
+    (server, server_error), (engine, engine_error) = (
+        (statistics.mean(part), statistics.stdev(part) / math.sqrt(len(part))) for part in zip(*costs, strict=True)
+    )
+    shown = (
+        f"server {100 * server:.2f} % (standard error {100 * server_error:.2f}), "
+        f"engine {100 * engine:.2f} % ({100 * engine_error:.2f}), from {len(costs)} pairs"
+    )
     print(shown)
-    assert upper < limit, shown
+    assert server + 3 * server_error < 0.03, shown
+    assert engine - 3 * engine_error < 0.02, shown

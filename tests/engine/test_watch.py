@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import pytest
 
 from vserve.engine.config import EngineConfig, SchedulerConfig
@@ -138,3 +139,26 @@ def test_of_many_requests_the_first_and_the_last_are_named():
     rows = StepWatch.rows(step)
     assert len(rows) == MAX_REQUESTS
     assert rows[0] == (0, 1, False) and (999, 4, True) in rows
+
+
+def test_watching_a_step_costs_two_percent_of_a_quick_one():
+    """As on a GPU: 256 requests, 240 steps a second, 100,000 blocks; the messages, and their encoding, are in it."""
+    kv = KVCacheManager(SchedulerConfig(4096, 8192, 256, num_blocks=100_001))
+    kv.pool.release([kv.pool.take() for _ in range(50_000)][::2])
+    step = Step(0, 8192)
+    for id in range(256):
+        step.scheduled[Request(id, [1] * 4, SamplingParams(max_tokens=5))] = 1
+    encoder, sent = msgspec.msgpack.Encoder(), []
+    watch = StepWatch(kv, lambda reports: sent.append(encoder.encode(reports)))
+    seconds_a_step, num_steps = 1 / 240, 480
+    now, best = time.monotonic(), float("inf")
+    for _ in range(5):
+        sent.clear()
+        started = time.thread_time()
+        for number in range(num_steps):
+            now += seconds_a_step
+            watch.add(StepReport(number, now, 900, 4000, 256, 256, 256, StepWatch.rows(step)))
+        best = min(best, (time.thread_time() - started) / num_steps)
+        assert len(sent) >= num_steps * seconds_a_step / 0.11
+    print(f"{1e6 * best:.0f} us a step")
+    assert best < 0.02 * seconds_a_step
