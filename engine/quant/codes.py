@@ -1,0 +1,100 @@
+"""A quantised matrix as every format is decoded to: one code an element, and what makes numbers of the codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix [N, K]: w[n, k] = scales[n, k // group] · (value(codes[n, k]) - zeros[n, k // group]) - minima[n, k // group].
+
+    value is the code itself, or table[code]. All tensors are on one device.
+    """
+
+    codes: Tensor  # [N, K], uint8, int8, float8_e4m3fn or float8_e5m2
+    scales: Tensor  # fp32 [N, ceil(K / group)]
+    group: int  # columns that share a scale; K: one scale a row
+    bits: int  # that a code takes: with 4 or fewer two of them fit into a byte
+    zeros: Tensor | None = None  # fp32, as scales: whole numbers, or for some formats any
+    minima: Tensor | None = None  # fp32, as scales
+    table: Tensor | None = None  # fp32 [2 ** bits], what a uint8 code means
+    order: Tensor | None = None  # int64 [K]: column k multiplies input order[k]; None: input k
+    input_scale: float | None = None  # of the input, where the checkpoint fixes one: x ≈ x8 · input_scale
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    def rows(self, start: int, size: int) -> Codes:
+        """Rows start to start + size: views, no copies."""
+        end = start + size
+        zeros, minima = (None if v is None else v[start:end] for v in (self.zeros, self.minima))
+        return replace(self, codes=self.codes[start:end], scales=self.scales[start:end], zeros=zeros, minima=minima)
+
+    def columns(self, start: int, size: int) -> Codes:
+        """Columns start to start + size, as a rank holds them that has this part of the input.
+
+        Groups that the cut divides are divided: scales are repeated for the largest smaller group that fits. Raises
+        ValueError where columns are in an order of their own: put them into the input's first (`ordered`).
+        """
+        if self.order is not None:
+            raise ValueError("columns in an order of their own cannot be cut")
+        if (start, size) == (0, self.shape[1]):
+            return self
+        group = self.group
+        while group > 1 and (start % group or (size % group and start + size != self.shape[1])):
+            group //= 2
+        first, last = start // self.group, -(-(start + size) // self.group)
+        skipped, count = (start - first * self.group) // group, -(-size // group)
+
+        def cut(values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            return values[:, first:last].repeat_interleave(self.group // group, dim=1)[:, skipped : skipped + count]
+
+        scales = cut(self.scales)
+        assert scales is not None
+        return replace(
+            self, codes=self.codes.narrow(1, start, size), group=group, scales=scales, zeros=cut(self.zeros),
+            minima=cut(self.minima),
+        )  # fmt: skip
+
+    def ordered(self) -> Codes:
+        """The same matrix, its columns in the order of the input: a scale an element where groups are scattered."""
+        if self.order is None:
+            return self
+        back = torch.argsort(self.order)
+
+        def by_column(values: Tensor | None) -> Tensor | None:
+            return None if values is None else self._by_column(values)[:, back]
+
+        scales = by_column(self.scales)
+        assert scales is not None
+        return replace(
+            self, codes=self.codes[:, back], group=1, order=None, scales=scales, zeros=by_column(self.zeros),
+            minima=by_column(self.minima),
+        )  # fmt: skip
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[N, K], columns in the order of the input: what the checkpoint means, computed in fp32."""
+        if self.table is not None:
+            values = self.table[self.codes.int()]
+        else:
+            values = self.codes.float()
+        if self.zeros is not None:
+            values = values - self._by_column(self.zeros)
+        values = values * self._by_column(self.scales)
+        if self.minima is not None:
+            values = values - self._by_column(self.minima)
+        if self.order is not None:
+            values = values[:, torch.argsort(self.order)]
+        return values.to(dtype)
+
+    def _by_column(self, values: Tensor) -> Tensor:
+        """[N, ceil(K / group)] → [N, K]."""
+        return values.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
