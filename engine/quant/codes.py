@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix [N, K]: w[n, k] = scales[n, k // group] · (value(codes[n, k]) - zeros[n, k // group]) - minima[n, k // group].
+    """A matrix [N, K]: w[n, k] = scales[n, g] · (value(codes[n, k]) - zeros[n, g]) - minima[n, g], where g = k // group.
 
     value is the code itself, or table[code]. All tensors are on one device.
     """
@@ -46,9 +47,7 @@ class Codes:
             raise ValueError("columns in an order of their own cannot be cut")
         if (start, size) == (0, self.shape[1]):
             return self
-        group = self.group
-        while group > 1 and (start % group or (size % group and start + size != self.shape[1])):
-            group //= 2
+        group = gcd(self.group, start) if start + size == self.shape[1] else gcd(self.group, start, size)
         first, last = start // self.group, -(-(start + size) // self.group)
         skipped, count = (start - first * self.group) // group, -(-size // group)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # what cannot be read is refused before torch is imported
+    import torch
+    from torch import Tensor
 
-from .codes import Codes
+    from .codes import Codes
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Format(Protocol):
         ...
 
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
-        """The tensors of `expected`, whole, on any one device, as they are stored. Raises ModelError for wrong values."""
+        """tensors: those of `expected`, whole, on one device, as they are stored. Raises ModelError for wrong values."""
         ...
 
     def dummy(self, rows: int, columns: int, generator: torch.Generator) -> Codes:
