@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix [N, K]: w[n, k] = scales[n, g] · (value(codes[n, k]) - zeros[n, g]) - minima[n, g], where g = k // group.
+    """A matrix [N, K]: w[n, k] = scales[n, g] · (value(codes[n, k]) - zeros[n, g]) - minima[n, g], g = k // group.
 
     value is the code itself, or table[code]. All tensors are on one device.
     """

@@ -35,7 +35,7 @@ class Format(Protocol):
         ...
 
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
-        """tensors: those of `expected`, whole, on one device, as they are stored. Raises ModelError for wrong values."""
+        """tensors: those of `expected`, whole, on one device, as stored. Raises ModelError for wrong values."""
         ...
 
     def dummy(self, rows: int, columns: int, generator: torch.Generator) -> Codes:
