@@ -12,6 +12,8 @@ from .model_file import ModelError, read_config
 if TYPE_CHECKING:
     import torch  # at run time where a dtype is made: who only looks at the file should not wait for it
 
+    from .quant.format import Scheme
+
 __all__ = ["KVSpec", "ModelConfig", "ModelError", "RopeConfig", "check_model", "parse_model_config"]
 
 from .overrides import overridden
@@ -72,6 +74,7 @@ class ModelConfig:
     dtype: torch.dtype  # of the checkpoint
     eos_token_ids: tuple[int, ...]
     longest: int = 0  # tokens that a context may have at most, 0: as many as the positions allow
+    quantization: Scheme | None = None  # how the checkpoint stores what it has quantised
 
     @classmethod
     def from_folder(cls, folder: Path, source: Path | None = None, changes: Mapping[str, Any] = {}) -> ModelConfig:

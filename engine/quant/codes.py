@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -97,3 +98,42 @@ class Codes:
     def _by_column(self, values: Tensor) -> Tensor:
         """[N, ceil(K / group)] → [N, K]."""
         return values.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
+
+
+def joined(parts: Sequence[Codes | Tensor]) -> list[Codes | Tensor]:
+    """The parts of a fused matrix, in their order, with neighbours that are stored alike made one. Tensors [N, K] are
+    parts as floats."""
+    found: list[Codes | Tensor] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Codes) and isinstance(last, Codes) and _alike(last, part):
+            found[-1] = replace(
+                last, codes=_stacked(last.codes, part.codes), scales=_stacked(last.scales, part.scales),
+                zeros=None if last.zeros is None or part.zeros is None else _stacked(last.zeros, part.zeros),
+                minima=None if last.minima is None or part.minima is None else _stacked(last.minima, part.minima),
+            )  # fmt: skip
+        elif isinstance(part, Tensor) and isinstance(last, Tensor):
+            found[-1] = torch.cat((last, part))
+        else:
+            found.append(part)
+    return found
+
+
+def _alike(a: Codes, b: Codes) -> bool:
+    for name in ("group", "bits", "input_scale"):
+        if getattr(a, name) != getattr(b, name):
+            return False
+    for name in ("zeros", "minima"):
+        if (getattr(a, name) is None) != (getattr(b, name) is None):
+            return False
+    for mine, other in ((a.table, b.table), (a.order, b.order)):
+        if (mine is None) != (other is None) or (mine is not None and other is not None and not mine.equal(other)):
+            return False
+    return a.codes.dtype == b.codes.dtype
+
+
+def _stacked(a: Tensor, b: Tensor) -> Tensor:
+    """[N, K] and [M, K] → [N + M, K], also of types that torch.cat does not know."""
+    if a.dtype.is_floating_point and a.itemsize == 1:
+        return torch.cat((a.view(torch.uint8), b.view(torch.uint8))).view(a.dtype)
+    return torch.cat((a, b))

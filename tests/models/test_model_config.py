@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vserve.engine.layers.weights import Placement
+from vserve.engine.loader import choose_formats
 from vserve.engine.model_config import SUPPORTED_ARCHITECTURES, KVSpec, ModelConfig, ModelError, parse_model_config
 from vserve.engine.models.registry import ARCHITECTURES, build_model
 
@@ -150,6 +151,8 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         assert config.qk_norm == any("q_norm" in name for name in names)
         assert config.num_parameters == sum(weight.numel() for weight in theirs.parameters())
         ours = build_model(config, Placement(torch.float16, torch.device("cpu")), max_len=8)
+        for holder in choose_formats(ours):
+            holder.create()
         assert config.num_parameters == sum(weight.numel() for weight in ours.parameters())
         assert ours.kv_specs() == [KVSpec("full", 2, config.head_dim, config.head_dim)] * 3
 
