@@ -29,7 +29,10 @@ class Stored:
 class Format(Protocol):
     """How one module of a checkpoint stores its matrix [N, K] (rows of the output, columns of the input)."""
 
-    name: str  # for people: "AWQ int4 G=128"
+    @property
+    def name(self) -> str:
+        """For people: "AWQ int4 G=128"."""
+        ...
 
     def expected(self, rows: int, columns: int) -> dict[str, Stored]:
         """Suffix behind the module's path ("qweight", "weight_scale") → what must be stored there, bias excluded.
