@@ -22,7 +22,7 @@ def describe(model: CausalLM) -> dict[str, str | int]:
         if isinstance(layer, Linear) and isinstance(layer.method, Quantized):
             method = layer.method
             formats.update(format.name for format in method.formats.values())
-            products.update(matrix.name for matrix in method.matrices)
+            products.update(str(matrix.name) for matrix in method.matrices)
             plain += len(layer.shape.parts) - len(method.formats)
             size += sum(tensor.numel() * tensor.element_size() for tensor in method.parameters())
         elif isinstance(layer, Linear) and not isinstance(layer.method, Tied):
