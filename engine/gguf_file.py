@@ -26,6 +26,7 @@ _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _ALIGNMENT = 32  # of a file that names none
 _MAX_DIMENSIONS = 4
+_LONGEST_NAME = 128  # characters; those of tensors have 63 at most
 _MAX_NESTING = 4  # arrays in arrays: allowed, and not seen yet
 _CHUNK = 8 << 20  # the header of a 150k-token vocabulary is about as large
 _HEADER_LIMIT = 512 << 20  # a length that leads further is no length
@@ -125,9 +126,7 @@ def _read_part(path: Path, size: int, changed: int) -> GGUFFile:
         num_tensors, num_keys = header.counts()
         metadata: dict[str, Any] = {}
         for number in range(num_keys):
-            header.place = f"key {number + 1} of {num_keys}"
-            key = header.text()
-            header.place = f"key {key}"
+            key = header.name("key", number, num_keys)
             if key in metadata:
                 raise header.corrupt("it is there twice")
             metadata[key] = header.value(header.number("I"))
@@ -202,6 +201,15 @@ class _Header:
         except UnicodeDecodeError as error:
             raise self.corrupt(f"byte {error.start} of a string is no UTF-8") from None
 
+    def name(self, what: str, number: int, of: int) -> str:
+        """Of a key or tensor, at whose place the header then is."""
+        self.place = f"{what} {number + 1} of {of}"
+        name = self.text()
+        if not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
+            raise self.corrupt(f"{name[:40]!r} is no name")
+        self.place = f"{what} {name}"
+        return name
+
     def value(self, kind: int, nesting: int = 0) -> Any:
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
@@ -219,9 +227,7 @@ class _Header:
 
     def tensor(self, number: int, of: int) -> GGUFTensor:
         """Of the table; its start is still counted from the first tensor's."""
-        self.place = f"tensor {number + 1} of {of}"
-        name = self.text()
-        self.place = f"tensor {name}"
+        name = self.name("tensor", number, of)
         dimensions = self.number("I")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise self.corrupt(f"it has {dimensions} dimensions, 1 to {_MAX_DIMENSIONS} are possible")

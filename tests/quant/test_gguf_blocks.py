@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,26 +15,17 @@ from vserve.engine.model_file import ModelError
 from vserve.engine.quant.gguf_blocks import FORMATS, GGUFScheme, dequantized
 
 ROWS, BLOCKS_A_ROW = 64, 24
-# Where a block has fp16 numbers.
-HALVES: Mapping[str, tuple[int, ...]] = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (), "IQ1_S": (0,),
-    "IQ1_M": (), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "TQ1_0": (52,),
-    "TQ2_0": (64,), "NVFP4": (),
-}  # fmt: skip
 
 
-def random_blocks(name: str, seed: int = 0) -> np.ndarray:
-    """[ROWS, bytes of a row]: any bytes, fp16 numbers of either sign, tiny and large ones too."""
-    random, ggml = np.random.default_rng(seed), BY_NAME[name]
-    blocks = random.integers(0, 256, (ROWS, BLOCKS_A_ROW, ggml.bytes), dtype=np.uint8)
-    for at in HALVES[name]:
-        sizes = random.choice([1e-6, 1e-3, 1.0, 100.0], (ROWS, BLOCKS_A_ROW, 1))
-        halves = (random.standard_normal((ROWS, BLOCKS_A_ROW, 1)) * sizes).astype(np.float16)
-        blocks[..., at : at + 2] = halves.view(np.uint8)
-    if name == "IQ1_M":  # its fp16 lies in the highest nibbles of four scales
-        blocks[..., 55] = 0x30 | (blocks[..., 55] & 15)
-    return blocks.reshape(ROWS, -1)
+@pytest.fixture(scope="session")
+def random_blocks(gguf_models: Any) -> Callable[..., np.ndarray]:
+    """(name, seed) → [ROWS, bytes of a row]; scales are tiny and large ones too."""
+
+    def make(name: str, seed: int = 0) -> np.ndarray:
+        columns = BLOCKS_A_ROW * BY_NAME[name].elements
+        return gguf_models.random_blocks(name, ROWS, columns, seed, (1e-6, 1e-3, 1.0, 100.0))
+
+    return make
 
 
 def same_bits(one: torch.Tensor, other: np.ndarray) -> bool:
@@ -46,7 +38,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_decoded_as_gguf_does(name: str, device: str) -> None:
+def test_decoded_as_gguf_does(random_blocks: Any, name: str, device: str) -> None:
     raw = random_blocks(name)
     columns = BLOCKS_A_ROW * BY_NAME[name].elements
     codes = FORMATS[name].decode({"weight": torch.from_numpy(raw).to(device)}, ROWS, columns)
@@ -60,7 +52,7 @@ def test_decoded_as_gguf_does(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_rows_are_cut_before_as_after(name: str) -> None:
+def test_rows_are_cut_before_as_after(random_blocks: Any, name: str) -> None:
     raw = torch.from_numpy(random_blocks(name, seed=1))
     columns = BLOCKS_A_ROW * BY_NAME[name].elements
     whole = FORMATS[name].decode({"weight": raw}, ROWS, columns).dequantize()
@@ -87,7 +79,7 @@ def test_dummies_look_like_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODE_BOOKS)
-def test_code_books_are_dequantised(name: str) -> None:
+def test_code_books_are_dequantised(random_blocks: Any, name: str) -> None:
     raw = random_blocks(name)
     wanted = quants.dequantize(raw, GGMLQuantizationType[name])
     values = dequantized(torch.from_numpy(raw), BY_NAME[name])
