@@ -67,5 +67,5 @@ class AutoRoundScheme:
 
 
 def _as_list(blocks: Any) -> Any:
-    """"model.layers", "model.layers,model.vision", or lists of blocks."""
+    """ "model.layers", "model.layers,model.vision", or lists of blocks."""
     return [name.strip() for name in blocks.split(",")] if isinstance(blocks, str) else blocks

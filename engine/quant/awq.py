@@ -36,8 +36,8 @@ class Awq:
     def expected(self, rows: int, columns: int) -> dict[str, Stored]:
         if rows % PER_WORD:
             raise ModelError(
-                f"AWQ packs {PER_WORD} rows into a word, this matrix has {rows}: export the checkpoint again as gptq or "
-                "compressed-tensors"
+                f"AWQ packs {PER_WORD} rows into a word, this matrix has {rows}: export the checkpoint again as gptq "
+                "or compressed-tensors"
             )
         groups = 1 if self.group is None else -(-columns // self.group)
         return {

@@ -127,8 +127,8 @@ class Int8Rows:
 
         if "weight_format" in tensors and (form := int(tensors["weight_format"])) != 0:
             raise ModelError(
-                f"weight_format is {form}, which is a layout of single GPUs, read is 0 (rows): save the model again with "
-                "bitsandbytes 0.45 or later"
+                f"weight_format is {form}, which is a layout of single GPUs, read is 0 (rows): save the model again "
+                "with bitsandbytes 0.45 or later"
             )
         return Codes(tensors["weight"], (tensors["SCB"].float() / 127).view(rows, 1), columns, 8)
 
@@ -189,8 +189,8 @@ def _find(path: str, stored: Headers) -> Table4 | Int8Rows | None:
     sizes = [size for size in BLOCKS if blocks and -(-elements // size) == blocks[0]]
     if elements and blocks != (0,) and (not sizes or storage not in STORAGE):
         raise ModelError(
-            f"{path}.weight is {storage} {list(shape)} and its absmax {list(blocks)}, which are no blocks of 32 to 4096: "
-            f"{AGAIN}"
+            f"{path}.weight is {storage} {list(shape)} and its absmax {list(blocks)}, which are no blocks of 32 to "
+            f"4096: {AGAIN}"
         )
     state = stored[states[0]][1][0] if states else None
     return Table4(kind, sizes[0] if sizes else BLOCKS[0], absmax == "U8", storage, state)

@@ -78,8 +78,8 @@ class PackedInts:
             zeros = zeros.view(torch.uint8) + half
         scales = tensors["weight_scale"]
         if self.per_tensor:
-            scales, zeros = (None if v is None else v.view(1, 1).expand(rows, 1) for v in (scales, zeros))
-        assert scales is not None
+            scales = scales.view(1, 1).expand(rows, 1)
+            zeros = None if zeros is None else zeros.view(1, 1).expand(rows, 1)
         groups = tensors.get("weight_g_idx")
         if groups is not None and bool((groups == -1).any()):  # never filled in: columns lie in their order
             groups = None
@@ -94,6 +94,6 @@ class PackedInts:
     def _check(tensors: Mapping[str, Tensor], rows: int, columns: int) -> None:
         if "weight_shape" in tensors and (shape := tensors["weight_shape"].tolist()) != [rows, columns]:
             raise ModelError(
-                f"weight_shape is {shape} in the checkpoint, config.json makes the matrix {[rows, columns]}: the weights "
-                "and the config are not of one model, download both again"
+                f"weight_shape is {shape} in the checkpoint, config.json makes the matrix {[rows, columns]}: the "
+                "weights and the config are not of one model, download both again"
             )

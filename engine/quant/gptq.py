@@ -1,4 +1,4 @@
-"""GPTQ: codes packed along K, zero points along N, and columns that may have been quantised in an order of their own."""
+"""GPTQ: codes packed along K, zero points along N, and columns that may have been quantised in another order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from .format import Stored
 from .settings import (
-    SCALES, Headers, entries, expression, flag, group_size, last, layout, names, number, other_layout, value,
+    SCALES,
+    Headers,
+    entries,
+    expression,
+    flag,
+    group_size,
+    last,
+    layout,
+    names,
+    number,
+    other_layout,
+    value,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -86,7 +97,10 @@ class GptqScheme:
         self.kept = names(config, "modules_to_not_convert")
         # Ordered: the first that matches the start of a module's path counts. "-:": what it matches is not quantised.
         self.dynamic = [
-            (expression(pattern.removeprefix("-:").removeprefix("+:"), "dynamic"), self._override(config, pattern, entry))
+            (
+                expression(pattern.removeprefix("-:").removeprefix("+:"), "dynamic"),
+                self._override(config, pattern, entry),
+            )
             for pattern, entry in entries(config, "dynamic").items()
         ]
 
@@ -116,5 +130,3 @@ class GptqScheme:
         if any(name in path for name in self.kept):
             return False
         return not self.modules or any(path.endswith(name) for name in self.modules)
-
-

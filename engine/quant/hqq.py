@@ -150,6 +150,6 @@ def _find(path: str, stored: Headers) -> Hqq:
                 beside = tuple((s, Stored(stored[s][1], (stored[s][0],), optional=True)) for s in BESIDE if s in stored)
                 return Hqq(bits, shape[1], beside)
     raise ModelError(
-        f"{path}.W_q is {dtype} {list(shape)} and its scale {list(groups)}, which is not HQQ of {listed(PER_WORD)} bits "
-        f"along the input: {AGAIN}"
+        f"{path}.W_q is {dtype} {list(shape)} and its scale {list(groups)}, which is not HQQ of {listed(PER_WORD)} "
+        f"bits along the input: {AGAIN}"
     )

@@ -39,10 +39,10 @@ def _order(groups: Tensor, group: int, count: int) -> Tensor | None:
     groups = groups.long()
     if torch.equal(groups, wanted):
         return None
-    if columns and not (0 <= int(groups.min()) and int(groups.max()) < count):
+    if columns and not (int(groups.min()) >= 0 and int(groups.max()) < count):
         raise ModelError(
-            f"g_idx holds groups from {int(groups.min())} to {int(groups.max())}, there are scales for 0 to {count - 1}: "
-            "download the checkpoint again"
+            f"g_idx holds groups from {int(groups.min())} to {int(groups.max())}, there are scales for 0 to "
+            f"{count - 1}: download the checkpoint again"
         )
     order = torch.argsort(groups, stable=True)
     if not torch.equal(groups[order], wanted):
@@ -55,7 +55,7 @@ def _order(groups: Tensor, group: int, count: int) -> Tensor | None:
 
 
 def flat_groups(values: Tensor, size: int, rows: int, columns: int) -> tuple[Tensor, int]:
-    """values: [ceil(N · K / size)], one for `size` elements of the matrix, flattened row by row → ([N, K / group], group).
+    """values: [ceil(N · K / size)], one for `size` elements of the flattened matrix → [N, K / group], and the group.
 
     Groups that cross the ends of rows are divided into the largest that do not.
     """
@@ -65,12 +65,14 @@ def flat_groups(values: Tensor, size: int, rows: int, columns: int) -> tuple[Ten
 
 
 def random_codes(rows: int, columns: int, bits: int, group: int, symmetric: bool, generator: torch.Generator) -> Codes:
-    """Even, of the deviation SPREAD, and around zero: the lowest code has no counterpart and is left out (1 bit: not)."""
+    """Even, of the deviation SPREAD, around zero: the lowest code has no counterpart and is left out, with 1 bit not."""
     half, device = 1 << (bits - 1), generator.device
     lowest = 0 if bits == 1 else 1
     codes = torch.randint(lowest, 2 * half, (rows, columns), dtype=torch.uint8, generator=generator, device=device)
     deviation = sqrt(half * (half - 1) / 3) if bits > 1 else 0.5
     scales = torch.full((rows, -(-columns // group)), SPREAD / deviation, device=device)
-    return integer_codes(codes, scales, None, group, bits) if symmetric else Codes(
-        codes, scales, group, bits, zeros=torch.full_like(scales, half)
+    return (
+        integer_codes(codes, scales, None, group, bits)
+        if symmetric
+        else Codes(codes, scales, group, bits, zeros=torch.full_like(scales, half))
     )

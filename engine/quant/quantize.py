@@ -44,7 +44,7 @@ def to_fp8(weights: Tensor) -> Codes:
 
 def to_fp8_blocks(weights: Tensor) -> Codes:
     """[N, K] → e4m3, a scale for 128 x 128, which each of its rows repeats. Blocks at the edges are smaller."""
-    rows, columns = weights.shape
+    rows = weights.shape[0]
     grouped = _grouped(weights, TILE)
     amax = grouped.abs().amax(2)  # [N, groups]
     amax = torch.nn.functional.pad(amax, (0, 0, 0, -rows % TILE)).view(-1, TILE, amax.shape[1]).amax(1)

@@ -111,7 +111,7 @@ def other_layout(name: str) -> ModelError:
 
 
 def listed(values: Collection[Any]) -> str:
-    """"2, 3 and 4"."""
+    """ "2, 3 and 4"."""
     *first, last = map(str, values)
     return f"{', '.join(first)} and {last}" if first else last
 

@@ -97,7 +97,7 @@ def test_the_files_hold_all_codes(case: str, bits: Any) -> None:
 def test_columns_in_an_order_of_their_own_stay_with_their_inputs() -> None:
     found, tensors, plain = read("gptq 4 desc_act")
     codes = found.decode(tensors, *plain.shape)
-    assert codes.order is not None and codes.group == 32
+    assert codes.order is not None and codes.group == 16
     assert torch.equal(tensors["g_idx"][codes.order].sort().values, tensors["g_idx"][codes.order])
     x = torch.randn(3, plain.shape[1])
     in_file_order = Codes(codes.codes, codes.scales, codes.group, codes.bits, codes.zeros)
@@ -106,7 +106,8 @@ def test_columns_in_an_order_of_their_own_stay_with_their_inputs() -> None:
 
 def test_version_1_of_another_writer_wraps_each_zero_by_itself() -> None:
     _, tensors, plain = read("gptq 4 v1")
-    found = GptqScheme({"bits": 4, "group_size": 32, "sym": False}).format(PATH, {"qweight": ("I32", (8, 32))})
+    found = GptqScheme({"bits": 4, "group_size": 16, "sym": False}).format(PATH, {"qweight": ("I32", (4, 32))})
+    assert found is not None
     # zeros 0, 5, 0, 1, … less 1, field by field: 15, 4, 15, 0
     zeros = [0, 5, 0, 1, 15, 7, 8, 2]
     word = sum(((zero - 1) % 16) << (4 * i) for i, zero in enumerate(zeros))
@@ -121,8 +122,8 @@ def test_a_nested_state_of_another_shape_is_refused() -> None:
     with pytest.raises(ModelError) as error:
         found.decode(tensors, 64, 260)
     assert str(error.value) == (
-        "weight.quant_state.bitsandbytes__nf4 has shape [260, 64], the files make it [64, 260]: download the checkpoint "
-        "again"
+        "weight.quant_state.bitsandbytes__nf4 has shape [260, 64], the files make it [64, 260]: download the "
+        "checkpoint again"
     )
 
 

@@ -1,8 +1,8 @@
 """Writes tests/quant/data/ints.safetensors: tiny matrices as the libraries themselves pack and read them.
 
 Run by hand, in an environment with bitsandbytes, compressed-tensors, hqq and GPTQModel:
-python tools/quant/pack_ints.py [FILE]. Names: "LIBRARY CASE/TENSOR", where "dequantized" is what the library makes of it,
-in fp32 where the library can, and the metadata hold the settings of each case as JSON.
+python tools/quant/pack_ints.py [FILE]. Names: "LIBRARY CASE/TENSOR", where "dequantized" is what the library makes of
+it, in fp32 where the library can, and the metadata hold the settings of each case as JSON.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ def gptq(bits: int, group: int, sym: bool = False, desc_act: bool = False, versi
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
-    rows, columns = 32, 64
+    rows, columns = 32, 32
     size = columns if group == -1 else group
     layer = TorchLinear(bits, group, sym, desc_act, columns, rows, bias=False)
     count = 1 << bits
     codes = torch.arange(rows * columns).view(rows, columns)[:, torch.randperm(columns)] % count
     scales = (0.001 + 0.01 * torch.rand(rows, columns // size)).half().float()
-    zeros = torch.full_like(scales, count // 2) if sym else (torch.arange(scales.numel()) % count).view(scales.shape).float()
+    zeros = torch.arange(scales.numel()).view(scales.shape).float() % count
+    if sym:
+        zeros = torch.full_like(scales, count // 2)
     groups = torch.arange(columns, dtype=torch.int32) // size
     if desc_act:
         groups = groups[torch.randperm(columns)]
@@ -72,7 +74,7 @@ def compressed(bits: int, group: int | None, symmetric: bool, form: str, dtype: 
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    rows, columns = 16, 64
+    rows, columns = 16, 48  # no whole words
     size = group or columns
     strategy = "group" if group else "channel"
     args = QuantizationArgs(num_bits=bits, group_size=group, symmetric=symmetric, strategy=strategy)
@@ -114,7 +116,10 @@ def bitsandbytes4(kind: str, nested: bool, rows: int, columns: int, dtype: torch
     )
     tensors = {"weight": packed} | {f"weight.{name}": value for name, value in state.as_dict(packed=True).items()}
     settings = dict(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested)
-    return settings, {**tensors, "dequantized": functional.dequantize_4bit(packed, state)}
+    if columns % 64 and rows * columns % 64 == 0:  # with these its kernel for CPUs takes scales of other blocks
+        state.shape = torch.Size([rows * columns // 64, 64])
+    plain = functional.dequantize_4bit(packed, state).view(rows, columns)
+    return settings, {**tensors, "dequantized": plain}
 
 
 def bitsandbytes8(rows: int = 16, columns: int = 96) -> Case:
@@ -129,18 +134,18 @@ def bitsandbytes8(rows: int = 16, columns: int = 96) -> Case:
 def cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for bits in (2, 3, 4, 8):
-        found[f"gptq {bits} desc_act"] = gptq(bits, 32, desc_act=True)
-        found[f"gptq {bits} v1"] = gptq(bits, 32, version=1)
-    found["gptq 4 sym"] = gptq(4, 32, sym=True, desc_act=True)
+        found[f"gptq {bits} desc_act"] = gptq(bits, 16, desc_act=True)
+        found[f"gptq {bits} v1"] = gptq(bits, 16, version=1)
+    found["gptq 4 sym"] = gptq(4, 16, sym=True, desc_act=True)
     found["gptq 4 channel"] = gptq(4, -1, sym=True)
     found["awq"] = awq()
     for bits in range(1, 9):
-        found[f"compressed {bits} sym"] = compressed(bits, 32, True, "pack-quantized")
+        found[f"compressed {bits} sym"] = compressed(bits, 16, True, "pack-quantized")
         found[f"compressed {bits}"] = compressed(bits, 16, False, "pack-quantized")
     found["compressed 4 channel"] = compressed(4, None, False, "pack-quantized")
-    found["compressed 4 bf16"] = compressed(4, 32, False, "pack-quantized", torch.bfloat16)
+    found["compressed 4 bf16"] = compressed(4, 16, False, "pack-quantized", torch.bfloat16)
     found["compressed 8 int"] = compressed(8, None, True, "int-quantized")
-    found["compressed 4 int"] = compressed(4, 32, False, "int-quantized")
+    found["compressed 4 int"] = compressed(4, 16, False, "int-quantized")
     for bits in (8, 5, 4, 3, 2, 1):
         found[f"hqq {bits}"] = hqq(bits, 64)
     found["hqq 4 channel"] = hqq(4, None)
@@ -148,7 +153,8 @@ def cases() -> dict[str, Case]:
     for kind in ("nf4", "fp4"):
         found[f"bitsandbytes {kind}"] = bitsandbytes4(kind, False, 16, 64)
         found[f"bitsandbytes {kind} nested"] = bitsandbytes4(kind, True, 16, 64)
-    found["bitsandbytes nf4 across rows"] = bitsandbytes4("nf4", False, 15, 96)
+    found["bitsandbytes nf4 across rows"] = bitsandbytes4("nf4", False, 16, 96)
+    found["bitsandbytes nf4 odd"] = bitsandbytes4("nf4", False, 7, 33)
     found["bitsandbytes nf4 nested bf16"] = bitsandbytes4("nf4", True, 260, 64, torch.bfloat16)  # more than 256 blocks
     found["bitsandbytes 8"] = bitsandbytes8()
     return found
