@@ -131,7 +131,7 @@ def nf4(weight: Tensor) -> Packed:
     packed = {
         "weight": (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
         "weight.absmax": absmax,
-        "weight.quant_map": _NF4,
+        "weight.quant_map": _NF4.clone(),
         "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }
     return packed, (_NF4[codes].view(-1, 64) * absmax[:, None]).view_as(weight)
