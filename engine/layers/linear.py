@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...kernels.activation import silu_mul
 from ..quant.format import Format, Stored
-from ..quant.method import Quantized
+from ..quant.method import Dequantized, Quantized
 from .unquantized import Unquantized
 from .weights import LinearShape, Placement, ShardRule, keep_at_hand
 
@@ -66,7 +66,12 @@ class Linear(nn.Module):
         self.adapter: Callable[[Linear, Tensor, Tensor], Tensor] | None = None  # (layer, input, output) → output
 
     def choose(self, formats: Mapping[str, Format]) -> None:
-        self.method = Quantized(self.shape, formats) if formats else Unquantized(self.shape)
+        if not formats:
+            self.method = Unquantized(self.shape)
+        elif self.shape.place.device.type == "cpu":
+            self.method = Quantized(self.shape, formats)
+        else:  # there is no product with codes on a GPU yet
+            self.method = Dequantized(self.shape, formats)
         keep_at_hand(self)
 
     def expected(self, part: str) -> dict[str, Stored]:

@@ -7,7 +7,7 @@ from collections import Counter
 from ..layers.linear import Linear
 from ..layers.unquantized import Tied
 from ..models.blocks import CausalLM
-from .method import Quantized
+from .method import Dequantized, Quantized
 
 
 def describe(model: CausalLM) -> dict[str, str | int]:
@@ -19,10 +19,13 @@ def describe(model: CausalLM) -> dict[str, str | int]:
     formats, products = Counter[str](), Counter[str]()
     plain = size = 0
     for layer in model.modules():
-        if isinstance(layer, Linear) and isinstance(layer.method, Quantized):
+        if isinstance(layer, Linear) and isinstance(layer.method, (Quantized, Dequantized)):
             method = layer.method
             formats.update(format.name for format in method.formats.values())
-            products.update(str(matrix.name) for matrix in method.matrices)
+            if isinstance(method, Quantized):
+                products.update(str(matrix.name) for matrix in method.matrices)
+            else:
+                products["16-bit products, dequantised"] += 1
             plain += len(layer.shape.parts) - len(method.formats)
             size += sum(tensor.numel() * tensor.element_size() for tensor in method.parameters())
         elif isinstance(layer, Linear) and not isinstance(layer.method, Tied):

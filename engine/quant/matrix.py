@@ -100,8 +100,6 @@ class CodesMatrix(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.order is None else x[:, self.order]
-        if x.is_cuda:
-            return functional.linear(x, self.weight(x.dtype))
         x = x.float()
         y = x.new_empty(x.shape[0], self.rows)
         step = max(1, SLICE // self.columns)
@@ -114,15 +112,6 @@ class CodesMatrix(nn.Module):
         if self.summand is not None:
             y -= self._group_sums(x) @ self.summand.t()
         return y.to(self.dtype)
-
-    def weight(self, dtype: torch.dtype) -> Tensor:
-        """[N, K] as numbers."""
-        values = self._scaled(slice(None))
-        if len(self.scales[0]) == 1:
-            values = values * self.scales
-        if self.summand is not None:
-            values = values - self.summand.repeat_interleave(self.group, dim=1)[:, : self.columns]
-        return values.to(dtype)
 
     def _scaled(self, rows: slice) -> Tensor:
         """fp32 [rows, K]: what the codes mean, times the scales where a row has several."""

@@ -1,20 +1,44 @@
-"""A Linear whose parts the checkpoint stores quantised, each in its own way."""
+"""A Linear whose parts the checkpoint stores quantised, each in its own way: methods that keep the codes, or not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.activation import silu_mul
+from ..layers.unquantized import Unquantized
+from ..layers.weights import LinearShape
 from .codes import Codes, joined
 from .format import DUMMY_STD, FLOATS, Format, Stored
 from .matrix import FloatMatrix, make_matrix
 
-if TYPE_CHECKING:
-    from ..layers.weights import LinearShape
+
+def _expected(shape: LinearShape, formats: Mapping[str, Format], part: str) -> dict[str, Stored]:
+    rows, columns, format = shape.parts[part], shape.in_features, formats.get(part)
+    found = {"weight": Stored((rows, columns), FLOATS)} if format is None else format.expected(rows, columns)
+    return found | {"bias": Stored((rows,), FLOATS)} if shape.has_bias else found
+
+
+class Dequantized(Unquantized):
+    """Takes quantised parts and keeps the numbers that they mean, in the activations' dtype: all of the fast products
+    are for these."""
+
+    def __init__(self, shape: LinearShape, formats: Mapping[str, Format]) -> None:
+        super().__init__(shape)
+        self.formats = dict(formats)
+
+    def expected(self, part: str) -> dict[str, Stored]:
+        return _expected(self.shape, self.formats, part)
+
+    def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        if (format := self.formats.get(part)) is not None:
+            place, bias = self.shape.place, {name: tensors[name] for name in ("bias",) if name in tensors}
+            on_device = {suffix: tensor.to(place.device) for suffix, tensor in tensors.items()}
+            codes = format.decode(on_device, self.shape.parts[part], self.shape.in_features)
+            tensors = {"weight": codes.dequantize(place.dtype), **bias}
+        super().load(part, tensors)
 
 
 class Quantized(nn.Module):
@@ -27,10 +51,7 @@ class Quantized(nn.Module):
         self.shape, self.formats = shape, dict(formats)
 
     def expected(self, part: str) -> dict[str, Stored]:
-        rows, columns = self.shape.parts[part], self.shape.in_features
-        format = self.formats.get(part)
-        found = {"weight": Stored((rows, columns), FLOATS)} if format is None else format.expected(rows, columns)
-        return found | {"bias": Stored((rows,), FLOATS)} if self.shape.has_bias else found
+        return _expected(self.shape, self.formats, part)
 
     def create(self) -> None:
         """The matrices come with their tensors: how large they are depends on the format."""
