@@ -1,4 +1,4 @@
-"""From what a folder says and --quantization to a scheme: every name is read, quantised at load, or refused in a line."""
+"""What a folder and --quantization say makes a scheme: each name is read, quantised at load, or refused in a line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "compressed_tensors": {
-        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"NVFP4A16": ["Linear"]},
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+        "config_groups": {"NVFP4A16": ["Linear"]},
     },
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     "fbgemm_fp8": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
@@ -145,8 +146,8 @@ def test_checkpoints_that_are_not_read(name: str) -> None:
 def test_names_that_nobody_knows() -> None:
     line = refusal({"quant_method": "zip9000"}, None)
     assert line == (
-        "the checkpoint is quantized with 'zip9000', which vserve does not read; nearest: GPTQ, AWQ, compressed-tensors "
-        "or FP8. Serve the unquantized model with --quantization fp8"
+        "the checkpoint is quantized with 'zip9000', which vserve does not read; nearest: GPTQ, AWQ, compressed-"
+        "tensors or FP8. Serve the unquantized model with --quantization fp8"
     )
     line = refusal(None, "zip9000")
     assert line.startswith("--quantization zip9000 is not served: use a checkpoint of GPTQ, AWQ, compressed-tensors")
@@ -247,7 +248,8 @@ for config in [None, *configs]:
             if scheme is not None:
                 made += 1
                 stored = {"weight": ("F8_E4M3", (128, 128)), "weight_scale": ("F32", ())}
-                for path, headers in (("model.layers.0.mlp.up_proj", stored), ("lm_head", {"weight": ("BF16", (8, 8))})):
+                plain = {"weight": ("BF16", (8, 8))}
+                for path, headers in (("model.layers.0.mlp.up_proj", stored), ("lm_head", plain)):
                     scheme.format(path, None)
                     scheme.format(path, headers)
         except ModelError:
