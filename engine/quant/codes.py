@@ -49,20 +49,21 @@ class Codes:
         if (start, size) == (0, self.shape[1]):
             return self
         group = gcd(self.group, start) if start + size == self.shape[1] else gcd(self.group, start, size)
-        first, last = start // self.group, -(-(start + size) // self.group)
-        skipped, count = (start - first * self.group) // group, -(-size // group)
+        cut = self.regrouped(group)
+        first, last = start // group, -(-(start + size) // group)
+        zeros, minima = (None if v is None else v[:, first:last] for v in (cut.zeros, cut.minima))
+        codes, scales = self.codes.narrow(1, start, size), cut.scales[:, first:last]
+        return replace(cut, codes=codes, scales=scales, zeros=zeros, minima=minima)
 
-        def cut(values: Tensor | None) -> Tensor | None:
-            if values is None:
-                return None
-            return values[:, first:last].repeat_interleave(self.group // group, dim=1)[:, skipped : skipped + count]
+    def regrouped(self, group: int) -> Codes:
+        """The same with groups of `group` columns, which divides the group there is: scales are repeated."""
+        times = self.group // group
 
-        scales = cut(self.scales)
-        assert scales is not None
-        return replace(
-            self, codes=self.codes.narrow(1, start, size), group=group, scales=scales, zeros=cut(self.zeros),
-            minima=cut(self.minima),
-        )  # fmt: skip
+        def repeated(values: Tensor) -> Tensor:
+            return values.repeat_interleave(times, dim=1)[:, : -(-self.shape[1] // group)]
+
+        zeros, minima = (None if v is None else repeated(v) for v in (self.zeros, self.minima))
+        return replace(self, group=group, scales=repeated(self.scales), zeros=zeros, minima=minima)
 
     def ordered(self) -> Codes:
         """The same matrix, its columns in the order of the input: a scale an element where groups are scattered."""

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from .codes import Codes
 
-SLICE = 1 << 20  # elements that the CPU makes numbers of at a time: they stay in its cache until they are multiplied
-INT4_GROUPS = (32, 64, 128, 256)  # that torch's product takes
+SLICE = 1 << 19  # elements that the CPU makes numbers of at a time: they stay in its cache until they are multiplied
+INT4_GROUPS = (256, 128, 64, 32)  # that torch's product takes
 
 
 def make_matrix(codes: Codes, dtype: torch.dtype) -> nn.Module:
@@ -32,6 +32,8 @@ def _summand(codes: Codes) -> Tensor | None:
 class FloatMatrix(nn.Module):
     """A part that is not quantised beside others that are."""
 
+    name = "a plain product"
+
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = _weight(weight)
@@ -43,15 +45,21 @@ class FloatMatrix(nn.Module):
 class Int4Matrix(nn.Module):
     """torch's product for the CPU: activations, scales and results in bf16, sums in fp32."""
 
+    name = "torch's int4 product"
+
     @staticmethod
     def takes(codes: Codes) -> bool:
         plain = codes.bits <= 4 and codes.table is None and codes.codes.dtype == torch.uint8
         rows, columns = codes.shape
-        return plain and codes.group in INT4_GROUPS and columns % codes.group == 0 and rows % 64 == 0
+        return plain and _int4_group(codes) is not None and columns % codes.group == 0 and rows % 64 == 0
 
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype, self.group, self.rows = dtype, codes.group, codes.shape[0]
+        group = _int4_group(codes)
+        assert group is not None
+        if group != codes.group:
+            codes = codes.regrouped(group)
+        self.dtype, self.group = dtype, group
         self.order = None if codes.order is None else _weight(codes.order)
         self.weight = _weight(torch._convert_weight_to_int4pack_for_cpu(codes.codes.int(), 1))
         summand = _summand(codes)
@@ -64,8 +72,15 @@ class Int4Matrix(nn.Module):
         return y.to(self.dtype)
 
 
+def _int4_group(codes: Codes) -> int | None:
+    """The largest group that torch's product takes, and that divides the one they have."""
+    return next((group for group in INT4_GROUPS if codes.group % group == 0), None)
+
+
 class CodesMatrix(nn.Module):
     """The codes as they are, two in a byte where they have four bits or fewer; y = s · (q · x) - b · Σx by groups."""
+
+    name = "codes made numbers as they are multiplied"
 
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
         super().__init__()
@@ -132,6 +147,8 @@ class CodesMatrix(nn.Module):
             # 127 where theirs does from 7; torch's own conversion takes seven times as long. NaN becomes ±480.
             bits = codes.view(torch.int8).int().bitwise_left_shift_(20).bitwise_and_(~0x78000000)
             return bits.view(torch.float32).mul_(2.0**120)
+        if codes.dtype == torch.float8_e5m2:  # the upper half of an fp16
+            return codes.view(torch.int8).short().bitwise_left_shift_(8).view(torch.float16).float()
         return codes.float()
 
     def _group_sums(self, x: Tensor) -> Tensor:

@@ -184,10 +184,6 @@ def test_dtype_of_a_silent_config_is_that_of_the_weights(tmp_path: Path, tiny_mo
             "Qwen2ForCausalLM, Qwen3ForCausalLM",
         ),
         ({"architectures": None, "model_type": None}, "architecture unnamed is not supported: serve one of Llama"),
-        (
-            {"quantization_config": {"quant_method": "awq", "bits": 4}},
-            "the checkpoint is quantized (awq), which is not supported yet: use the unquantized checkpoint",
-        ),
         ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', supported is silu: use another model"),
         (
             {"rope_scaling": {"rope_type": "longrope", "factor": 4}},
