@@ -11,7 +11,7 @@ from ..model_file import ModelError
 from .config_groups import Group, Weights, find_group
 from .fp4 import Fp4, find_fp4
 from .fp8 import Fp8, find_fp8
-from .headers import EXPONENTS, Headers, names, quantised
+from .headers import EXPONENTS, Headers, names, quantised, section
 from .int8 import find_int8, plain_int8
 from .scales import Scales
 
@@ -32,15 +32,10 @@ class CompressedTensorsScheme:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         _refuse(config)
-        groups = config.get("config_groups") or {}
-        if not isinstance(groups, Mapping):
-            raise ModelError(
-                f"quantization_config: config_groups is {groups!r:.60}, an object belongs there: correct config.json"
-            )
         self.groups: list[Group] = []
-        self.kv_cache_scheme: Mapping[str, Any] | None = config.get("kv_cache_scheme")
+        self.kv_cache_scheme: Mapping[str, Any] | None = section(config, "kv_cache_scheme") or None
         whole = config.get("format")
-        for name, values in groups.items():
+        for name, values in section(config, "config_groups").items():
             group = Group.parse(name, values)
             self.groups.append(replace(group, format=group.format or (None if whole == "mixed-precision" else whole)))
         for group in self.groups:
@@ -63,8 +58,9 @@ class CompressedTensorsScheme:
             case "weight", "F8_E4M3" if weights is None or _is(weights, "float", 8):
                 return find_fp8(path, stored, static, block)
             case "weight", "I8" if weights is None or weights.type == "int":
-                if "weight_g_idx" not in stored:
-                    return find_int8(path, stored, weights.bits if weights else 8, static, block)
+                if weights is not None and "weight_g_idx" in stored:
+                    return _packed(weights, words=False)
+                return find_int8(path, stored, weights.bits if weights else 8, static, block)
             case "weight_packed", "U8" if weights is None or _is(weights, "float", 4):
                 return find_fp4(path, stored)
             case "weight_packed", "I32" if weights is not None and weights.type == "int":
@@ -95,25 +91,28 @@ def _told(group: Group, weights: Weights) -> Format:
     return plain_int8(weights.block, weights.bits, weights.symmetric, group.static)
 
 
-def _packed(weights: Weights) -> Format:
+def _packed(weights: Weights, words: bool = True) -> Format:
+    """Integers for weights alone; `words`: in int32, else a byte each. Raises ModelError for blocks of rows."""
+    if weights.strategy == "block":
+        raise ModelError(
+            f"quantization_config: weights are {weights.described}, packed integers are read per tensor, channel and "
+            "group: quantize the model again"
+        )
     packed = import_module(".compressed_ints", __package__).PackedInts
-    return packed(weights.bits, weights.group, weights.symmetric, weights.actorder == "group")
+    return packed(weights.bits, weights.group or None, weights.symmetric, words, weights.strategy == "tensor")
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
     """Raises ModelError for what needs more than codes and scales."""
-    sparsity = config.get("sparsity_config") or {}
-    kind = sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
-    if config.get("format") in _SPARSE or (kind or "dense") != "dense":
+    kind = section(config, "sparsity_config").get("format") or "dense"
+    if config.get("format") in _SPARSE or kind != "dense":
         found = config["format"] if config.get("format") in _SPARSE else kind
         raise ModelError(
             f"the checkpoint is stored in the sparse layout {found!r}, which vserve does not read: export it again as "
             "pack-quantized or float-quantized without sparsity"
         )
-    transform = config.get("transform_config") or {}
-    if isinstance(transform, Mapping) and not transform.get("config_groups", transform):
-        transform = {}
-    if transform:
+    transform = section(config, "transform_config")
+    if transform.get("config_groups", transform):
         raise ModelError(
             "quantization_config: transform_config needs Hadamard rotations at run time: use a checkpoint without "
             "transform_config"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..model_file import ModelError
-from .headers import expression, names, pair
+from .headers import expression, names, pair, section
 from .scales import CHANNEL, TENSOR
 
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
@@ -24,7 +24,6 @@ class Weights:
     group: int = 0  # columns that share a scale, of the strategies group and tensor_group
     blocks: tuple[int, int] | None = None  # of the strategy block
     symmetric: bool = True
-    actorder: str | None = None  # group: columns are in an order of their own
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Weights:
@@ -49,12 +48,7 @@ class Weights:
                 f"{', '.join(_STRATEGIES)}: correct config.json"
             )
         blocks = pair(values.get("block_structure"), "block_structure") if strategy == "block" else None
-        actorder = values.get("actorder")
-        if actorder is True:  # the oldest way to say it
-            actorder = "group"
-        return cls(
-            bits, kind, strategy, max(size or 0, 0), blocks, values.get("symmetric") is not False, actorder or None
-        )
+        return cls(bits, kind, strategy, max(size or 0, 0), blocks, values.get("symmetric") is not False)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -87,12 +81,12 @@ class Group:
                 f"quantization_config: config_groups has {values!r:.60} for {name!r}, an object or a list of targets "
                 "belongs there: correct config.json"
             )
-        weights, inputs = values.get("weights"), values.get("input_activations") or {}
+        weights, inputs = section(values, "weights"), section(values, "input_activations")
         fixed = not inputs.get("dynamic") and inputs.get("strategy", "tensor") == "tensor"
         static = bool(inputs) and fixed and inputs.get("num_bits", 8) == 8
         return cls(
             names(values, "targets"),
-            None if weights is None else Weights.parse(weights),
+            Weights.parse(weights) if weights else None,
             inputs=bool(inputs),
             static=static,
             format=values.get("format"),

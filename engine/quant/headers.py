@@ -82,6 +82,16 @@ def names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     return ()
 
 
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under this key, empty where there is none. Raises ModelError for anything else there."""
+    found = config.get(key)
+    if isinstance(found, Mapping):
+        return found
+    if found is None:
+        return {}
+    raise ModelError(f"quantization_config: {key} is {found!r:.60}, an object belongs there: correct config.json")
+
+
 def pair(value: Any, key: str) -> tuple[int, int]:
     """Rows and columns of a block, from [128, 128] or the older "128x128". Raises ModelError for anything else."""
     found = value

@@ -55,7 +55,7 @@ FITS: dict[str, tuple[tuple[str, str], ...]] = {
     "auto_round": (_ROUND, _GPTQ, _AWQ),
     "inc": (_ROUND, _GPTQ, _AWQ),
     "marlin": (_GPTQ, _AWQ),
-    "moe_wna16": (_GPTQ, _AWQ, ("compressed_tensors", "pack")),
+    "moe_wna16": (_GPTQ, _AWQ),
     "hqq_marlin": (("hqq", ""),),
     "bnb": (("bitsandbytes", ""),),
     "deepgemm_fp8": (("fp8", ""),),

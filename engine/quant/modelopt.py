@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..model_file import ModelError
 from .fp4 import Fp4, find_fp4
 from .fp8 import HEADS, Fp8, find_fp8
-from .headers import EXPONENTS, Headers, matched, named, names, quantised
+from .headers import EXPONENTS, Headers, matched, named, names, quantised, section
 from .scales import CHANNEL, TENSOR, Scales
 
 if TYPE_CHECKING:
@@ -33,24 +33,19 @@ class ModelOptScheme:
     method = "modelopt"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        values: Mapping[str, Any] = config.get("quantization") or config
+        values = section(config, "quantization") or config
         self.ignored = names(values, "exclude_modules", "ignore")
         self.kv_cache_scheme = _kv_cache_scheme(values)
         self.algorithm = _known(values.get("quant_algo"))
-        layers = values.get("quantized_layers") or {}
-        if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
-            raise ModelError(
-                f"quantization_config: quantized_layers is {layers!r:.60}, an object of objects belongs there: correct "
-                "the file"
-            )
-        self.layers = {path: _known(layer.get("quant_algo")) for path, layer in layers.items()}
+        layers = section(values, "quantized_layers")
+        self.layers = {path: _known(section(layers, path).get("quant_algo")) for path in layers}
 
     def format(self, path: str, stored: Headers | None) -> Format | None:
         algorithm = self.layers.get(path) if self.algorithm == _MIXED else self.algorithm
         if stored is None:
             if algorithm is None or named(path, HEADS) or matched(path, self.ignored):
                 return None
-            return _FORMATS[algorithm]
+            return _FORMATS.get(algorithm)
         if not quantised(stored):
             return None
         dtype = stored.get("weight", ("",))[0]
@@ -67,7 +62,7 @@ class ModelOptScheme:
 
 def _known(algorithm: Any) -> str | None:
     """None: only the cache is quantised. Raises ModelError for what is not read."""
-    if algorithm is None or algorithm in _FORMATS or algorithm == _MIXED:
+    if algorithm is None or (isinstance(algorithm, str) and algorithm in (*_FORMATS, _MIXED)):
         return algorithm
     raise ModelError(
         f"quant_algo is {algorithm!r}, of modelopt's checkpoints {', '.join([*_FORMATS, _MIXED])} are read: use one of "
@@ -76,8 +71,8 @@ def _known(algorithm: Any) -> str | None:
 
 
 def _kv_cache_scheme(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    if values.get("kv_cache_scheme") is not None:
-        return values["kv_cache_scheme"]
+    if told := section(values, "kv_cache_scheme"):
+        return told
     if values.get("kv_cache_quant_algo") == "FP8":
         return {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
     return None  # NVFP4's and others' need no scale of the checkpoint to be served in 16 bits

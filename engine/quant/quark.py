@@ -10,7 +10,7 @@ from ..model_file import ModelError
 from .format import DUMMY_STD, Stored
 from .fp4 import Fp4, find_fp4
 from .fp8 import HEADS, Fp8, find_fp8
-from .headers import SCALES, Headers, matched, named, names, quantised
+from .headers import SCALES, Headers, matched, named, names, quantised, section
 from .int8 import find_int8, plain_int8
 from .scales import CHANNEL, TENSOR, Scales
 
@@ -124,14 +124,14 @@ class QuarkScheme:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.ignored = names(config, "exclude")
-        self.default = _Layer.parse(config.get("global_quant_config") or {})
-        layers = config.get("layer_quant_config") or {}
-        self.layers = {pattern: _Layer.parse(values) for pattern, values in layers.items()}
-        types = config.get("layer_type_quant_config") or {}
-        if "Linear" in types or "nn.Linear" in types:
-            self.default = _Layer.parse(types.get("Linear") or types["nn.Linear"])
-        export = config.get("export") or {}
-        method = export.get("pack_method") or "reorder"
+        self.default = _Layer.parse(section(config, "global_quant_config"))
+        layers = section(config, "layer_quant_config")
+        self.layers = {pattern: _Layer.parse(section(layers, pattern)) for pattern in layers}
+        types = section(config, "layer_type_quant_config")
+        for kind in {"Linear", "nn.Linear"} & types.keys():
+            self.default = _Layer.parse(section(types, kind))
+        export = section(config, "export")
+        method = str(export.get("pack_method") or "reorder")
         if method not in _ORDERS:
             raise ModelError(
                 f"quantization_config: pack_method is {method!r}, read are {' and '.join(_ORDERS)}: export the "
