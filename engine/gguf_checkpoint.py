@@ -127,7 +127,7 @@ class GGUFCheckpoint:
         try:
             with tensor.file.open("rb", buffering=0) as file:
                 file.seek(tensor.start)
-                view, done = memoryview(raw.numpy()), 0
+                view, done = raw.numpy().data, 0
                 while done < tensor.num_bytes and (got := file.readinto(view[done:])):
                     done += got
         except PermissionError:
