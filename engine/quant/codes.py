@@ -55,6 +55,14 @@ class Codes:
         codes, scales = self.codes.narrow(1, start, size), cut.scales[:, first:last]
         return replace(cut, codes=codes, scales=scales, zeros=zeros, minima=minima)
 
+    def unsigned(self) -> Codes:
+        """The same with signed codes of four bits or fewer raised to where they start at 0, as products take them."""
+        if self.bits > 4 or self.codes.dtype != torch.int8:
+            return self
+        half = 1 << (self.bits - 1)
+        zeros = torch.full_like(self.scales, half) if self.zeros is None else self.zeros + half
+        return replace(self, codes=(self.codes + half).to(torch.uint8), zeros=zeros)
+
     def regrouped(self, group: int) -> Codes:
         """The same with groups of `group` columns, which divides the group there is: scales are repeated."""
         times = self.group // group

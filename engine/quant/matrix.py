@@ -49,7 +49,7 @@ class Int4Matrix(nn.Module):
 
     @staticmethod
     def takes(codes: Codes) -> bool:
-        plain = codes.bits <= 4 and codes.table is None and codes.codes.dtype == torch.uint8
+        plain = codes.bits <= 4 and codes.table is None and codes.codes.dtype in (torch.uint8, torch.int8)
         rows, columns = codes.shape
         return plain and _int4_group(codes) is not None and columns % codes.group == 0 and rows % 64 == 0
 
@@ -57,6 +57,7 @@ class Int4Matrix(nn.Module):
         super().__init__()
         group = _int4_group(codes)
         assert group is not None
+        codes = codes.unsigned()
         if group != codes.group:
             codes = codes.regrouped(group)
         self.dtype, self.group = dtype, group
@@ -84,6 +85,7 @@ class CodesMatrix(nn.Module):
 
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
         super().__init__()
+        codes = codes.unsigned()
         self.dtype, self.group, (self.rows, self.columns) = dtype, codes.group, codes.shape
         stored, table = codes.codes, codes.table
         self.paired = codes.bits <= 4 and stored.dtype == torch.uint8 and self.columns % 2 == 0
