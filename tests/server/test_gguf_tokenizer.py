@@ -66,9 +66,7 @@ def divided(words: list[str], nfc: bool = False) -> Tokenizer:
 def written(gguf_models: Any, tmp_path: Path) -> Callable[..., Path]:
     """written(pre, …) → a file with the demo's tokenizer and nothing else."""
 
-    def write(
-        pre: str = "qwen2", size: int = 1536, add: Callable[[Any], None] = lambda writer: None, **rest: Any
-    ) -> Path:
+    def write(pre: str = "qwen2", add: Callable[[Any], None] = lambda writer: None, **rest: Any) -> Path:
         path = tmp_path / f"{pre}.gguf"
         writer = gguf.GGUFWriter(path, "llama")
         gguf_models.add_tokenizer(writer, DEMO, 1536, pre, **rest)
