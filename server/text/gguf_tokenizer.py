@@ -67,7 +67,7 @@ def read_gguf_tokenizer(file: GGUFFile) -> TokenizerFiles:
         raise
     except Exception as error:  # the library raises whatever the vocabulary provokes
         raise ModelError(
-            f"{file.path}: the {kind} tokenizer cannot be put together ({' '.join(str(error).split())[:120]}): {_REMEDY}"
+            f"{file.path}: its {kind} tokenizer cannot be built ({' '.join(str(error).split())[:120]}): {_REMEDY}"
         ) from None
     return TokenizerFiles(core, table.named, _templates(file))
 
@@ -132,13 +132,9 @@ class _Table:
         if before is None and after is None:
             return
         single = [text for text in (before, "$A", after) if text is not None]
-        pair = [
-            text for text in (before, "$A", after, before and f"{before}:1", "$B:1", after and f"{after}:1") if text
-        ]
-        tokens = {text: core.token_to_id(text) for text in (before, after) if text is not None}
-        core.post_processor = processors.TemplateProcessing(
-            single=single, pair=pair, special_tokens=list(tokens.items())
-        )
+        ends = {text: core.token_to_id(text) for text in (before, after) if text is not None}
+        pair = [*single, *(f"{text.replace('$A', '$B')}:1" for text in single)]
+        core.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(ends.items()))
 
     def _get(self, key: str, kind: type) -> Any:
         value = self.keys.get(f"tokenizer.ggml.{key}")
@@ -167,8 +163,8 @@ def _byte_level(table: _Table) -> FastTokenizer:
     if pre is None:  # older than the key: transformers knows Qwen's by the architecture, nobody the others
         pre = "qwen2" if str(table.keys.get("general.architecture")).startswith("qwen") else "default"
         logger.warning(
-            "%s does not say how its tokenizer divides text (tokenizer.ggml.pre): %r is assumed, and answers may suffer; "
-            "convert the model again, or %s", table.file.path.name, pre, _REMEDY,
+            "%s does not say how its tokenizer divides text (tokenizer.ggml.pre): %r is assumed, and answers may "
+            "suffer; convert the model again, or %s", table.file.path.name, pre, _REMEDY,
         )  # fmt: skip
     if pre not in _WORDS:
         raise ModelError(

@@ -236,7 +236,9 @@ def test_files_that_are_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     remedy = "pass the folder of a Hugging Face model (config.json, tokenizer.json, *.safetensors)"
     assert refusal(tmp_path) == f"{tmp_path} has no config.json: {remedy}"
     (tmp_path / "model.gguf").touch()
-    assert refusal(tmp_path) == f"{tmp_path} has no config.json, only GGUF files, which are not supported: {remedy}"
+    assert refusal(tmp_path) == (
+        f"{tmp_path} has no config.json, only GGUF files: pass one of them, such as {tmp_path / 'model.gguf'}"
+    )
     (tmp_path / "adapter_config.json").touch()
     assert refusal(tmp_path).startswith(f"{tmp_path} is a LoRA adapter: merge it into its base model")
     assert refusal(tmp_path / "gone") == f"{tmp_path / 'gone'} is no folder: {remedy}"

@@ -345,6 +345,7 @@ def test_model_names(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_model_path("~/model") == folder
     (folder / "model.gguf").touch()
+    assert resolve_model_path(str(folder / "model.gguf")) == folder / "model.gguf"
     for name, message in (
         (
             str(folder / "config.json"),
@@ -354,7 +355,6 @@ def test_model_names(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPat
         ("./gone", "model './gone' does not exist: pass a folder"),
         ("a/b/c", "model 'a/b/c' does not exist: pass a folder"),
         ("", "no model was named: pass a folder, or a name of the hub"),
-        (str(folder / "model.gguf"), "model.gguf is a GGUF file, which is not supported: pass the folder"),
     ):
         with pytest.raises(ConfigError) as caught:
             resolve_model_path(name)
