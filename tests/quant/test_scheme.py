@@ -51,6 +51,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "quark": {
         "quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
     },
+    "gguf_file": {"quant_method": "gguf_file", "type": "Q4_K"},
 }  # fmt: skip
 # Of these no scheme is made where its module is not there.
 HERE = [method for method in READ if find_spec(f"vserve.engine.quant.{READ[method][0]}")]
@@ -68,6 +69,7 @@ RIGHT: dict[str, str] = {
     "mxfp4": "mxfp4",
     "modelopt": "modelopt modelopt_fp4 nvfp4 petit_nvfp4",
     "quark": "quark",
+    "gguf_file": "gguf",
 }
 AT_LOAD_BY_NAME = {
     "fp8": "fp8", "FP8": "fp8", "ptpc_fp8": "fp8", "fp8_per_channel": "fp8", "fp8_per_tensor": "fp8",
@@ -105,7 +107,7 @@ def test_every_name_on_every_checkpoint(name: str, method: str) -> None:
     config = CHECKPOINTS[method]
     if name in RIGHT[method].split():
         scheme = make_scheme(config, name)
-        assert scheme is not None and scheme.method == config["quant_method"]
+        assert scheme is not None and scheme.method == config["quant_method"].removesuffix("_file")
         return
     line = refusal(config, name)
     assert line.startswith(f"the checkpoint is {LABELS.get(method, method)}")
@@ -116,7 +118,7 @@ def test_every_name_on_every_checkpoint(name: str, method: str) -> None:
 @pytest.mark.parametrize("asked", [None, "", "none", "None", "auto"])
 def test_nothing_asked(method: str, asked: str | None) -> None:
     scheme = make_scheme(CHECKPOINTS[method], asked)
-    assert scheme is not None and scheme.method == CHECKPOINTS[method]["quant_method"]
+    assert scheme is not None and scheme.method == CHECKPOINTS[method]["quant_method"].removesuffix("_file")
     assert make_scheme(None, asked) is None and make_scheme({}, asked) is None
 
 
@@ -259,8 +261,11 @@ print(made, refused, "torch" in sys.modules)
 
 
 def test_refusals_come_before_torch() -> None:
-    """Of every checkpoint with every name, what is stored how by the headers included."""
-    configs = [CHECKPOINTS[method] for method in HERE] + [{"quant_method": name} for name in REFUSED]
+    """Of every checkpoint with every name, what is stored how by the headers included. A GGUF file's tensors are looked
+    at before: its scheme finds nothing more to refuse."""
+    configs = [CHECKPOINTS[method] for method in HERE if method != "gguf_file"] + [
+        {"quant_method": name} for name in REFUSED
+    ]
     told = json.dumps([configs, [None, *NAMES]])
     result = subprocess.run([sys.executable, "-c", PROGRAM], input=told, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
