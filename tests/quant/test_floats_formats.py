@@ -13,11 +13,14 @@ from torch import Tensor
 
 from vserve.engine.config import ConfigError
 from vserve.engine.model_file import ModelError
+from vserve.engine.quant import quantize
 from vserve.engine.quant.codes import Codes
+from vserve.engine.quant.compressed_ints import PackedInts
 from vserve.engine.quant.compressed_tensors import CompressedTensorsScheme
 from vserve.engine.quant.format import Format, Scheme
 from vserve.engine.quant.fp4 import Mxfp4Scheme, decode_experts
 from vserve.engine.quant.fp8 import FbgemmFp8Scheme, Fp8Scheme, Mxfp8Scheme
+from vserve.engine.quant.int8 import Int8
 from vserve.engine.quant.modelopt import ModelOptScheme
 from vserve.engine.quant.online import KINDS, Online, OnlineScheme
 from vserve.engine.quant.quark import QuarkScheme
@@ -483,7 +486,6 @@ def test_columns_that_do_not_divide() -> None:
 
 def test_quantised_at_load() -> None:
     """The kinds that quantize.py makes: of any float, and close to what it was."""
-    quantize = pytest.importorskip("vserve.engine.quant.quantize")
     weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)) * 0.02
     for kind, (function, _) in KINDS.items():
         scheme = OnlineScheme(kind)
@@ -502,3 +504,72 @@ def test_quantised_at_load() -> None:
         assert scheme.format("lm_head", {"weight": ("BF16", (128, 256))}) is None
         assert scheme.format("model.embed_tokens", None) is None
         assert scheme.format(PATH, {}) is None
+
+
+PACKED = {"weight_packed": ("I32", (8, 16)), "weight_scale": ("BF16", (8, 1)), "weight_shape": ("I64", (2,))}
+INT8 = {"weight": ("I8", (8, 128)), "weight_scale": ("F32", (8, 1))}
+
+
+@pytest.mark.parametrize(
+    "group, stored, wanted",
+    [
+        ("W4A16", PACKED, {"bits": 4, "group": 128}),
+        ("W4A16", None, {"bits": 4, "group": 128}),
+        ("W4A16_ASYM", PACKED, {"bits": 4, "group": 128, "symmetric": False}),
+        ("W4AFP8", PACKED, {"bits": 4, "group": 128}),
+        ("W3A16", PACKED, {"bits": 3, "group": 128}),
+        ({"num_bits": 8, "strategy": "channel"}, PACKED, {"bits": 8}),
+        ({"num_bits": 8, "strategy": "channel"}, None, {"bits": 8}),
+        ({"num_bits": 4, "group_size": -1}, PACKED, {"bits": 4}),
+        ({"num_bits": 4, "group_size": 64, "actorder": "group"}, PACKED, {"bits": 4, "group": 64}),
+        ({"num_bits": 4}, PACKED, {"bits": 4, "per_tensor": True}),
+        (
+            {"num_bits": 8, "group_size": 64},
+            {**INT8, "weight_scale": ("F32", (8, 2)), "weight_g_idx": ("I32", (128,))},
+            {"bits": 8, "group": 64, "packed": False},
+        ),
+    ],
+)
+def test_integers_for_weights_alone(group: Any, stored: Any, wanted: dict[str, Any]) -> None:
+    groups = {group: ["Linear"]} if isinstance(group, str) else {"g": {"targets": ["Linear"], "weights": group}}
+    scheme = CompressedTensorsScheme({"format": "pack-quantized", "config_groups": groups, "ignore": ["lm_head"]})
+    assert scheme.format(PATH, stored) == PackedInts(**wanted)
+
+
+def test_each_group_has_its_own_format() -> None:
+    """format is "mixed-precision" then: the groups' own counts, also where there are no files."""
+    scheme = CompressedTensorsScheme({
+        "format": "mixed-precision",
+        "config_groups": {
+            "a": {"targets": ["re:.*mlp.*"], "weights": {"num_bits": 4, "group_size": 64}, "format": "pack-quantized"},
+            "b": {
+                "targets": ["re:.*attn.*"], "weights": {"num_bits": 8, "strategy": "channel"},
+                "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}, "format": "int-quantized",
+            },
+            "FP8_BLOCK": ["model.layers.3.mlp.down_proj"],
+        },
+        "ignore": ["re:.*router"],
+    })  # fmt: skip
+    names = (
+        "model.layers.0.mlp.up_proj",
+        "model.layers.0.self_attn.q_proj",
+        PATH,
+        "model.layers.0.mlp.router",
+        "other",
+    )
+    told = [None if (format := scheme.format(name, None)) is None else format.name for name in names]
+    assert told == [PackedInts(4, 64).name, "INT8 per channel", "FP8 per 128×128 block", None, None]
+    assert isinstance(scheme.format(names[1], INT8), Int8)
+
+
+def test_int8_by_its_headers_alone() -> None:
+    """In no group, and of a shape that no option could be mistaken for."""
+    format = CompressedTensorsScheme({"config_groups": {}}).format(PATH, INT8)
+    assert isinstance(format, Int8) and format.name == "INT8 per channel"
+
+
+def test_blocks_of_packed_integers_are_refused() -> None:
+    weights = {"num_bits": 4, "strategy": "block", "block_structure": "128x128"}
+    scheme = CompressedTensorsScheme({"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}})
+    with pytest.raises(ModelError, match="int4 per block, packed integers are read per tensor, channel and group: "):
+        scheme.format(PATH, PACKED)
