@@ -17,6 +17,7 @@ from vserve.engine.quant import quantize
 from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.compressed_ints import PackedInts
 from vserve.engine.quant.compressed_tensors import CompressedTensorsScheme
+from vserve.engine.quant.config_groups import Group, find_group
 from vserve.engine.quant.format import Format, Scheme
 from vserve.engine.quant.fp4 import Mxfp4Scheme, decode_experts
 from vserve.engine.quant.fp8 import FbgemmFp8Scheme, Fp8Scheme, Mxfp8Scheme
@@ -100,7 +101,7 @@ def test_fp8_per_tensor(shape: tuple[int, ...], static: bool) -> None:
     same(codes, scaled(raw, lambda n, k: float(torch.tensor(scale))))
     assert codes.input_scale == (0.5 if static else None)
     assert codes.group == 10 and codes.codes.dtype == torch.float8_e4m3fn
-    assert "input_scale" in (found(scheme, tensors, 6, 10)).expected(6, 10)
+    assert found(scheme, tensors, 6, 10).expected(6, 10)["input_scale"].optional != static
     assert found(scheme, tensors, 6, 10).name == f"FP8 per tensor{', static' if static else ''}"
 
 
@@ -370,6 +371,7 @@ BAD: list[tuple[Any, Any, str]] = [
     (CompressedTensorsScheme, {"transform_config": {"config_groups": {"u": {}}}}, "transform_config needs Hadamard"),
     (CompressedTensorsScheme, {"format": "mxfp6-pack-quantized"}, "format is 'mxfp6-pack-quantized', read are"),
     (CompressedTensorsScheme, {"config_groups": {"W9A16": ["Linear"]}}, "config_groups has 'W9A16', known are"),
+    (CompressedTensorsScheme, {"config_groups": {"W8A4": ["Linear"]}}, "config_groups has 'W8A4', known are"),
     (CompressedTensorsScheme, {"config_groups": {"MXFP6A16": ["Linear"]}}, "weights are float6 per group of 32"),
     (CompressedTensorsScheme, {"config_groups": {"g": 3}}, "config_groups has 3"),
     (CompressedTensorsScheme, {"config_groups": {"g": {"weights": {"num_bits": 9}}}}, "of 9 bits"),
@@ -448,6 +450,8 @@ WRONG: list[tuple[Scheme, dict[str, tuple[str, tuple[int, ...]]], str]] = [
     (Fp8Scheme({}), {"weight": ("I8", (2, 2)), "weight_scale": ("F32", ())}, "is I8"),
     (SCHEMES[4], {"weight": ("U8", (2, 2)), "weight_scale": ("F8_E4M3", (2, 1))}, "without the scales of NVFP4"),
     (SCHEMES[4], {"weight": ("U8", (2, 2)), "pre_quant_scale": ("BF16", (4,))}, "pre_quant_scale multiplies"),
+    (SCHEMES[2], {"weight": F8, "pre_quant_scale": ("BF16", (4,))}, "pre_quant_scale multiplies"),
+    (SCHEMES[5], {"weight": ("I8", (2, 2)), "pre_quant_scale": ("BF16", (4,))}, "pre_quant_scale multiplies"),
     (ModelOptScheme({"quant_algo": "FP8"}), {"weight": ("I8", (2, 2))}, "is I8, of modelopt's"),
     (SCHEMES[5], {"weight": ("I32", (2, 2))}, "is I32, where quantization_config says fp8_e4m3"),
     (SCHEMES[6], {"weight": ("I8", (2, 2)), "weight_scale": ("F32", ())}, "is I8, and .* says float8 per tensor"),
@@ -573,3 +577,41 @@ def test_blocks_of_packed_integers_are_refused() -> None:
     scheme = CompressedTensorsScheme({"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}})
     with pytest.raises(ModelError, match="int4 per block, packed integers are read per tensor, channel and group: "):
         scheme.format(PATH, PACKED)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_modelopts_static_inputs(mixed: bool) -> None:
+    layers = {PATH: {"quant_algo": "FP8"}, "model.layers.4.mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    scheme = ModelOptScheme({"quant_algo": "MIXED_PRECISION" if mixed else "FP8", "quantized_layers": layers})
+    weight = bytes_of(2, 4).view(torch.float8_e4m3fn)
+    tensors = {"weight": weight, "weight_scale": torch.tensor(0.5), "input_scale": torch.tensor(0.25)}
+    assert decoded(scheme, tensors, 2, 4).input_scale == 0.25
+    paths = (PATH, "model.layers.4.mlp.down_proj", "model.layers.5.mlp.down_proj")
+    told = [None if (format := scheme.format(path, None)) is None else format.name for path in paths]
+    static = "FP8 per tensor, static"
+    assert told == ([static, "NVFP4", None] if mixed else [static] * 3)
+
+
+@pytest.mark.parametrize("weights", [{"num_bits": 8, "type": "float"}, {"num_bits": 8, "strategy": "channel"}])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inputs_are_static_where_the_configuration_says_so(weights: dict[str, Any], dynamic: bool) -> None:
+    inputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": dynamic}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    scheme = CompressedTensorsScheme({"config_groups": {"g": group}})
+    told = scheme.format(PATH, None)
+    assert told is not None and told.name.endswith(", static") != dynamic
+    codes = bytes_of(2, 4)
+    tensors = {
+        "weight": codes.view(torch.float8_e4m3fn if weights.get("type") == "float" else torch.int8),
+        "weight_scale": torch.ones(1) if weights.get("type") == "float" else torch.ones(2, 1),
+        "input_scale": torch.tensor([0.25]),
+    }
+    assert decoded(scheme, tensors, 2, 4).input_scale == (None if dynamic else 0.25)
+
+
+def test_an_exact_name_counts_before_an_expression() -> None:
+    groups = [Group(("re:.*",), None), Group(("transformer.h.0",), None), Group(("Linear",), None)]
+    assert find_group("transformer.h.0", groups, ()) is groups[1]
+    assert find_group("transformer.h.1", groups, ()) is groups[0]
+    assert find_group("transformer.h.1", groups[1:], ()) is groups[2]
+    assert find_group("model.embed_tokens", groups[1:], ()) is None

@@ -140,6 +140,12 @@ def test_checkpoints_that_are_not_read(name: str) -> None:
         assert refusal({"quant_method": spelled, "bits": 4}, name) == line
 
 
+@pytest.mark.parametrize("name", sorted(NOT_AT_LOAD))
+def test_the_nearest_that_is_done_at_load(name: str) -> None:
+    line = refusal(None, name)
+    assert line.endswith(f"does not quantize so at load: the nearest is --quantization {NOT_AT_LOAD[name]}")
+
+
 def test_names_that_nobody_knows() -> None:
     line = refusal({"quant_method": "zip9000"}, None)
     assert line == (
