@@ -105,6 +105,19 @@ def test_fp8_per_tensor(shape: tuple[int, ...], static: bool) -> None:
     assert found(scheme, tensors, 6, 10).name == f"FP8 per tensor{', static' if static else ''}"
 
 
+def test_transformers_names_of_scales() -> None:
+    """weight_scale_inv is multiplied by here too, and the input's scale is the activation's."""
+    raw = bytes_of(6, 10)
+    tensors = {"weight": raw.view(torch.float8_e4m3fn), "weight_scale_inv": torch.tensor(0.5).bfloat16()}
+    tensors["activation_scale"] = torch.tensor(0.25).bfloat16()
+    config = {"activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+    codes = decoded(Fp8Scheme(config), tensors, 6, 10)
+    same(codes, scaled(raw, lambda n, k: 0.5))
+    assert codes.input_scale == 0.25
+    assert not found(Fp8Scheme(config), tensors, 6, 10).expected(6, 10)["activation_scale"].optional
+    assert decoded(Fp8Scheme({}), tensors, 6, 10).input_scale is None
+
+
 @pytest.mark.parametrize("shape", [(6,), (6, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", [FbgemmFp8Scheme({}), Fp8Scheme({}), ModelOptScheme({"quant_algo": "FP8"})])
@@ -153,7 +166,7 @@ def test_mxfp8(scheme: Scheme) -> None:
 def test_modelopts_blocks_have_four_dimensions() -> None:
     raw, scale = bytes_of(256, 130), torch.rand(2, 1, 2, 1) + 0.1
     tensors = {"weight": raw.view(torch.float8_e4m3fn), "weight_scale": scale}
-    codes = decoded(ModelOptScheme({"quant_algo": "FP8_PB_WO"}), tensors, 256, 130)
+    codes = decoded(ModelOptScheme({"quant_algo": "fp8_pb_wo"}), tensors, 256, 130)
     same(codes, scaled(raw, lambda n, k: float(scale[n // 128, 0, k // 128, 0])))
 
 
