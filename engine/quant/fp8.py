@@ -84,12 +84,12 @@ def one_number(tensor: Tensor, suffix: str) -> float:
 
 
 def find_fp8(path: str, stored: Headers, static: bool = False, block: tuple[int, int] | None = None) -> Fp8:
-    """How the module at `path` is stored: "weight" is among `stored`. transformers has names of its own for scales.
+    """How the module at `path` is stored, by its headers. transformers has names of its own for scales.
 
     Raises ModelError where it is no such FP8.
     """
     refuse_scaled_inputs(path, stored)
-    dtype, shape = stored["weight"]
+    dtype, shape = stored.get("weight", ("missing", ()))
     if dtype != "F8_E4M3" or len(shape) != 2:
         raise ModelError(
             f"{path}.weight is {dtype} {list(shape)}, 8-bit floats are read as F8_E4M3 matrices: use another checkpoint"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -478,6 +479,61 @@ def test_files_that_do_not_fit(scheme: Scheme, stored: dict[str, tuple[str, tupl
     with pytest.raises(ModelError, match=message) as error:
         scheme.format(PATH, stored)
     assert str(error.value).startswith(PATH) and "\n" not in str(error.value)
+
+
+SUFFIXES = (
+    "weight", "weight_packed", "qweight", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
+    "weight_zero_point", "weight_g_idx", "input_scale", "activation_scale", "input_zero_point", "bias",
+)  # fmt: skip
+VALID: list[dict[str, tuple[str, tuple[int, ...]]]] = [
+    {"weight": ("F8_E4M3", (64, 64)), "weight_scale": ("F32", ())},
+    {"weight": ("F8_E4M3", (64, 64)), "weight_scale_inv": ("F32", (1, 1)), "input_scale": ("F32", ())},
+    {"weight": ("F8_E4M3", (64, 64)), "weight_scale": ("U8", (64, 2))},
+    {"weight": ("U8", (64, 32)), "weight_scale": ("U8", (64, 2))},
+    {"weight": ("U8", (64, 32)), "weight_scale": ("F8_E4M3", (64, 4)), "weight_scale_2": ("F32", ())},
+    {"weight_packed": ("U8", (64, 32)), "weight_scale": ("F8_E4M3", (64, 4)), "weight_global_scale": ("F32", (1,))},
+    {"weight": ("I8", (64, 64)), "weight_scale": ("F32", (64, 1)), "weight_zero_point": ("I8", (64, 1))},
+]
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (8,),
+    (8, 1),
+    (1, 8),
+    (8, 8),
+    (0, 8),
+    (64, 2),
+    (64, 4),
+    (2, 1, 2, 1),
+    (64, 32),
+    *[(64, 64)] * 6,
+]
+DTYPES = [*TYPES.values(), *["F8_E4M3", "F32", "U8"] * 3]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.method)
+def test_no_header_brings_it_down(scheme: Scheme) -> None:
+    """Whatever lies in a file: it is a format that expects no other tensors than these, or refused in one line."""
+    chance, found, refused = random.Random(0), 0, 0
+    for _ in range(3000):
+        stored = dict(chance.choice(VALID))
+        for suffix in chance.sample(SUFFIXES, chance.randint(0, 2)):
+            stored[suffix] = (chance.choice(DTYPES), chance.choice(SHAPES))
+        if chance.random() < 0.2:
+            del stored[chance.choice(list(stored))]
+        try:
+            format = scheme.format(PATH, stored)
+            if format is not None:
+                missing = {
+                    name for name, tensor in format.expected(64, 64).items() if not tensor.optional
+                } - stored.keys()
+                assert missing <= {"weight_scale", "input_scale"}
+                found += 1
+        except ModelError as error:
+            assert "\n" not in str(error) and ": " in str(error)
+            refused += 1
+    assert refused > 50 and found > 50
 
 
 def test_broken_scales_are_found() -> None:
