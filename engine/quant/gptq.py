@@ -73,7 +73,8 @@ class Gptq:
             if self.version == 1 and not in_words:
                 zeros = (zeros + 1) & ((1 << self.bits) - 1)
         groups = None if self.group is None else tensors.get("g_idx")
-        return integer_codes(codes, tensors["scales"].t(), zeros, self.group or columns, self.bits, groups)
+        scales, group = tensors["scales"].t(), self.group or columns
+        return integer_codes(codes, scales, zeros, group, self.bits, self.symmetric, groups)
 
     def dummy(self, rows: int, columns: int, generator: torch.Generator) -> Codes:
         from .integers import random_codes
