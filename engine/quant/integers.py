@@ -71,7 +71,7 @@ def flat_groups(values: Tensor, size: int, rows: int, columns: int) -> tuple[Ten
 
 
 def random_codes(rows: int, columns: int, bits: int, group: int, symmetric: bool, generator: torch.Generator) -> Codes:
-    """Even, of the deviation SPREAD, around zero: the lowest code, without counterpart, is left out unless bits is 1."""
+    """Even, of the deviation SPREAD, around zero: the lowest code has no counterpart, and comes with 1 bit only."""
     half, device = 1 << (bits - 1), generator.device
     lowest = 0 if bits == 1 else 1
     codes = torch.randint(lowest, 2 * half, (rows, columns), dtype=torch.uint8, generator=generator, device=device)

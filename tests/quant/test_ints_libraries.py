@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 from vserve.engine.model_file import ModelError
+from vserve.engine.quant.auto_round import AutoRoundScheme
 from vserve.engine.quant.awq import AwqScheme
 from vserve.engine.quant.bitsandbytes import BitsAndBytesScheme
 from vserve.engine.quant.codes import Codes
@@ -25,7 +26,9 @@ from vserve.engine.quant.hqq import HqqScheme
 from vserve.engine.quant.quantize import to_nf4
 
 FILE = Path(__file__).parent / "data" / "ints.safetensors"
-SCHEMES = {"gptq": GptqScheme, "awq": AwqScheme, "bitsandbytes": BitsAndBytesScheme}
+SCHEMES = {
+    "gptq": GptqScheme, "awq": AwqScheme, "auto_round": AutoRoundScheme, "bitsandbytes": BitsAndBytesScheme,
+}  # fmt: skip
 NAMES = {torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16"}
 NAMES |= {torch.bfloat16: "BF16", torch.float32: "F32"}
 PATH = "model.layers.0.mlp.up_proj"
@@ -86,7 +89,13 @@ def test_expected_is_what_the_library_wrote(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "bits"), [("gptq {} v1", (2, 3, 4, 8)), ("compressed {}", range(1, 9)), ("hqq {}", (4, 3, 2, 1))]
+    ("case", "bits"),
+    [
+        ("gptq {} v1", (2, 3, 4, 8)),
+        ("auto_round {} gptq", (4, 6)),
+        ("compressed {}", range(1, 9)),
+        ("hqq {}", (4, 3, 2, 1)),
+    ],
 )
 def test_the_files_hold_all_codes(case: str, bits: Any) -> None:
     for width in bits:
