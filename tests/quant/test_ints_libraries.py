@@ -142,3 +142,18 @@ def test_nf4_on_the_way_in_has_the_codes_of_bitsandbytes() -> None:
     codes, again = found.decode(tensors, *plain.shape), to_nf4(plain)
     assert torch.equal(again.codes, codes.codes)
     assert torch.equal(again.dequantize(), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("case", sorted(cases()[0]))
+def test_decoded_on_a_gpu_as_on_a_cpu(case: str) -> None:
+    found, tensors, plain = read(case)
+    here = found.decode(tensors, *plain.shape)
+    there = found.decode({name: tensor.cuda() for name, tensor in tensors.items()}, *plain.shape)
+    for name in ("codes", "scales", "zeros", "table", "order"):
+        value, other = getattr(here, name), getattr(there, name)
+        assert (value is None and other is None) or (other.is_cuda and torch.equal(value, other.cpu())), name
+    assert torch.equal(here.dequantize(), there.dequantize().cpu())
+    dummy = found.dummy(64, 192, torch.Generator("cuda").manual_seed(0))
+    assert dummy.codes.is_cuda and 0.016 < dummy.dequantize().std() < 0.024

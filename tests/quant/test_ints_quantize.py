@@ -13,11 +13,12 @@ ROWS, COLUMNS = 130, 200  # nothing divides them
 
 @pytest.fixture
 def weights() -> torch.Tensor:
-    """Rows of very different size, one without any weight, and one that is all positive."""
+    """Rows of very different size, one without any weight, and two that stay on one side of zero."""
     torch.manual_seed(1)
     found = 0.02 * torch.randn(ROWS, COLUMNS) * torch.logspace(-3, 3, ROWS).unsqueeze(1)
     found[5] = 0
-    found[6] = found[6].abs()
+    found[6] = 1 + found[6].abs()
+    found[8] = -found[6]
     return found
 
 
@@ -27,7 +28,7 @@ def spread(codes: Codes) -> torch.Tensor:
 
 
 def test_int4_is_off_by_half_a_step_and_zero_stays_zero(weights: torch.Tensor) -> None:
-    weights[:, ::7] = 0
+    weights[20:, ::7] = 0
     codes = to_int4(weights)
     assert codes.codes.dtype == torch.uint8 and int(codes.codes.max()) == 15 and codes.group == 128
     assert codes.scales.shape == (ROWS, 2) and codes.zeros is not None
@@ -97,6 +98,15 @@ def test_of_bfloat16_as_of_the_same_numbers(quantize, weights: torch.Tensor) -> 
     before = short.clone()
     assert torch.equal(quantize(short).dequantize(), quantize(short.float()).dequantize())
     assert torch.equal(short, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("quantize", [to_int4, to_int8, to_fp8, to_fp8_blocks, to_nf4])
+def test_on_a_gpu_as_on_a_cpu(quantize, weights: torch.Tensor) -> None:
+    here, there = quantize(weights), quantize(weights.cuda())
+    assert torch.equal(here.scales, there.scales.cpu())
+    assert torch.equal(here.codes.view(torch.uint8), there.codes.cpu().view(torch.uint8))
 
 
 @pytest.mark.parametrize("quantize", [to_int4, to_int8, to_fp8, to_fp8_blocks, to_nf4])
