@@ -56,3 +56,32 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ModelError(f"{file} holds a {type(raw).__name__} where an object belongs: {remedy}")
     return raw
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Tensor → file of an index ("weight_map"), whose files are all there. Raises ModelError."""
+    try:
+        index: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(index.values()))
+        absent = [name for name in names if not (file.parent / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} is broken ({type(error).__name__}: {one_line(error)}): download it again") from None
+    if absent:
+        raise ModelError(
+            f"{file.parent} lacks {absent[0]}{and_more(absent)}, named by {file.name}: download the missing files again"
+        )
+    return index
+
+
+def refuse_pointer(file: Path, start: bytes) -> None:
+    """Raises ModelError where these first eight bytes of a file are those of what Git LFS leaves in its place."""
+    if start == b"version ":
+        raise ModelError(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
+
+
+def and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -69,7 +69,8 @@ def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
         choices = spec.metadata["choices"] or None
         metavar = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
         as_typed = functools.partial(_typed, spec.name)
-        group.add_argument(flag(spec.name), type=as_typed, choices=choices, metavar=metavar, **options)
+        names = [flag(spec.name), *([f"-{spec.metadata['short']}"] if spec.metadata["short"] else [])]
+        group.add_argument(*names, type=as_typed, choices=choices, metavar=metavar, **options)
 
 
 def _typed(name: str, text: str) -> Any:

@@ -1,0 +1,78 @@
+"""What the integer formats share: signed codes, groups in an order of their own, flat groups, random codes."""
+
+from __future__ import annotations
+
+from math import gcd, sqrt
+
+import torch
+from torch import Tensor
+
+from ..model_file import ModelError
+from .codes import Codes
+
+SPREAD = 0.02  # standard deviation of dummy weights
+
+
+def integer_codes(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, groups: Tensor | None = None
+) -> Codes:
+    """Of w = (code - zero) · scale.
+
+    codes: uint8 [N, K]; scales: [N, G]; zeros: whole numbers [N, G], or None for 2 ** (bits - 1) everywhere: then the
+    codes become signed, and need none. groups: [K], the group of each column, where columns were quantised in an order
+    of their own. Raises ModelError where `groups` is no such thing.
+    """
+    half = 1 << (bits - 1)
+    order = None if groups is None else _order(groups, group, scales.shape[1])
+    if order is not None:
+        codes = codes[:, order]
+    if zeros is None or bool((zeros == half).all()):
+        # uint8 wraps around: 0 - 8 is 248, and as int8 -8
+        return Codes((codes - half).view(torch.int8), scales.float().contiguous(), group, bits, order=order)
+    return Codes(codes, scales.float().contiguous(), group, bits, zeros=zeros.float().contiguous(), order=order)
+
+
+def _order(groups: Tensor, group: int, count: int) -> Tensor | None:
+    """Columns by their group, those of a group as they lie; None where they lie so already. groups: [K]."""
+    columns = groups.shape[0]
+    wanted = torch.arange(columns, device=groups.device) // group
+    groups = groups.long()
+    if torch.equal(groups, wanted):
+        return None
+    if columns and not (int(groups.min()) >= 0 and int(groups.max()) < count):
+        raise ModelError(
+            f"g_idx holds groups from {int(groups.min())} to {int(groups.max())}, there are scales for 0 to "
+            f"{count - 1}: download the checkpoint again"
+        )
+    order = torch.argsort(groups, stable=True)
+    if not torch.equal(groups[order], wanted):
+        sizes = torch.bincount(groups, minlength=count)
+        raise ModelError(
+            f"g_idx has groups of {int(sizes.min())} to {int(sizes.max())} columns, each needs {group}: quantize the "
+            "model again"
+        )
+    return order
+
+
+def flat_groups(values: Tensor, size: int, rows: int, columns: int) -> tuple[Tensor, int]:
+    """values: [ceil(N · K / size)], one for `size` elements of the flattened matrix → [N, K / group], and the group.
+
+    Groups that cross the ends of rows are divided into the largest that do not.
+    """
+    group = gcd(size, columns)
+    blocks = torch.arange(0, rows * columns, group, device=values.device) // size
+    return values.flatten()[blocks].view(rows, columns // group), group
+
+
+def random_codes(rows: int, columns: int, bits: int, group: int, symmetric: bool, generator: torch.Generator) -> Codes:
+    """Even, of the deviation SPREAD, around zero: the lowest code has no counterpart and is left out, but of 1 bit."""
+    half, device = 1 << (bits - 1), generator.device
+    lowest = 0 if bits == 1 else 1
+    codes = torch.randint(lowest, 2 * half, (rows, columns), dtype=torch.uint8, generator=generator, device=device)
+    deviation = sqrt(half * (half - 1) / 3) if bits > 1 else 0.5
+    scales = torch.full((rows, -(-columns // group)), SPREAD / deviation, device=device)
+    return (
+        integer_codes(codes, scales, None, group, bits)
+        if symmetric
+        else Codes(codes, scales, group, bits, zeros=torch.full_like(scales, half))
+    )
