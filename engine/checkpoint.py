@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .model_file import ModelError
+from .model_file import ModelError, is_gguf
 
 FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PICKLED = ("pt", "npcache")  # as --load-format has them: mapped files need no copy in numpy's format
@@ -28,7 +28,8 @@ class TensorInfo:
 class Checkpoint(Protocol):
     """The tensors of a checkpoint by name, as Hugging Face names them."""
 
-    headers: dict[str, TensorInfo]
+    @property
+    def headers(self) -> dict[str, TensorInfo]: ...
 
     def read(self, name: str) -> Tensor:
         """The tensor as it is stored, on the CPU, mapped from its file where that is possible; from any thread.
@@ -39,10 +40,16 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(folder: Path, load_format: str = "auto") -> Checkpoint:
-    """By its headers alone; "auto": pickled files where there are no others. Raises ModelError naming what is wrong."""
+    """Opened by its headers alone. `folder`: or a GGUF file. "auto": pickled files where there are no others.
+
+    Raises ModelError naming what is wrong.
+    """
+    from .gguf_checkpoint import GGUFCheckpoint
     from .pickled import PATTERNS, PickledFiles, pickled_files
     from .safetensors_files import SafetensorsFiles, safetensors_files
 
+    if is_gguf(folder):
+        return GGUFCheckpoint(folder)
     if not folder.is_dir():
         raise ModelError(f"{folder} is no folder: pass the folder of a Hugging Face model")
     if load_format in PICKLED:

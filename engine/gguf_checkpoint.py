@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .ggml_types import BLOCKS, CODE_BOOKS, FLOATS
-from .gguf_config import main_type, read_config, read_generation_config
+from .gguf_config import read_config, read_generation_config
 from .gguf_file import GGUFTensor, read_gguf
 from .model_file import ModelError, unreadable
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # what cannot be served is refused before torch is imported
     from torch import Tensor
 
     from .checkpoint import TensorInfo
-    from .quant.gguf_blocks import GGUFScheme
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +58,6 @@ class GGUFCheckpoint:
         """As generation_config.json has it."""
         return read_generation_config(self.file)
 
-    @property
-    def scheme(self) -> GGUFScheme | None:
-        """How modules are stored; None where nothing is quantised in a format of blocks."""
-        from .quant.gguf_blocks import GGUFScheme
-
-        return None if (kind := main_type(self.file)) is None else GGUFScheme(kind)
-
     @cached_property
     def tensors(self) -> dict[str, GGUFTensor]:
         """By transformers' names. Raises ModelError for those that the model has no place for, and wrong shapes."""
@@ -88,6 +80,7 @@ class GGUFCheckpoint:
             found[name] = tensor
         return found
 
+    @cached_property
     def headers(self) -> dict[str, TensorInfo]:
         """What `read` returns: packed blocks under the name of their type ("Q4_K") as [N, bytes of a row]."""
         from .checkpoint import TensorInfo

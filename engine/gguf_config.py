@@ -78,7 +78,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
             )
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": int(window)}
     if (kind := main_type(file)) is not None:
-        config["quantization_config"] = {"quant_method": "gguf", "type": kind}
+        config["quantization_config"] = {"quant_method": "gguf_file", "type": kind}
     return config
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from ..layers.linear import Linear
 from ..layers.unquantized import Tied
-from ..memory import as_size
+from ..memory import gib
 from ..models.blocks import CausalLM
 from .method import Dequantized, Quantized
 
@@ -45,7 +45,7 @@ def told(found: dict[str, str | int]) -> str:
     """In one line."""
     return (
         f"quantization {found['method']}: {found['formats']}; {found['unquantized']} matrices as they are; "
-        f"{as_size(int(found['bytes']))}; multiplied by {found['products']}"
+        f"{gib(int(found['bytes']))}; multiplied by {found['products']}"
     )
 
 

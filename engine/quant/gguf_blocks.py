@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ggml_types import BLOCKS, BY_NAME, CODE_BOOKS, FLOATS, GGMLType
+from ..ggml_types import BLOCKS, BY_NAME, CODE_BOOKS, GGMLType
 from ..model_file import ModelError
 from .codes import Codes
-from .format import Format, Stored
+from .format import Stored
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled, as ggml has them
@@ -89,20 +89,6 @@ def dequantized(raw: Tensor, ggml: GGMLType) -> Tensor:
             f"model in one of {', '.join(BLOCKS)}"
         ) from None
     return torch.from_numpy(quants.dequantize(raw.numpy(), GGMLQuantizationType[ggml.name]))
-
-
-class GGUFScheme:
-    """A `Scheme`: the type of its tensor says how a module is stored."""
-
-    method = "gguf"
-
-    def __init__(self, default: str) -> None:
-        """`default`: type of all modules where there are no tensors."""
-        self.default = default
-
-    def format(self, path: str, stored: Mapping[str, tuple[str, tuple[int, ...]]] | None) -> Format | None:
-        kind = self.default if stored is None else stored["weight"][0] if "weight" in stored else FLOATS[0]
-        return None if kind in FLOATS else format_of(kind, path)
 
 
 def format_of(kind: str, path: str) -> BlockFormat:

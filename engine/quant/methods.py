@@ -16,6 +16,7 @@ READ = {
     "mxfp4": ("fp4", "Mxfp4Scheme"),
     "modelopt": ("modelopt", "ModelOptScheme"),
     "quark": ("quark", "QuarkScheme"),
+    "gguf_file": ("gguf_scheme", "GGUFScheme"),
 }
 LABELS = {
     "awq": "AWQ",
@@ -29,6 +30,7 @@ LABELS = {
     "mxfp4": "MXFP4",
     "modelopt": "ModelOpt",
     "quark": "Quark",
+    "gguf_file": "GGUF",
 }
 # Other names that checkpoints use.
 ALIASES = {
@@ -57,6 +59,7 @@ FITS: dict[str, tuple[tuple[str, str], ...]] = {
     "marlin": (_GPTQ, _AWQ),
     "moe_wna16": (_GPTQ, _AWQ),
     "hqq_marlin": (("hqq", ""),),
+    "gguf": (("gguf_file", ""),),
     "bnb": (("bitsandbytes", ""),),
     "deepgemm_fp8": (("fp8", ""),),
     "modelopt_fp8": ((_MODELOPT, "fp8"),),

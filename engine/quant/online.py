@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from .format import DUMMY_STD, FLOATS, Stored
 from .fp8 import HEADS
-from .headers import Headers, named, quantised
+from .headers import named, quantised
+from .settings import Headers
 
 if TYPE_CHECKING:
     import torch

@@ -156,7 +156,7 @@ def _read(file: Path) -> dict[str, Any] | None:
     """The object in a file, None where there is no such file."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a GGUF file has all in itself
         return None
     except PermissionError:
         raise unreadable(file) from None

@@ -12,7 +12,8 @@ from gguf import GGMLQuantizationType, quants
 
 from vserve.engine.ggml_types import BLOCKS, BY_NAME, CODE_BOOKS, REMOVED, TYPES
 from vserve.engine.model_file import ModelError
-from vserve.engine.quant.gguf_blocks import FORMATS, GGUFScheme, dequantized
+from vserve.engine.quant.gguf_blocks import FORMATS, dequantized
+from vserve.engine.quant.gguf_scheme import GGUFScheme
 
 ROWS, BLOCKS_A_ROW = 64, 24
 
@@ -97,7 +98,7 @@ def test_types_are_those_of_gguf() -> None:
 
 
 def test_the_tensor_says_its_format() -> None:
-    scheme = GGUFScheme("Q4_K")
+    scheme = GGUFScheme({"type": "Q4_K"})
     form = scheme.format("model.layers.0.mlp.up_proj", {"weight": ("Q6_K", (64, 210))})
     assert form is not None and form.name == "GGUF Q6_K"
     assert scheme.format("model.layers.0.mlp.up_proj", {"weight": ("BF16", (64, 256))}) is None

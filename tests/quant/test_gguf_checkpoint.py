@@ -21,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vserve.engine.gguf_checkpoint import GGUFCheckpoint
 from vserve.engine.model_config import parse_model_config
 from vserve.engine.model_file import ModelError
+from vserve.engine.quant.scheme import make_scheme, read_quantization
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 K_BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # rows of whole blocks
@@ -53,13 +54,14 @@ def test_the_same_tensors(gguf_models: Any, tiny_model: Any, tmp_path: Path, fam
     biased = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     folder = tiny_model(family, num_hidden_layers=3, **biased)
     checkpoint = GGUFCheckpoint(gguf_models.write_gguf(folder, tmp_path / "m.gguf"))
-    originals, headers = load_file(folder / "model.safetensors"), checkpoint.headers()
+    originals, headers = load_file(folder / "model.safetensors"), checkpoint.headers
     assert headers.keys() == originals.keys()
     for name, original in originals.items():
         header = headers[name]
         assert (header.dtype, header.shape, header.num_bytes) == ("F32", tuple(original.shape), original.nbytes)
         assert torch.equal(checkpoint.read(name), original), name
-    assert checkpoint.scheme is None and "quantization_config" not in checkpoint.config
+    assert make_scheme(read_quantization(checkpoint.file.path, checkpoint.config), None) is None
+    assert "quantization_config" not in checkpoint.config
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
@@ -82,10 +84,11 @@ def test_quantised_tensors(gguf_models: Any, tiny_model: Any, tmp_path: Path, fa
     folder = tiny_model(family, **(K_BLOCKS if kind is mixed else {}))
     path = gguf_models.write_gguf(folder, tmp_path / "m.gguf", kind if kind is mixed else lambda name: kind)
     checkpoint, originals = GGUFCheckpoint(path), load_file(folder / "model.safetensors")
-    headers, scheme = checkpoint.headers(), checkpoint.scheme
+    headers = checkpoint.headers
+    scheme = make_scheme(read_quantization(checkpoint.file.path, checkpoint.config), "gguf")
     assert scheme is not None
     assert checkpoint.config["quantization_config"] == {
-        "quant_method": "gguf", "type": "Q4_K" if kind is mixed else kind,
+        "quant_method": "gguf_file", "type": "Q4_K" if kind is mixed else kind,
     }  # fmt: skip
     seen = set()
     for seed, (name, original) in enumerate(originals.items()):
@@ -121,7 +124,7 @@ def test_code_books_are_dequantised_and_said(
     path = gguf_models.write_gguf(folder, tmp_path / "m.gguf", lambda name: "IQ2_XS" if "ffn" in name else "Q4_K")
     checkpoint = GGUFCheckpoint(path)
     name = "model.layers.1.mlp.up_proj.weight"
-    header = checkpoint.headers()[name]
+    header = checkpoint.headers[name]
     assert (header.dtype, header.shape, header.num_bytes) == ("F32", (512, 256), 4 * 512 * 256)
     assert "6 of the tensors have a type that no kernel reads (IQ2_XS)" in caplog.text
     raw = tmp_path.joinpath("m.gguf").read_bytes()
@@ -137,7 +140,7 @@ def test_split_files(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:
     checkpoint = GGUFCheckpoint(first)
     for name, original in load_file(folder / "model.safetensors").items():
         assert torch.equal(checkpoint.read(name), original), name
-    assert {header.file.name for header in checkpoint.headers().values()} == {
+    assert {header.file.name for header in checkpoint.headers.values()} == {
         f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)
     }
     with pytest.raises(ModelError, match=r"m-00002-of-00003\.gguf is part 2 of 3: pass the first one, .*-00001-of-"):
@@ -267,7 +270,7 @@ def test_sampling_defaults(gguf_models: Any, tiny_model: Any, tmp_path: Path) ->
 def test_keys_at_fault(gguf_models: Any, tiny_model: Any, tmp_path: Path, keys: dict[str, Any], words: str) -> None:
     path = gguf_models.write_gguf(tiny_model("llama"), tmp_path / "m.gguf", keys=keys)
     with pytest.raises(ModelError, match=words) as error:
-        GGUFCheckpoint(path).headers()
+        _ = GGUFCheckpoint(path).headers
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
@@ -295,7 +298,7 @@ def rewritten(path: Path, old: bytes, new: bytes) -> GGUFCheckpoint:
 def test_names_at_fault(gguf_models: Any, tiny_model: Any, tmp_path: Path, old: bytes, new: bytes, words: str) -> None:
     path = gguf_models.write_gguf(tiny_model("llama"), tmp_path / "m.gguf")
     with pytest.raises(ModelError, match=words) as error:
-        rewritten(path, old, new).headers()
+        _ = rewritten(path, old, new).headers
     assert "changed.gguf" in str(error.value) and "\n" not in str(error.value)
 
 

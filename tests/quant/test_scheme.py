@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "quark": {
         "quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
     },
+    "gguf_file": {"quant_method": "gguf_file", "type": "Q4_K"},
 }  # fmt: skip
-# Of these no scheme is made where its module is not there.
-HERE = [method for method in READ if find_spec(f"vserve.engine.quant.{READ[method][0]}")]
 # What each checkpoint may be called.
 RIGHT: dict[str, str] = {
     "awq": "awq AWQ auto_awq awq_marlin cpu_awq marlin moe_wna16 inc auto-round",
@@ -68,6 +66,7 @@ RIGHT: dict[str, str] = {
     "mxfp4": "mxfp4",
     "modelopt": "modelopt modelopt_fp4 nvfp4 petit_nvfp4",
     "quark": "quark",
+    "gguf_file": "gguf",
 }
 AT_LOAD_BY_NAME = {
     "fp8": "fp8", "FP8": "fp8", "ptpc_fp8": "fp8", "fp8_per_channel": "fp8", "fp8_per_tensor": "fp8",
@@ -99,24 +98,24 @@ def test_every_name_on_a_checkpoint_that_is_not_quantised(name: str) -> None:
     assert "unknown" not in line and repr(name) not in line
 
 
-@pytest.mark.parametrize("method", HERE)
+@pytest.mark.parametrize("method", READ)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_on_every_checkpoint(name: str, method: str) -> None:
     config = CHECKPOINTS[method]
     if name in RIGHT[method].split():
         scheme = make_scheme(config, name)
-        assert scheme is not None and scheme.method == config["quant_method"]
+        assert scheme is not None and scheme.method == config["quant_method"].removesuffix("_file")
         return
     line = refusal(config, name)
     assert line.startswith(f"the checkpoint is {LABELS.get(method, method)}")
     assert line.endswith(f": leave --quantization {name} out")
 
 
-@pytest.mark.parametrize("method", HERE)
+@pytest.mark.parametrize("method", READ)
 @pytest.mark.parametrize("asked", [None, "", "none", "None", "auto"])
 def test_nothing_asked(method: str, asked: str | None) -> None:
     scheme = make_scheme(CHECKPOINTS[method], asked)
-    assert scheme is not None and scheme.method == CHECKPOINTS[method]["quant_method"]
+    assert scheme is not None and scheme.method == CHECKPOINTS[method]["quant_method"].removesuffix("_file")
     assert make_scheme(None, asked) is None and make_scheme({}, asked) is None
 
 
@@ -141,6 +140,12 @@ def test_checkpoints_that_are_not_read(name: str) -> None:
         )
         assert line.endswith("Serve the unquantized model with --quantization fp8")
         assert refusal({"quant_method": spelled, "bits": 4}, name) == line
+
+
+@pytest.mark.parametrize("name", sorted(NOT_AT_LOAD))
+def test_the_nearest_that_is_done_at_load(name: str) -> None:
+    line = refusal(None, name)
+    assert line.endswith(f"does not quantize so at load: the nearest is --quantization {NOT_AT_LOAD[name]}")
 
 
 def test_names_that_nobody_knows() -> None:
@@ -259,8 +264,11 @@ print(made, refused, "torch" in sys.modules)
 
 
 def test_refusals_come_before_torch() -> None:
-    """Of every checkpoint with every name, what is stored how by the headers included."""
-    configs = [CHECKPOINTS[method] for method in HERE] + [{"quant_method": name} for name in REFUSED]
+    """Of every checkpoint with every name, what is stored how by the headers included. A GGUF file's tensors are looked
+    at before: its scheme finds nothing more to refuse."""
+    configs = [CHECKPOINTS[method] for method in READ if method != "gguf_file"] + [
+        {"quant_method": name} for name in REFUSED
+    ]
     told = json.dumps([configs, [None, *NAMES]])
     result = subprocess.run([sys.executable, "-c", PROGRAM], input=told, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
