@@ -186,11 +186,12 @@ def _port(server: ServerConfig) -> Finding:
 def _model(engine: EngineConfig, torch: Torch, on_card: bool) -> Finding:
     from ...engine.checkpoint import checkpoint_bytes
     from ...engine.model_config import ModelError
+    from ...engine.model_file import is_gguf
     from ...engine.models.registry import ARCHITECTURES
     from ...engine.overrides import read_model_config
 
     folder = Path(engine.model).expanduser()
-    if not folder.is_dir():
+    if not folder.is_dir() and not is_gguf(folder):
         cached = _from_hub_cache(engine)
         if cached is None:
             return _on_hub(engine)
