@@ -33,6 +33,7 @@ class Finished:
     seconds: float
     headers: dict[bytes, bytes]
     generation: Generation | None  # where tokens were generated
+    key: str = ""  # the name of the key that it brought, where the server knows that
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,9 @@ class RequestLog:
             place = fields["path"] = escape(request.path[:MAX_PATH])
         fields["message"] = f"{request.method} {place} {request.status}"  # the rest has its own fields in JSON
         text = f"{request.client} {request.method} {place} {request.status} in {request.seconds:.3f} s, {request.id}"
+        if request.key:
+            fields["key"] = request.key
+            text += f", key {escape(request.key)}"
         if request.generation is not None:
             timing = Timing.of(request.generation)
             numbers = {
