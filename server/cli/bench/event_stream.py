@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import msgspec
 
-
 TOO_BUSY = (429, 503)
 _WAITS = {"retry-after": 1.0, "retry-after-ms": 0.001}  # header → seconds
 

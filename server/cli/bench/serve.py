@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help="client processes (default: 4, or the number of cores where that is less)")  # fmt: skip
     load.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests before the measurement")
     load.add_argument("--retry-timeout-sec", type=float, default=600, metavar="S", help="a request that a busy server "
-                      "refuses (429, 503) is sent again when its Retry-After says, for so long; what it waits counts as "
-                      "time to its first token; 0: it has failed (default: 600)")  # fmt: skip
+                      "refuses (429, 503) is sent again when its Retry-After says, for so long; what it waits counts "
+                      "as time to its first token; 0: it has failed (default: 600)")  # fmt: skip
     load.add_argument("--seed", type=int, metavar="N", help="of prompts and arrivals (default: another in each run)")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--ignore-eos", action="store_true", help="generate until the output length")
