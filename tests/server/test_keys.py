@@ -82,9 +82,9 @@ def test_keys_have_names_in_the_log(new_client: Any, key_file: Path, caplog: Any
     for key in ("key-ada", "key-x", "key-option", "key-env", "key-admin", "wrong"):
         client.get("/v1/models", headers=bearer(key))
         record = caplog.records[-1]
-        names.append(record.fields.get("key"))
+        names.append(record.fields().get("key"))
         assert record.getMessage().endswith(f", key {names[-1]}") or key == "wrong"
-        assert key not in record.getMessage() and key not in str(record.fields)
+        assert key not in record.getMessage() and key not in str(record.fields())
     assert names == ["ada", "keys:5", "api-key-1", "VLLM_API_KEY", "admin-api-key-1", None]
 
 
