@@ -35,10 +35,13 @@ class Finding:
     remedy: str = ""
 
 
+EXAMPLES = ("vserve doctor", "vserve doctor Qwen/Qwen3-0.6B --max-model-len 32K")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(
         parser, EngineConfig, ServerConfig,
-        only=("model", "revision", "dtype", "device", "gpu_memory_utilization", "host", "port", "uds"),
+        only=("model", "revision", "max_model_len", "dtype", "device", "gpu_memory_utilization", "host", "port", "uds"),
     )  # fmt: skip
 
 

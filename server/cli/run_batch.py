@@ -43,6 +43,12 @@ class Line:
     problem: str | None = None
 
 
+EXAMPLES = (
+    "vserve run-batch -i in.jsonl -o out.jsonl Qwen/Qwen3-0.6B",
+    "vserve run-batch -i in.jsonl -o - --max-model-len 8K > out.jsonl",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch")
     group.add_argument(

@@ -20,6 +20,12 @@ from .listen import listen
 logger = logging.getLogger("vserve")
 
 
+EXAMPLES = (
+    "vserve Qwen/Qwen3-0.6B --max-model-len 8K --port 9000",
+    "vserve ./my-model --served-model-name mine --api-key-file keys",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineConfig, ServerConfig)
 

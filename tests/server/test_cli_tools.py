@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import vserve
 from vserve.engine.config import EngineConfig
 from vserve.server.cli import collect_env, completion, doctor, machine, main
 from vserve.server.cli.machine import Card, Torch
@@ -168,3 +171,31 @@ def test_completion(capsys: Any) -> None:
     for shell, script in scripts.items():
         if shutil.which(shell):
             assert subprocess.run([shell, "-n"], input=script, text=True, timeout=240).returncode == 0
+
+
+@pytest.mark.parametrize("name", [*main.COMMANDS, ""])
+def test_help_ends_with_examples_that_work(name: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = main.command_parser(name, main.load(name)).format_help() if name else main.overview()
+    *_, examples = text.partition("examples:\n")
+    commands = examples.strip().splitlines()
+    assert len(commands) >= 2
+    for command in commands:
+        words = shlex.split(re.split(" [<>] ", command)[0])
+        assert words.pop(0) == "vserve"
+        called = words.pop(0) if words[0] in main.COMMANDS else "serve"
+        assert called == name or not name or name == "serve"
+        main.command_parser(called, main.load(called)).parse_args(words)  # exits where it is wrong
+
+
+def test_help_shows_what_switches_are(monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = main.command_parser("serve", main.load("serve")).format_help()
+    for switch, default in (("strict-params", "off"), ("access-log", "on"), ("enable-prefix-caching", "on")):
+        (line,) = [line for line in text.replace("\n" + " " * 24, " ").splitlines() if f"--no-{switch}" in line[:90]]
+        assert line.endswith(f"(default: {default})"), line
+
+
+@pytest.mark.parametrize("word", ["version", "--version", "-V"])
+def test_the_version(word: str, capsys: Any) -> None:
+    assert main.main([word]) == 0 and capsys.readouterr().out == f"vserve {vserve.__version__}\n"
