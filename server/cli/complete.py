@@ -8,7 +8,6 @@ import sys
 from . import talk
 from .talk import Connection, TalkError
 
-
 EXAMPLES = ("vserve complete 'Once upon a time' --max-tokens 50", "vserve complete --temperature 0 < lines.txt")
 
 
