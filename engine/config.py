@@ -51,16 +51,16 @@ SECONDS_OR_NONE = Bounds(0, 86_400, zero="no limit", unit="seconds")
 def option(
     default: Any, help: str, *, choices: tuple[str, ...] = (), bounds: Bounds | None = None,
     problem: Callable[[Any], str | None] | None = None, group: str = "engine", secret: bool = False,
-    is_json: bool = False,
+    is_json: bool = False, short: str = "",
 ) -> Any:  # fmt: skip
     """A dataclass field that is also a command-line flag, `--field-name`, with this help text.
 
     `problem`: what is wrong with a value beside its bounds, in words. Secrets stay hidden. `is_json`: the text of a
-    JSON object, which may also be given key by key, `--field-name.key value`.
+    JSON object, which may also be given key by key, `--field-name.key value`. `short`: another flag, with one hyphen.
     """
     metadata = {
         "help": help, "choices": choices, "bounds": bounds, "problem": problem, "group": group, "secret": secret,
-        "is_json": is_json,
+        "is_json": is_json, "short": short,
     }  # fmt: skip
     return field(default=default, repr=not secret, metadata=metadata)
 
@@ -145,6 +145,13 @@ class EngineConfig:
         "npcache: as pt; dummy: random weights from config.json alone (benchmarks)",
         choices=("auto", "safetensors", "pt", "npcache", "dummy"),
         group="model",
+    )
+    quantization: str | None = option(
+        None,
+        "what a 16-bit checkpoint becomes as it is loaded: fp8, int8, int4 or bitsandbytes; a quantized one says "
+        "itself what it is",
+        group="model",
+        short="q",
     )
     max_model_len: int | None = option(
         None,

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from .checkpoint import FLOATS, PICKLED, TensorInfo, and_more, one_line, read_headers
+from .checkpoint import PICKLED, Checkpoint, TensorInfo, open_checkpoint
 from .config import EngineConfig
+from .layers.norm import RMSNorm
 from .layers.weights import Placement, WeightHolder
-from .model_config import ModelConfig, ModelError
+from .model_config import ModelConfig
+from .model_file import ModelError, and_more, one_line
 from .model_path import cache_folder, find_model
 from .models.blocks import CausalLM
 from .models.registry import build_model
-from .pickled import PATTERNS, is_pickled, read_pickled
+from .pickled import PATTERNS
+from .quant.format import FLOATS, Format, Scheme, Stored
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,10 @@ def load_model(
     """
     place = Placement(dtype, torch.device(device))
     report = progress or (lambda done, total: None)
-    headers = {} if load_format == "dummy" else read_headers(model_path, load_format)
+    checkpoint = None if load_format == "dummy" else open_checkpoint(model_path, load_format)
+    headers = {} if checkpoint is None else checkpoint.headers
     stored = sum(info.num_bytes for info in headers.values())
-    if headers and config.num_parameters > 4 * stored:  # two parameters a byte is the densest that checkpoints are
+    if headers and config.num_parameters > 4 * stored:  # four parameters a byte is the densest that checkpoints are
         raise ModelError(
             f"config.json describes {config.num_parameters:,} parameters, the weights have {stored:,} bytes: they are "
             "not of one model, download both again"
@@ -103,115 +104,153 @@ def load_model(
     if bare and not config.tie_word_embeddings:
         logger.warning("the checkpoint has no output matrix: embeddings are fine, but generated text means nothing")
         config = dataclasses.replace(config, tie_word_embeddings=True)
+    if config.tie_word_embeddings and any(name.startswith("lm_head.") and name != "lm_head.weight" for name in headers):
+        config = dataclasses.replace(config, tie_word_embeddings=False)  # it is quantised, so not the embedding's
     with torch.no_grad():
         model = build_model(config, place, max_model_len)
-        if load_format == "dummy":
+        holders = choose_formats(
+            model, None if checkpoint is None else _by_module(model, headers, "model." if bare else "")
+        )
+        loads = [] if checkpoint is None else _match(model, headers, "model." if bare else "")
+        for holder in holders:
+            holder.create()
+        if checkpoint is None:
             _fill_with_noise(model, seed, report)
         else:
-            _copy_weights(_match(model, headers, "model." if bare else ""), report)
-        for holder in _holders(model):
+            _load(checkpoint, loads, report)
+        for holder in holders:
             holder.finish()
     return model.requires_grad_(False).eval()
 
 
-def _holders(model: CausalLM) -> list[WeightHolder]:
-    """Each module with weights once, though several parts of a checkpoint may go to it."""
-    return list({id(holder): holder for holder, _ in model.weight_map().values()}.values())
+def _by_module(model: CausalLM, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
+    """Module path → suffix → tensor; `prefix`: what the checkpoint's names lack at their beginning."""
+    paths = model.weight_map().keys()
+    found: dict[str, dict[str, TensorInfo]] = {path: {} for path in paths}
+    for name, info in headers.items():
+        path = prefix + name
+        while path and path not in paths:
+            path = path.rpartition(".")[0]
+        if path:
+            found[path][(prefix + name)[len(path) + 1 :]] = info
+    return found
+
+
+def choose_formats(model: CausalLM, stored: dict[str, dict[str, TensorInfo]] | None = None) -> list[WeightHolder]:
+    """→ each module with weights once, though several parts of a checkpoint may go to it; each knows its formats.
+
+    `stored`: module path → suffix → tensor; None: there are no files.
+    """
+    scheme = model.config.quantization
+    formats: dict[int, dict[str, Format]] = {}
+    holders: dict[int, WeightHolder] = {}
+    for path, (holder, part) in model.weight_map().items():
+        holders[id(holder)] = holder
+        chosen = formats.setdefault(id(holder), {})
+        if scheme is not None and not isinstance(holder, RMSNorm):
+            described = None if stored is None else {name: (t.dtype, t.shape) for name, t in stored[path].items()}
+            if (format := scheme.format(path, described)) is not None:
+                chosen[part] = format
+    for key, holder in holders.items():
+        holder.choose(formats[key])
+    return list(holders.values())
 
 
 def _fill_with_noise(model: CausalLM, seed: int, progress: Progress) -> None:
     """Layer by layer on the device, always in the same order: a seed gives the same weights again."""
     generator = torch.Generator(model.place.device).manual_seed(seed)
+    holders: dict[int, WeightHolder] = {}
     sizes: dict[int, int] = {}
     for holder, part in model.weight_map().values():
-        num_elements = sum(prod(shape) for shape in holder.expected(part).values())
+        num_elements = sum(prod(stored.shape) for stored in holder.expected(part).values())
+        holders[id(holder)] = holder
         sizes[id(holder)] = sizes.get(id(holder), 0) + num_elements * model.place.dtype.itemsize
     done, total = 0, sum(sizes.values())
     progress(0, total)
-    for holder in _holders(model):
+    for key, holder in holders.items():
         holder.randomize(generator)
-        done += sizes[id(holder)]
+        done += sizes[key]
         progress(done, total)
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """One tensor of the checkpoint and where it goes."""
+@dataclass
+class _Load:
+    """The tensors of one part, and where they go."""
 
-    name: str
-    info: TensorInfo
     holder: WeightHolder
     part: str
-    kind: str
+    names: dict[str, str] = field(default_factory=dict)  # suffix → name in the checkpoint
+    num_bytes: int = 0
 
 
-def _match(model: CausalLM, headers: dict[str, TensorInfo], prefix: str) -> list[_Copy]:
+def _match(model: CausalLM, headers: dict[str, TensorInfo], prefix: str) -> list[_Load]:
     """Pair what the model expects with what the checkpoint has; what is missing, left over or misshapen is an error.
 
     `prefix`: what the checkpoint's names lack at their beginning.
     """
-    copies: list[_Copy] = []
+    loads: list[_Load] = []
     missing: list[str] = []
     for path, (holder, part) in model.weight_map().items():
-        for kind, shape in holder.expected(part).items():
-            name = f"{path}.{kind}".removeprefix(prefix)
+        load = _Load(holder, part)
+        for suffix, stored in holder.expected(part).items():
+            name = f"{path}.{suffix}".removeprefix(prefix)
             info = headers.get(name)
             if info is None:
-                missing.append(name)
+                if not stored.optional:
+                    missing.append(name)
                 continue
-            if info.shape != shape:
+            if info.shape != stored.shape:
                 raise ModelError(
-                    f"{name} has shape {list(info.shape)} in {info.file.name}, config.json makes it {list(shape)}: the "
-                    "weights and the config are not of one model, download both again"
+                    f"{name} has shape {list(info.shape)} in {info.file.name}, config.json makes it "
+                    f"{list(stored.shape)}: the weights and the config are not of one model, download both again"
                 )
-            if info.dtype not in FLOATS:
-                raise ModelError(
-                    f"{name} is stored as {info.dtype}: quantized weights are not supported yet, use the unquantized "
-                    "checkpoint"
-                )
-            copies.append(_Copy(name, info, holder, part, kind))
+            if info.dtype not in stored.dtypes:
+                raise ModelError(_unexpected_type(name, info, stored, model.config.quantization))
+            load.names[suffix] = name
+            load.num_bytes += info.num_bytes
+        if load.names:
+            loads.append(load)
     if missing:
         raise ModelError(
             f"the checkpoint lacks {missing[0]}{and_more(missing)}: the weights are incomplete or do not fit "
             "config.json, download both again"
         )
-    taken = {copy.name for copy in copies}
+    taken = {name for load in loads for name in load.names.values()}
     extra = [name for name in headers if name not in taken and not model.is_ignorable(name)]
     if extra:
         raise ModelError(
             f"the checkpoint has {extra[0]}{and_more(extra)}, which {model.config.architecture} has no place for: the "
             "weights do not fit config.json, download both again"
         )
-    return copies
+    return loads
 
 
-def _copy_weights(copies: list[_Copy], progress: Progress) -> None:
-    """Copy from the memory-mapped files straight into the model's parameters, a few tensors at a time."""
-    total = sum(copy.info.num_bytes for copy in copies)
-    handles = threading.local()
-    pickled = {file: read_pickled(file) for file in {copy.info.file for copy in copies} if is_pickled(file)}
+def _unexpected_type(name: str, info: TensorInfo, stored: Stored, scheme: Scheme | None) -> str:
+    found = f"{name} is stored as {info.dtype} in {info.file.name}"
+    if stored.dtypes == FLOATS and scheme is None:
+        return f"{found}, and config.json has no quantization_config that says what it means: download both again"
+    return f"{found}, expected {' or '.join(stored.dtypes)}: the weights do not fit config.json, download both again"
 
-    def copy_one(copy: _Copy) -> int:
-        opened: dict[Any, Any] = handles.__dict__  # one mapping a thread and file
-        file = copy.info.file
+
+def _load(checkpoint: Checkpoint, loads: list[_Load], progress: Progress) -> None:
+    """From the files straight into the model's modules, a few parts at a time."""
+    total = sum(load.num_bytes for load in loads)
+
+    def load_one(load: _Load) -> int:
+        tensors = {suffix: checkpoint.read(name) for suffix, name in load.names.items()}
         try:
-            if file in pickled:
-                tensor = pickled[file][copy.name].contiguous()
-            else:
-                if file not in opened:
-                    opened[file] = safe_open(file, framework="pt", device="cpu")
-                tensor = opened[file].get_tensor(copy.name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"cannot read {copy.name} from {file} ({one_line(error)}): download it again") from None
-        with torch.no_grad():  # a thread's own setting
-            copy.holder.load(copy.part, tensor, copy.kind)
-        return copy.info.num_bytes
+            with torch.no_grad():  # a thread's own setting
+                load.holder.load(load.part, tensors)
+        except ModelError as error:
+            first = next(iter(load.names.values())).rpartition(".")[0]
+            raise ModelError(f"{first}: {error}") from None
+        return load.num_bytes
 
     done = 0
     progress(0, total)
     with ThreadPoolExecutor(_LOADER_THREADS, thread_name_prefix="load-weights") as pool:
         try:
-            for future in as_completed([pool.submit(copy_one, copy) for copy in copies]):
+            for future in as_completed([pool.submit(load_one, load) for load in loads]):
                 done += future.result()
                 progress(done, total)
         except BaseException:

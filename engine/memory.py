@@ -51,16 +51,16 @@ class MemoryPlan:
             ("other", self.other),
         )
         rows = [
-            ("weights", _size(self.weights)),
-            *((name, _size(size)) for name, size in beside if size),  # on the CPU: no graphs
-            ("KV cache", f"{_size(self.cache)} = {self.num_blocks - 1} blocks of {block_size} = {usable} tokens"),
-            ("in all", f"{_size(self.needed + self.cache)} of {_size(self.budget)}"),
+            ("weights", gib(self.weights)),
+            *((name, gib(size)) for name, size in beside if size),  # on the CPU: no graphs
+            ("KV cache", f"{gib(self.cache)} = {self.num_blocks - 1} blocks of {block_size} = {usable} tokens"),
+            ("in all", f"{gib(self.needed + self.cache)} of {gib(self.budget)}"),
             ("full-length requests", f"{usable / self.max_model_len:.1f} of {self.max_model_len} tokens"),
         ]
         return "\n".join(f"  {name:<22}{value}" for name, value in rows)
 
 
-def _size(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
@@ -123,8 +123,8 @@ def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:
     if config.num_gpu_blocks_override is not None:
         option, most = f"--num-gpu-blocks-override {config.num_gpu_blocks_override}", blocks - 1
     return (
-        f"{option} does not fit: the KV cache would take {_size(plan.cache)}; of {_size(plan.budget)}, weights take "
-        f"{_size(plan.weights)}, a step {_size(plan.activations)} and rows {_size(plan.other)}; set it to "
+        f"{option} does not fit: the KV cache would take {gib(plan.cache)}; of {gib(plan.budget)}, weights take "
+        f"{gib(plan.weights)}, a step {gib(plan.activations)} and rows {gib(plan.other)}; set it to "
         f"{max(1, most)} or less"
     )
 
@@ -160,8 +160,8 @@ def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPla
     fits = (plan.num_blocks - 1) * config.block_size
     if fits < min(config.block_size, runner.max_model_len):
         raise ConfigError(
-            f"no memory is left for the KV cache: of {_size(plan.budget)}, weights take {_size(plan.weights)}, a step "
-            f"{_size(plan.activations)}, graphs {_size(plan.graphs)} and others {_size(plan.other)}; {advice}, or "
+            f"no memory is left for the KV cache: of {gib(plan.budget)}, weights take {gib(plan.weights)}, a step "
+            f"{gib(plan.activations)}, graphs {gib(plan.graphs)} and others {gib(plan.other)}; {advice}, or "
             f"lower --max-num-batched-tokens or --max-num-seqs"
         )
     if fits >= runner.max_model_len:

@@ -114,6 +114,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     startup_seconds: dict[str, float] = {}  # by phase
     settings: dict[str, bool | int | float | str] = {}  # options of EngineConfig as they are in effect
     hidden_size: int = 0  # dimensions of an embedding
+    quantization: dict[str, str | int] = {}  # of quant/described.py; empty: none
     fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow
 
 

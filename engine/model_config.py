@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .model_file import ModelError, read_config
+from .quant.scheme import make_scheme, read_quantization
 
 if TYPE_CHECKING:
     import torch  # at run time where a dtype is made: who only looks at the file should not wait for it
+
+    from .quant.format import Scheme
 
 __all__ = ["KVSpec", "ModelConfig", "ModelError", "RopeConfig", "check_model", "parse_model_config"]
 
@@ -72,17 +75,22 @@ class ModelConfig:
     dtype: torch.dtype  # of the checkpoint
     eos_token_ids: tuple[int, ...]
     longest: int = 0  # tokens that a context may have at most, 0: as many as the positions allow
+    quantization: Scheme | None = None  # how the checkpoint stores what it has quantised
 
     @classmethod
-    def from_folder(cls, folder: Path, source: Path | None = None, changes: Mapping[str, Any] = {}) -> ModelConfig:
+    def from_folder(
+        cls, folder: Path, source: Path | None = None, changes: Mapping[str, Any] = {}, quantization: str | None = None
+    ) -> ModelConfig:
         """Read config.json of `source` (default: `folder`, where the weights are), and put `changes` into it.
+
+        `quantization`: what --quantization says.
 
         Raises ModelError if it is missing, broken, or describes a model we cannot run.
         """
         from .checkpoint import stored_dtype  # it imports torch
 
         raw = overridden(read_config(Path(source or folder)), changes)
-        config = parse_model_config(raw)
+        config = replace(parse_model_config(raw), quantization=_scheme(Path(folder), raw, quantization))
         if raw.get("dtype") is None and raw.get("torch_dtype") is None:
             config = replace(config, dtype=stored_dtype(Path(folder)) or config.dtype)
         return config
@@ -153,11 +161,16 @@ _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def check_model(folder: Path, changes: Mapping[str, Any] = {}) -> None:
+def check_model(folder: Path, changes: Mapping[str, Any] = {}, quantization: str | None = None) -> None:
     """Raises ModelError as ModelConfig.from_folder does, within milliseconds."""
     raw = overridden(read_config(folder), changes)
     _dtype_name(raw)
     _parse(raw, None)
+    _scheme(folder, raw, quantization)
+
+
+def _scheme(folder: Path, raw: Mapping[str, Any], asked: str | None) -> Scheme | None:
+    return make_scheme(read_quantization(folder, raw), asked)
 
 
 def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
@@ -169,12 +182,6 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
 
 def _parse(raw: dict[str, Any], dtype: Any) -> ModelConfig:
     architecture = _architecture(raw)
-    if raw.get("quantization_config") is not None:
-        quantization = raw["quantization_config"]
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise ModelError(
-            f"the checkpoint is quantized ({method}), which is not supported yet: use the unquantized checkpoint"
-        )
     if raw.get("is_causal") is False:
         raise ModelError("config.json: is_causal is false, only causal attention is supported: use another model")
     defaults = _DEFAULTS[architecture]

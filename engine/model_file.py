@@ -14,6 +14,11 @@ class ModelError(ConfigError):
     """This model cannot be served. The message is one line: what is wrong, and what to do."""
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether it is a file that holds a whole model, not a folder."""
+    return path.suffix.lower() == ".gguf" and path.is_file()
+
+
 def unreadable(file: Path) -> ModelError:
     return ModelError(
         f"{file} may not be read by the user with the id {os.geteuid()}, who runs vserve: permit it (chmod)"
@@ -21,7 +26,14 @@ def unreadable(file: Path) -> ModelError:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Raises ModelError when it is missing or no JSON object."""
+    """What config.json says, or what a GGUF file says in its place.
+
+    Raises ModelError when it is missing or no JSON object.
+    """
+    if is_gguf(folder):
+        from .gguf_checkpoint import GGUFCheckpoint
+
+        return GGUFCheckpoint(folder).config
     file = folder / "config.json"
     remedy = "pass the folder of a Hugging Face model (config.json, tokenizer.json, *.safetensors)"
     try:
@@ -30,8 +42,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         what = f"{folder} has no config.json" if folder.is_dir() else f"{folder} is no folder"
         if (folder / "adapter_config.json").exists():
             what, remedy = f"{folder} is a LoRA adapter", "merge it into its base model, and pass the result's folder"
-        elif any(folder.glob("*.gguf")):
-            what += ", only GGUF files, which are not supported"
+        elif files := sorted(folder.glob("*.gguf")):
+            what, remedy = f"{what}, only GGUF files", f"pass one of them, such as {files[0]}"
         raise ModelError(f"{what}: {remedy}") from None
     except PermissionError:
         raise unreadable(file) from None
@@ -44,3 +56,32 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ModelError(f"{file} holds a {type(raw).__name__} where an object belongs: {remedy}")
     return raw
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Tensor → file of an index ("weight_map"), whose files are all there. Raises ModelError."""
+    try:
+        index: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(index.values()))
+        absent = [name for name in names if not (file.parent / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} is broken ({type(error).__name__}: {one_line(error)}): download it again") from None
+    if absent:
+        raise ModelError(
+            f"{file.parent} lacks {absent[0]}{and_more(absent)}, named by {file.name}: download the missing files again"
+        )
+    return index
+
+
+def refuse_pointer(file: Path, start: bytes) -> None:
+    """Raises ModelError where these first eight bytes of a file are those of what Git LFS leaves in its place."""
+    if start == b"version ":
+        raise ModelError(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
+
+
+def and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -6,20 +6,25 @@ import re
 from pathlib import Path
 
 from .config import ConfigError
+from .model_file import is_gguf
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def find_model(name: str) -> Path | None:
-    """The folder of that name; None where it may be a name on the hub. Raises ConfigError where it is neither."""
+    """The folder or GGUF file of that name; None where it may be a name on the hub.
+
+    Raises ConfigError where it is neither.
+    """
     if not name:
         raise ConfigError("no model was named: pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B")
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or is_gguf(folder):
         return folder
     if folder.exists():
-        kind = "GGUF file, which is not supported" if folder.suffix.lower() == ".gguf" else "file"
-        raise ConfigError(f"{name} is a {kind}: pass the folder of a Hugging Face model with safetensors weights")
+        raise ConfigError(
+            f"{name} is a file: pass the folder of a Hugging Face model with safetensors weights, or a GGUF file"
+        )
     if not is_hub_name(name):
         raise ConfigError(f"model {name!r} does not exist: pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B")
     return None

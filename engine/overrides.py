@@ -86,7 +86,7 @@ def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
     changes = overrides(config)
     source = folder if config.hf_config_path is None else resolve_config_path(config)
     with _naming(changes):
-        model = ModelConfig.from_folder(folder, source, changes)
+        model = ModelConfig.from_folder(folder, source, changes, config.quantization)
     return without_windows(model) if config.disable_sliding_window else model
 
 
@@ -96,7 +96,7 @@ def check_described(folder: Path, config: EngineConfig) -> None:
 
     if config.hf_config_path is None:
         with _naming(changes := overrides(config)):
-            check_model(folder, changes)
+            check_model(folder, changes, config.quantization)
 
 
 @contextmanager

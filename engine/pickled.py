@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
-from .model_file import ModelError, unreadable
+from .checkpoint import TensorInfo
+from .model_file import ModelError, one_line, read_index, refuse_pointer, unreadable
 
 INDEX = "pytorch_model.bin.index.json"
 PATTERNS = ("*.bin", "*.pt", "*.pth")
+NAMES = {  # as safetensors has them
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 # What training leaves beside the weights.
 _OTHERS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "consolidated")
 
@@ -20,14 +25,7 @@ _OTHERS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "co
 def pickled_files(folder: Path) -> list[Path]:
     """By the index where there is one. Raises ModelError where it names what is not there."""
     if (folder / INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{folder / INDEX} is broken ({type(error).__name__}): download it again") from None
-        if absent := [name for name in names if not (folder / name).is_file()]:
-            more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
-            raise ModelError(f"{folder} lacks {absent[0]}{more}, named by {INDEX}: download the missing files again")
-        return [folder / name for name in names]
+        return [folder / name for name in sorted(set(read_index(folder / INDEX).values()))]
     if (folder / "pytorch_model.bin").is_file():
         return [folder / "pytorch_model.bin"]
     for pattern in PATTERNS:
@@ -36,8 +34,20 @@ def pickled_files(folder: Path) -> list[Path]:
     return []
 
 
-def is_pickled(file: Path) -> bool:
-    return file.suffix in {pattern[1:] for pattern in PATTERNS}
+class PickledFiles:
+    """A Checkpoint. Raises ModelError naming the file at fault."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.headers: dict[str, TensorInfo] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for file in files:
+            for name, tensor in read_pickled(file).items():
+                self._tensors[name] = tensor
+                dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
+                self.headers[name] = TensorInfo(file, dtype, tuple(tensor.shape), tensor.numel() * tensor.itemsize)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name].contiguous()
 
 
 def read_pickled(file: Path) -> dict[str, torch.Tensor]:
@@ -46,8 +56,7 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
     try:
         with file.open("rb") as stream:
             start = stream.read(8)
-        if start == b"version ":
-            raise ModelError(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
+        refuse_pointer(file, start)
         # Files of torch before 1.6 are no zip archives, and cannot be mapped.
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=start.startswith(b"PK"))
     except PermissionError:
@@ -57,8 +66,8 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
             f"{file} is broken, or holds more than tensors, which could run code: {again}, or convert it to safetensors"
         ) from None
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        said = " ".join(str(error).split())[:200]
-        raise ModelError(f"{file} is truncated or corrupt ({type(error).__name__}: {said}): {again}") from None
+        said = f"{type(error).__name__}: {one_line(error)}"
+        raise ModelError(f"{file} is truncated or corrupt ({said}): {again}") from None
     if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
         raise ModelError(f"{file} holds no tensors by name: convert it with transformers' save_pretrained")
     return {str(name): tensor for name, tensor in content.items()}

@@ -101,7 +101,7 @@ class Fitted(Resolved):
             **self._named_as_in(SchedulerConfig),
         )
 
-    def info(self, startup_seconds: dict[str, float]) -> EngineInfo:
+    def info(self, startup_seconds: dict[str, float], quantization: dict[str, str | int]) -> EngineInfo:
         plan = self.plan
         dtype = str(self.dtype).removeprefix("torch.")
         options = self._named_as_in(EngineConfig) | {
@@ -111,6 +111,8 @@ class Fitted(Resolved):
             "kv_cache_memory_bytes": plan.cache,
             "num_gpu_blocks_override": plan.num_blocks - 1,
         }
+        if quantization:
+            options["quantization"] = quantization["method"]
         return EngineInfo(
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
@@ -133,6 +135,7 @@ class Fitted(Resolved):
             },
             startup_seconds=startup_seconds,
             settings=options,
+            quantization=quantization,
             fitted=self.reduced,
         )
 

@@ -20,6 +20,7 @@ from .messages import Progress
 from .model_config import ModelConfig
 from .models.blocks import CausalLM
 from .overrides import read_model_config
+from .quant.described import describe, told
 from .request import SamplingParams
 from .resolved import Fitted, Machine, Resolved, resolve
 from .runner import ModelRunner
@@ -46,6 +47,8 @@ class Worker:
             _warn(asked.notices)
         with self._phase("weights"):
             model = load(path, model_config, asked, lambda done, total: report(Progress("weights", done, total)))
+            if quantization := describe(model):
+                logger.info("%s", told(quantization))
         with self._phase("compilation"):
             before_memory()
         with self._phase("memory"):
@@ -59,7 +62,7 @@ class Worker:
         self.runner.count_compilations()
         self.num_threads = None if machine.device.type == "cuda" else machine.cpu_threads
         self.scheduler_config = settings.scheduler_config(self.runner.num_groups)
-        self.info = settings.info(self._seconds)
+        self.info = settings.info(self._seconds, quantization)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -75,6 +75,11 @@ def tiny_models(load_module: Callable[[Path], Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
+def gguf_models(load_module: Callable[[Path], Any]) -> Any:
+    return load_module(Path(__file__).with_name("gguf_models.py"))
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any) -> TinyModel:
     """tiny_model("qwen3", num_hidden_layers=3) → folder of a random checkpoint with a tokenizer.
 

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .linear import DUMMY_STD, Linear, TiedMethod
+from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
+from .linear import Linear
 from .staging import copy_weight
+from .unquantized import Tied
 from .weights import Placement
 
 
 class Embedding(nn.Module):
-    """A row of the table for each id. Every rank holds the whole table: it is small beside the layers."""
+    """A row of the table for each id, in the activations' dtype however it is stored. Every rank holds the whole
+    table: it is small beside the layers."""
+
+    weight: nn.Parameter
+    _format: Format | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, place: Placement) -> None:
         super().__init__()
-        self.weight = place.empty(vocab_size, hidden_size)
+        self.size, self.place = (vocab_size, hidden_size), place
 
-    def expected(self, part: str) -> dict[str, tuple[int, ...]]:
-        return {"weight": tuple(self.weight.shape)}
+    def choose(self, formats: Mapping[str, Format]) -> None:
+        self._format = formats.get("")
 
-    def load(self, part: str, tensor: Tensor, kind: str = "weight") -> None:
-        copy_weight(self.weight, tensor)
+    def expected(self, part: str) -> dict[str, Stored]:
+        return {"weight": Stored(self.size, FLOATS)} if self._format is None else self._format.expected(*self.size)
+
+    def create(self) -> None:
+        self.weight = self.place.empty(*self.size)
+
+    def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        if self._format is None:
+            copy_weight(self.weight, tensors["weight"])
+        else:
+            on_device = {suffix: tensor.to(self.place.device) for suffix, tensor in tensors.items()}
+            self.weight.copy_(self._format.decode(on_device, *self.size).dequantize(self.place.dtype))
 
     def finish(self) -> None:
         pass
@@ -39,10 +57,15 @@ class LMHead(Linear):
     """Hidden states → logits, in fp32 because sampling sums over the whole vocabulary."""
 
     def __init__(self, vocab_size: int, hidden_size: int, place: Placement, tied: Embedding | None = None) -> None:
-        method = None if tied is None else TiedMethod(tied.weight)
-        super().__init__(hidden_size, {"out": vocab_size}, place=place, rule="column", method=method)
+        super().__init__(hidden_size, {"out": vocab_size}, place=place, rule="column")
+        if tied is not None:
+            self.method = Tied(self.shape, lambda: tied.weight)
+
+    def choose(self, formats: Mapping[str, Format]) -> None:
+        if not isinstance(getattr(self, "method", None), Tied):
+            super().choose(formats)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, hidden] of the selected rows → fp32 [N, vocab]."""
-        y = self.method.apply_fp32(self, x)
+        y = self.method.multiply_fp32(x)
         return y if self.adapter is None else self.adapter(self, x, y)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+from torch import Tensor, nn
+
+from ..quant.format import Format, Stored
+
+ShardRule = Literal["replicated", "column", "row"]
 
 
 @dataclass(frozen=True)
@@ -31,20 +37,73 @@ class Placement:
             return self.tp_rank * units // self.tp_size * unit, unit
         raise ValueError(f"{units} parts cannot be divided over {self.tp_size} ranks: choose a divisor of {units}")
 
-    def empty(self, *shape: int) -> torch.nn.Parameter:
+    def empty(self, *shape: int) -> nn.Parameter:
         """An uninitialised, frozen weight."""
-        return torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        return frozen(torch.empty(shape, dtype=self.dtype, device=self.device))
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def keep_at_hand(module: nn.Module) -> None:
+    """nn.Module looks its parameters and modules up in three dictionaries, one after the other, when nothing else of
+    that name is found. For what every product needs that is too long."""
+    module.__dict__.update({**module._parameters, **module._modules})
+
+
+class LinearShape:
+    """One matrix, or several that read the same input fused into one (q, k, v; gate, up), and this rank's share of it.
+
+    parts: name → rows of the whole matrix, in their order in the output.
+    rule: "column" divides every part's rows over the ranks, "row" divides the input; `unit` rows (columns) stay
+    together. Raises ValueError where they do not divide.
+    """
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], place: Placement, rule: ShardRule, unit: int, has_bias: bool
+    ) -> None:
+        self.in_features, self.parts, self.has_bias = in_features, dict(parts), has_bias
+        self.place, self.rule = place, rule
+        self.input_span = place.span(in_features, unit) if rule == "row" else (0, in_features)
+        self.spans: dict[str, tuple[int, int]] = {}  # part → (first row of the whole part, rows) that this rank holds
+        self.offsets: dict[str, int] = {}  # part → its first row here
+        self.rows = 0  # of this rank
+        for name, rows in parts.items():
+            self.spans[name] = place.span(rows, unit) if rule == "column" else (0, rows)
+            self.offsets[name] = self.rows
+            self.rows += self.spans[name][1]
+
+    def load_bias(self, target: Tensor, part: str, bias: Tensor) -> None:
+        """target [rows of this rank]; bias: of the whole part."""
+        start, size = self.spans[part]
+        mine = target.narrow(0, self.offsets[part], size)
+        if self.rule == "row" and self.place.tp_rank > 0:
+            mine.zero_()  # the ranks' results are summed: only the first adds the bias
+        else:
+            mine.copy_(bias.narrow(0, start, size))
 
 
 class WeightHolder(Protocol):
-    """A module that takes tensors from a checkpoint. `part` names one of several matrices fused into one (q, k, v)."""
+    """A module that takes tensors from a checkpoint. `part` names one of several matrices fused into one (q, k, v).
 
-    def expected(self, part: str) -> dict[str, tuple[int, ...]]:
-        """Suffix in the checkpoint ("weight", "bias", …) → whole shape, before any division over ranks."""
+    Called in this order: choose, expected, create, load or randomize, finish.
+    """
+
+    def choose(self, formats: Mapping[str, Format]) -> None:
+        """How the checkpoint stores the parts; those not named: as floats. Allocates nothing."""
         ...
 
-    def load(self, part: str, tensor: torch.Tensor, kind: str = "weight") -> None:
-        """Copy this rank's share of `tensor` (any device and float dtype, whole) into place."""
+    def expected(self, part: str) -> dict[str, Stored]:
+        """Suffix in the checkpoint ("weight", "bias", …) → what is stored there, before any division over ranks."""
+        ...
+
+    def create(self) -> None:
+        """Allocate what `load` fills."""
+        ...
+
+    def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        """Take this rank's share of a part's tensors: suffix → tensor (any device, as stored, whole)."""
         ...
 
     def finish(self) -> None:

@@ -42,7 +42,7 @@ class AttentionBlock(nn.Module):
             unit=dim,
             bias=config.qkv_bias,
         )
-        self.heads = [size // dim for _, size in self.qkv.spans.values()]  # of this rank: q, k, v
+        self.heads = [size // dim for _, size in self.qkv.shape.spans.values()]  # of this rank: q, k, v
         self.head_dim = dim
         self.attention = Attention(
             self.heads[0],
@@ -64,7 +64,7 @@ class AttentionBlock(nn.Module):
         )
 
     def weight_map(self, prefix: str) -> WeightMap:
-        found: WeightMap = {f"{prefix}.{part}_proj": (self.qkv, part) for part in self.qkv.parts}
+        found: WeightMap = {f"{prefix}.{part}_proj": (self.qkv, part) for part in self.qkv.shape.parts}
         found[f"{prefix}.o_proj"] = (self.output, "out")
         q_norm, k_norm = self.attention.q_norm, self.attention.k_norm
         if q_norm is not None and k_norm is not None:
@@ -206,9 +206,7 @@ class CausalLM(nn.Module):
         found: WeightMap = {"model.embed_tokens": (self.embedding, ""), "model.norm": (self.norm, "")}
         for index, layer in enumerate(self._layers):
             found |= layer.weight_map(f"model.layers.{index}")
-        if not self.config.tie_word_embeddings:
-            found["lm_head"] = (self.lm_head, "out")
-        return found
+        return found | {"lm_head": (self.lm_head, "out")}
 
     def is_ignorable(self, name: str) -> bool:
         """Tensors some checkpoints carry that nothing needs: rotary tables, a copy of the tied output matrix."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -48,20 +49,29 @@ class Codes:
         if (start, size) == (0, self.shape[1]):
             return self
         group = gcd(self.group, start) if start + size == self.shape[1] else gcd(self.group, start, size)
-        first, last = start // self.group, -(-(start + size) // self.group)
-        skipped, count = (start - first * self.group) // group, -(-size // group)
+        cut = self.regrouped(group)
+        first, last = start // group, -(-(start + size) // group)
+        zeros, minima = (None if v is None else v[:, first:last] for v in (cut.zeros, cut.minima))
+        codes, scales = self.codes.narrow(1, start, size), cut.scales[:, first:last]
+        return replace(cut, codes=codes, scales=scales, zeros=zeros, minima=minima)
 
-        def cut(values: Tensor | None) -> Tensor | None:
-            if values is None:
-                return None
-            return values[:, first:last].repeat_interleave(self.group // group, dim=1)[:, skipped : skipped + count]
+    def unsigned(self) -> Codes:
+        """The same with signed codes of four bits or fewer raised to where they start at 0, as products take them."""
+        if self.bits > 4 or self.codes.dtype != torch.int8:
+            return self
+        half = 1 << (self.bits - 1)
+        zeros = torch.full_like(self.scales, half) if self.zeros is None else self.zeros + half
+        return replace(self, codes=(self.codes + half).to(torch.uint8), zeros=zeros)
 
-        scales = cut(self.scales)
-        assert scales is not None
-        return replace(
-            self, codes=self.codes.narrow(1, start, size), group=group, scales=scales, zeros=cut(self.zeros),
-            minima=cut(self.minima),
-        )  # fmt: skip
+    def regrouped(self, group: int) -> Codes:
+        """The same with groups of `group` columns, which divides the group there is: scales are repeated."""
+        times = self.group // group
+
+        def repeated(values: Tensor) -> Tensor:
+            return values.repeat_interleave(times, dim=1)[:, : -(-self.shape[1] // group)]
+
+        zeros, minima = (None if v is None else repeated(v) for v in (self.zeros, self.minima))
+        return replace(self, group=group, scales=repeated(self.scales), zeros=zeros, minima=minima)
 
     def ordered(self) -> Codes:
         """The same matrix, its columns in the order of the input: a scale an element where groups are scattered."""
@@ -97,3 +107,42 @@ class Codes:
     def _by_column(self, values: Tensor) -> Tensor:
         """[N, ceil(K / group)] → [N, K]."""
         return values.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
+
+
+def joined(parts: Sequence[Codes | Tensor]) -> list[Codes | Tensor]:
+    """The parts of a fused matrix, in their order, with neighbours that are stored alike made one. Tensors [N, K] are
+    parts as floats."""
+    found: list[Codes | Tensor] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Codes) and isinstance(last, Codes) and _alike(last, part):
+            found[-1] = replace(
+                last, codes=_stacked(last.codes, part.codes), scales=_stacked(last.scales, part.scales),
+                zeros=None if last.zeros is None or part.zeros is None else _stacked(last.zeros, part.zeros),
+                minima=None if last.minima is None or part.minima is None else _stacked(last.minima, part.minima),
+            )  # fmt: skip
+        elif isinstance(part, Tensor) and isinstance(last, Tensor):
+            found[-1] = torch.cat((last, part))
+        else:
+            found.append(part)
+    return found
+
+
+def _alike(a: Codes, b: Codes) -> bool:
+    for name in ("group", "bits", "input_scale"):
+        if getattr(a, name) != getattr(b, name):
+            return False
+    for name in ("zeros", "minima"):
+        if (getattr(a, name) is None) != (getattr(b, name) is None):
+            return False
+    for mine, other in ((a.table, b.table), (a.order, b.order)):
+        if (mine is None) != (other is None) or (mine is not None and other is not None and not mine.equal(other)):
+            return False
+    return a.codes.dtype == b.codes.dtype
+
+
+def _stacked(a: Tensor, b: Tensor) -> Tensor:
+    """[N, K] and [M, K] → [N + M, K], also of types that torch.cat does not know."""
+    if a.dtype.is_floating_point and a.itemsize == 1:
+        return torch.cat((a.view(torch.uint8), b.view(torch.uint8))).view(a.dtype)
+    return torch.cat((a, b))

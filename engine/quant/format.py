@@ -13,6 +13,10 @@ if TYPE_CHECKING:  # what cannot be read is refused before torch is imported
     from .codes import Codes
 
 
+FLOATS = ("F64", "F32", "F16", "BF16")  # types, as safetensors names them, of weights that are not quantised
+DUMMY_STD = 0.02  # of dummy weights: about what training starts from, so activations stay finite
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor that a format needs: its shape in the checkpoint, and the types it may have there."""
@@ -25,7 +29,10 @@ class Stored:
 class Format(Protocol):
     """How one module of a checkpoint stores its matrix [N, K] (rows of the output, columns of the input)."""
 
-    name: str  # for people: "AWQ int4 G=128"
+    @property
+    def name(self) -> str:
+        """For people: "AWQ int4 G=128"."""
+        ...
 
     def expected(self, rows: int, columns: int) -> dict[str, Stored]:
         """Suffix behind the module's path ("qweight", "weight_scale") → what must be stored there, bias excluded.

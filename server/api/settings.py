@@ -50,6 +50,7 @@ def server_info(server: ServerState) -> dict[str, Any]:
         "sampling_defaults": sampling,
         "num_blocks": info.num_blocks,
         "memory": info.memory,
+        "quantization": info.quantization or None,
         "startup_seconds": info.startup_seconds,
     }
 

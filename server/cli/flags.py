@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.config import ConfigError, EngineConfig, flag
+from ...engine.model_file import is_gguf
 from ...engine.model_path import is_hub_name
 from ..options.config import ServerConfig
 from ..options.given import Given, performance_modes
@@ -27,7 +28,9 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo"
 def add_flags(parser: argparse.ArgumentParser, *configs: type, only: tuple[str, ...] = ()) -> None:
     """A positional model, and a flag for every option (or those in `only`), in the groups that the options name."""
     if not any(action.dest == "model" for action in parser._actions):
-        parser.add_argument("model", nargs="?", help="folder of a Hugging Face model, or its name on the hub")
+        parser.add_argument(
+            "model", nargs="?", help="folder of a Hugging Face model, its name on the hub, or a GGUF file"
+        )
         parser.add_argument(
             "--config", dest="opt_config", metavar="FILE",
             help="YAML file with options, named as here; flags and VSERVE_… variables come before it",
@@ -66,7 +69,8 @@ def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
         choices = spec.metadata["choices"] or None
         metavar = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
         as_typed = functools.partial(_typed, spec.name)
-        group.add_argument(flag(spec.name), type=as_typed, choices=choices, metavar=metavar, **options)
+        names = [flag(spec.name), *([f"-{spec.metadata['short']}"] if spec.metadata["short"] else [])]
+        group.add_argument(*names, type=as_typed, choices=choices, metavar=metavar, **options)
 
 
 def _typed(name: str, text: str) -> Any:
@@ -134,5 +138,7 @@ def read_flags(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfi
         # The folder's name is what people want to type; the path as given works too.
         path = Path(engine.model)
         names = ("demo",) if demo else (path.resolve().name, engine.model) if path.is_dir() else (engine.model,)
+        if is_gguf(path):
+            names = (path.stem, engine.model)
         server = dataclasses.replace(server, served_model_name=tuple(dict.fromkeys(names)))
     return engine, server

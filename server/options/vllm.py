@@ -41,7 +41,6 @@ _ROWS = (
     ("nnodes", "", True, "1", "several nodes are not built yet"),
     # ---- the model ----
     ("trust-remote-code", "", False, ANY, "no code of a model's folder ever runs here"),
-    ("quantization", "q", True, "none", "quantized weights are not served yet: use the unquantized checkpoint"),
     ("kv-cache-dtype", "", True, "auto", "the cache has the model's type: leave it out; for more room lower "
      "--max-model-len or raise --gpu-memory-utilization"),
     ("calculate-kv-scales", "", False, ANY, "the cache is not quantized"),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.config import ConfigError
+from ...engine.gguf_checkpoint import GGUFCheckpoint
+from ...engine.model_file import is_gguf
 from ..errors import shorten
 from ..options.config import ServerConfig
 from ..options.text import RANGES, as_default, default_problem
@@ -33,7 +35,7 @@ def read_defaults(
 
     Raises ConfigError for files and flags that cannot be used.
     """
-    of_model = read_json(folder / FILE)
+    of_model = read_described(folder, FILE)
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if config.generation_config == "auto":
@@ -79,6 +81,17 @@ def _settings(content: dict[str, Any], where: str) -> dict[str, Any]:
             continue
         settings[name] = as_default(name, value)
     return settings
+
+
+def read_described(model: Path, name: str) -> dict[str, Any]:
+    """config.json or generation_config.json of a model's folder, or what a GGUF file says in its place; {} for nothing.
+
+    Raises ConfigError.
+    """
+    if not is_gguf(model):
+        return read_json(model / name)
+    checkpoint = GGUFCheckpoint(model)
+    return checkpoint.generation_config if name == FILE else checkpoint.config
 
 
 def read_json(path: Path) -> dict[str, Any]:

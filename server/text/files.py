@@ -19,7 +19,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Settings that make transformers do more than reading tokenizer.json.
 _UNKNOWN_SETTINGS = ("auto_map", "fast_tokenizer_files", "init_inputs", "split_special_tokens", "fix_mistral_regex")
-_QWEN_WORDS = (
+QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Special tokens that a class has unless the folder says otherwise, null included.
@@ -152,7 +152,7 @@ def _become_qwen2(core: FastTokenizer, config: dict[str, Any]) -> None:
     core.normalizer = normalizers.NFC()
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated", invert=False),
+            pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated", invert=False),
             pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")), use_regex=False),
         ]
     )

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.config import ConfigError
+from ...engine.gguf_file import read_gguf
+from ...engine.model_file import is_gguf
 from ...engine.request import CLS, LAST, MEAN, POOLINGS
 from .defaults import read_json
 
@@ -16,6 +18,7 @@ _KINDS = {
     "pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN, "pooling_mode_cls_token": CLS,
     "lasttoken": LAST, "mean": MEAN, "cls": CLS,
 }  # fmt: skip
+_GGUF_KINDS = {1: MEAN, 2: CLS, 3: LAST}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ def read_pooling(folder: Path, asked: str, normalized: bool | None = None) -> Po
     """
     if asked not in ("auto", *POOLINGS):
         raise ConfigError(f"--pooling is {asked!r}: choose one of auto, {', '.join(POOLINGS)}")
+    if is_gguf(folder):
+        return _of_gguf(folder, asked, normalized is not False)
     modules = _modules(folder / MODULES)
     types = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     normalize = not modules or "Normalize" in types
@@ -56,6 +61,19 @@ def read_pooling(folder: Path, asked: str, normalized: bool | None = None) -> Po
         problem = f"{name} asks for pooling {' and '.join(modes) or 'of no kind'}, which is not supported"
         return PoolingDefaults(LAST, normalize, name, problem)
     return PoolingDefaults(_KINDS[modes[0]], normalize, name)
+
+
+def _of_gguf(path: Path, asked: str, normalize: bool) -> PoolingDefaults:
+    """The file names the kind by its number in llama.cpp, and never the length."""
+    if asked != "auto":
+        return PoolingDefaults(asked, normalize, "flag")
+    keys = read_gguf(path).metadata
+    key = f"{keys.get('general.architecture')}.pooling_type"
+    number = keys.get(key, 0)
+    if number in _GGUF_KINDS:
+        return PoolingDefaults(_GGUF_KINDS[number], normalize, key)
+    problem = None if number == 0 else f"{key} is {number!r}, which is not supported"
+    return PoolingDefaults(normalize=normalize, problem=problem)
 
 
 def _modules(path: Path) -> list[dict[str, Any]]:

@@ -13,14 +13,17 @@ from tokenizers import Encoding, decoders
 from tokenizers import Tokenizer as FastTokenizer
 
 from ...engine.config import ConfigError, EngineConfig
+from ...engine.gguf_file import read_gguf
+from ...engine.model_file import is_gguf
 from ...engine.model_path import cache_folder, find_model
 from ...engine.overrides import overridden, overrides
 from ..errors import ApiError, bad_request, shorten
 from ..options.config import ServerConfig
 from ..parsers.formats import Formats, choose
 from .conversation import with_ids
-from .defaults import read_defaults, read_json
+from .defaults import read_defaults, read_described
 from .files import read_tokenizer, template_dict
+from .gguf_tokenizer import read_gguf_tokenizer
 from .pooling import PoolingDefaults, read_pooling
 from .spelled import MARK, Spellings, pieces, restored
 from .template import ChatTemplate, check_variables, read_template, request_template
@@ -287,7 +290,7 @@ def _described(folder: Path, engine: EngineConfig) -> dict[str, Any]:
     """What config.json says, as the engine's options have it. Raises ConfigError."""
     other = engine.hf_config_path
     source = folder if other is None else _folder(other, None, cache_folder(engine.download_dir))
-    return overridden(read_json(source / "config.json"), overrides(engine))
+    return overridden(read_described(source, "config.json"), overrides(engine))
 
 
 def _formats(tokenizer: Tokenizer, model_type: str | None, config: ServerConfig) -> Formats:
@@ -309,6 +312,17 @@ def _formats(tokenizer: Tokenizer, model_type: str | None, config: ServerConfig)
 
 
 def _load_tokenizer(source: str, folder: Path) -> Tokenizer:
+    """`folder`: or a GGUF file."""
+    if is_gguf(folder):
+        inside = read_gguf_tokenizer(read_gguf(folder))
+
+        def wrapped() -> Any:
+            from transformers import PreTrainedTokenizerFast  # slow to import
+
+            return PreTrainedTokenizerFast(tokenizer_object=inside.core, **inside.special_tokens)
+
+        return Tokenizer(inside.core, inside.special_tokens, inside.templates, wrapped)
+
     def load_hf() -> Any:
         from transformers import AutoTokenizer  # slow to import
 

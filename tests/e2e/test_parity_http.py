@@ -40,7 +40,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
     return [[rng.randrange(5, 290) for _ in range(length)] for length in lengths]
 
 
-def mismatches(url: str, folder, prompts: list[list[int]]) -> list[str]:
+def mismatches(url: str, folder, prompts: list[list[int]], tolerance: float = 1e-3) -> list[str]:
     """Where the server's answers differ from transformers', in words; empty when they are the same."""
     from transformers import AutoModelForCausalLM
 
@@ -61,14 +61,14 @@ def mismatches(url: str, folder, prompts: list[list[int]]) -> list[str]:
         for i, token in enumerate(tokens):
             best = expected[i].topk(TOP)
             margin = float(best.values[0] - best.values[1])
-            if margin > 1e-3 and token != int(best.indices[0]):
+            if margin > tolerance and token != int(best.indices[0]):
                 found.append(f"token {i} is {token}, transformers says {int(best.indices[0])}, margin {margin:.4f}")
             error = abs(choice["logprobs"]["token_logprobs"][i] - float(expected[i, token]))
-            if not error < 1e-3:
+            if not error < tolerance:
                 found.append(f"log-probability of token {i} is off by {error}")
             ours = sorted(choice["logprobs"]["top_logprobs"][i].values(), reverse=True)[:TOP]
             worst = max(abs(a - float(b)) for a, b in zip(ours, best.values, strict=False))
-            if not worst < 1e-3:
+            if not worst < tolerance:
                 found.append(f"top log-probabilities of token {i} are off by {worst}")
     return found
 

@@ -105,7 +105,7 @@ def test_what_memory_decides(model: ModelConfig) -> None:
         max_model_len=60, max_num_batched_tokens=9000, max_num_seqs=9000, max_mixed_tokens=1024,
         large_mixed_tokens=asked.large_mixed_tokens, num_blocks=101, num_groups=2, depth=2,
     )  # fmt: skip
-    info = fitted.info({"weights": 1.5})
+    info = fitted.info({"weights": 1.5}, {})
     assert info.fitted == ("max_model_len", "max_num_batched_tokens") and info.startup_seconds == {"weights": 1.5}
     assert (info.max_model_len, info.num_blocks, info.dtype, info.device) == (60, 100, "bfloat16", "H100")
     assert info.memory == {"weights": 16, "activations": 2, "graphs": 1, "other": 3, "kv_cache": 50}
@@ -113,7 +113,7 @@ def test_what_memory_decides(model: ModelConfig) -> None:
     assert told["max_model_len"] == 60 and told["num_gpu_blocks_override"] == 100 and told["cpu_threads"] == 8
     assert told["dtype"] == "bfloat16" and told["kv_cache_memory_bytes"] == 50 and told["device"] == "H100"
     left = {spec.name for spec in dataclasses.fields(EngineConfig)} - set(told)
-    changes = {"hf_config_path", "hf_overrides", "rope_theta", "rope_scaling", "disable_sliding_window"}
+    changes = {"hf_config_path", "hf_overrides", "quantization", "rope_theta", "rope_scaling", "disable_sliding_window"}
     assert left == {"model", "revision", "download_dir", "gpu_memory_utilization", "engine_in_process"} | changes, (
         "nothing that can be left open"
     )

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from vserve.engine.batch import WANTED, BatchBuilder, Shape
 from vserve.engine.layers import attention as attention_layer
-from vserve.engine.layers import linear, norm
+from vserve.engine.layers import norm, unquantized
 from vserve.engine.layers.weights import Placement
+from vserve.engine.loader import choose_formats
 from vserve.engine.model_config import ModelConfig, RopeConfig
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.models.registry import build_model
@@ -46,6 +47,9 @@ def _config(architecture: str, layer: Any) -> ModelConfig:
 def make_model(architecture: str, layers: Sequence[Any], place: Placement) -> CausalLM:
     """A layer for each of `layers` (size, group, window, cap, sinks): each from a model of its own."""
     models = [build_model(_config(architecture, layer), place, MAX_LEN) for layer in layers]
+    for one in models:
+        for holder in choose_formats(one):
+            holder.create()
     for layer, one in zip(layers, models, strict=True):
         (attention,) = one.attention_layers()
         assert attention.scoring.window == layer.window, f"{architecture} has no windows"
@@ -73,16 +77,15 @@ def fill(model: CausalLM, seed: int) -> None:
         if attention.q_norm is not None:
             attention.q_norm.weight.mul_(SHARPNESS)
         else:
-            layer.attention.qkv.weight[: attention.num_heads * attention.spec.head_dim].mul_(SHARPNESS)
+            layer.attention.qkv.method.weight[: attention.num_heads * attention.spec.head_dim].mul_(SHARPNESS)
         if (sinks := attention.scoring.sinks) is not None:
             sinks.normal_(2.0, 1.0, generator=generator)
     finish(model)
 
 
 def finish(model: CausalLM) -> None:
-    for module in model.modules():
-        if hasattr(module, "finish"):
-            module.finish()
+    for holder in {id(holder): holder for holder, _ in model.weight_map().values()}.values():
+        holder.finish()
 
 
 def caches_of(model: CausalLM) -> list[Tensor]:
@@ -131,7 +134,7 @@ def plain_torch() -> Iterator[None]:
         patch.setattr(attention_layer, "prefill_attention", _prefill)
         patch.setattr(norm, "rms_norm", rms_norm_torch)
         patch.setattr(norm, "add_rms_norm", add_rms_norm_torch)
-        patch.setattr(linear, "silu_mul", silu_mul_torch)
+        patch.setattr(unquantized, "silu_mul", silu_mul_torch)
         yield
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from vserve.engine import worker
 from vserve.engine.config import EngineConfig
-from vserve.engine.layers import linear as layer_module
+from vserve.engine.layers import unquantized as layer_module
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.weights import Placement
 from vserve.kernels import cublaslt, tiles
@@ -128,9 +128,12 @@ def test_without_a_gpu_there_is_nothing() -> None:
 
 def test_the_layer_asks_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Linear(8, {"out": 6}, place=Placement(torch.float32, torch.device("cpu")))
-    layer.load("out", torch.randn(6, 8))
+    layer.choose({})
+    layer.create()
+    layer.load("out", {"weight": torch.randn(6, 8)})
     layer.finish()
-    assert layer.algorithms == ()
+    method = layer.method
+    assert method.algorithms == ()
     seen = []
 
     def spy(x: Tensor, weight: Tensor, algorithm: Any, residual: Tensor | None) -> Tensor:
@@ -139,10 +142,10 @@ def test_the_layer_asks_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(layer_module, "measured_linear", spy)
     one, two = (cublaslt.Algorithm.from_buffer_copy(bytes([number] * 64)) for number in (1, 2))
-    layer.algorithms = (None, None, one, two)
+    method.algorithms = (None, None, one, two)
     for rows in (1, 2, 3, 4):
         x = torch.randn(rows, 8)
-        torch.testing.assert_close(layer(x), linear(x, layer.weight))
+        torch.testing.assert_close(layer(x), linear(x, method.weight))
     assert seen == [(2, 1), (3, 2)]
 
 
@@ -205,13 +208,16 @@ def test_every_number_of_rows(device: str) -> None:
 @requires_cuda
 def test_the_layer_uses_the_table(device: str) -> None:
     layer = Linear(4096, {"gate": 14336, "up": 14336}, place=Placement(torch.bfloat16, torch.device(device, 0)))
-    for part in layer.parts:
-        layer.load(part, torch.randn(14336, 4096) / 64)
+    layer.choose({})
+    layer.create()
+    for part in layer.shape.parts:
+        layer.load(part, {"weight": torch.randn(14336, 4096) / 64})
     layer.finish()
-    assert layer.algorithms == algorithms(28672, 4096, torch.bfloat16)
-    for m in {1, 17, 256, len(layer.algorithms), 2000}:
+    method = layer.method
+    assert method.algorithms == algorithms(28672, 4096, torch.bfloat16)
+    for m in {1, 17, 256, len(method.algorithms), 2000}:
         x = torch.randn(m, 4096, device=device, dtype=torch.bfloat16)
-        expected = x.float() @ layer.weight.float().t()
+        expected = x.float() @ method.weight.float().t()
         assert (layer(x).float() - expected).norm() <= 4e-3 * expected.norm()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine.layers import linear as layer_module
+from vserve.engine.layers import unquantized as layer_module
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.weights import Placement
 from vserve.kernels import cublaslt, linear
@@ -182,10 +182,12 @@ def test_where_it_is_used(n: int, k: int, rows: int, monkeypatch: pytest.MonkeyP
 
 def test_the_layer_sends_few_rows_there(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Linear(8, {"out": 6}, place=Placement(torch.float32, torch.device("cpu")), bias=True)
-    layer.load("out", torch.randn(6, 8))
-    layer.load("out", torch.randn(6), "bias")
+    layer.choose({})
+    layer.create()
+    layer.load("out", {"weight": torch.randn(6, 8), "bias": torch.randn(6)})
     layer.finish()
-    assert layer.small_rows == 0
+    method = layer.method
+    assert method.small_rows == 0
     seen = []
 
     def spy(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,10 +195,10 @@ def test_the_layer_sends_few_rows_there(monkeypatch: pytest.MonkeyPatch) -> None
         return small_linear(x, weight, bias)
 
     monkeypatch.setattr(layer_module, "small_linear", spy)
-    layer.small_rows = 2
+    method.small_rows = 2
     for m in (1, 2, 3):
         x = torch.randn(m, 8)
-        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, method.weight, method.bias))
     assert seen == [1, 2]
 
 
@@ -221,16 +223,19 @@ def test_real_shapes(rng: torch.Generator, device: str, n: int, k: int) -> None:
 def test_the_layer_uses_it_on_hopper(rng: torch.Generator, device: str) -> None:
     place = Placement(torch.bfloat16, torch.device(device, 0))
     layer = Linear(4096, {"q": 4096, "k": 1024, "v": 1024}, place=place, bias=True)
-    for part, rows in layer.parts.items():
-        layer.load(part, torch.randn(rows, 4096, generator=rng) / 64)
-        layer.load(part, torch.randn(rows, generator=rng), "bias")
+    layer.choose({})
+    layer.create()
+    for part, rows in layer.shape.parts.items():
+        weight = torch.randn(rows, 4096, generator=rng) / 64
+        layer.load(part, {"weight": weight, "bias": torch.randn(rows, generator=rng)})
     layer.finish()
-    assert layer.small_rows == (1 if linear.pdl_available(place.device) else 0)
+    method = layer.method
+    assert method.small_rows == (1 if linear.pdl_available(place.device) else 0)
     x = torch.randn(40, 4096, generator=rng).to(device, torch.bfloat16)
     for m in (0, 1, 3, 40):
         assert layer(x[:m]).shape == (m, 6144)
         if m:
-            assert_close(layer(x[:m]), expect(x[:m], layer.weight, layer.bias))
+            assert_close(layer(x[:m]), expect(x[:m], method.weight, method.bias))
 
 
 @pytest.mark.gpu

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from vserve.engine.layers.embedding import Embedding, LMHead
-from vserve.engine.layers.linear import Linear, UnquantizedMethod
+from vserve.engine.layers.linear import Linear
+from vserve.engine.layers.unquantized import Unquantized
 from vserve.engine.layers.weights import Placement
 
 CPU = Placement(torch.float32, torch.device("cpu"))
@@ -28,9 +29,14 @@ def whole(parts: dict[str, int], in_features: int, bias: bool) -> dict[tuple[str
 
 def filled(tensors: dict[tuple[str, str], Tensor], *args: Any, **kwargs: Any) -> Linear:
     layer = Linear(*args, **kwargs)
-    for (part, kind), tensor in tensors.items():
-        assert layer.expected(part)[kind] == tuple(tensor.shape)
-        layer.load(part, tensor, kind)
+    layer.choose({})
+    layer.create()
+    for part in layer.shape.parts:
+        of_part = {kind: tensor for (owner, kind), tensor in tensors.items() if owner == part}
+        assert {kind: stored.shape for kind, stored in layer.expected(part).items()} == {
+            kind: tuple(tensor.shape) for kind, tensor in of_part.items()
+        }
+        layer.load(part, of_part)
     layer.finish()
     return layer
 
@@ -52,7 +58,7 @@ def test_ranks_of_a_column_layer_hold_whole_heads(size: int) -> None:
     for rank in range(size):
         place = replace(CPU, tp_rank=rank, tp_size=size)
         layer = filled(tensors, 16, HEADS, place=place, rule="column", unit=4, bias=True)
-        q, k, v = layer(x).split([rows for _, rows in layer.spans.values()], dim=1)
+        q, k, v = layer(x).split([rows for _, rows in layer.shape.spans.values()], dim=1)
         torch.testing.assert_close(q, full["q"].chunk(size, dim=1)[rank])
         kv_heads = max(2 // size, 1)
         first = rank * 2 // size
@@ -68,7 +74,7 @@ def test_ranks_of_a_row_layer_sum_to_the_whole(size: int) -> None:
     for rank in range(size):
         place = replace(CPU, tp_rank=rank, tp_size=size)
         layer = filled(tensors, 32, {"out": 6}, place=place, rule="row", unit=4, bias=True)
-        total += layer(x.narrow(1, *layer.input_span))
+        total += layer(x.narrow(1, *layer.shape.input_span))
     torch.testing.assert_close(total, functional.linear(x, tensors["out", "weight"], tensors["out", "bias"]))
 
 
@@ -82,18 +88,21 @@ def test_adapter_sees_input_and_output() -> None:
     layer = filled(tensors, 8, {"out": 6}, place=CPU)
     x = torch.randn(2, 8)
     plain = layer(x)
-    layer.adapter = lambda owner, given, y: y + given[:, :6] * len(owner.parts)
+    layer.adapter = lambda owner, given, y: y + given[:, :6] * len(owner.shape.parts)
     torch.testing.assert_close(layer(x), plain + x[:, :6])
 
 
 def test_another_method_replaces_the_product() -> None:
-    class Doubled(UnquantizedMethod):
-        def finish(self, layer: Linear) -> None:
-            layer.weight.mul_(2)
+    class Doubled(Unquantized):
+        def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+            return 2 * super().multiply(x, residual)
 
     tensors = whole({"out": 6}, 8, bias=False)
     x = torch.randn(2, 8)
-    layer = filled(tensors, 8, {"out": 6}, place=CPU, method=Doubled())
+    layer = filled(tensors, 8, {"out": 6}, place=CPU)
+    weight = layer.method.weight
+    layer.method = Doubled(layer.shape)
+    layer.method.weight, layer.method.bias = weight, None
     torch.testing.assert_close(layer(x), 2 * functional.linear(x, tensors["out", "weight"]))
 
 
@@ -102,10 +111,14 @@ def test_tied_output_shares_the_embedding_memory(size: int) -> None:
     for rank in range(size):
         place = Placement(torch.bfloat16, torch.device("cpu"), rank, size)
         embedding = Embedding(10, 4, place)
-        embedding.load("", torch.randn(10, 4))
         head = LMHead(10, 4, place, tied=embedding)
+        for holder in (embedding, head):
+            holder.choose({})
+            holder.create()
+        embedding.load("", {"weight": torch.randn(10, 4)})
         assert head.expected("out") == {}
-        assert head.weight.untyped_storage().data_ptr() == embedding.weight.untyped_storage().data_ptr()
+        head.finish()
+        assert head.method.weight.untyped_storage().data_ptr() == embedding.weight.untyped_storage().data_ptr()
         x = torch.randn(2, 4, dtype=torch.bfloat16)
         logits = head(x)
         assert logits.dtype is torch.float32
@@ -140,9 +153,9 @@ def test_products_of_many_rows_add_to_the_residual() -> None:
         return False
 
     assert not added(), "never on the CPU"
-    layer.add_rows = 3
+    layer.method.add_rows = 3
     assert added()
     layer.adapter = lambda layer, x, y: y + 1
     assert not added()
-    layer.adapter, layer.add_rows = None, 4
+    layer.adapter, layer.method.add_rows = None, 4
     assert not added()

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vserve.engine.layers.weights import Placement
+from vserve.engine.loader import choose_formats
 from vserve.engine.model_config import SUPPORTED_ARCHITECTURES, KVSpec, ModelConfig, ModelError, parse_model_config
 from vserve.engine.models.registry import ARCHITECTURES, build_model
 
@@ -150,6 +151,8 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         assert config.qk_norm == any("q_norm" in name for name in names)
         assert config.num_parameters == sum(weight.numel() for weight in theirs.parameters())
         ours = build_model(config, Placement(torch.float16, torch.device("cpu")), max_len=8)
+        for holder in choose_formats(ours):
+            holder.create()
         assert config.num_parameters == sum(weight.numel() for weight in ours.parameters())
         assert ours.kv_specs() == [KVSpec("full", 2, config.head_dim, config.head_dim)] * 3
 
@@ -181,10 +184,6 @@ def test_dtype_of_a_silent_config_is_that_of_the_weights(tmp_path: Path, tiny_mo
             "Qwen2ForCausalLM, Qwen3ForCausalLM",
         ),
         ({"architectures": None, "model_type": None}, "architecture unnamed is not supported: serve one of Llama"),
-        (
-            {"quantization_config": {"quant_method": "awq", "bits": 4}},
-            "the checkpoint is quantized (awq), which is not supported yet: use the unquantized checkpoint",
-        ),
         ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', supported is silu: use another model"),
         (
             {"rope_scaling": {"rope_type": "longrope", "factor": 4}},
@@ -237,7 +236,9 @@ def test_files_that_are_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     remedy = "pass the folder of a Hugging Face model (config.json, tokenizer.json, *.safetensors)"
     assert refusal(tmp_path) == f"{tmp_path} has no config.json: {remedy}"
     (tmp_path / "model.gguf").touch()
-    assert refusal(tmp_path) == f"{tmp_path} has no config.json, only GGUF files, which are not supported: {remedy}"
+    assert refusal(tmp_path) == (
+        f"{tmp_path} has no config.json, only GGUF files: pass one of them, such as {tmp_path / 'model.gguf'}"
+    )
     (tmp_path / "adapter_config.json").touch()
     assert refusal(tmp_path).startswith(f"{tmp_path} is a LoRA adapter: merge it into its base model")
     assert refusal(tmp_path / "gone") == f"{tmp_path / 'gone'} is no folder: {remedy}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from vserve.engine.layers.attention import AttentionBatch
-from vserve.engine.layers.linear import Linear, UnquantizedMethod
+from vserve.engine.layers.unquantized import Unquantized
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
@@ -216,15 +216,15 @@ def test_products_that_add_to_the_residual(
     folder = make(tiny_model, family)
     model = load(folder)
     for layer in model.layers:
-        layer.attention.output.add_rows = layer.mlp.down.add_rows = 9
-    apply, seen = UnquantizedMethod.apply, []
+        layer.attention.output.method.add_rows = layer.mlp.down.method.add_rows = 9
+    multiply, seen = Unquantized.multiply, []
 
-    def spy(method: UnquantizedMethod, layer: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def spy(method: Unquantized, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if residual is not None:
             seen.append(len(x))
-        return apply(method, layer, x, residual)
+        return multiply(method, x, residual)
 
-    monkeypatch.setattr(UnquantizedMethod, "apply", spy)
+    monkeypatch.setattr(Unquantized, "multiply", spy)
     runner = PagedRunner(model, sequences())
     for plan in [["|", (1, 9), (0, 12)], [(0, 1), "|", (1, 7)], [(1, 1), "|", (0, 8)], [(1, 1), (0, 1), "|"]]:
         for which, first, logits in runner.step(plan, last_only=last_only):
@@ -297,11 +297,12 @@ def _wrong_page(runner: PagedRunner) -> None:
 
 def _no_bias(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
-        layer.attention.qkv.bias = None
+        layer.attention.qkv.method.__dict__["bias"] = None  # where keep_at_hand has put it
 
 
 def _untied(runner: PagedRunner) -> None:
-    runner.model.lm_head.weight = torch.nn.Parameter(runner.model.lm_head.weight.roll(1, 0), requires_grad=False)
+    head = runner.model.lm_head.method
+    head.weight = torch.nn.Parameter(head.weight.roll(1, 0), requires_grad=False)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def edit(folder: Path, **changes: object) -> None:
     ("change", "words"),
     [
         (lambda f: edit(f, architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not supported"),
-        (lambda f: edit(f, quantization_config={"quant_method": "awq"}), r"the checkpoint is quantized \(awq\)"),
+        (lambda f: edit(f, quantization_config={"quant_method": "aqlm"}), "quantized with .*AQLM"),
         (lambda f: edit(f, dtype="int8"), "dtype is 'int8'"),
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
     ],

@@ -34,6 +34,7 @@ def test_a_usual_command_line_is_served(monkeypatch: Any) -> None:
     )  # fmt: skip
     engine, server = read_flags(arguments)
     assert (engine.model, engine.dtype, engine.max_model_len) == ("/m", "float16", 32768)
+    assert read_flags(parse("/m", "-q", "AWQ"))[0].quantization == "AWQ"
     assert not engine.enable_prefix_caching and server.tool_call_parser == "hermes"
     assert server.generation_config == "vserve"
     assert [line.split(":")[0] for line in notices(arguments)] == [
@@ -48,7 +49,6 @@ def test_a_usual_command_line_is_served(monkeypatch: Any) -> None:
     [
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2: a model on several GPUs is not built yet"),
         (["-tp", "8"], "--tensor-parallel-size 8: "),
-        (["--quantization", "awq"], "--quantization awq: quantized weights are not served yet: use the unquantized"),
         (["--enable-lora"], "--enable-lora: adapters are not served yet: merge it"),
         (["--speculative-config", '{"method": "ngram"}'], "the answers are the same"),
         (["--guided-decoding-backend", "xgrammar:disable-any-whitespace"], "use --structured-outputs-config"),

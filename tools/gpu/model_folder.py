@@ -86,14 +86,16 @@ def _expected_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     import torch
 
     from vserve.engine.layers.weights import Placement
+    from vserve.engine.loader import choose_formats
     from vserve.engine.model_config import ModelConfig
     from vserve.engine.models.registry import build_model
 
     model = build_model(ModelConfig.from_folder(folder), Placement(torch.bfloat16, torch.device("meta")), 16)
+    choose_formats(model)
     return {
-        f"{path}.{kind}": shape
+        f"{path}.{suffix}": stored.shape
         for path, (holder, part) in model.weight_map().items()
-        for kind, shape in holder.expected(part).items()
+        for suffix, stored in holder.expected(part).items()
     }
 
 

@@ -1,0 +1,126 @@
+"""Products with weights as they are, in the activations' dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...kernels import cublaslt
+from ...kernels.activation import silu_mul
+from ...kernels.cublaslt import Algorithms, measured_linear
+from ...kernels.linear import prepare, small_linear, small_linear_rows
+from ...kernels.linear_hopper import HopperTiles, hopper_tiles, linear_hopper, silu_mul_linear_hopper
+from ..quant.format import DUMMY_STD, FLOATS, Stored
+from .staging import copy_weight
+from .weights import LinearShape, frozen, keep_at_hand
+
+ADD_ROWS = 448  # from so many on, to add to the residual costs a product less than it saves in the norm behind it
+
+
+class Unquantized(nn.Module):
+    """y = x Wᵀ + b."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    small_rows: int = 0  # up to how many rows go to small_linear; known when the weights are loaded
+    algorithms: Algorithms = ()  # by number of rows: cuBLAS's algorithm, where another than its own choice is faster
+    tiles: HopperTiles = ()  # by number of rows: of linear_hopper, where that is faster than cuBLAS
+    gated_tiles: HopperTiles = ()  # the same for silu_mul
+    add_rows: int | None = None
+
+    def __init__(self, shape: LinearShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def expected(self, part: str) -> dict[str, Stored]:
+        rows = self.shape.parts[part]
+        found = {"weight": Stored((rows, self.shape.in_features), FLOATS)}
+        return found | {"bias": Stored((rows,), FLOATS)} if self.shape.has_bias else found
+
+    def create(self) -> None:
+        shape = self.shape
+        self.weight = shape.place.empty(shape.rows, shape.input_span[1])
+        self.bias = shape.place.empty(shape.rows) if shape.has_bias else None
+
+    def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        shape = self.shape
+        share = tensors["weight"].narrow(0, *shape.spans[part]).narrow(1, *shape.input_span)
+        copy_weight(self.weight.narrow(0, shape.offsets[part], len(share)), share)
+        if self.bias is not None:
+            shape.load_bias(self.bias, part, tensors["bias"])
+
+    def finish(self) -> None:
+        weight = self.weight
+        if weight.device.type == "cpu":
+            # Stored column by column, a product with one row streams through the matrix: twice as fast with MKL.
+            weight.data = weight.t().contiguous().t()
+        elif weight.device.type == "cuda":
+            self.small_rows = small_linear_rows(*weight.shape, weight.dtype)
+            if self.small_rows:
+                prepare(weight.device)
+            if self.bias is None:
+                self.algorithms = cublaslt.algorithms(*weight.shape, weight.dtype)
+                self.tiles = hopper_tiles(*weight.shape, weight.dtype, gated=False)
+                self.gated_tiles = hopper_tiles(*weight.shape, weight.dtype, gated=True)
+                if self.shape.place.tp_size == 1 and weight.dtype != torch.float32:
+                    self.add_rows = ADD_ROWS
+            if self.algorithms:
+                cublaslt.prepare(weight.device)
+        keep_at_hand(self)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.weight.normal_(0.0, DUMMY_STD, generator=generator)
+        if self.bias is not None:
+            self.bias.normal_(0.0, DUMMY_STD, generator=generator)
+
+    def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rows, weight = x.shape[0], self.weight
+        if rows <= self.small_rows and residual is None:
+            return small_linear(x, weight, self.bias)
+        if self.tiles and (tile := self.tiles[min(rows, len(self.tiles) - 1)]) is not None:
+            return linear_hopper(x, weight, tile, residual)
+        if rows < len(self.algorithms) and (algorithm := self.algorithms[rows]) is not None:
+            return measured_linear(x, weight, algorithm, residual)
+        if residual is not None:
+            return residual.addmm_(x, weight.t())
+        return functional.linear(x, weight, self.bias)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        tiles = self.gated_tiles
+        if tiles and (tile := tiles[min(x.shape[0], len(tiles) - 1)]) is not None:
+            return silu_mul_linear_hopper(x, self.weight, tile)
+        return silu_mul(self.multiply(x))
+
+    def multiply_fp32(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and self.bias is None:
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return self.multiply(x).float()
+
+
+class Tied(Unquantized):
+    """Multiplies by a weight that another module owns and loads (the output matrix tied to the embedding)."""
+
+    def __init__(self, shape: LinearShape, owner: Callable[[], nn.Parameter]) -> None:
+        """owner: → the weight [vocab, hidden], once it is there."""
+        super().__init__(shape)
+        self._owner = owner
+
+    def expected(self, part: str) -> dict[str, Stored]:
+        return {}
+
+    def create(self) -> None:
+        owned, (span,) = self._owner(), self.shape.spans.values()
+        self.weight = owned if span[1] == owned.shape[0] else frozen(owned.narrow(0, *span))
+        self.bias = None
+
+    def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        pass  # its owner does
+
+    def randomize(self, generator: torch.Generator) -> None:
+        pass  # its owner does
+
+    def finish(self) -> None:
+        keep_at_hand(self)

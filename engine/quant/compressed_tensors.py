@@ -1,0 +1,138 @@
+"""compressed-tensors, as llm-compressor writes it: whole numbers and floats of 4 and 8 bits, by groups of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..model_file import ModelError
+from .config_groups import Group, Weights, find_group
+from .fp4 import Fp4, find_fp4
+from .fp8 import Fp8, find_fp8
+from .headers import EXPONENTS, Headers, names, quantised, section
+from .int8 import find_int8, plain_int8
+from .scales import Scales
+
+if TYPE_CHECKING:
+    from .format import Format
+
+_FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
+)  # fmt: skip
+_SPARSE = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
+
+
+class CompressedTensorsScheme:
+    """quant_method compressed-tensors. `kv_cache_scheme`: QuantizationArgs of the cache, or None."""
+
+    method = "compressed-tensors"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        _refuse(config)
+        self.groups: list[Group] = []
+        self.kv_cache_scheme: Mapping[str, Any] | None = section(config, "kv_cache_scheme") or None
+        whole = config.get("format")
+        for name, values in section(config, "config_groups").items():
+            group = Group.parse(name, values)
+            self.groups.append(replace(group, format=group.format or (None if whole == "mixed-precision" else whole)))
+        for group in self.groups:
+            _refuse_format(group.format)
+            if group.weights is not None:
+                _refuse_weights(group.weights)
+        self.ignore = names(config, "ignore")
+
+    def format(self, path: str, stored: Headers | None) -> Format | None:
+        group = find_group(path, self.groups, self.ignore)
+        weights = None if group is None else group.weights
+        if stored is None:
+            return None if group is None or weights is None else _told(group, weights)
+        if not quantised(stored):
+            return None
+        block = None if weights is None else weights.block
+        static = group is not None and group.static and "input_scale" in stored
+        suffix = "weight_packed" if "weight_packed" in stored else "weight"
+        match suffix, stored.get(suffix, ("none", ()))[0]:
+            case "weight", "F8_E4M3" if weights is None or _is(weights, "float", 8):
+                return find_fp8(path, stored, static, block)
+            case "weight", "I8" if weights is None or weights.type == "int":
+                if weights is not None and "weight_g_idx" in stored:
+                    return _packed(weights, words=False)
+                return find_int8(path, stored, weights.bits if weights else 8, static, block)
+            case "weight_packed", "U8" if weights is None or _is(weights, "float", 4):
+                return find_fp4(path, stored)
+            case "weight_packed", "I32" if weights is not None and weights.type == "int":
+                return _packed(weights)
+        found = stored.get(suffix, ("none",))[0]
+        told = "has no group for it" if weights is None else f"says {weights.described}"
+        raise ModelError(
+            f"{path}.{suffix} is {found}, and quantization_config {told}: correct config.json, or download the "
+            "checkpoint again"
+        )
+
+
+def _is(weights: Weights, kind: str, bits: int) -> bool:
+    return (weights.type, weights.bits) == (kind, bits)
+
+
+def _told(group: Group, weights: Weights) -> Format:
+    """As the configuration has it, where there are no files."""
+    if weights.type == "float":
+        if weights.bits == 4:
+            nvfp4 = weights.strategy == "tensor_group"
+            return Fp4("weight_packed", "weight_global_scale", divisor=True) if nvfp4 else Fp4("weight_packed")
+        if weights.block == (1, 32):
+            return Fp8(Scales("weight_scale", weights.block, dtypes=EXPONENTS))
+        return Fp8(Scales("weight_scale", weights.block), group.static)
+    if group.format == "pack-quantized" or (not group.inputs and group.format is None):
+        return _packed(weights)
+    return plain_int8(weights.block, weights.bits, weights.symmetric, group.static)
+
+
+def _packed(weights: Weights, words: bool = True) -> Format:
+    """Integers for weights alone; `words`: in int32, else a byte each. Raises ModelError for blocks of rows."""
+    if weights.strategy == "block":
+        raise ModelError(
+            f"quantization_config: weights are {weights.described}, packed integers are read per tensor, channel and "
+            "group: quantize the model again"
+        )
+    packed = import_module(".compressed_ints", __package__).PackedInts
+    return packed(weights.bits, weights.group or None, weights.symmetric, words, weights.strategy == "tensor")
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    """Raises ModelError for what needs more than codes and scales."""
+    kind = section(config, "sparsity_config").get("format") or "dense"
+    if config.get("format") in _SPARSE or kind != "dense":
+        found = config["format"] if config.get("format") in _SPARSE else kind
+        raise ModelError(
+            f"the checkpoint is stored in the sparse layout {found!r}, which vserve does not read: export it again as "
+            "pack-quantized or float-quantized without sparsity"
+        )
+    transform = section(config, "transform_config")
+    if transform.get("config_groups", transform):
+        raise ModelError(
+            "quantization_config: transform_config needs Hadamard rotations at run time: use a checkpoint without "
+            "transform_config"
+        )
+    _refuse_format(config.get("format"))
+
+
+def _refuse_format(name: str | None) -> None:
+    if name in _SPARSE or name == "mxfp6-pack-quantized" or (name is not None and name not in _FORMATS):
+        raise ModelError(
+            f"quantization_config: format is {name!r}, read are {', '.join(_FORMATS)}: export the checkpoint again, or "
+            "serve the unquantized model with --quantization fp8"
+        )
+
+
+def _refuse_weights(weights: Weights) -> None:
+    if weights.type == "float":
+        fp4 = weights.bits == 4 and (weights.strategy, weights.group) in (("tensor_group", 16), ("group", 32))
+        if weights.bits != 8 and not fp4:
+            raise ModelError(
+                f"quantization_config: weights are {weights.described}, of floats FP8, NVFP4 (tensor_group of 16) and "
+                "MXFP4 (group of 32) are read: use the unquantized model with --quantization fp8"
+            )

@@ -1,0 +1,53 @@
+"""What of a model is quantised, how, and what multiplies by it: for the start's lines and /server_info."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..layers.linear import Linear
+from ..layers.unquantized import Tied
+from ..memory import gib
+from ..models.blocks import CausalLM
+from .method import Dequantized, Quantized
+
+
+def describe(model: CausalLM) -> dict[str, str | int]:
+    """method; formats and products, by how often; quantized and unquantized: matrices of the checkpoint; bytes of the
+    first. Empty where nothing is quantised."""
+    scheme = model.config.quantization
+    if scheme is None:
+        return {}
+    formats, products = Counter[str](), Counter[str]()
+    plain = size = 0
+    for layer in model.modules():
+        if isinstance(layer, Linear) and isinstance(layer.method, (Quantized, Dequantized)):
+            method = layer.method
+            formats.update(format.name for format in method.formats.values())
+            if isinstance(method, Quantized):
+                products.update(str(matrix.name) for matrix in method.matrices)
+            else:
+                products["16-bit products, dequantised"] += 1
+            plain += len(layer.shape.parts) - len(method.formats)
+            size += sum(tensor.numel() * tensor.element_size() for tensor in method.parameters())
+        elif isinstance(layer, Linear) and not isinstance(layer.method, Tied):
+            plain += len(layer.shape.parts)
+    return {
+        "method": scheme.method,
+        "formats": _counted(formats),
+        "products": _counted(products),
+        "quantized": formats.total(),
+        "unquantized": plain,
+        "bytes": size,
+    }
+
+
+def told(found: dict[str, str | int]) -> str:
+    """In one line."""
+    return (
+        f"quantization {found['method']}: {found['formats']}; {found['unquantized']} matrices as they are; "
+        f"{gib(int(found['bytes']))}; multiplied by {found['products']}"
+    )
+
+
+def _counted(names: Counter[str]) -> str:
+    return ", ".join(f"{name} × {count}" for name, count in names.most_common())

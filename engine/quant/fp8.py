@@ -1,0 +1,156 @@
+"""8-bit floats: e4m3 codes with a scale for the matrix, a row, or a block (also MXFP8's of powers of two)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..model_file import ModelError
+from .format import DUMMY_STD, Stored
+from .headers import EXPONENTS, SCALES, Headers, beside, named, names, pair, quantised, refuse_scaled_inputs
+from .scales import CHANNEL, TENSOR, Scales, find_scales
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from .codes import Codes
+
+_SPREAD = 64.0  # of dummy codes: seven standard deviations stay below e4m3's largest, 448
+# Modules that no writer quantises unless the files say so.
+HEADS = ("lm_head", "embed_tokens")
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """w = weight · scale. `static`: the checkpoint fixes the input's scale too, one for all of it."""
+
+    scales: Scales
+    static: bool = False
+    beside: tuple[tuple[str, Stored], ...] = ()
+
+    @property
+    def name(self) -> str:
+        rows, columns = self.scales.block
+        if self.scales.exponents and (rows, columns) == (1, 32):
+            return "MXFP8"
+        if self.scales.block in (TENSOR, CHANNEL):
+            share = "tensor" if self.scales.block == TENSOR else "channel"
+        else:
+            share = f"{rows}×{columns} block"
+        return f"FP8 per {share}{', static' if self.static else ''}"
+
+    def expected(self, rows: int, columns: int) -> dict[str, Stored]:
+        tensors = {
+            "weight": Stored((rows, columns), ("F8_E4M3",)),
+            self.scales.suffix: self.scales.stored(rows, columns),
+            **dict(self.beside),
+        }
+        if self.static:
+            tensors["input_scale"] = replace(tensors.get("input_scale", Stored((1,), SCALES)), optional=False)
+        return tensors
+
+    def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
+        from .codes import Codes
+
+        input_scale = one_number(tensors["input_scale"], "input_scale") if self.static else None
+        scales, group = self.scales.read(tensors, rows, columns), self.scales.group(columns)
+        return Codes(tensors["weight"], scales, group, bits=8, input_scale=input_scale)
+
+    def dummy(self, rows: int, columns: int, generator: torch.Generator) -> Codes:
+        import torch
+
+        from .codes import Codes
+
+        values = torch.empty(rows, columns, device=generator.device).normal_(0, _SPREAD, generator=generator)
+        codes = values.clamp_(-448, 448).to(torch.float8_e4m3fn)
+        group = self.scales.group(columns)
+        shape = rows, -(-columns // group)
+        scales = torch.full(shape, DUMMY_STD / _SPREAD, device=generator.device)
+        return Codes(codes, scales, group, bits=8, input_scale=4 / 448 if self.static else None)
+
+
+def one_number(tensor: Tensor, suffix: str) -> float:
+    """Raises ModelError where there are several, or one that cannot scale anything."""
+    if tensor.numel() == 1 and 0 < (value := float(tensor)) < float("inf"):
+        return value
+    raise ModelError(
+        f"{suffix} has shape {list(tensor.shape)} and begins with {tensor.flatten()[:1].tolist()}, one number above 0 "
+        "belongs there: download the checkpoint again"
+    )
+
+
+def find_fp8(path: str, stored: Headers, static: bool = False, block: tuple[int, int] | None = None) -> Fp8:
+    """How the module at `path` is stored: "weight" is among `stored`. Raises ModelError where it is no such FP8."""
+    refuse_scaled_inputs(path, stored)
+    dtype, shape = stored["weight"]
+    if dtype != "F8_E4M3" or len(shape) != 2:
+        raise ModelError(
+            f"{path}.weight is {dtype} {list(shape)}, 8-bit floats are read as F8_E4M3 matrices: use another checkpoint"
+        )
+    suffix = "weight_scale_inv" if "weight_scale_inv" in stored else "weight_scale"
+    return Fp8(find_scales(path, stored, suffix, block), static, beside(stored))
+
+
+class Fp8Scheme:
+    """quant_method fp8: of transformers, AutoFP8 and DeepSeek."""
+
+    method = "fp8"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        activations = config.get("activation_scheme") or "dynamic"
+        if activations not in ("static", "dynamic"):
+            raise ModelError(
+                f"quantization_config: activation_scheme is {activations!r}, read are static and dynamic: correct "
+                "config.json"
+            )
+        if (fmt := config.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
+            raise ModelError(
+                f"quantization_config: fmt is {fmt!r}, read is e4m3: use another checkpoint, or the unquantized model "
+                "with --quantization fp8"
+            )
+        size = config.get("weight_block_size")
+        self.block = None if size is None else pair(size, "weight_block_size")
+        self.static = activations == "static" and self.block is None
+        self.ignored = names(config, "ignored_layers", "modules_to_not_convert")
+
+    def format(self, path: str, stored: Headers | None) -> Fp8 | None:
+        if stored is None:
+            if named(path, (*self.ignored, *HEADS)):
+                return None
+            suffix = "weight_scale_inv" if self.block else "weight_scale"
+            return Fp8(Scales(suffix, self.block or TENSOR), self.static)
+        return find_fp8(path, stored, self.static, self.block) if quantised(stored) else None
+
+
+class FbgemmFp8Scheme:
+    """quant_method fbgemm_fp8: a scale a row, and the input's a token.
+
+    Its `activation_scale_ub` only cuts outliers of the input; a token's own scale represents them, so it is not used.
+    """
+
+    method = "fbgemm_fp8"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.ignored = names(config, "modules_to_not_convert")
+
+    def format(self, path: str, stored: Headers | None) -> Fp8 | None:
+        if stored is None:
+            return None if named(path, (*self.ignored, *HEADS)) else Fp8(Scales("weight_scale", CHANNEL))
+        return find_fp8(path, stored) if quantised(stored) else None
+
+
+class Mxfp8Scheme:
+    """quant_method mxfp8: a power of two for 32 columns of a row."""
+
+    method = "mxfp8"
+    _scales = Scales("weight_scale", (1, 32), dtypes=EXPONENTS)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.ignored = names(config, "modules_to_not_convert", "ignored_layers")
+
+    def format(self, path: str, stored: Headers | None) -> Fp8 | None:
+        if stored is None:
+            return None if named(path, (*self.ignored, *HEADS)) else Fp8(self._scales)
+        return find_fp8(path, stored, block=(1, 32)) if quantised(stored) else None

@@ -1,0 +1,111 @@
+"""A Linear whose parts the checkpoint stores quantised, each in its own way: methods that keep the codes, or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.activation import silu_mul
+from ..layers.unquantized import Unquantized
+from ..layers.weights import LinearShape
+from .codes import Codes, joined
+from .format import DUMMY_STD, FLOATS, Format, Stored
+from .matrix import FloatMatrix, make_matrix
+
+
+def _expected(shape: LinearShape, formats: Mapping[str, Format], part: str) -> dict[str, Stored]:
+    rows, columns, format = shape.parts[part], shape.in_features, formats.get(part)
+    found = {"weight": Stored((rows, columns), FLOATS)} if format is None else format.expected(rows, columns)
+    return found | {"bias": Stored((rows,), FLOATS)} if shape.has_bias else found
+
+
+class Dequantized(Unquantized):
+    """Takes quantised parts and keeps the numbers that they mean, in the activations' dtype: all of the fast products
+    are for these."""
+
+    def __init__(self, shape: LinearShape, formats: Mapping[str, Format]) -> None:
+        super().__init__(shape)
+        self.formats = dict(formats)
+
+    def expected(self, part: str) -> dict[str, Stored]:
+        return _expected(self.shape, self.formats, part)
+
+    def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        if (format := self.formats.get(part)) is not None:
+            place, bias = self.shape.place, {name: tensors[name] for name in ("bias",) if name in tensors}
+            on_device = {suffix: tensor.to(place.device) for suffix, tensor in tensors.items()}
+            codes = format.decode(on_device, self.shape.parts[part], self.shape.in_features)
+            tensors = {"weight": codes.dequantize(place.dtype), **bias}
+        super().load(part, tensors)
+
+
+class Quantized(nn.Module):
+    """y = x Wᵀ + b; neighbouring parts that are stored alike are one matrix, others are matrices of their own."""
+
+    add_rows: int | None = None
+
+    def __init__(self, shape: LinearShape, formats: Mapping[str, Format]) -> None:
+        super().__init__()
+        self.shape, self.formats = shape, dict(formats)
+
+    def expected(self, part: str) -> dict[str, Stored]:
+        return _expected(self.shape, self.formats, part)
+
+    def create(self) -> None:
+        """The matrices come with their tensors: how large they are depends on the format."""
+        self.bias = self.shape.place.empty(self.shape.rows) if self.shape.has_bias else None
+        self._parts: dict[str, Codes | Tensor] = {}
+
+    def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        place, format = self.shape.place, self.formats.get(part)
+        if self.bias is not None:
+            self.shape.load_bias(self.bias, part, tensors["bias"])
+        if format is None:
+            self._parts[part] = self._share(part, tensors["weight"]).to(place.device, place.dtype)
+            return
+        on_device = {suffix: tensor.to(place.device) for suffix, tensor in tensors.items()}
+        self._take(part, format.decode(on_device, self.shape.parts[part], self.shape.in_features))
+
+    def randomize(self, generator: torch.Generator) -> None:
+        for part, rows in self.shape.parts.items():
+            format = self.formats.get(part)
+            if format is None:
+                whole = self.shape.place.empty(rows, self.shape.in_features).data
+                self._parts[part] = self._share(part, whole.normal_(0.0, DUMMY_STD, generator=generator))
+            else:
+                self._take(part, format.dummy(rows, self.shape.in_features, generator))
+        if self.bias is not None:
+            self.bias.normal_(0.0, DUMMY_STD, generator=generator)
+
+    def finish(self) -> None:
+        dtype = self.shape.place.dtype
+        self.matrices = nn.ModuleList(
+            make_matrix(part, dtype) if isinstance(part, Codes) else FloatMatrix(part)
+            for part in joined([self._parts.pop(name) for name in self.shape.parts])
+        )
+        self._matrices = tuple(self.matrices)  # indexing a ModuleList is slow
+
+    def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        results = [matrix(x) for matrix in self._matrices]
+        y: Tensor = results[0] if len(results) == 1 else torch.cat(results, dim=1)
+        if self.bias is not None:
+            y += self.bias
+        return y if residual is None else residual.add_(y)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        return silu_mul(self.multiply(x))
+
+    def multiply_fp32(self, x: Tensor) -> Tensor:
+        return self.multiply(x).float()
+
+    def _share(self, part: str, weight: Tensor) -> Tensor:
+        return weight.narrow(0, *self.shape.spans[part]).narrow(1, *self.shape.input_span)
+
+    def _take(self, part: str, codes: Codes) -> None:
+        """This rank's share."""
+        start, size = self.shape.input_span
+        if size != codes.shape[1]:
+            codes = codes.ordered().columns(start, size)
+        self._parts[part] = codes.rows(*self.shape.spans[part])

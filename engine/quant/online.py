@@ -1,0 +1,65 @@
+"""Matrices of a 16-bit checkpoint, quantised as they are loaded: --quantization fp8, int8, int4, bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .format import DUMMY_STD, FLOATS, Stored
+from .fp8 import HEADS
+from .headers import Headers, named, quantised
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from .codes import Codes
+
+# kind → (the function of quantize.py, the format's name)
+KINDS = {
+    "fp8": ("to_fp8", "FP8 per channel, quantized at load"),
+    "fp8_blocks": ("to_fp8_blocks", "FP8 128×128 blocks, quantized at load"),
+    "int8": ("to_int8", "INT8 per channel, quantized at load"),
+    "int4": ("to_int4", "INT4 G=128, rounded to nearest at load"),
+    "nf4": ("to_nf4", "NF4 G=64, quantized at load"),
+}
+
+
+@dataclass(frozen=True)
+class Online:
+    """A plain matrix in the file, codes in memory."""
+
+    kind: str  # of KINDS
+
+    @property
+    def name(self) -> str:
+        return KINDS[self.kind][1]
+
+    def expected(self, rows: int, columns: int) -> dict[str, Stored]:
+        return {"weight": Stored((rows, columns), FLOATS)}
+
+    def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
+        quantize: Callable[[Tensor], Codes] = getattr(import_module(".quantize", __package__), KINDS[self.kind][0])
+        return quantize(tensors["weight"])
+
+    def dummy(self, rows: int, columns: int, generator: torch.Generator) -> Codes:
+        import torch
+
+        weight = torch.empty(rows, columns, device=generator.device).normal_(0, DUMMY_STD, generator=generator)
+        return self.decode({"weight": weight}, rows, columns)
+
+
+class OnlineScheme:
+    """All matrices but the embedding and the head. `note`: a line for the start, where something else was asked for."""
+
+    def __init__(self, kind: str, note: str | None = None) -> None:
+        self.method = kind
+        self.note = note
+        self._format = Online(kind)
+
+    def format(self, path: str, stored: Headers | None) -> Online | None:
+        if named(path, HEADS) or (stored is not None and ("weight" not in stored or quantised(stored))):
+            return None
+        return self._format

@@ -1,0 +1,117 @@
+"""Models from quantised checkpoints: what they multiply by, and what is said where a file is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vserve.engine.layers.linear import Linear
+from vserve.engine.loader import load_model
+from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.models.blocks import CausalLM
+from vserve.engine.quant.described import describe, told
+from vserve.engine.quant.matrix import Int4Matrix
+from vserve.engine.quant.method import Quantized
+
+from .checkpoints import KINDS, write
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def load(folder: Path, asked: str | None = None, **changes: Any) -> CausalLM:
+    values: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
+    config = ModelConfig.from_folder(folder, quantization=asked)
+    return load_model(folder, config, **(values | changes))
+
+
+def matrices(model: CausalLM) -> dict[str, torch.Tensor]:
+    """Of each Linear, what it makes of the unit vectors: its matrix, transposed."""
+    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    return {name: layer(torch.eye(layer.shape.in_features)) for name, layer in found.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_multiplies_by_what_its_codes_mean(
+    kind: str, family: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = write(tiny_model(family), tmp_path, kind)
+    model, twin = load(folder / "quantized"), load(folder / "twin")
+    expected = matrices(twin)
+    quantised = {name for name, layer in model.named_modules() if isinstance(getattr(layer, "method", None), Quantized)}
+    assert len(quantised) == 2 * 4
+    fast = any(isinstance(module, Int4Matrix) for module in model.modules())
+    assert fast == (kind in ("awq", "gptq", "packed"))
+    for name, found in matrices(model).items():
+        # one summand each: torch's int4 product rounds scale and result to bf16, the others round in fp32
+        assert (found - expected[name]).norm() <= (5e-3 if fast else 1e-6) * expected[name].norm(), name
+    said = describe(model)
+    assert (
+        said["quantized"] == 2 * 7 and said["unquantized"] == 1 and said["method"] == model.config.quantization.method
+    )
+    assert isinstance(said["bytes"], int) and said["bytes"] < sum(w.numel() for n, w in expected.items()) * 2.5
+    assert told(said).startswith(f"quantization {said['method']}: ")
+
+
+@pytest.mark.parametrize(("asked", "error"), [("int8", 0.01), ("fp8", 0.05), ("int4", 0.13), ("bitsandbytes", 0.13)])
+def test_quantised_on_the_way_in(asked: str, error: float, tiny_model: Callable[..., Path]) -> None:
+    model, plain = load(tiny_model("qwen3"), asked), load(tiny_model("qwen3"))
+    expected = matrices(plain)
+    for name, found in matrices(model).items():
+        difference = (found - expected[name]).norm() / expected[name].norm()
+        assert difference == 0 if name == "lm_head" else 0 < difference < error, (name, difference)
+    assert describe(model)["quantized"] == 2 * 7
+
+
+def test_dummy_weights_of_a_quantised_model(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    for kind in KINDS:
+        folder = write(tiny_model("llama"), tmp_path / kind, kind) / "quantized"
+        (folder / "model.safetensors").unlink()
+        model = load(folder, load_format="dummy")
+        assert describe(model)["quantized"] == 2 * 7, kind
+        for name, found in matrices(model).items():
+            assert 0.01 < found.std() < 0.04, (kind, name)
+
+
+def refusal(folder: Path, asked: str | None = None) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(folder, asked)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_broken_checkpoints(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """One line each, that names the tensor, what was found and what was expected."""
+    folder = write(tiny_model("llama"), tmp_path, "awq") / "quantized"
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = load_file(file)
+
+    def change(**changed: Any) -> None:
+        kept = {name: tensor for name, tensor in (tensors | changed).items() if tensor is not None}
+        save_file(kept, file, {"format": "pt"})
+
+    change(**{f"{Q}.scales": None})
+    assert refusal(folder) == (
+        f"the checkpoint lacks {Q}.scales: the weights are incomplete or do not fit config.json, download both again"
+    )
+    change(**{f"{Q}.scales": tensors[f"{Q}.scales"].int()})
+    assert refusal(folder) == (
+        f"{Q}.scales is stored as I32 in model.safetensors, expected F16 or BF16 or F32: the weights do not fit "
+        "config.json, download both again"
+    )
+    change(**{f"{Q}.g_idx2": torch.zeros(3)})
+    assert f"the checkpoint has {Q}.g_idx2, which LlamaForCausalLM has no place for" in refusal(folder)
+    change()
+    config["quantization_config"]["group_size"] = 16
+    (folder / "config.json").write_text(json.dumps(config))
+    assert refusal(folder) == (
+        f"{Q}.qzeros has shape [2, 8] in model.safetensors, config.json makes it [4, 8]: the weights and the config "
+        "are not of one model, download both again"
+    )
+    assert refusal(folder, "gptq") == "the checkpoint is AWQ, 4 bit: leave --quantization gptq out"
