@@ -11,9 +11,10 @@ from ..model_file import ModelError
 from .config_groups import Group, Weights, find_group
 from .fp4 import Fp4, find_fp4
 from .fp8 import Fp8, find_fp8
-from .headers import EXPONENTS, Headers, names, quantised, section
+from .headers import EXPONENTS, quantised, section
 from .int8 import find_int8, plain_int8
 from .scales import Scales
+from .settings import Headers, names
 
 if TYPE_CHECKING:
     from .format import Format

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..model_file import ModelError
-from .headers import expression, names, pair, section
+from .headers import pair, section
 from .scales import CHANNEL, TENSOR
+from .settings import expression, names
 
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
@@ -149,5 +150,5 @@ def find_group(path: str, groups: Sequence[Group], ignore: Sequence[str]) -> Gro
 
 def _matches(path: str, target: str) -> bool:
     if target.startswith("re:"):
-        return expression(target).match(path) is not None
+        return expression(target.removeprefix("re:"), "config_groups").match(path) is not None
     return target == path

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ..model_file import ModelError
 from .format import DUMMY_STD, Stored
 from .fp8 import one_number
-from .headers import EXPONENTS, Headers, beside, refuse_scaled_inputs
+from .headers import EXPONENTS, beside, refuse_scaled_inputs
 from .scales import Scales, powers_of_two
+from .settings import Headers
 
 if TYPE_CHECKING:
     import torch

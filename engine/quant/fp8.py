@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..model_file import ModelError
 from .format import DUMMY_STD, Stored
-from .headers import EXPONENTS, SCALES, Headers, beside, named, names, pair, quantised, refuse_scaled_inputs
+from .headers import EXPONENTS, beside, named, pair, quantised, refuse_scaled_inputs
 from .scales import CHANNEL, TENSOR, Scales, find_scales
+from .settings import SCALES, Headers, names
 
 if TYPE_CHECKING:
     import torch

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ..model_file import ModelError
 from .format import FLOATS, Stored
+from .settings import Headers, expression
 
-Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # suffix → (dtype, shape)
-SCALES = ("F32", "BF16", "F16")
 EXPONENTS = ("U8", "F8_E8M0")  # a byte e stands for 2^(e - 127)
 # What calibration left beside a matrix. A product that quantises its input by its own scales needs none of it.
 BESIDE = ("input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale")
@@ -51,35 +49,11 @@ def matched(path: str, patterns: Iterable[str]) -> bool:
     """As `named`; a pattern may also have wildcards of file names, or begin with "re:"."""
     for pattern in patterns:
         if pattern.startswith("re:"):
-            if expression(pattern).match(path):
+            if expression(pattern.removeprefix("re:"), "a list of modules").match(path):
                 return True
         elif fnmatchcase(path, pattern) or named(path, [pattern]):
             return True
     return False
-
-
-def expression(pattern: str) -> re.Pattern[str]:
-    """Of "re:…". Raises ModelError where it is none."""
-    try:
-        return re.compile(pattern.removeprefix("re:"))
-    except re.error as error:
-        raise ModelError(
-            f"quantization_config: {pattern!r} is no regular expression ({error}): correct config.json"
-        ) from None
-
-
-def names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    """The list of strings under the first of these keys that is set. Raises ModelError for anything else there."""
-    for key in keys:
-        value = config.get(key)
-        if value is None:
-            continue
-        if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
-            return tuple(value)
-        raise ModelError(
-            f"quantization_config: {key} is {value!r:.60}, a list of modules' names belongs there: correct config.json"
-        )
-    return ()
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from .format import DUMMY_STD, Stored
 from .fp8 import one_number
-from .headers import SCALES, Headers, beside, refuse_scaled_inputs
+from .headers import beside, refuse_scaled_inputs
 from .scales import Scales, find_scales
+from .settings import SCALES, Headers
 
 if TYPE_CHECKING:
     import torch

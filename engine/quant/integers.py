@@ -70,7 +70,7 @@ def flat_groups(values: Tensor, size: int, rows: int, columns: int) -> tuple[Ten
 
 
 def random_codes(rows: int, columns: int, bits: int, group: int, symmetric: bool, generator: torch.Generator) -> Codes:
-    """Even, of the deviation DUMMY_STD, around zero: the lowest code, without counterpart, comes of 1 bit only."""
+    """Even, of the deviation DUMMY_STD, around zero: the lowest code has no counterpart, and comes with 1 bit only."""
     half, device = 1 << (bits - 1), generator.device
     lowest = 0 if bits == 1 else 1
     codes = torch.randint(lowest, 2 * half, (rows, columns), dtype=torch.uint8, generator=generator, device=device)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ..model_file import ModelError
 from .fp4 import Fp4, find_fp4
 from .fp8 import HEADS, Fp8, find_fp8
-from .headers import EXPONENTS, Headers, matched, named, names, quantised, section
+from .headers import EXPONENTS, matched, named, quantised, section
 from .scales import CHANNEL, TENSOR, Scales
+from .settings import Headers, names
 
 if TYPE_CHECKING:
     from .format import Format

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from .format import DUMMY_STD, FLOATS, Stored
 from .fp8 import HEADS
-from .headers import Headers, named, quantised
+from .headers import named, quantised
+from .settings import Headers
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,7 @@ class OnlineScheme:
     def __init__(self, kind: str, note: str | None = None) -> None:
         self.method = kind
         self.note = note
+        self.bytes_each = 0.57 if kind in ("int4", "nf4") else 1.03  # an element, its share of the scales with it
         self._format = Online(kind)
 
     def format(self, path: str, stored: Headers | None) -> Online | None:

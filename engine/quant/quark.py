@@ -10,9 +10,10 @@ from ..model_file import ModelError
 from .format import DUMMY_STD, Stored
 from .fp4 import Fp4, find_fp4
 from .fp8 import HEADS, Fp8, find_fp8
-from .headers import SCALES, Headers, matched, named, names, quantised, section
+from .headers import matched, named, quantised, section
 from .int8 import find_int8, plain_int8
 from .scales import CHANNEL, TENSOR, Scales
+from .settings import SCALES, Headers, names
 
 if TYPE_CHECKING:
     import torch

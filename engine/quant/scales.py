@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ..model_file import ModelError
 from .format import Stored
-from .headers import EXPONENTS, SCALES, Headers
+from .headers import EXPONENTS
+from .settings import SCALES, Headers
 
 if TYPE_CHECKING:
     from torch import Tensor

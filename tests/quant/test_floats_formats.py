@@ -13,11 +13,15 @@ from torch import Tensor
 
 from vserve.engine.config import ConfigError
 from vserve.engine.model_file import ModelError
+from vserve.engine.quant import quantize
 from vserve.engine.quant.codes import Codes
+from vserve.engine.quant.compressed_ints import PackedInts
 from vserve.engine.quant.compressed_tensors import CompressedTensorsScheme
+from vserve.engine.quant.config_groups import Group, find_group
 from vserve.engine.quant.format import Format, Scheme
 from vserve.engine.quant.fp4 import Mxfp4Scheme, decode_experts
 from vserve.engine.quant.fp8 import FbgemmFp8Scheme, Fp8Scheme, Mxfp8Scheme
+from vserve.engine.quant.int8 import Int8
 from vserve.engine.quant.modelopt import ModelOptScheme
 from vserve.engine.quant.online import KINDS, Online, OnlineScheme
 from vserve.engine.quant.quark import QuarkScheme
@@ -97,7 +101,7 @@ def test_fp8_per_tensor(shape: tuple[int, ...], static: bool) -> None:
     same(codes, scaled(raw, lambda n, k: float(torch.tensor(scale))))
     assert codes.input_scale == (0.5 if static else None)
     assert codes.group == 10 and codes.codes.dtype == torch.float8_e4m3fn
-    assert "input_scale" in (found(scheme, tensors, 6, 10)).expected(6, 10)
+    assert found(scheme, tensors, 6, 10).expected(6, 10)["input_scale"].optional != static
     assert found(scheme, tensors, 6, 10).name == f"FP8 per tensor{', static' if static else ''}"
 
 
@@ -367,6 +371,7 @@ BAD: list[tuple[Any, Any, str]] = [
     (CompressedTensorsScheme, {"transform_config": {"config_groups": {"u": {}}}}, "transform_config needs Hadamard"),
     (CompressedTensorsScheme, {"format": "mxfp6-pack-quantized"}, "format is 'mxfp6-pack-quantized', read are"),
     (CompressedTensorsScheme, {"config_groups": {"W9A16": ["Linear"]}}, "config_groups has 'W9A16', known are"),
+    (CompressedTensorsScheme, {"config_groups": {"W8A4": ["Linear"]}}, "config_groups has 'W8A4', known are"),
     (CompressedTensorsScheme, {"config_groups": {"MXFP6A16": ["Linear"]}}, "weights are float6 per group of 32"),
     (CompressedTensorsScheme, {"config_groups": {"g": 3}}, "config_groups has 3"),
     (CompressedTensorsScheme, {"config_groups": {"g": {"weights": {"num_bits": 9}}}}, "of 9 bits"),
@@ -445,6 +450,8 @@ WRONG: list[tuple[Scheme, dict[str, tuple[str, tuple[int, ...]]], str]] = [
     (Fp8Scheme({}), {"weight": ("I8", (2, 2)), "weight_scale": ("F32", ())}, "is I8"),
     (SCHEMES[4], {"weight": ("U8", (2, 2)), "weight_scale": ("F8_E4M3", (2, 1))}, "without the scales of NVFP4"),
     (SCHEMES[4], {"weight": ("U8", (2, 2)), "pre_quant_scale": ("BF16", (4,))}, "pre_quant_scale multiplies"),
+    (SCHEMES[2], {"weight": F8, "pre_quant_scale": ("BF16", (4,))}, "pre_quant_scale multiplies"),
+    (SCHEMES[5], {"weight": ("I8", (2, 2)), "pre_quant_scale": ("BF16", (4,))}, "pre_quant_scale multiplies"),
     (ModelOptScheme({"quant_algo": "FP8"}), {"weight": ("I8", (2, 2))}, "is I8, of modelopt's"),
     (SCHEMES[5], {"weight": ("I32", (2, 2))}, "is I32, where quantization_config says fp8_e4m3"),
     (SCHEMES[6], {"weight": ("I8", (2, 2)), "weight_scale": ("F32", ())}, "is I8, and .* says float8 per tensor"),
@@ -483,7 +490,6 @@ def test_columns_that_do_not_divide() -> None:
 
 def test_quantised_at_load() -> None:
     """The kinds that quantize.py makes: of any float, and close to what it was."""
-    quantize = pytest.importorskip("vserve.engine.quant.quantize")
     weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)) * 0.02
     for kind, (function, _) in KINDS.items():
         scheme = OnlineScheme(kind)
@@ -502,3 +508,110 @@ def test_quantised_at_load() -> None:
         assert scheme.format("lm_head", {"weight": ("BF16", (128, 256))}) is None
         assert scheme.format("model.embed_tokens", None) is None
         assert scheme.format(PATH, {}) is None
+
+
+PACKED = {"weight_packed": ("I32", (8, 16)), "weight_scale": ("BF16", (8, 1)), "weight_shape": ("I64", (2,))}
+INT8 = {"weight": ("I8", (8, 128)), "weight_scale": ("F32", (8, 1))}
+
+
+@pytest.mark.parametrize(
+    "group, stored, wanted",
+    [
+        ("W4A16", PACKED, {"bits": 4, "group": 128}),
+        ("W4A16", None, {"bits": 4, "group": 128}),
+        ("W4A16_ASYM", PACKED, {"bits": 4, "group": 128, "symmetric": False}),
+        ("W4AFP8", PACKED, {"bits": 4, "group": 128}),
+        ("W3A16", PACKED, {"bits": 3, "group": 128}),
+        ({"num_bits": 8, "strategy": "channel"}, PACKED, {"bits": 8}),
+        ({"num_bits": 8, "strategy": "channel"}, None, {"bits": 8}),
+        ({"num_bits": 4, "group_size": -1}, PACKED, {"bits": 4}),
+        ({"num_bits": 4, "group_size": 64, "actorder": "group"}, PACKED, {"bits": 4, "group": 64}),
+        ({"num_bits": 4}, PACKED, {"bits": 4, "per_tensor": True}),
+        (
+            {"num_bits": 8, "group_size": 64},
+            {**INT8, "weight_scale": ("F32", (8, 2)), "weight_g_idx": ("I32", (128,))},
+            {"bits": 8, "group": 64, "packed": False},
+        ),
+    ],
+)
+def test_integers_for_weights_alone(group: Any, stored: Any, wanted: dict[str, Any]) -> None:
+    groups = {group: ["Linear"]} if isinstance(group, str) else {"g": {"targets": ["Linear"], "weights": group}}
+    scheme = CompressedTensorsScheme({"format": "pack-quantized", "config_groups": groups, "ignore": ["lm_head"]})
+    assert scheme.format(PATH, stored) == PackedInts(**wanted)
+
+
+def test_each_group_has_its_own_format() -> None:
+    """format is "mixed-precision" then: the groups' own counts, also where there are no files."""
+    scheme = CompressedTensorsScheme({
+        "format": "mixed-precision",
+        "config_groups": {
+            "a": {"targets": ["re:.*mlp.*"], "weights": {"num_bits": 4, "group_size": 64}, "format": "pack-quantized"},
+            "b": {
+                "targets": ["re:.*attn.*"], "weights": {"num_bits": 8, "strategy": "channel"},
+                "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}, "format": "int-quantized",
+            },
+            "FP8_BLOCK": ["model.layers.3.mlp.down_proj"],
+        },
+        "ignore": ["re:.*router"],
+    })  # fmt: skip
+    names = (
+        "model.layers.0.mlp.up_proj",
+        "model.layers.0.self_attn.q_proj",
+        PATH,
+        "model.layers.0.mlp.router",
+        "other",
+    )
+    told = [None if (format := scheme.format(name, None)) is None else format.name for name in names]
+    assert told == [PackedInts(4, 64).name, "INT8 per channel", "FP8 per 128×128 block", None, None]
+    assert isinstance(scheme.format(names[1], INT8), Int8)
+
+
+def test_int8_by_its_headers_alone() -> None:
+    """In no group, and of a shape that no option could be mistaken for."""
+    format = CompressedTensorsScheme({"config_groups": {}}).format(PATH, INT8)
+    assert isinstance(format, Int8) and format.name == "INT8 per channel"
+
+
+def test_blocks_of_packed_integers_are_refused() -> None:
+    weights = {"num_bits": 4, "strategy": "block", "block_structure": "128x128"}
+    scheme = CompressedTensorsScheme({"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}})
+    with pytest.raises(ModelError, match="int4 per block, packed integers are read per tensor, channel and group: "):
+        scheme.format(PATH, PACKED)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_modelopts_static_inputs(mixed: bool) -> None:
+    layers = {PATH: {"quant_algo": "FP8"}, "model.layers.4.mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    scheme = ModelOptScheme({"quant_algo": "MIXED_PRECISION" if mixed else "FP8", "quantized_layers": layers})
+    weight = bytes_of(2, 4).view(torch.float8_e4m3fn)
+    tensors = {"weight": weight, "weight_scale": torch.tensor(0.5), "input_scale": torch.tensor(0.25)}
+    assert decoded(scheme, tensors, 2, 4).input_scale == 0.25
+    paths = (PATH, "model.layers.4.mlp.down_proj", "model.layers.5.mlp.down_proj")
+    told = [None if (format := scheme.format(path, None)) is None else format.name for path in paths]
+    static = "FP8 per tensor, static"
+    assert told == ([static, "NVFP4", None] if mixed else [static] * 3)
+
+
+@pytest.mark.parametrize("weights", [{"num_bits": 8, "type": "float"}, {"num_bits": 8, "strategy": "channel"}])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inputs_are_static_where_the_configuration_says_so(weights: dict[str, Any], dynamic: bool) -> None:
+    inputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": dynamic}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    scheme = CompressedTensorsScheme({"config_groups": {"g": group}})
+    told = scheme.format(PATH, None)
+    assert told is not None and told.name.endswith(", static") != dynamic
+    codes = bytes_of(2, 4)
+    tensors = {
+        "weight": codes.view(torch.float8_e4m3fn if weights.get("type") == "float" else torch.int8),
+        "weight_scale": torch.ones(1) if weights.get("type") == "float" else torch.ones(2, 1),
+        "input_scale": torch.tensor([0.25]),
+    }
+    assert decoded(scheme, tensors, 2, 4).input_scale == (None if dynamic else 0.25)
+
+
+def test_an_exact_name_counts_before_an_expression() -> None:
+    groups = [Group(("re:.*",), None), Group(("transformer.h.0",), None), Group(("Linear",), None)]
+    assert find_group("transformer.h.0", groups, ()) is groups[1]
+    assert find_group("transformer.h.1", groups, ()) is groups[0]
+    assert find_group("transformer.h.1", groups[1:], ()) is groups[2]
+    assert find_group("model.embed_tokens", groups[1:], ()) is None

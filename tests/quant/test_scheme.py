@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,6 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },
     "gguf_file": {"quant_method": "gguf_file", "type": "Q4_K"},
 }  # fmt: skip
-# Of these no scheme is made where its module is not there.
-HERE = [method for method in READ if find_spec(f"vserve.engine.quant.{READ[method][0]}")]
 # What each checkpoint may be called.
 RIGHT: dict[str, str] = {
     "awq": "awq AWQ auto_awq awq_marlin cpu_awq marlin moe_wna16 inc auto-round",
@@ -101,7 +98,7 @@ def test_every_name_on_a_checkpoint_that_is_not_quantised(name: str) -> None:
     assert "unknown" not in line and repr(name) not in line
 
 
-@pytest.mark.parametrize("method", HERE)
+@pytest.mark.parametrize("method", READ)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_on_every_checkpoint(name: str, method: str) -> None:
     config = CHECKPOINTS[method]
@@ -114,7 +111,7 @@ def test_every_name_on_every_checkpoint(name: str, method: str) -> None:
     assert line.endswith(f": leave --quantization {name} out")
 
 
-@pytest.mark.parametrize("method", HERE)
+@pytest.mark.parametrize("method", READ)
 @pytest.mark.parametrize("asked", [None, "", "none", "None", "auto"])
 def test_nothing_asked(method: str, asked: str | None) -> None:
     scheme = make_scheme(CHECKPOINTS[method], asked)
@@ -143,6 +140,12 @@ def test_checkpoints_that_are_not_read(name: str) -> None:
         )
         assert line.endswith("Serve the unquantized model with --quantization fp8")
         assert refusal({"quant_method": spelled, "bits": 4}, name) == line
+
+
+@pytest.mark.parametrize("name", sorted(NOT_AT_LOAD))
+def test_the_nearest_that_is_done_at_load(name: str) -> None:
+    line = refusal(None, name)
+    assert line.endswith(f"does not quantize so at load: the nearest is --quantization {NOT_AT_LOAD[name]}")
 
 
 def test_names_that_nobody_knows() -> None:
@@ -263,7 +266,7 @@ print(made, refused, "torch" in sys.modules)
 def test_refusals_come_before_torch() -> None:
     """Of every checkpoint with every name, what is stored how by the headers included. A GGUF file's tensors are looked
     at before: its scheme finds nothing more to refuse."""
-    configs = [CHECKPOINTS[method] for method in HERE if method != "gguf_file"] + [
+    configs = [CHECKPOINTS[method] for method in READ if method != "gguf_file"] + [
         {"quant_method": name} for name in REFUSED
     ]
     told = json.dumps([configs, [None, *NAMES]])
