@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..model_file import ModelError
-from .format import Stored
+from .format import DUMMY_STD, Stored
 from .settings import Headers, expression, flag, last, listed, names, value
 
 if TYPE_CHECKING:
@@ -80,12 +80,14 @@ class Table4:
         import torch
 
         from .codes import Codes
-        from .integers import SPREAD, flat_groups
+        from .integers import flat_groups
 
         device = generator.device
         table = torch.tensor(TABLES[self.kind], device=device)
         codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=generator, device=device)
-        flat = torch.full((-(-rows * columns // self.block),), SPREAD / float(table.std(correction=0)), device=device)
+        flat = torch.full(
+            (-(-rows * columns // self.block),), DUMMY_STD / float(table.std(correction=0)), device=device
+        )
         scales, group = flat_groups(flat, self.block, rows, columns)
         return Codes(codes, scales, group, 4, table=table)
 
@@ -154,7 +156,7 @@ class BitsAndBytesScheme:
         kind = value(config, "bnb_4bit_quant_type", default="fp4")
         if four and kind not in TABLES:
             raise ModelError(
-                f"quantization_config: bnb_4bit_quant_type is {kind!r:.60}, read are {listed(TABLES)}: use another "
+                f"quantization_config: bnb_4bit_quant_type is {kind!r:.60}, read {listed(TABLES)}: use another "
                 "checkpoint, or the unquantized model"
             )
         self.base: Table4 | Int8Rows = (
@@ -182,7 +184,7 @@ def _find(path: str, stored: Headers) -> Table4 | Int8Rows | None:
         return None
     kind = states[0].removeprefix(STATE) if states else "nf4"
     if kind not in TABLES:
-        raise ModelError(f"{path}.{states[0]} is not read, only {listed(TABLES)} are: use another checkpoint")
+        raise ModelError(f"{path}.{states[0]}: read {listed(TABLES)}, use another checkpoint")
     storage, shape = stored.get("weight", ("U8", ()))
     absmax, blocks = stored.get("weight.absmax", ("F32", (0,)))
     elements = 2 * STORAGE.get(storage, 1) * (shape[0] if shape else 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..model_file import ModelError
-from .format import Stored
+from .format import DUMMY_STD, Stored
 from .settings import SCALES, Headers, entries, flag, group_size, last, listed, names, number, value
 
 if TYPE_CHECKING:
@@ -73,14 +73,14 @@ class Hqq:
         import torch
 
         from .codes import Codes
-        from .integers import SPREAD, flat_groups
+        from .integers import flat_groups
 
         self.expected(rows, columns)
         count, size = 1 << self.bits, self.group or columns
         codes = torch.randint(
             0, count, (rows, columns), dtype=torch.uint8, generator=generator, device=generator.device
         )
-        flat = torch.full((rows * columns // size,), SPREAD * (12 / (count**2 - 1)) ** 0.5, device=generator.device)
+        flat = torch.full((rows * columns // size,), DUMMY_STD * (12 / (count**2 - 1)) ** 0.5, device=generator.device)
         scales, group = flat_groups(flat, size, rows, columns)
         return Codes(codes, scales, group, self.bits, zeros=torch.full_like(scales, (count - 1) / 2))
 
@@ -107,9 +107,10 @@ class HqqScheme:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         params = value(config, "quant_config", default={})
-        if not isinstance(params, dict):
+        if not isinstance(params, dict) or not params:
             raise ModelError(
-                f"quantization_config: quant_config is {params!r:.60}, an object belongs there: correct config.json"
+                f"quantization_config: quant_config is {params!r:.60}, an object with weight_quant_params belongs "
+                "there: correct config.json"
             )
         self.kept = ("lm_head",) if config.get("skip_modules") is None else names(config, "skip_modules")
         self.base: Hqq | None = None
@@ -150,6 +151,6 @@ def _find(path: str, stored: Headers) -> Hqq:
                 beside = tuple((s, Stored(stored[s][1], (stored[s][0],), optional=True)) for s in BESIDE if s in stored)
                 return Hqq(bits, shape[1], beside)
     raise ModelError(
-        f"{path}.W_q is {dtype} {list(shape)} and its scale {list(groups)}, which is not HQQ of {listed(PER_WORD)} "
-        f"bits along the input: {AGAIN}"
+        f"{path}.W_q is {dtype} {list(shape)} and its scale {list(groups)}; HQQ's bits along the input "
+        f"that are read {listed(PER_WORD)}: {AGAIN}"
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...engine.config import ConfigError, option
+from ...engine.model_file import is_gguf
 from ...engine.model_path import is_hub_name
 from ...engine.request import POOLINGS
 
@@ -94,9 +96,10 @@ class TextConfig:
                 f"--chat-template {template[:200]!r} is no file: give the path of a Jinja template, or its text"
             )
         path = os.path.expanduser(self.tokenizer or ".")
-        if not os.path.isdir(path) and (os.path.exists(path) or not is_hub_name(path)):
+        known = os.path.isdir(path) or is_gguf(Path(path))
+        if not known and (os.path.exists(path) or not is_hub_name(path)):
             raise ConfigError(
-                f"--tokenizer {path!r} is no folder: give one with a tokenizer.json, or a name of the hub"
+                f"--tokenizer {path!r} is no folder: give one with a tokenizer.json, a GGUF file, or a name of the hub"
             )
         self.overrides()
         self.structured_outputs()

@@ -145,6 +145,12 @@ def test_split_files(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:
     }
     with pytest.raises(ModelError, match=r"m-00002-of-00003\.gguf is part 2 of 3: pass the first one, .*-00001-of-"):
         GGUFCheckpoint(tmp_path / "m-00002-of-00003.gguf")
+    whole, key = first.read_bytes(), b"split.tensors.count"
+    count = whole.index(key) + len(key) + 4  # behind its type
+    first.write_bytes(whole[:count] + bytes([whole[count] + 1]) + whole[count + 1 :])
+    with pytest.raises(ModelError, match=r"promises 28 tensors, its 3 parts have 27: download all of them again"):
+        GGUFCheckpoint(first)
+    first.write_bytes(whole)
     first.rename(tmp_path / "other.gguf")
     with pytest.raises(ModelError, match=r"other\.gguf is one of 3 parts, but its name does not end in -00001-of-"):
         GGUFCheckpoint(tmp_path / "other.gguf")

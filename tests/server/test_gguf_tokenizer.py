@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import random
+import subprocess
+import sys
 import time
 import unicodedata
 from collections.abc import Callable
@@ -20,6 +23,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from vserve.engine.config import ConfigError
 from vserve.engine.gguf_file import read_gguf
 from vserve.engine.model_file import ModelError
+from vserve.server.cli import main, serve
+from vserve.server.cli.flags import read_flags
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.files import read_tokenizer
 from vserve.server.text.gguf_tokenizer import read_gguf_tokenizer
@@ -124,6 +129,18 @@ def test_ways_to_divide_text(written: Any, pre: str) -> None:
         )
 
 
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("qwen2", False)])
+def test_words_that_no_merges_lead_to(written: Any, pre: str, whole: bool) -> None:
+    """Llama 3's vocabulary has some: a word that is a token is that token."""
+    content = json.loads((DEMO / "tokenizer.json").read_text())["model"]
+    word = next(token for token in reversed(content["vocab"]) if token.isalpha() and token.isascii() and len(token) > 4)
+    with pytest.MonkeyPatch.context() as patch:
+        add = gguf.GGUFWriter.add_token_merges
+        patch.setattr(gguf.GGUFWriter, "add_token_merges", lambda self, merges: add(self, merges[:100]))
+        core = read_gguf_tokenizer(read_gguf(written(pre))).core
+    assert (core.encode(word).tokens == [word]) is whole
+
+
 def test_as_transformers_has_it(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:
     """From the folder that was converted; from the file too, where it leaves out that Qwen's text is composed."""
     folder = tiny_model("qwen2", tie_word_embeddings=True)
@@ -137,7 +154,13 @@ def test_as_transformers_has_it(gguf_models: Any, tiny_model: Any, tmp_path: Pat
 
 def test_the_server_takes_it(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:
     folder = tiny_model("qwen2", vocab_size=320, tie_word_embeddings=True)
-    path = gguf_models.write_gguf(folder, tmp_path / "m.gguf", lambda name: "Q8_0")
+    with pytest.MonkeyPatch.context() as patch:
+        finish = gguf.GGUFWriter.write_header_to_file
+        patch.setattr(
+            gguf.GGUFWriter, "write_header_to_file",
+            lambda self: (self.add_float32("general.sampling.temp", 0.6), finish(self)),
+        )  # fmt: skip
+        path = gguf_models.write_gguf(folder, tmp_path / "m.gguf", lambda name: "Q8_0")
     ours, theirs = load_text_model(str(path), ServerConfig()), load_text_model(str(folder), ServerConfig())
     messages = [{"role": "user", "content": "Hello <|im_end|> there"}]
     options = {"add_generation_prompt": True}
@@ -153,6 +176,7 @@ def test_the_server_takes_it(gguf_models: Any, tiny_model: Any, tmp_path: Path) 
         theirs.tokenizer.token_bytes(index) for index in range(320)
     ]
     assert ours.tokenizer.hf.encode("Hello there") == ours.tokenizer.encode("Hello there", add_special_tokens=True)
+    assert ours.defaults == {"temperature": 0.6} and ours.default_sources == {"temperature": "generation_config.json"}
     assert (ours.pooling.kind, ours.pooling.source) == ("last", "default")
 
 
@@ -370,3 +394,35 @@ def test_another_tokenizer_can_be_named(written: Any, gguf_models: Any, tiny_mod
     ):
         load_text_model(str(path), ServerConfig())
     assert load_text_model(str(path), ServerConfig(tokenizer=str(folder))).tokenizer.largest_id == 299
+    other = gguf_models.write_gguf(folder, tmp_path / "other.gguf")
+    assert load_text_model(str(path), ServerConfig(tokenizer=str(other))).tokenizer.largest_id == 299
+
+
+# ---- the command line ----
+def test_the_file_is_named_by_its_stem(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:
+    path = gguf_models.write_gguf(tiny_model("qwen3"), tmp_path / "Tiny-Q8_0.gguf")
+    engine, server = read_flags(main.command_parser("serve", serve).parse_args([str(path)]))
+    assert engine.model == str(path) and server.served_model_name == ("Tiny-Q8_0", str(path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b"qwen3", b"gemma", "has the architecture 'gemma', served are llama, qwen2, qwen3: use another model"),
+        (b"GGUF", b"GGML", "begins with b'GGML', a GGUF file with b'GGUF': pass a GGUF file"),
+        (b"", b"", "is truncated: tensor "),
+    ],
+)
+def test_a_file_that_cannot_be_served_is_refused_before_torch(
+    gguf_models: Any, tiny_model: Any, tmp_path: Path, old: bytes, new: bytes, words: str
+) -> None:
+    path = gguf_models.write_gguf(tiny_model("qwen3"), tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes().replace(old, new) if old else path.read_bytes()[:-500])
+    run = "import sys; sys.modules['torch'] = None; from vserve.server.cli.main import main; raise SystemExit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", run, str(path), "--port", "0", "--device", "cpu"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"vserve: {path}") and words in line
