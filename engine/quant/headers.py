@@ -11,12 +11,8 @@ from .format import FLOATS, Stored
 from .settings import Headers, expression
 
 EXPONENTS = ("U8", "F8_E8M0")  # a byte e stands for 2^(e - 127)
-# What calibration left beside a matrix. A product that quantises its input by its own scales needs none of it, and the
-# scales of keys and values are the cache's.
-BESIDE = (
-    "input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale", "output_scale",
-    "k_scale", "v_scale", "q_scale",
-)  # fmt: skip
+# What calibration left beside a matrix. A product that quantises its input by its own scales needs none of it.
+BESIDE = ("input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale")
 
 
 def quantised(stored: Headers) -> bool:
