@@ -73,8 +73,9 @@ def read_gguf_tokenizer(file: GGUFFile) -> TokenizerFiles:
 
 
 def _templates(file: GGUFFile) -> dict[str, str]:
+    names = file.metadata.get("tokenizer.chat_templates")
     found = {}
-    for name in file.metadata.get("tokenizer.chat_templates", ()):
+    for name in names if isinstance(names, Strings) else ():
         found[name] = file.metadata.get(f"tokenizer.chat_template.{name}")
     found["default"] = file.metadata.get("tokenizer.chat_template", found.get("default"))
     return {name: text for name, text in found.items() if isinstance(text, str)}

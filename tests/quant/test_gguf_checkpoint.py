@@ -19,6 +19,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vserve.engine.gguf_checkpoint import GGUFCheckpoint
+from vserve.engine.gguf_config import read_config, read_generation_config
+from vserve.engine.gguf_file import Strings, read_gguf
 from vserve.engine.model_config import parse_model_config
 from vserve.engine.model_file import ModelError
 from vserve.engine.quant.scheme import make_scheme, read_quantization
@@ -272,6 +274,37 @@ def test_keys_at_fault(gguf_models: Any, tiny_model: Any, tmp_path: Path, keys: 
     with pytest.raises(ModelError, match=words) as error:
         _ = GGUFCheckpoint(path).headers
     assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+ODD: list[Any] = [
+    "x", "", -1, 0, 3, 2**40, 1.5, math.nan, math.inf, True, False, (), (1, 2), (1.0,), ((1,),), Strings(0, b""),
+    Strings(1, b"\1" + bytes(7) + b"a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ["none", "linear", "yarn", "llama3"])
+def test_a_key_of_any_kind_is_read_or_refused(gguf_models: Any, tiny_model: Any, tmp_path: Path, rope: str) -> None:
+    freqs = [1.0] * 8 if rope == "llama3" else None
+    file = read_gguf(gguf_models.write_gguf(tiny_model("llama"), tmp_path / "m.gguf", rope_freqs=freqs))
+    keys = {
+        **file.metadata, "general.type": "model", "general.sampling.temp": 1.0, "llama.attention.causal": True,
+        "llama.attention.sliding_window": 9999, "llama.expert_count": 0, "tokenizer.ggml.eot_token_id": 1,
+        "llama.rope.scale_linear": 1.0, "llama.rope.scaling.type": "none" if rope == "llama3" else rope,
+        "llama.rope.scaling.factor": 1.0 if rope == "llama3" else 2.0, "llama.rope.scaling.attn_factor": 1.0,
+        "llama.rope.scaling.original_context_length": 100, "llama.rope.scaling.yarn_beta_fast": 30.0,
+    }  # fmt: skip
+    described(read_config(dataclasses.replace(file, metadata=keys)))
+    refused = 0
+    for key in keys:
+        for value in ODD:
+            changed = dataclasses.replace(file, metadata=keys | {key: value})
+            try:
+                described(read_config(changed))
+                assert all(type(v) in (int, float) for v in read_generation_config(changed).values())
+            except ModelError as error:
+                assert "\n" not in str(error) and len(str(error)) < 300 + len(str(file.path))
+                refused += 1
+    assert refused > 100
 
 
 def rewritten(path: Path, old: bytes, new: bytes) -> GGUFCheckpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -21,7 +22,7 @@ from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from vserve.engine.config import ConfigError
-from vserve.engine.gguf_file import read_gguf
+from vserve.engine.gguf_file import Strings, read_gguf
 from vserve.engine.model_file import ModelError
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
@@ -374,6 +375,32 @@ def test_faults(written: Any, old: bytes, new: bytes, words: str) -> None:
     with pytest.raises(ModelError) as error:
         read_gguf_tokenizer(read_gguf(path))
     assert words in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+ODD: list[Any] = [
+    None, "x", "", -1, 0, 3, 2**40, 1.5, True, False, (), (1, 2), (1.0,), ((1,),), Strings(0, b""),
+    Strings(1, b"\1" + bytes(7) + b"a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_key_of_any_kind_is_read_or_refused(written: Any, sentencepiece: Any, kind: str) -> None:
+    file = read_gguf(written() if kind == "gpt2" else sentencepiece())
+    keys = {
+        **file.metadata, "tokenizer.huggingface.json": None, "tokenizer.chat_templates": (),
+        "tokenizer.chat_template": "", "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.add_eos_token": True,
+    }  # fmt: skip
+    refused = 0
+    for key in keys:
+        for value in ODD:
+            try:
+                found = read_gguf_tokenizer(dataclasses.replace(file, metadata=keys | {key: value}))
+                assert all(isinstance(text, str) for text in found.templates.values())
+            except ModelError as error:
+                assert "\n" not in str(error) and len(str(error)) < 300 + len(str(file.path))
+                refused += 1
+    assert refused > 40
 
 
 def test_lengths_must_agree(sentencepiece: Any) -> None:
