@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
 import queue
 import re
+import select
 import sys
 import threading
 import time
 from typing import Any
 
+import msgspec
+
 FORMATS = ("auto", "json", "text")
 CLEAR_LINE = "\r\x1b[K"  # on a terminal
+GATHER = 0.01  # seconds in which lines come together for one write: waking a thread for each costs more than the line
+ATOMIC = select.PIPE_BUF  # bytes that a pipe takes in one piece
 MAX_WAITING_LINES = 10_000  # what a reader that has stopped may cost; a line more is lost, and counted
 # C0 and C1 controls, line and paragraph separators, and what turns the direction of writing around.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -46,7 +52,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """For programs: an object a line, with `extra={"fields": {...}}` of the call. ASCII only, so nothing to escape."""
+    """For programs: an object a line, with `extra={"fields": {...}}` of the call, or of what that returns when it is
+    called. ASCII only, so nothing to escape."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -54,42 +61,64 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         second, fraction = divmod(record.created, 1)
+        fields = _fields(record)
         line: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second)) + f".{int(fraction * 1000):03d}Z",
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
+            "message": fields["message"] if "message" in fields else record.getMessage(),
+            **fields,
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = record.stack_info
-        return json.dumps(line, default=str)
+        return to_json(line)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    found = getattr(record, "fields", {})
+    fields: dict[str, Any] = found() if callable(found) else found
+    return fields
+
+
+def to_json(line: dict[str, Any]) -> str:
+    """json.dumps, at a fraction of its time for what has nothing to escape."""
+    with contextlib.suppress(ValueError, TypeError, msgspec.MsgspecError):  # half a surrogate pair, a strange key
+        text = msgspec.json.encode(line, enc_hook=str).decode()
+        if text.isascii() and text.isprintable():
+            return text
+    return json.dumps(line, default=str)
 
 
 class LineWriter(logging.Handler):
-    """Lines to a file descriptor, on a thread: a full disk loses lines, a stalled pipe fills a bounded queue."""
+    """Lines to a file descriptor, on a thread: a full disk loses lines, a stalled pipe fills a bounded queue.
+
+    Records whose fields are a function are formatted there too, many in a row, which costs a fraction of what it does
+    between two requests; others may hold what changes, and are formatted at once.
+    """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self.num_lost = 0
         self._descriptor = descriptor
         self._begin = CLEAR_LINE if os.isatty(descriptor) else ""  # some process's progress line may stand there
-        self._lines: queue.Queue[str | threading.Event] = queue.Queue(MAX_WAITING_LINES)
+        self._lines: queue.Queue[str | logging.LogRecord | threading.Event] = queue.Queue(MAX_WAITING_LINES)
         self._thread = threading.Thread(target=self._run, name="vserve-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record)
-        except Exception:  # a message that does not fit its arguments must not cost a request
-            line = f"unprintable log message {record.msg!r} of {record.pathname}:{record.lineno}"
-        try:
-            self._lines.put_nowait(line)
+            self._lines.put_nowait(record if callable(getattr(record, "fields", None)) else self._text(record))
         except queue.Full:
             self.num_lost += 1
+
+    def _text(self, record: logging.LogRecord) -> str:
+        try:
+            return self.format(record)
+        except Exception:  # a message that does not fit its arguments must not cost a request
+            return f"unprintable log message {record.msg!r} of {record.pathname}:{record.lineno}"
 
     def wait(self, timeout: float) -> None:
         """Until all that was logged so far is written, at most `timeout` seconds."""
@@ -103,11 +132,17 @@ class LineWriter(logging.Handler):
     def _run(self) -> None:
         reported = 0
         while True:
-            line = self._lines.get()
-            if isinstance(line, threading.Event):
-                line.set()
-            elif not write_line(self._descriptor, self._begin + line):
-                self.num_lost += 1
+            entries = [self._lines.get()]
+            if not isinstance(entries[0], threading.Event):
+                time.sleep(GATHER)
+            with contextlib.suppress(queue.Empty):
+                while not isinstance(entries[-1], threading.Event):
+                    entries.append(self._lines.get_nowait())
+            lines = (entry if isinstance(entry, str) else self._text(entry)
+                     for entry in entries if not isinstance(entry, threading.Event))  # fmt: skip
+            self._write([self._begin + line for line in lines])
+            if isinstance(entries[-1], threading.Event):
+                entries[-1].set()
             elif self.num_lost > reported:
                 reported = self.num_lost
                 self.handle(logging.makeLogRecord({
@@ -115,6 +150,20 @@ class LineWriter(logging.Handler):
                     "msg": "%d log lines were lost so far: their reader was too slow or their disk full",
                     "args": (reported,),
                 }))  # fmt: skip
+
+    def _write(self, lines: list[str]) -> None:
+        """As many at once as a pipe takes in one piece, so that those of other processes come between whole lines."""
+        waiting: list[str] = []
+        size = 0
+        for line in [*lines, None]:
+            length = 0 if line is None else 1 + len(line.encode("utf-8", "backslashreplace"))
+            if waiting and (line is None or size + length > ATOMIC):
+                if not write_line(self._descriptor, "\n".join(waiting)):
+                    self.num_lost += len(waiting)
+                waiting, size = [], 0
+            if line is not None:
+                waiting.append(line)
+                size += length
 
 
 _writer: LineWriter | None = None
@@ -129,6 +178,8 @@ def configure(level: str = "info", format: str = "auto", process: str = "engine"
     if _writer is None:
         _writer = LineWriter(2)
         atexit.register(flush)
+    # What no format here shows need not be found out for each line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     _writer.setFormatter(JsonFormatter(process) if format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[_writer], force=True)
     _arguments = ["--log-level", level.upper(), "--log-format", format]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -33,6 +34,7 @@ from .http.auth import Authentication, Locks
 from .http.body_limit import BodyLimit
 from .http.middleware import Cors, HttpMetrics, RequestMiddleware
 from .http.page import load_page
+from .lanes import Lanes
 from .observe.exposition import MetricsPage
 from .observe.metrics import Metrics
 from .observe.request_log import RequestLog
@@ -66,7 +68,10 @@ def create_app(
         tracer = Tracer(config.otlp_traces_endpoint, model.names[0])
         listeners.append(tracer.finished)
     admission = Admission(client, config, metrics.rejected, metrics.timed_out)
-    state = ServerState(client, config, model, metrics, page, http_metrics, request_log, admission, sources or {})
+    lanes = Lanes(rejected=partial(metrics.rejected, "queued_text"))
+    state = ServerState(
+        client, config, model, metrics, page, http_metrics, request_log, admission, lanes, sources or {}
+    )
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
@@ -97,10 +102,12 @@ def create_app(
         app.router.routes.extend(ui.router.routes)
     add_error_handlers(app)
     # The last one added is the outermost: a refusal, too, has an id, is counted, and may be read by browsers.
-    app.add_middleware(BodyLimit, limit=state.max_body_size)
+    app.add_middleware(BodyLimit, limit=state.max_body_size, rejected=metrics.rejected)
     pages = load_page().paths if config.ui else ()
     if (locks := Locks(config, config.root_path, pages)).are_needed:
         app.add_middleware(Authentication, locks=locks)
+        if config.api_key_file is not None or config.admin_api_key_file is not None:
+            state.reloads["keys"] = locks.reload
     app.add_middleware(
         Cors,
         allow_origins=json_list("allowed_origins", config.allowed_origins),

@@ -38,7 +38,9 @@ def _nothing() -> None:
 class Lanes:
     """All but `run`'s work happens in the event loop. One thread is kept for short work."""
 
-    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+    def __init__(self, num_threads: int = NUM_THREADS, rejected: Callable[[], None] = _nothing) -> None:
+        """`rejected` counts those for whose text there is no room."""
+        self._rejected = rejected
         self.num_running = 0  # threads at work
         self.waiting_size = 0  # characters of long work that waits
         self._num_threads = num_threads
@@ -60,6 +62,7 @@ class Lanes:
         loop = asyncio.get_running_loop()
         is_long = size > SHORT
         if is_long and self.waiting_size and self.waiting_size + size > MAX_WAITING:
+            self._rejected()
             raise ApiError(
                 429,
                 f"Too much text waits to be tokenised: {self.waiting_size} characters, this request brings {size}, and "

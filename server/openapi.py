@@ -111,6 +111,7 @@ OPERATIONS = (
     Operation("/server_info", responses.ServerInfo, "get", errors=(400, 503), query={
         "steps": {"type": "integer", "minimum": 1, "maximum": HISTORY, "description": "how many of the engine's last "
                   "steps to tell of"}}),
+    Operation("/reload", responses.Reloaded, errors=(500,)),
     Operation("/version", responses.Version, "get"),
     Operation("/metrics", None, "get", text="text/plain"),
     *(Operation(path, None, "get", errors=(503,), text="", failure=responses.Health)

@@ -53,8 +53,8 @@ class Reporter(Protocol):
         """Nothing more is to come of the start, whether it went well or not."""
         ...
 
-    def ready(self, info: EngineInfo, config: ServerConfig, sock: socket.socket, seconds: float) -> None:
-        """The server answers, so long after it was started."""
+    def ready(self, info: EngineInfo, config: ServerConfig, sock: socket.socket, seconds: float, chats: bool) -> None:
+        """The server answers, so long after it was started. `chats`: the model has a chat template."""
         ...
 
 
@@ -84,6 +84,7 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 asyncio.get_running_loop().add_signal_handler(number, self._receive, number, task)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._reload)
         serving = asyncio.create_task(self.server.serve(sockets=[self.sock]))
         app = await self._start(serving)
         watchdog = Watchdog(self.client, stall_timeout=self.config.stall_timeout, hang_timeout=self.config.hang_timeout)
@@ -91,9 +92,13 @@ class Service:
         try:
             async with app.router.lifespan_context(app):
                 self.app = self.front.app = app
+                if self.config.ssl_certfile is not None:
+                    app.state.server.reloads["certificates"] = self._reload_certificates
                 gc.collect()
                 gc.freeze()
-                self._reporter.ready(self.client.info, self.config, self.sock, time.monotonic() - self._started)
+                seconds = time.monotonic() - self._started
+                chats = app.state.server.model.tokenizer.has_chat_template
+                self._reporter.ready(self.client.info, self.config, self.sock, seconds, chats)
                 await serving
         finally:
             watching.cancel()
@@ -179,28 +184,51 @@ class Service:
             self.client.kill()
             self._leave(f"stopped at once by a second {number.name}", 128 + number)
 
+    def _reload(self) -> None:
+        """SIGUSR2."""
+        if self.app is None:
+            logger.warning("SIGUSR2 while starting: nothing is read again")
+            return
+        try:
+            self.app.state.server.reload()
+        except ConfigError as error:
+            logger.error("SIGUSR2: %s; what this is about stays as it was", error)
+
+    def _reload_certificates(self) -> None:
+        """For connections from now on. Raises ConfigError."""
+        config, context = self.config, self.server.config.ssl
+        config.check_tls()
+        assert context is not None and config.ssl_certfile is not None
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, config.ssl_keyfile_password or "")
+
     async def _drain(self) -> None:
         """Nothing new begins; what runs gets `shutdown_timeout` to finish, and then an error as its last word."""
         assert self.app is not None and self._signal is not None
         self.app.state.server.draining = True
         timeout = self.config.shutdown_timeout
-        if self.front.num_open:
+        if self._num_running:
             logger.info(
                 "%s: finishing %d requests, for %g s at most; a second signal ends them",
-                self._signal.name, self.front.num_open, timeout,
+                self._signal.name, self._num_running, timeout,
             )  # fmt: skip
         await self._until_idle(timeout)
-        if self.front.num_open:
-            logger.warning("%d requests are cut off: --shutdown-timeout %g is over", self.front.num_open, timeout)
+        if self._num_running:
+            logger.warning("%d requests are cut off: --shutdown-timeout %g is over", self._num_running, timeout)
             over = ShuttingDownError("the server is shutting down")
             self.client.fail_all(over)
             self.app.state.server.lanes.fail(over)
             await self._until_idle(LAST_BYTES)
         self.server.should_exit = True
 
+    @property
+    def _num_running(self) -> int:
+        """Requests, and what goes on without one: responses in the background."""
+        assert self.app is not None
+        return self.front.num_open + len(self.app.state.server.tasks)
+
     async def _until_idle(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while self.front.num_open and self.client.dead is None and time.monotonic() < deadline:
+        while self._num_running and self.client.dead is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     def _leave(self, cause: str | None, code: int) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ from .text.tokenizer import TextModel
 if TYPE_CHECKING:
     from .grammar.service import GrammarService
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 # Below, tokenising takes less than a millisecond: about what handing it to a busy thread costs.
@@ -50,13 +53,15 @@ class ServerState:
     http_metrics: HttpMetrics
     request_log: RequestLog
     admission: Admission
+    lanes: Lanes  # for tokenising, and whatever else takes long
     sources: dict[str, str] = field(default_factory=dict)  # where settings are from that are no defaults
     # what is being generated: the request's id, and its owner, as auth.owner_of has it
     generations: WeakKeyDictionary[Generation, tuple[str, str]] = field(default_factory=WeakKeyDictionary)
     draining: bool = False  # told to end: what runs is finished, nothing new begins
     tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that go on when their request is over
+    # What is read again when told to, by name; each raises ConfigError, and then leaves things as they were.
+    reloads: dict[str, Callable[[], None]] = field(default_factory=dict)
     started: int = field(default_factory=lambda: int(time.time()))
-    lanes: Lanes = field(default_factory=Lanes)  # for tokenising, and whatever else takes long
     # One thread for large bodies: reading them is Python's work, of which only one can be under way at a time.
     bodies: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="body"))
 
@@ -95,6 +100,14 @@ class ServerState:
             self.metrics.rejected("draining")
             raise shutting_down()
         return self.client.info
+
+    def reload(self) -> list[str]:
+        """Reads keys and certificates again, those that there are: their names. Raises ConfigError, and then those
+        from the one on that cannot be read are as they were."""
+        for reload in self.reloads.values():
+            reload()
+        logger.info("read again: %s", ", ".join(self.reloads) or "nothing, there are no files of keys or certificates")
+        return list(self.reloads)
 
     def max_body_size(self) -> int:
         """Bytes of a request's body."""

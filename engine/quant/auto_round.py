@@ -17,6 +17,12 @@ AWQ = ("auto_round:auto_awq", "auto_round:awq", "auto_awq", "awq")
 PLAIN_BITS = 16  # from here on a layer is not quantised
 
 
+class _Layer(GptqScheme):
+    """5 to 7 bits are streams like the others."""
+
+    widths = range(2, 9)
+
+
 class AutoRoundScheme:
     """quant_method auto-round (intel/auto-round)."""
 
@@ -63,7 +69,7 @@ class AutoRoundScheme:
         settings = {key: config[key] for key in ("bits", "group_size", "sym") if key in config}
         if self.packing in AWQ:
             return AwqScheme({**settings, "zero_point": not settings.get("sym", True)})
-        return GptqScheme({**settings, "checkpoint_format": VERSIONS[self.packing]})
+        return _Layer({**settings, "checkpoint_format": VERSIONS[self.packing]})
 
 
 def _as_list(blocks: Any) -> Any:

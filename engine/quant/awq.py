@@ -50,8 +50,8 @@ class Awq:
         from .integers import integer_codes
 
         zeros = _unpack(tensors["qzeros"]) if "qzeros" in tensors else None
-        group = self.group or columns
-        return integer_codes(_unpack(tensors["qweight"]), tensors["scales"].t(), zeros, group, BITS)
+        codes, scales = _unpack(tensors["qweight"]), tensors["scales"].t()
+        return integer_codes(codes, scales, zeros, self.group or columns, BITS, self.symmetric)
 
     def dummy(self, rows: int, columns: int, generator: torch.Generator) -> Codes:
         from .integers import random_codes

@@ -154,7 +154,7 @@ class BitsAndBytesScheme:
         kind = value(config, "bnb_4bit_quant_type", default="fp4")
         if four and kind not in TABLES:
             raise ModelError(
-                f"quantization_config: bnb_4bit_quant_type is {kind!r:.60}, read are {listed(TABLES)}: use another "
+                f"quantization_config: bnb_4bit_quant_type is {kind!r:.60}, read {listed(TABLES)}: use another "
                 "checkpoint, or the unquantized model"
             )
         self.base: Table4 | Int8Rows = (
@@ -182,7 +182,7 @@ def _find(path: str, stored: Headers) -> Table4 | Int8Rows | None:
         return None
     kind = states[0].removeprefix(STATE) if states else "nf4"
     if kind not in TABLES:
-        raise ModelError(f"{path}.{states[0]} is not read, only {listed(TABLES)} are: use another checkpoint")
+        raise ModelError(f"{path}.{states[0]}: read {listed(TABLES)}, use another checkpoint")
     storage, shape = stored.get("weight", ("U8", ()))
     absmax, blocks = stored.get("weight.absmax", ("F32", (0,)))
     elements = 2 * STORAGE.get(storage, 1) * (shape[0] if shape else 0)

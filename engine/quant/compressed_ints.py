@@ -83,7 +83,7 @@ class PackedInts:
         groups = tensors.get("weight_g_idx")
         if groups is not None and bool((groups == -1).any()):  # never filled in: columns lie in their order
             groups = None
-        return integer_codes(codes, scales, zeros, self.group or columns, self.bits, groups)
+        return integer_codes(codes, scales, zeros, self.group or columns, self.bits, self.symmetric, groups)
 
     def dummy(self, rows: int, columns: int, generator: torch.Generator) -> Codes:
         from .integers import random_codes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .codes import Codes
 
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 8)  # GPTQModel has 5 to 7 too, in planes
 TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 MARLIN = ("B", "s")  # what its files call qweight and scales
 
@@ -73,7 +73,8 @@ class Gptq:
             if self.version == 1 and not in_words:
                 zeros = (zeros + 1) & ((1 << self.bits) - 1)
         groups = None if self.group is None else tensors.get("g_idx")
-        return integer_codes(codes, tensors["scales"].t(), zeros, self.group or columns, self.bits, groups)
+        scales, group = tensors["scales"].t(), self.group or columns
+        return integer_codes(codes, scales, zeros, group, self.bits, self.symmetric, groups)
 
     def dummy(self, rows: int, columns: int, generator: torch.Generator) -> Codes:
         from .integers import random_codes
@@ -85,6 +86,7 @@ class GptqScheme:
     """quant_method gptq: of AutoGPTQ, GPTQModel and transformers."""
 
     method = "gptq"
+    widths: Sequence[int] = BITS
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         form = layout(config, "checkpoint_format", "format", among=("gptq", "gptq_v2"), default="gptq")
@@ -114,7 +116,7 @@ class GptqScheme:
         return (found or self.base) if any(suffix in stored for suffix in TENSORS) else None
 
     def _read(self, config: Mapping[str, Any]) -> Gptq:
-        bits = number(config, "bits", among=BITS)
+        bits = number(config, "bits", among=self.widths)
         symmetric = flag(config, "sym", True)
         return Gptq(bits, group_size(config, "group_size", default=128), symmetric, self.version, self.borrows)
 

@@ -107,9 +107,10 @@ class HqqScheme:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         params = value(config, "quant_config", default={})
-        if not isinstance(params, dict):
+        if not isinstance(params, dict) or not params:
             raise ModelError(
-                f"quantization_config: quant_config is {params!r:.60}, an object belongs there: correct config.json"
+                f"quantization_config: quant_config is {params!r:.60}, an object with weight_quant_params belongs "
+                "there: correct config.json"
             )
         self.kept = ("lm_head",) if config.get("skip_modules") is None else names(config, "skip_modules")
         self.base: Hqq | None = None
@@ -150,6 +151,6 @@ def _find(path: str, stored: Headers) -> Hqq:
                 beside = tuple((s, Stored(stored[s][1], (stored[s][0],), optional=True)) for s in BESIDE if s in stored)
                 return Hqq(bits, shape[1], beside)
     raise ModelError(
-        f"{path}.W_q is {dtype} {list(shape)} and its scale {list(groups)}, which is not HQQ of {listed(PER_WORD)} "
-        f"bits along the input: {AGAIN}"
+        f"{path}.W_q is {dtype} {list(shape)} and its scale {list(groups)}; HQQ's bits along the input "
+        f"that are read {listed(PER_WORD)}: {AGAIN}"
     )

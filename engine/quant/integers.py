@@ -14,19 +14,25 @@ SPREAD = 0.02  # standard deviation of dummy weights
 
 
 def integer_codes(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, groups: Tensor | None = None
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    bits: int,
+    symmetric: bool,
+    groups: Tensor | None = None,
 ) -> Codes:
     """Of w = (code - zero) · scale.
 
-    codes: uint8 [N, K]; scales: [N, G]; zeros: whole numbers [N, G], or None for 2 ** (bits - 1) everywhere: then the
-    codes become signed, and need none. groups: [K], the group of each column, where columns were quantised in an order
-    of their own. Raises ModelError where `groups` is no such thing.
+    codes: uint8 [N, K]; scales: [N, G]; zeros: whole numbers [N, G], or None for 2 ** (bits - 1) everywhere. Then, and
+    where they are that in a file that is said to be symmetric, codes become signed and have no zeros. groups: [K], the
+    group of each column, where columns were quantised in an order of their own. Raises ModelError where it is none.
     """
     half = 1 << (bits - 1)
     order = None if groups is None else _order(groups, group, scales.shape[1])
     if order is not None:
         codes = codes[:, order]
-    if zeros is None or bool((zeros == half).all()):
+    if zeros is None or (symmetric and bool((zeros == half).all())):
         # uint8 wraps around: 0 - 8 is 248, and as int8 -8
         return Codes((codes - half).view(torch.int8), scales.float().contiguous(), group, bits, order=order)
     return Codes(codes, scales.float().contiguous(), group, bits, zeros=zeros.float().contiguous(), order=order)
@@ -65,14 +71,11 @@ def flat_groups(values: Tensor, size: int, rows: int, columns: int) -> tuple[Ten
 
 
 def random_codes(rows: int, columns: int, bits: int, group: int, symmetric: bool, generator: torch.Generator) -> Codes:
-    """Even, of the deviation SPREAD, around zero: the lowest code has no counterpart and is left out, but of 1 bit."""
+    """Even, of the deviation SPREAD, around zero: the lowest code has no counterpart, and comes with 1 bit only."""
     half, device = 1 << (bits - 1), generator.device
     lowest = 0 if bits == 1 else 1
     codes = torch.randint(lowest, 2 * half, (rows, columns), dtype=torch.uint8, generator=generator, device=device)
     deviation = sqrt(half * (half - 1) / 3) if bits > 1 else 0.5
     scales = torch.full((rows, -(-columns // group)), SPREAD / deviation, device=device)
-    return (
-        integer_codes(codes, scales, None, group, bits)
-        if symmetric
-        else Codes(codes, scales, group, bits, zeros=torch.full_like(scales, half))
-    )
+    zeros = None if symmetric else torch.full_like(scales, half)
+    return integer_codes(codes, scales, zeros, group, bits, symmetric)

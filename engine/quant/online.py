@@ -58,6 +58,7 @@ class OnlineScheme:
     def __init__(self, kind: str, note: str | None = None) -> None:
         self.method = kind
         self.note = note
+        self.bytes_each = 0.57 if kind in ("int4", "nf4") else 1.03  # an element, its share of the scales with it
         self._format = Online(kind)
 
     def format(self, path: str, stored: Headers | None) -> Online | None:

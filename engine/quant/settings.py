@@ -29,7 +29,7 @@ def number(config: Mapping[str, Any], *keys: str, among: Collection[int], defaul
     if type(found) is not int or found not in among:
         what = "is missing" if found is None else f"is {found!r:.60}"
         raise ModelError(
-            f"quantization_config: {keys[0]} {what}, read are {listed(among)}: use another checkpoint, or the "
+            f"quantization_config: {keys[0]} {what}, read {listed(among)}: use another checkpoint, or the "
             "unquantized model"
         )
     return found
@@ -98,7 +98,7 @@ def layout(config: Mapping[str, Any], *keys: str, among: Collection[str], defaul
         raise other_layout(OTHER_LAYOUTS.get(name, "Marlin"))
     if name not in among:
         raise ModelError(
-            f"quantization_config: {keys[0]} is {found!r:.60}, read are {listed(among)}: export the checkpoint again "
+            f"quantization_config: {keys[0]} is {found!r:.60}, read {listed(among)}: export the checkpoint again "
             "as gptq, awq or compressed-tensors"
         )
     return name
@@ -111,9 +111,9 @@ def other_layout(name: str) -> ModelError:
 
 
 def listed(values: Collection[Any]) -> str:
-    """ "2, 3 and 4"."""
-    *first, last = map(str, values)
-    return f"{', '.join(first)} and {last}" if first else last
+    """As a sentence ends: "are 2, 3 and 4", "is 4"."""
+    *first, final = map(str, values)
+    return f"are {', '.join(first)} and {final}" if first else f"is {final}"
 
 
 def last(path: str) -> str:

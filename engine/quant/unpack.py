@@ -29,7 +29,7 @@ def bit_stream(words: Tensor, bits: int, count: int) -> Tensor:
         if skipped + bits > 8:
             value |= data[..., byte + 1] << (8 - skipped)
         torch.bitwise_and(value, mask, out=values[..., i])
-    return values.flatten(-2)[..., :count]
+    return values.flatten(-2)[..., :count].contiguous()
 
 
 def fields(words: Tensor, bits: int, shifts: Sequence[int], dim: int) -> Tensor:

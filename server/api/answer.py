@@ -13,10 +13,10 @@ from ..generation.admission import Ticket, guess_tokens
 from ..generation.answer import Answer, collect
 from ..generation.choice import Choice, Delta
 from ..generation.generation import Generation
-from ..http.auth import owner_of
+from ..http.auth import key_of, owner_of
 from ..http.disconnect import unless_disconnected
 from ..http.event_stream import EventStream
-from ..http.middleware import clean_id
+from ..http.request_id import clean_id
 from .dialect import Deltas, Dialect, Head
 from .route import watch
 
@@ -53,10 +53,16 @@ async def _admit(dialect: Dialect, arrival: float) -> Ticket:
     request, server = dialect.request, dialect.server
     num_tokens = guess_tokens(request.state.body_size, dialect.num_prompts, server.client.info)
     load = dialect.load(num_tokens)
+    key = key_of(request.scope)
+    if key is not None:
+        key.quota.check(num_tokens, server.metrics.rejected)
     ticket = server.admission.admit(
         load.num_requests, load.num_tokens, arrival, request.state.arrival, param=load.param
     )
     request.state.ticket = ticket  # released when the request is over, however it ends
+    if key is not None:
+        dialect.charge = key.quota.begin(num_tokens)
+        ticket.on_release = dialect.charge.finish
     return ticket
 
 
@@ -64,7 +70,10 @@ async def _submit(dialect: Dialect, ticket: Ticket, arrival: float) -> Generatio
     """Prompts that the engine has, with their clocks running. Whoever gets them must close them."""
     request, body, server = dialect.request, dialect.body, dialect.server
     prompts = await dialect.prompts()
-    load = dialect.load(sum(len(prompt.token_ids) for prompt in prompts))
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    load = dialect.load(num_tokens)
+    if dialect.charge is not None:
+        dialect.charge.settle(num_tokens)
     ticket.settle(load.num_tokens, param="prompt" if load.param == "n" else load.param)
     ready = await dialect.prepare(prompts)
     dialect.reports = [None] * len(ready.prompts)
@@ -81,6 +90,8 @@ async def _submit(dialect: Dialect, ticket: Ticket, arrival: float) -> Generatio
         on_close=None if ready.grammar is None else partial(server.grammars.release, ready.grammar),
     )
     await generation.submit()
+    if dialect.charge is not None:
+        dialect.charge.generation = generation
     server.generations[generation] = request.state.request_id, owner_of(request.scope)
     request.state.generation = generation  # for whoever looks at the request when it is over
     watch(request, ticket, generation)

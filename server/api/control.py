@@ -1,4 +1,4 @@
-"""GET /load, /server_info, POST /v1/requests/{id}/cancel, /abort_request: for those who run the server"""
+"""GET /load, /server_info, POST /reload, /v1/requests/{id}/cancel, /abort_request: for those who run the server"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
+from ...engine.config import ConfigError
 from ...engine.messages import HISTORY
 from ..errors import ApiError, bad_request, engine_silent, shorten
 from ..http.auth import controls
@@ -52,6 +53,16 @@ def _num_steps(request: Request) -> int:
     if len(given) > 1 or not re.fullmatch("[1-9][0-9]{0,3}", given[0]) or int(given[0]) > HISTORY:
         raise bad_request(f"steps is {shorten(', '.join(given))}; ask for 1 to {HISTORY} of the last steps.", "steps")
     return int(given[0])
+
+
+@router.post("/reload", response_class=Response)
+async def reload(request: Request) -> Response:
+    """Reads the files of keys and certificates again: requests and connections from now on meet the new ones."""
+    try:
+        return _json({"reloaded": ServerState.of(request).reload()})
+    except ConfigError as error:
+        message = f"{error}; what this is about stays as it was."
+        raise ApiError(500, message, type="server_error", code="reload_failed") from None
 
 
 @router.post("/v1/requests/{request_id}/cancel", response_class=Response)

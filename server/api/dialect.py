@@ -21,6 +21,7 @@ from ..generation.answer import Answer
 from ..generation.choice import Choice, Delta, Prompt, TextOptions
 from ..generation.generation import Generation
 from ..generation.logprobs import LogprobFormat, PromptReport, prompt_report
+from ..generation.quota import Charge
 from ..generation.sampling import resolve, resolving_size, text_options
 from ..generation.speech import Speech
 from ..state import ServerState
@@ -70,6 +71,7 @@ class Dialect(ABC):
         self.request = request
         self.server = ServerState.of(request)
         self.body = body
+        self.charge: Charge | None = None  # to the key that the request has brought
         # What the answer says of each prompt's tokens, where it was asked for: there before its first delta.
         self.reports: list[PromptReport | None] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -10,13 +11,24 @@ import msgspec
 from fastapi import Request, Response
 
 from ..errors import ANTHROPIC_HEADER, bad_request, shorten
+from ..http.auth import administers
 from ..state import ServerState
 from .route import new_router
 
 router = new_router()
 
 
-def _card(server: ServerState, name: str) -> dict[str, Any]:
+def _shown(request: Request) -> tuple[list[str], str]:
+    """(The names that are listed, the root): where the model lies on this machine is for administrators; the path that
+    was given at start stays a name all the same."""
+    model = ServerState.of(request).model
+    if administers(request.scope) or not os.path.exists(model.root):
+        return list(model.names), model.root
+    names = [name for name in model.names if name != model.root] or list(model.names)
+    return names, names[0]
+
+
+def _card(server: ServerState, name: str, root: str) -> dict[str, Any]:
     permission = {
         "id": f"modelperm-{server.started}",
         "object": "model_permission",
@@ -36,7 +48,7 @@ def _card(server: ServerState, name: str) -> dict[str, Any]:
         "object": "model",
         "created": server.started,
         "owned_by": "vserve",
-        "root": server.model.root,
+        "root": root,
         "parent": None,
         "max_model_len": server.engine_info().max_model_len,
         "permission": [permission],
@@ -59,9 +71,8 @@ def _anthropic_card(server: ServerState, name: str) -> dict[str, Any]:
     }
 
 
-def _anthropic_page(server: ServerState, query: Mapping[str, str]) -> dict[str, Any]:
+def _anthropic_page(server: ServerState, names: list[str], query: Mapping[str, str]) -> dict[str, Any]:
     """Those that the query asks for, a list that is as short as the command line that named them. Raises ApiError."""
-    names = list(server.model.names)
     for field in ("after_id", "before_id"):
         if (id := query.get(field)) is not None:
             if id not in names:
@@ -83,13 +94,16 @@ def _anthropic_page(server: ServerState, query: Mapping[str, str]) -> dict[str, 
 @router.get("/v1/models", response_class=Response)
 async def list_models(request: Request) -> Response:
     server = ServerState.of(request)
+    names, root = _shown(request)
     if ANTHROPIC_HEADER in request.headers:
-        return _json(_anthropic_page(server, request.query_params))
-    return _json({"object": "list", "data": [_card(server, name) for name in server.model.names]})
+        return _json(_anthropic_page(server, names, request.query_params))
+    return _json({"object": "list", "data": [_card(server, name, root) for name in names]})
 
 
 @router.get("/v1/models/{model:path}", response_class=Response)  # a name may be a path
 async def retrieve_model(request: Request, model: str) -> Response:
     server = ServerState.of(request)
-    card = _anthropic_card if ANTHROPIC_HEADER in request.headers else _card
-    return _json(card(server, server.model_name(model)))
+    name = server.model_name(model)
+    _, root = _shown(request)
+    is_anthropic = ANTHROPIC_HEADER in request.headers
+    return _json(_anthropic_card(server, name) if is_anthropic else _card(server, name, root))

@@ -17,9 +17,12 @@ COMMANDS = {
 }
 
 
+EXAMPLES = ("vserve chat 'What is 12 + 30?'", "vserve chat --url http://host:8000/v1 --system-prompt 'Be brief.'")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system-prompt", metavar="TEXT", help="how the model should behave")
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="one message, one answer, no more")
+    talk.add_text(parser, "one message, one answer, no more")
     talk.add_arguments(parser)
 
 
@@ -27,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 0; 1 where the server refuses or is not there; 130 for Ctrl-C in an answer with --quick."""
     try:
         conversation = Conversation(Connection(arguments), arguments.system_prompt)
-        if arguments.quick is not None:
-            return 130 if conversation.say(arguments.quick) else 0
+        if (once := talk.said_once(arguments)) is not None:
+            return 130 if conversation.say(once) else 0
         return _converse(conversation, keep=not arguments.no_history)
     except TalkError as error:
         print(f"vserve: {error}", file=sys.stderr)

@@ -23,6 +23,9 @@ LONGEST = 200  # characters of a value: some images carry a page of requirements
 _SECRET = re.compile("KEY|TOKEN|PASSWORD|SECRET|HEADERS")
 
 
+EXAMPLES = ("vserve collect-env", "vserve collect-env > report.txt")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as a JSON object")
 

@@ -8,9 +8,11 @@ import sys
 from . import talk
 from .talk import Connection, TalkError
 
+EXAMPLES = ("vserve complete 'Once upon a time' --max-tokens 50", "vserve complete --temperature 0 < lines.txt")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="one text, one continuation, no more")
+    talk.add_text(parser, "one text, one continuation, no more")
     talk.add_arguments(parser)
 
 
@@ -18,10 +20,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 0; 1 where the server refuses or is not there; 130 for Ctrl-C with --quick."""
     try:
         connection = Connection(arguments)
-        texts = talk.inputs("> ") if arguments.quick is None else iter([arguments.quick])
-        interactive = arguments.quick is None and sys.stdin.isatty()
+        once = talk.said_once(arguments)
+        texts = talk.inputs("> ") if once is None else iter([once])
+        interactive = once is None and sys.stdin.isatty()
         code = 0
-        with talk.past_input("complete", keep=arguments.quick is None and not arguments.no_history):
+        with talk.past_input("complete", keep=once is None and not arguments.no_history):
             for text in texts:
                 try:
                     answer = connection.answer("completions", {"prompt": text})

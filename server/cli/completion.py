@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 
 SHELLS = ("bash", "zsh", "fish")
-HOW = """\
-bash   vserve completion bash > ~/.local/share/bash-completion/completions/vserve
-zsh    vserve completion zsh > "${fpath[1]}/_vserve"
-fish   vserve completion fish > ~/.config/fish/completions/vserve.fish
-"""
+EXAMPLES = (
+    "vserve completion bash > ~/.local/share/bash-completion/completions/vserve",
+    'vserve completion zsh > "${fpath[1]}/_vserve"',
+    "vserve completion fish > ~/.config/fish/completions/vserve.fish",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS)
-    parser.epilog = HOW
 
 
 def run(arguments: argparse.Namespace) -> int:

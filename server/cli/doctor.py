@@ -5,40 +5,34 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.config import ConfigError, EngineConfig
-from ...engine.model_path import cache_folder
 from ..options.config import ServerConfig
 from . import machine
+from .finding import FAIL, OK, WARN, Finding
 from .flags import add_flags, read_flags
 from .listen import listen
 from .machine import Torch, gib
+from .model_finding import model_finding
 from .terminal import styled
 
-OK, WARN, FAIL = "ok", "warn", "FAIL"
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "red"}
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY = 1 << 30  # where several cards exchange data through it
-
-
-@dataclass(frozen=True)
-class Finding:
-    status: str
-    name: str
-    text: str
-    remedy: str = ""
+EXAMPLES = ("vserve doctor", "vserve doctor Qwen/Qwen3-0.6B --max-model-len 32K")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(
         parser, EngineConfig, ServerConfig,
-        only=("model", "revision", "dtype", "device", "gpu_memory_utilization", "host", "port", "uds"),
+        only=(
+            "model", "revision", "max_model_len", "dtype", "device", "gpu_memory_utilization", "kv_cache_memory_bytes",
+            "host", "port", "uds",
+        ),
     )  # fmt: skip
 
 
@@ -73,7 +67,7 @@ def examine(engine: EngineConfig, server: ServerConfig) -> Iterator[Finding]:
     yield _shared_memory(len(torch.cards))
     yield _open_files()
     yield _port(server)
-    yield _model(engine, torch, on_card)
+    yield model_finding(engine, torch, on_card)
 
 
 def _python() -> Finding:
@@ -181,64 +175,3 @@ def _port(server: ServerConfig) -> Finding:
     if server.uds is not None and not existed:
         os.unlink(server.uds)
     return Finding(OK, "port", f"{place} is free")
-
-
-def _model(engine: EngineConfig, torch: Torch, on_card: bool) -> Finding:
-    from ...engine.checkpoint import checkpoint_bytes
-    from ...engine.model_config import ModelError
-    from ...engine.model_file import is_gguf
-    from ...engine.models.registry import ARCHITECTURES
-    from ...engine.overrides import read_model_config
-
-    folder = Path(engine.model).expanduser()
-    if not folder.is_dir() and not is_gguf(folder):
-        cached = _from_hub_cache(engine)
-        if cached is None:
-            return _on_hub(engine)
-        folder = cached
-    try:
-        config = read_model_config(folder, engine)
-        size = checkpoint_bytes(folder)
-    except ModelError as error:
-        what, _, remedy = str(error).partition(": ")
-        return Finding(FAIL, "model", what, remedy or "download it again")
-    if config.architecture not in ARCHITECTURES:
-        return Finding(FAIL, "model", f"{config.architecture} is not supported", f"serve {', '.join(ARCHITECTURES)}")
-    bytes_each = {"float32": 4, "float16": 2, "bfloat16": 2}.get(engine.dtype) or (
-        config.dtype.itemsize if on_card else 4
-    )
-    needed = config.num_parameters * bytes_each
-    text = f"{folder}: {config.architecture}, {gib(size)} of weights, context {config.max_model_len} tokens"
-    if on_card and torch.cards:
-        room, where = int(torch.cards[0].total * engine.gpu_memory_utilization), "the card"
-    else:
-        room, where = (machine.memory() or (1 << 62, 0))[0], "memory"
-    if needed > room:
-        return Finding(FAIL, "model", text, f"the weights take {gib(needed)}, and {where} has {gib(room)} for vserve: "
-                       "choose a smaller model or a larger machine")  # fmt: skip
-    return Finding(OK, "model", text)
-
-
-def _from_hub_cache(engine: EngineConfig) -> Path | None:
-    from huggingface_hub import snapshot_download
-
-    try:
-        cache = cache_folder(engine.download_dir)
-        return Path(snapshot_download(engine.model, revision=engine.revision, cache_dir=cache, local_files_only=True))
-    except Exception:  # no such name, or not there: what there is to say is the same
-        return None
-
-
-def _on_hub(engine: EngineConfig) -> Finding:
-    name = engine.model
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        return Finding(FAIL, "model", f"{name} does not exist", "pass the folder of a model, or its name on the hub")
-    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
-        return Finding(FAIL, "model", f"{name} is not in the hub's cache, and HF_HUB_OFFLINE is set",
-                       "download it first, or unset HF_HUB_OFFLINE")  # fmt: skip
-    home = Path(engine.download_dir or os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    place = next(folder for folder in (home, *home.parents) if folder.exists())
-    free = shutil.disk_usage(place).free
-    token = "with a token" if os.environ.get("HF_TOKEN") or (home / "token").exists() else "without HF_TOKEN"
-    text = f"{name} is not here; the server downloads it {token} to {home}, which has {gib(free)} free"
-    return Finding(WARN, "model", text, f"hf download {name}")

@@ -57,6 +57,8 @@ def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
     default = spec.default
     if default is not dataclasses.MISSING and default not in (None, "", (), True, False):
         help += f" (default: {default})"
+    elif isinstance(default, bool):
+        help += f" (default: {'on' if default else 'off'})"
     options: dict[str, Any] = {"help": help.replace("%", "%%"), "dest": f"opt_{spec.name}", "default": None}
     kind = kind_of(hint)
     if spec.metadata["is_json"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 
 from ...engine.config import ConfigError, flag
 from ..options.given import META, Given, judge, value_of, with_files
@@ -15,7 +16,9 @@ from ..options.vllm import vllm_options
 PREFIX = "VSERVE_"
 HIDDEN = "(hidden)"
 # Variables that are no options; typos are looked for among the others.
-_OTHER_VARIABLES = ("VSERVE_FAULT", "VSERVE_ALLOW_FAULTS", "VSERVE_NO_PDL")
+_OTHER_VARIABLES = ("FAULT", "ALLOW_FAULTS", "NO_PDL")
+# What Kubernetes and Docker's links tell of services whose names begin with vserve.
+_SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Given]:
@@ -37,13 +40,19 @@ def notices(arguments: argparse.Namespace) -> list[str]:
             place = {"environment": "the environment", "file": one.where, "preset": f"--performance-mode {one.where}"}
             groups.setdefault(place[one.source], []).append(f"{name}={HIDDEN if secret else one.value}")
     lines = [f"set by {place}: {', '.join(settings)}" for place, settings in groups.items()]
-    lines += judge(merged)
-    known = [PREFIX + name.upper() for name in (*options(), *META)] + list(_OTHER_VARIABLES)
-    foreign = [PREFIX + name.upper() for name in vllm_options()]
-    for variable in os.environ:
-        unknown = variable.startswith(PREFIX) and variable not in (*known, *foreign)
-        if unknown and (hint := did_you_mean(variable, known)):
-            lines.append(f"the variable {variable} is no option{hint}")
+    return lines + judge(merged)
+
+
+def unknown_variables() -> list[str]:
+    """A line for each VSERVE_… variable that sets nothing: who wrote it believes that it does."""
+    known = [name.upper() for name in (*options(), *META)] + list(_OTHER_VARIABLES)
+    foreign = [name.upper() for name in vllm_options()]
+    lines = []
+    for variable in sorted(os.environ):
+        name = variable.removeprefix(PREFIX)
+        if name != variable and name not in {*known, *foreign} and not _SERVICE_LINK.fullmatch(name):
+            hint = did_you_mean(name, known, PREFIX)
+            lines.append(f"the variable {variable} sets nothing, no option has that name{hint}")
     return lines
 
 

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 
 from ... import __version__
@@ -31,6 +32,7 @@ GROUPS = {
     },
 }
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+EXAMPLES = ("vserve Qwen/Qwen3-0.6B --max-model-len 8K", "vserve chat 'What is 12 + 30?'")
 USAGE = "vserve [MODEL] [options] | vserve COMMAND ..."
 
 
@@ -55,7 +57,7 @@ def _run(argv: list[str]) -> int:
     if first in ("-h", "--help", "help"):
         print(overview())
         return 0
-    if first in ("-V", "--version"):
+    if first in ("-V", "--version", "version"):
         print(f"vserve {__version__}")
         return 0
     if first in COMMANDS:
@@ -79,10 +81,16 @@ def overview() -> str:
     lines += [
         "",
         "`vserve COMMAND --help` lists a command's options, `vserve serve --help=cache` those of one group.",
-        "`vserve` alone serves the bundled demo model; then try `vserve chat`.",
+        "`vserve` alone serves the bundled demo model; then try `vserve chat`. `vserve version` says which it is.",
         "Exit codes: 0 fine, 1 could not run, 2 wrong usage, 128 + n ended by signal n.",
+        "",
+        *_examples(EXAMPLES),
     ]
     return "\n".join(lines)
+
+
+def _examples(examples: Sequence[str]) -> list[str]:
+    return [styled("examples:", "bold", sys.stdout), *(f"  {example}" for example in examples)]
 
 
 def load(name: str) -> ModuleType:
@@ -99,6 +107,7 @@ def fill(parser: argparse.ArgumentParser, name: str, module: ModuleType) -> None
     if name == "serve":
         parser.usage = "vserve [serve] [MODEL] [options]"  # without it, all of them
     module.add_arguments(parser)
+    parser.epilog = "\n".join(_examples(module.EXAMPLES))
 
 
 def _dashes(argument: str) -> str:

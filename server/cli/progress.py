@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import shlex
 import socket
+import ssl
 import sys
 import time
 
@@ -11,6 +15,7 @@ from ... import __version__
 from ...engine import logs
 from ...engine.messages import EngineInfo, Progress
 from ..options.config import ServerConfig
+from ..options.http import ENVIRONMENT
 
 logger = logging.getLogger("vserve")
 
@@ -46,21 +51,38 @@ class ProgressLine:
             print(logs.CLEAR_LINE, end="", file=sys.stderr, flush=True)
         self._phase = ""
 
-    def ready(self, info: EngineInfo, config: ServerConfig, sock: socket.socket, seconds: float) -> None:
+    def ready(
+        self, info: EngineInfo, config: ServerConfig, sock: socket.socket, seconds: float, chats: bool = True
+    ) -> None:
         spent = info.startup_seconds
         spent = {"imports": seconds - sum(spent.values())} | spent  # the engine counts from when it can
         phases = ", ".join(f"{name} {part:.1f}" for name, part in spent.items() if part >= 0.05)
+        scheme = "http" if config.ssl_certfile is None else "https"
         if config.uds is not None:
-            url, curl = f"unix:{config.uds}", f"--unix-socket {config.uds} http://localhost"
+            url, curl = f"unix:{config.uds}", f"--unix-socket {shlex.quote(config.uds)} {scheme}://localhost"
         else:
             host = "localhost" if config.host in ("0.0.0.0", "::", "127.0.0.1") else config.host
-            scheme = "http" if config.ssl_certfile is None else "https"
             url = curl = f"{scheme}://{host}:{sock.getsockname()[1]}"
         name = config.served_model_name[0]
         logs.say(
             f"vserve {__version__} serves {name} on {info.device} in {info.dtype}, context {info.max_model_len} "
             f"tokens; ready in {seconds:.1f} s ({phases})\n"
             f"{url}   try:\n"
-            f"  curl {curl}/v1/chat/completions -H 'content-type: application/json' \\\n"
-            f'    -d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\''
+            f"  {example(config, curl, name, chats)}"
         )
+
+
+def example(config: ServerConfig, address: str, name: str, chats: bool) -> str:
+    """A command that this very server answers, with its lock and its certificate, and in words that its model knows.
+    The key is named, not shown: what is printed stays in logs."""
+    words = [f"curl {address}/v1/{'chat/completions' if chats else 'completions'}"]
+    if config.ssl_certfile is not None:
+        words.append(f"--cacert {shlex.quote(config.ssl_certfile)}")
+        if config.ssl_cert_reqs == ssl.CERT_REQUIRED:
+            words.append("--cert YOURS.pem")
+    if any((config.api_key, config.api_key_file, *map(os.environ.get, ENVIRONMENT["api_key"]))):
+        words.append('-H "authorization: Bearer $VSERVE_API_KEY"')
+    words.append("-H 'content-type: application/json'")
+    asked = {"messages": [{"role": "user", "content": "Hello!"}]} if chats else {"prompt": "Hello", "max_tokens": 32}
+    body = json.dumps({"model": name, **asked}, ensure_ascii=False)
+    return f"{' '.join(words)} \\\n    -d {shlex.quote(body)}"

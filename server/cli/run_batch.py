@@ -24,7 +24,7 @@ from ..client.mailbox import EngineDeadError
 from ..options.config import ServerConfig
 from ..options.http import ENVIRONMENT
 from .flags import add_flags, read_flags
-from .given import notices
+from .given import notices, unknown_variables
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 
@@ -41,6 +41,12 @@ class Line:
     url: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
+
+
+EXAMPLES = (
+    "vserve run-batch -i in.jsonl -o out.jsonl Qwen/Qwen3-0.6B",
+    "vserve run-batch -i in.jsonl -o - --max-model-len 8K > out.jsonl",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         engine, server = read_flags(arguments)
-        for line in notices(arguments):
+        for line in (*notices(arguments), *unknown_variables()):
             print(f"vserve: {line}", file=sys.stderr)
         if arguments.max_concurrency < 1:
             raise ConfigError(f"--max-concurrency is {arguments.max_concurrency}: it must be at least 1")

@@ -14,10 +14,16 @@ from ...engine.overrides import check_described
 from ...engine.process import dump_stacks_on_signal
 from ..options.config import ServerConfig
 from .flags import add_flags, read_flags, sources
-from .given import notices
+from .given import notices, unknown_variables
 from .listen import listen
 
 logger = logging.getLogger("vserve")
+
+
+EXAMPLES = (
+    "vserve Qwen/Qwen3-0.6B --max-model-len 8K --port 9000",
+    "vserve ./my-model --served-model-name mine --api-key-file keys",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     logs.configure(server_config.log_level, server_config.log_format, "api")
     for line in notices(arguments):
         logger.info(line)
+    for line in unknown_variables():
+        logger.warning(line)
     dump_stacks_on_signal()
     from .. import service  # after the port is taken: its imports take a moment
     from .progress import ProgressLine

@@ -49,6 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-history", action="store_true", help="neither read nor keep the file of past input")
 
 
+def add_text(parser: argparse.ArgumentParser, quick: str) -> None:
+    """What is said once, by either name; without it there are many turns."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("text", nargs="*", default=[], metavar="TEXT", help="the same as --quick")
+    group.add_argument("-q", "--quick", metavar="TEXT", help=quick)
+
+
+def said_once(arguments: argparse.Namespace) -> str | None:
+    return " ".join(arguments.text) if arguments.text else arguments.quick
+
+
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(arguments, name) for name in (*SAMPLING, "stop")}
     return {name: value for name, value in given.items() if value is not None}

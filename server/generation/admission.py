@@ -178,6 +178,7 @@ class Ticket:
         self._num_tokens = num_tokens
         self._arrival = arrival  # time.monotonic()
         self._begun = begun
+        self.on_release: Callable[[], None] | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._counted = False
 
@@ -213,6 +214,8 @@ class Ticket:
         if self._num_requests:
             self._admission.release(self._num_requests, self._num_tokens)
             self._num_requests = 0
+            if self.on_release is not None:
+                self.on_release()
 
     def _too_long(self, generation: Generation) -> None:
         error = took_too_long(self._admission.request_timeout)

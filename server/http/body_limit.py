@@ -32,9 +32,11 @@ class HeldBody:
 class BodyLimit:
     """Refuses a body that is too large: at once where its length is declared, else as soon as it has come so far."""
 
-    def __init__(self, app: ASGIApp, limit: Callable[[], int]) -> None:
-        """`limit`: bytes of a body; asked for each request, since it may follow the engine's context."""
+    def __init__(self, app: ASGIApp, limit: Callable[[], int], rejected: Callable[[str], None]) -> None:
+        """`limit`: bytes of a body; asked for each request, since it may follow the engine's context. `rejected`
+        counts those for whom there is no room."""
         self.app = app
+        self._rejected = rejected
         self.limit = limit
         self.num_bytes = 0  # of all bodies that are held
 
@@ -62,6 +64,7 @@ class BodyLimit:
                     raise _too_large(limit)
                 held.grow(len(body))
                 if self.num_bytes > most:
+                    self._rejected("bodies")
                     raise _too_many(most)
             return message
 

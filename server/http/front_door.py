@@ -11,6 +11,7 @@ from ..errors import still_loading
 from .page import Page
 from .path import drop_slash
 from .probe import PROBES, probe
+from .request_id import clean_id
 
 
 class FrontDoor:
@@ -42,4 +43,6 @@ class FrontDoor:
         else:
             phase = self._client.phase
             response = still_loading(phase.phase if phase else "starting").response(scope)
+        headers = Headers(scope=scope)
+        response.headers["x-request-id"] = clean_id(headers.get("x-request-id", ""))
         await response(scope, receive, send)

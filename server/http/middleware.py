@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
-import uuid
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
@@ -20,6 +18,7 @@ from ..errors import internal_error
 from ..histogram import Histogram
 from ..observe.request_log import Finished
 from .path import drop_slash
+from .request_id import clean_id
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +28,6 @@ PROBES = frozenset(
     {"/metrics", "/health", "/livez", "/readyz", "/ping", "/version", "/load", "/server_info", "/ui/events"}
 )
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-MAX_ID_LENGTH = 128
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.:-]+")
 
 
 class HttpMetrics(Collector):
@@ -78,11 +75,6 @@ class HttpMetrics(Collector):
             for handler, (count, size) in table.items():
                 sizes.add_metric([handler], count, size)
             yield sizes
-
-
-def clean_id(raw: str) -> str:
-    """A request id that is safe in headers, logs and JSON; a new one where nothing safe is left."""
-    return _UNSAFE.sub("", raw)[:MAX_ID_LENGTH] or uuid.uuid4().hex
 
 
 class RequestMiddleware:
@@ -135,6 +127,7 @@ class RequestMiddleware:
             finished = Finished(
                 state["request_id"], (scope.get("client") or ("",))[0], scope["method"], handler, scope["path"],
                 status or 499, started, time.monotonic() - start, headers, state.get("generation"),
+                "" if (key := state.get("key")) is None else key.name,
             )  # fmt: skip
             for listener in self.listeners:
                 listener(finished)

@@ -33,6 +33,7 @@ class Finished:
     seconds: float
     headers: dict[bytes, bytes]
     generation: Generation | None  # where tokens were generated
+    key: str = ""  # the name of the key that it brought, where the server knows that
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,65 @@ def _ending(generation: Generation, choice: Choice) -> str:
     return "abort" if cancelled else choice.finish_reason or ""
 
 
+class _Line:
+    """What is said of a request, found out by who writes it down: not while others wait for their answers."""
+
+    def __init__(self, request: Finished) -> None:
+        self._request = request
+        self._fields: dict[str, Any] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        if self._fields is not None:
+            return self._fields
+        request = self._request
+        fields: dict[str, Any] = {
+            "request_id": request.id,
+            "client": request.client,
+            "method": request.method,
+            "route": request.route,
+            "status": request.status,
+            "seconds": round(request.seconds, 6),
+        }
+        place = request.route
+        if request.route == "none":
+            place = fields["path"] = escape(request.path[:MAX_PATH])
+        fields["message"] = f"{request.method} {place} {request.status}"  # the rest has its own fields in JSON
+        if request.key:
+            fields["key"] = request.key
+        if request.generation is not None:
+            timing = Timing.of(request.generation)
+            numbers = {
+                "queue_seconds": timing.queue, "ttft_seconds": timing.ttft, "tpot_seconds": timing.tpot,
+            }  # fmt: skip
+            fields["prompt_tokens"] = timing.prompt_tokens
+            fields["cached_tokens"] = timing.cached_tokens
+            fields["completion_tokens"] = timing.completion_tokens
+            for name, value in numbers.items():
+                if value is not None:
+                    fields[name] = round(value, 6)
+            fields["finish_reason"] = ",".join(timing.finish_reasons)
+        if request.generation is not None and (failure := request.generation.failure) is not None:
+            fields["error"] = failure.message
+        self._fields = fields
+        return fields
+
+    def __str__(self) -> str:
+        """For people."""
+        said = self.fields()
+        text = f"{said['client']} {said['message']} in {said['seconds']:.3f} s, {said['request_id']}"
+        if "key" in said:
+            text += f", key {escape(said['key'])}"
+        if "finish_reason" in said:
+            text += f": {said['prompt_tokens']} ({said['cached_tokens']} cached) + {said['completion_tokens']} tokens"
+            for name, title in (("queue_seconds", "queue"), ("ttft_seconds", "TTFT"), ("tpot_seconds", "TPOT")):
+                if name in said:
+                    text += f", {title} {1000 * said[name]:.1f} ms"
+            text += f", {said['finish_reason']}"
+        if "error" in said:
+            text += f"; its stream ended with an error: {escape(said['error'])}"
+        return text
+
+
 class RequestLog:
     def __init__(self, config: ServerConfig) -> None:
         self.lines = config.access_log
@@ -96,40 +156,8 @@ class RequestLog:
         level = logging.WARNING if request.status >= 500 or failure is not None else logging.INFO
         if not logger.isEnabledFor(level):
             return
-        fields: dict[str, Any] = {
-            "request_id": request.id,
-            "client": request.client,
-            "method": request.method,
-            "route": request.route,
-            "status": request.status,
-            "seconds": round(request.seconds, 6),
-        }
-        place = request.route
-        if request.route == "none":
-            place = fields["path"] = escape(request.path[:MAX_PATH])
-        fields["message"] = f"{request.method} {place} {request.status}"  # the rest has its own fields in JSON
-        text = f"{request.client} {request.method} {place} {request.status} in {request.seconds:.3f} s, {request.id}"
-        if request.generation is not None:
-            timing = Timing.of(request.generation)
-            numbers = {
-                "queue_seconds": timing.queue, "ttft_seconds": timing.ttft, "tpot_seconds": timing.tpot,
-            }  # fmt: skip
-            fields |= {
-                "prompt_tokens": timing.prompt_tokens,
-                "cached_tokens": timing.cached_tokens,
-                "completion_tokens": timing.completion_tokens,
-                **{name: round(value, 6) for name, value in numbers.items() if value is not None},
-                "finish_reason": ",".join(timing.finish_reasons),
-            }
-            text += f": {timing.prompt_tokens} ({timing.cached_tokens} cached) + {timing.completion_tokens} tokens"
-            for name, value in (("queue", timing.queue), ("TTFT", timing.ttft), ("TPOT", timing.tpot)):
-                if value is not None:
-                    text += f", {name} {1000 * value:.1f} ms"
-            text += f", {fields['finish_reason']}"
-        if failure is not None:
-            fields["error"] = failure.message
-            text += f"; its stream ended with an error: {escape(failure.message)}"
-        logger.log(level, "%s", text, extra={"fields": fields})
+        line = _Line(request)
+        logger.log(level, "%s", line, extra={"fields": line.fields})
 
     # ---- text, only when asked for ----
 

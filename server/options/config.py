@@ -94,6 +94,7 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
+        self.check_keys()
         self.check_tls()
         self.check_logs()
         self.check_text()

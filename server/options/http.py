@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.config import POSITIVE, SECONDS, SECONDS_OR_NONE, UNLIMITED, Bounds, ConfigError, flag, option
+from .keys import read_key_file
 
 # Options that the environment may set as well; see auth.py.
 ENVIRONMENT = {"api_key": ("VSERVE_API_KEY", "VLLM_API_KEY"), "admin_api_key": ("VSERVE_ADMIN_API_KEY",)}
@@ -89,7 +90,18 @@ class HttpConfig:
         (), "keys, one of which requests must bring; also from VSERVE_API_KEY and VLLM_API_KEY, which `ps` does not "
         "show", group="security", secret=True, problem=_keys,
     )  # fmt: skip
-    api_key_file: str | None = option(None, "file with such keys, one a line", group="security", problem=_file)
+    api_key_file: str | None = option(
+        None, "file with such keys, one a line, each with what may be said of it: KEY name=ada requests-per-minute=60 "
+        "tokens-per-minute=100000", group="security", problem=_file,
+    )  # fmt: skip
+    key_requests_per_minute: int = option(
+        0, "requests to the model that each key may make in a minute, where its file says nothing else; 0: no limit",
+        group="security", bounds=UNLIMITED,
+    )  # fmt: skip
+    key_tokens_per_minute: int = option(
+        0, "tokens of prompts and answers that each key may use in a minute, where its file says nothing else; 0: no "
+        "limit", group="security", bounds=UNLIMITED,
+    )  # fmt: skip
     admin_api_key: tuple[str, ...] = option(
         (), "keys for what controls the server (default: any of the others); also from VSERVE_ADMIN_API_KEY",
         group="security", secret=True, problem=_keys,
@@ -111,6 +123,12 @@ class HttpConfig:
         0, "client certificates: 0 not asked for, 1 optional, 2 required", group="TLS", bounds=Bounds(0, 2)
     )
     ssl_ciphers: str | None = option(None, "ciphers in OpenSSL's notation (default: OpenSSL's)", group="TLS")
+
+    def check_keys(self) -> None:
+        """Raises ConfigError."""
+        for name in ("api_key_file", "admin_api_key_file"):
+            if (path := getattr(self, name)) is not None:
+                read_key_file(path, flag(name))
 
     def check_tls(self) -> None:
         """A certificate that cannot be served is said before the model is loaded. Raises ConfigError."""

@@ -285,6 +285,10 @@ class Cancelled(Schema):
     cancelled: int = Field(description="how many requests had this id")
 
 
+class Reloaded(Schema):
+    reloaded: list[Literal["keys", "certificates"]]
+
+
 class Setting(Schema):
     value: bool | int | float | str | list[str] | None
     source: str = Field(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import ssl
 import subprocess
+from pathlib import Path
 
 import httpx
 import pytest
@@ -135,9 +137,8 @@ def test_keys_are_never_logged(locked):
         assert key not in log and key.encode().decode("latin-1") not in log
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
+def certify(folder):
+    """(Its certificate, its key), in files of always the same names."""
     names = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-subj", "/CN=localhost", "-addext",
@@ -147,8 +148,13 @@ def certificate(tmp_path_factory):
     return tuple(map(str, names))
 
 
-def test_tls(serve, certificate, attacks):
-    cert, key = certificate
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    return certify(tmp_path_factory.mktemp("tls"))
+
+
+def test_tls(serve, tmp_path, until):
+    cert, key = certify(tmp_path)
     with serve("--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-keyfile-password", "secret") as server:
         assert server.url.startswith("https://")
         trusting = ssl.create_default_context(cafile=cert)
@@ -162,6 +168,21 @@ def test_tls(serve, certificate, attacks):
             httpx.get(f"{server.url}/health".replace("https", "http"))
         with httpx.Client(base_url=server.url, verify=trusting) as http:
             assert http.get("/health").status_code == 200
+            first = Path(cert).read_text()
+            Path(cert).write_text("broken")
+            server.process.send_signal(signal.SIGUSR2)
+            until(lambda: any("SIGUSR2: --ssl-certfile" in line for line in server.stderr))
+            certify(Path(cert).parent)
+            assert served(server.url) == first
+            server.process.send_signal(signal.SIGUSR2)
+            until(lambda: any("read again: certificates" in line for line in server.stderr))
+            assert served(server.url) == Path(cert).read_text() != first
+            assert http.get("/health").status_code == 200  # a connection that was open stays
+
+
+def served(url):
+    """The certificate that a new connection meets, PEM."""
+    return ssl.get_server_certificate(("127.0.0.1", int(url.rpartition(":")[2])))
 
 
 @pytest.mark.parametrize(

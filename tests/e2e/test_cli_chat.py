@@ -198,6 +198,15 @@ def test_options_reach_the_server(parrot: Any) -> None:
     assert body["temperature"] == 0 and body["max_tokens"] == 3 and "top_p" not in body
 
 
+def test_what_is_said_once_needs_no_flag(parrot: Any) -> None:
+    done = run("complete", "Hello, you", "--url", parrot.url)
+    assert done.returncode == 0 and parrot.bodies[-1]["prompt"] == "Hello, you" and "Hello, you" in done.stdout
+    done = run("chat", "--url", parrot.url, "hi", "there")
+    assert parrot.bodies[-1]["messages"] == [{"role": "user", "content": "hi there"}] and done.returncode == 0
+    done = run("chat", "--url", parrot.url, "hi", "-q", "there")
+    assert done.returncode == 2 and "not allowed with" in done.stderr
+
+
 def test_talking_to_the_demo_model(demo_server: Any) -> None:
     url = f"{demo_server.url}/v1"
     assert run("chat", "--url", url, "-q", "What is 12 + 30?").stdout == "42\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ COMMAND = [sys.executable, "-m", "vserve.server.cli.main"]
 def test_a_server_says_where_its_options_are_from(serve: Any, tmp_path: Path) -> None:
     path = tmp_path / "server.yaml"
     path.write_text("served-model-name: [one, two]\nmax_model_len: 512\nperformance-mode: latency\n")
-    with serve("--config", str(path), env={"VSERVE_STRICT_PARAMS": "yes", "VSERVE_MAX_LOGPROBS": "7"}) as server:
+    with serve(
+        "--config", str(path), env={"VSERVE_STRICT_PARAMS": "yes", "VSERVE_MAX_LOGPROBS": "7", "VSERVE_PROT": "9"}
+    ) as server:
         settings = httpx.get(f"{server.url}/server_info", timeout=240).json()["settings"]
         models = httpx.get(f"{server.url}/v1/models", timeout=240).json()
     found = {
@@ -34,6 +37,8 @@ def test_a_server_says_where_its_options_are_from(serve: Any, tmp_path: Path) ->
     server.wait()
     log = "".join(server.stderr)
     assert "set by --performance-mode latency: " in log and f"set by {path}: " in log
+    (warning,) = [json.loads(line) for line in server.stderr if "VSERVE_PROT" in line]
+    assert warning["level"] == "warning" and "did you mean VSERVE_PORT?" in warning["message"]
 
 
 @pytest.mark.parametrize(

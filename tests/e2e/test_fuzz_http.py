@@ -222,4 +222,4 @@ def test_mutilated_requests(serve, attacks):
         assert fuzzer.statuses[200] > 100 and fuzzer.statuses[400] > 100 and len(fuzzer.statuses) >= 7
         before.check()
     log = "".join(server.stderr)
-    assert "Traceback" not in log and '"level": "error"' not in log, log[-3000:]
+    assert "Traceback" not in log and '"level":"error"' not in log, log[-3000:]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -160,3 +162,37 @@ def test_a_line_does_not_follow_a_progress_line(tmp_path: Path) -> None:
     assert shown.startswith("starting: weights\r\x1b[K") and shown.endswith(" INFO next\r\n")
     for descriptor in (reader, terminal):
         os.close(descriptor)
+
+
+def test_lines_that_come_together_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[bytes] = []
+    monkeypatch.setattr(logs.os, "write", lambda descriptor, data: pieces.append(bytes(data)) or len(data))
+    writer = logs.LineWriter(2)
+    writer.setFormatter(logs.TextFormatter())
+    for i in range(200):
+        writer.emit(record("line %d ü" + "x" * 90, i))
+    writer.emit(record("y" * 9000))
+    writer.wait(30)
+    lines = b"".join(pieces).decode().splitlines()
+    assert [int(line.split()[3]) for line in lines[:200]] == list(range(200)) and lines[200].endswith("y" * 9000)
+    assert all(piece.endswith(b"\n") for piece in pieces), "other processes would write into a line"
+    assert all(len(piece) <= select.PIPE_BUF or piece.count(b"\n") == 1 for piece in pieces)
+    assert len(pieces) < 40, "each costs the waking of a thread"
+
+
+def test_fields_that_are_a_function_are_asked_by_who_writes(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def fields() -> dict[str, Any]:
+        asked.append(threading.current_thread().name)
+        return {"message": "short", "n": 3}
+
+    with open(tmp_path / "log", "w") as file:
+        writer = logs.LineWriter(file.fileno())
+        writer.setFormatter(logs.JsonFormatter("api"))
+        writer.emit(record("the whole of it", fields=fields, created=1.25))
+        writer.wait(30)
+    assert asked == ["vserve-log"]
+    line = json.loads((tmp_path / "log").read_text())
+    assert (line["message"], line["n"], line["process"]) == ("short", 3, "api")
+    assert logs.TextFormatter().format(record("the whole of it", fields=fields)).endswith("the whole of it")

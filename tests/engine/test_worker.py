@@ -57,6 +57,7 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
     monkeypatch.setattr(worker, "load_model", lambda *_, **options: calls.append("load_model"))
+    monkeypatch.setattr(worker, "describe", lambda model: {})
     monkeypatch.setattr(worker, "ModelRunner", lambda model, **options: calls.append("runner") or Card(calls))
     plan = MemoryPlan(80, 72, 16, 2, 1, 3, 50, 3, 32, ("context cut",))
     monkeypatch.setattr(worker, "plan_memory", lambda *given: calls.append(("plan_memory", *given[1:])) or plan)

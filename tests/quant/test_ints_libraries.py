@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 from vserve.engine.model_file import ModelError
+from vserve.engine.quant.auto_round import AutoRoundScheme
 from vserve.engine.quant.awq import AwqScheme
 from vserve.engine.quant.bitsandbytes import BitsAndBytesScheme
 from vserve.engine.quant.codes import Codes
@@ -25,7 +26,9 @@ from vserve.engine.quant.hqq import HqqScheme
 from vserve.engine.quant.quantize import to_nf4
 
 FILE = Path(__file__).parent / "data" / "ints.safetensors"
-SCHEMES = {"gptq": GptqScheme, "awq": AwqScheme, "bitsandbytes": BitsAndBytesScheme}
+SCHEMES = {
+    "gptq": GptqScheme, "awq": AwqScheme, "auto_round": AutoRoundScheme, "bitsandbytes": BitsAndBytesScheme,
+}  # fmt: skip
 NAMES = {torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16"}
 NAMES |= {torch.bfloat16: "BF16", torch.float32: "F32"}
 PATH = "model.layers.0.mlp.up_proj"
@@ -86,7 +89,13 @@ def test_expected_is_what_the_library_wrote(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "bits"), [("gptq {} v1", (2, 3, 4, 8)), ("compressed {}", range(1, 9)), ("hqq {}", (4, 3, 2, 1))]
+    ("case", "bits"),
+    [
+        ("gptq {} v1", (2, 3, 4, 8)),
+        ("auto_round {} gptq", (4, 6)),
+        ("compressed {}", range(1, 9)),
+        ("hqq {}", (4, 3, 2, 1)),
+    ],
 )
 def test_the_files_hold_all_codes(case: str, bits: Any) -> None:
     for width in bits:
@@ -133,3 +142,18 @@ def test_nf4_on_the_way_in_has_the_codes_of_bitsandbytes() -> None:
     codes, again = found.decode(tensors, *plain.shape), to_nf4(plain)
     assert torch.equal(again.codes, codes.codes)
     assert torch.equal(again.dequantize(), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("case", sorted(cases()[0]))
+def test_decoded_on_a_gpu_as_on_a_cpu(case: str) -> None:
+    found, tensors, plain = read(case)
+    here = found.decode(tensors, *plain.shape)
+    there = found.decode({name: tensor.cuda() for name, tensor in tensors.items()}, *plain.shape)
+    for name in ("codes", "scales", "zeros", "table", "order"):
+        value, other = getattr(here, name), getattr(there, name)
+        assert (value is None and other is None) or (other.is_cuda and torch.equal(value, other.cpu())), name
+    assert torch.equal(here.dequantize(), there.dequantize().cpu())
+    dummy = found.dummy(64, 192, torch.Generator("cuda").manual_seed(0))
+    assert dummy.codes.is_cuda and 0.016 < dummy.dequantize().std() < 0.024

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import socket
 from typing import Any
 
 import httpx
+
+from vserve.engine.config import EngineConfig
+from vserve.server.cli.progress import ProgressLine
+from vserve.server.options.config import ServerConfig
+from vserve.server.service import Service
 
 
 async def ended(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
@@ -121,3 +128,20 @@ def test_without_a_store(new_client: Any, engine: Any) -> None:
     answer = new_client(response_store_size=0).post("/v1/responses", {"input": "Hi", "background": True})
     assert answer.status_code == 400 and "--response-store-size" in answer.json()["error"]["message"]
     assert not engine.submitted
+
+
+def test_a_drain_waits_for_it(serve: Any, engine: Any, app: Any) -> None:
+    engine.delay = 0.05
+
+    async def test(port: int) -> None:
+        with socket.socket() as sock:
+            service = Service(EngineConfig(model="m"), ServerConfig(shutdown_timeout=60), {}, sock, ProgressLine())
+        service.app, service._signal = app, signal.SIGTERM
+        async with httpx.AsyncClient() as http:
+            base = f"http://127.0.0.1:{port}/v1/responses"
+            first = (await http.post(base, json={"input": "Hi", "background": True})).json()
+            await asyncio.wait_for(service._drain(), 60)
+            assert service.server.should_exit
+            assert (await http.get(f"{base}/{first['id']}")).json()["status"] == "completed"
+
+    serve(test)

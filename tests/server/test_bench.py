@@ -277,6 +277,8 @@ class ScriptedServer:
         self.bodies: list[dict[str, Any]] = []
         self.active = self.peak = self.num_connections = 0
         self.keep_alive = True
+        self.busy = b""  # what the next requests but the first (the probe) are told instead of an answer
+        self.num_busy = 0  # so many of them
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
@@ -299,6 +301,11 @@ class ScriptedServer:
         if prompt == REFUSED:
             error = b'{"error":{"message":"not this one"}}'
             writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%s" % (len(error), error))
+            return
+        if self.num_busy and len(self.bodies) > 1:
+            self.num_busy -= 1
+            error = b'{"error":{"message":"too busy"}}'
+            writer.write(b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (self.busy, len(error), error))
             return
         self.active += 1
         self.peak = max(self.peak, self.active)
@@ -338,6 +345,31 @@ def root(tiny_model) -> str:
 
 def bench(*arguments: object) -> int:
     return main(["bench", *map(str, arguments), "--disable-tqdm"])
+
+
+@pytest.mark.parametrize(
+    ("busy", "options", "failed", "seconds"),
+    [
+        (b"429 Too Many Requests\r\nretry-after: 1\r\nretry-after-ms: 300", (), 0, 0.3),
+        (b"503 Service Unavailable\r\nRetry-After: 1", (), 0, 1.0),
+        (b"429 Too Many Requests\r\nretry-after: 9", ("--retry-timeout-sec", 5), 3, 0.0),
+        (b"429 Too Many Requests\r\nretry-after-ms: 9", ("--retry-timeout-sec", 0), 3, 0.0),
+        (b"429 Too Many Requests", (), 3, 0.0),
+        (b"500 Internal Server Error\r\nretry-after: 1", (), 3, 0.0),
+    ],
+)
+def test_bench_serve_comes_back_when_a_busy_server_says(root, tmp_path, capsys, busy, options, failed, seconds):
+    server = ScriptedServer(root)
+    server.busy, server.num_busy = busy, 3
+    with running(server) as port:
+        code = bench("serve", "--port", port, "--num-prompts", 4, "--random-input-len", 8, "--random-output-len", 2,
+                     "--num-clients", 1, "--save-result", "--save-detailed", "--result-filename", tmp_path / "found",
+                     *options)  # fmt: skip
+    out, found = capsys.readouterr().out, json.loads((tmp_path / "found").read_text())
+    assert (code, found["failed"], found["completed"]) == (1 if failed else 0, failed, 4 - failed)
+    assert found["retries"] == 3 - failed and ("Retries (server too busy):" in out) == (not failed)
+    assert sum(ttft is not None and ttft >= seconds for ttft in found["ttfts"]) >= 3 - failed
+    assert found["duration"] >= seconds
 
 
 def test_bench_serve_measures_a_server(root, tmp_path, capsys):

@@ -14,7 +14,7 @@ import yaml
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.server.cli import flags, main, serve
 from vserve.server.cli.flags import read_flags, sources
-from vserve.server.cli.given import notices
+from vserve.server.cli.given import notices, unknown_variables
 from vserve.server.cli.parser import Parser
 from vserve.server.options.config import ServerConfig
 from vserve.server.options.given import PRESETS, performance_modes
@@ -245,13 +245,25 @@ def test_variables(monkeypatch: Any, config_file: Any) -> None:
     monkeypatch.setenv("VSERVE_PORT", "tcp://10.0.0.1:8000")  # Kubernetes' word on a service called vserve
     monkeypatch.setenv("VSERVE_SERVED_MODEL_NAME", "a, b")
     monkeypatch.setenv("VSERVE_ENABLE_PREFIX_CACHING", "off")
-    monkeypatch.setenv("VSERVE_MAX_MODEL_LENGTH", "9")
     monkeypatch.setenv("VSERVE_CONFIG", config_file("seed: 5"))
     monkeypatch.setenv("VSERVE_PERFORMANCE_MODE", "throughput")
     engine, server = read_flags(parse("/m"))
     assert server.port == 8000 and server.served_model_name == ("a", "b") and not engine.enable_prefix_caching
     assert engine.seed == 5 and engine.gpu_memory_utilization == 0.95 and engine.model == "/m"
-    assert "the variable VSERVE_MAX_MODEL_LENGTH is no option; did you mean VSERVE_MAX_MODEL_LEN?" in notices(parse())
+    assert unknown_variables() == []
+
+
+def test_variables_that_set_nothing(monkeypatch: Any) -> None:
+    for name in ("VSERVE_MAX_MODEL_LENGTH", "VSERVE_WHATEVER", "VSERVE_API_KEY", "VSERVE_FAULT"):
+        monkeypatch.setenv(name, "9")
+    # What Kubernetes says of services called vserve and vserve-two.
+    for name in ("SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT_8000_TCP", "PORT_8000_TCP_ADDR", "TWO_PORT"):
+        monkeypatch.setenv(f"VSERVE_{name}", "10.0.0.1")
+    assert unknown_variables() == [
+        "the variable VSERVE_MAX_MODEL_LENGTH sets nothing, no option has that name; did you mean "
+        "VSERVE_MAX_MODEL_LEN?",
+        "the variable VSERVE_WHATEVER sets nothing, no option has that name",
+    ]
 
 
 def test_presets_are_engine_options_that_can_work() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import re
+import shlex
 import shutil
 import socket
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import vserve
 from vserve.engine.config import EngineConfig
-from vserve.server.cli import collect_env, completion, doctor, machine, main
+from vserve.server.cli import collect_env, completion, doctor, machine, main, model_finding
 from vserve.server.cli.machine import Card, Torch
 from vserve.server.options.config import ServerConfig
 
@@ -95,7 +100,8 @@ def test_a_port_in_use(healthy: Any) -> None:
 def test_models(healthy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert examine("/no/such/folder")["model"].status == "FAIL"
-    monkeypatch.setattr(doctor, "_from_hub_cache", lambda engine: None)
+    monkeypatch.setattr(model_finding, "_from_hub_cache", lambda engine: None)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     found = examine("Qwen/Qwen3-0.6B")["model"]
     assert found.status == "warn" and str(tmp_path) in found.text
@@ -112,6 +118,89 @@ def test_models(healthy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     shutil.copy(DEMO / "model.safetensors", folder)
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     assert "NoSuchModel" in examine(folder)["model"].text and examine(folder)["model"].status == "FAIL"
+
+
+def test_whether_a_context_fits(healthy: Any, tmp_path: Path) -> None:
+    """The demo model's cache takes 2 x layers x KV heads x head x 4 bytes a token on the CPU."""
+    config = json.loads((DEMO / "config.json").read_text())
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10_000_000}))
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 4
+    found = examine(tmp_path, max_model_len=1000)["model"]
+    assert found.status == "ok" and f"takes {machine.gib(1000 * token)} of cache" in found.text
+    longer = (3 << 29) // token  # 1.5 GiB
+    found = examine(tmp_path, max_model_len=longer)["model"]
+    most = int(re.search(r"lower --max-model-len to (\d+) or less", found.remedy)[1])  # type: ignore[index]
+    assert found.status == "FAIL" and (1 << 30) - 64 * token < most * token <= 1 << 30
+    assert examine(tmp_path, max_model_len=most)["model"].status == "ok"
+    assert examine(tmp_path, max_model_len=most + 32)["model"].status == "FAIL"
+    asked = int(re.search(r"--kv-cache-memory-bytes (\d+)", found.remedy)[1])  # type: ignore[index]
+    assert examine(tmp_path, max_model_len=longer, kv_cache_memory_bytes=asked)["model"].status == "ok"
+    assert examine(tmp_path)["model"].status == "warn"  # it is served, with less
+    found = examine(tmp_path, max_model_len=10_000_001)["model"]
+    assert (
+        found.status == "FAIL" and "is beyond the 10000000 tokens" in found.text and "10000000 or less" in found.remedy
+    )
+    healthy("probe_torch", Torch("2.13.0", "13.0", ("sm_90",), (Card("small", (9, 0), 1 << 30, 1 << 30),)))
+    found = examine(tmp_path, max_model_len=2 * longer)["model"]
+    assert found.status == "FAIL" and "--kv-cache-memory-bytes" not in found.remedy
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The demo model as `org/tiny` on a hub of this machine, and the paths that were asked for."""
+    asked: list[str] = []
+    config = (DEMO / "config.json").read_bytes()
+    files = [{"rfilename": "config.json", "size": len(config)}, {"rfilename": "model.safetensors", "size": 7 << 30},
+             {"rfilename": "pytorch_model.bin", "size": 9 << 30}]  # fmt: skip
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            path = self.path.partition("?")[0]
+            status, body = 404, b"{}"
+            if path in ("/api/models/org/tiny", "/api/models/org/tiny/revision/main"):
+                status, body = 200, json.dumps({"id": "org/tiny", "sha": "0" * 40, "siblings": files}).encode()
+            elif path == "/org/tiny/resolve/main/config.json":
+                status, body = 200, config
+            self.send_response(status)
+            if status == 404:
+                self.send_header("x-error-code", "RepoNotFound")
+            self.send_header("content-length", str(len(body)))
+            self.send_header("etag", '"1"')
+            self.send_header("x-repo-commit", "0" * 40)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(model_finding, "_from_hub_cache", lambda engine: None)
+    yield asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_model_on_the_hub_is_judged_before_its_weights_are_downloaded(hub: list[str], healthy: Any) -> None:
+    found = examine("org/tiny", max_model_len=64)["model"]
+    assert (
+        found.status == "ok"
+        and "7.0 GiB of weights" in found.text
+        and "is not here; the server downloads it" in found.text
+    )
+    assert any("config.json" in path for path in hub) and not any("safetensors" in path for path in hub)
+    longer = examine("org/tiny", max_model_len=10**6)["model"]
+    assert longer.status == "FAIL" and "--max-model-len 1000000 is beyond" in longer.text
+    missing = examine("org/nothing")["model"]
+    assert missing.status == "FAIL" and "HF_TOKEN" in missing.remedy
 
 
 def test_this_machine(capsys: Any) -> None:
@@ -168,3 +257,31 @@ def test_completion(capsys: Any) -> None:
     for shell, script in scripts.items():
         if shutil.which(shell):
             assert subprocess.run([shell, "-n"], input=script, text=True, timeout=240).returncode == 0
+
+
+@pytest.mark.parametrize("name", [*main.COMMANDS, ""])
+def test_help_ends_with_examples_that_work(name: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = main.command_parser(name, main.load(name)).format_help() if name else main.overview()
+    *_, examples = text.partition("examples:\n")
+    commands = examples.strip().splitlines()
+    assert len(commands) >= 2
+    for command in commands:
+        words = shlex.split(re.split(" [<>] ", command)[0])
+        assert words.pop(0) == "vserve"
+        called = words.pop(0) if words[0] in main.COMMANDS else "serve"
+        assert called == name or not name or name == "serve"
+        main.command_parser(called, main.load(called)).parse_args(words)  # exits where it is wrong
+
+
+def test_help_shows_what_switches_are(monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = main.command_parser("serve", main.load("serve")).format_help()
+    for switch, default in (("strict-params", "off"), ("access-log", "on"), ("enable-prefix-caching", "on")):
+        (line,) = [line for line in text.replace("\n" + " " * 24, " ").splitlines() if f"--no-{switch}" in line[:90]]
+        assert line.endswith(f"(default: {default})"), line
+
+
+@pytest.mark.parametrize("word", ["version", "--version", "-V"])
+def test_the_version(word: str, capsys: Any) -> None:
+    assert main.main([word]) == 0 and capsys.readouterr().out == f"vserve {vserve.__version__}\n"

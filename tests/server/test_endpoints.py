@@ -299,7 +299,7 @@ def test_what_fails_is_a_warning_in_the_log(client: Any, engine: Any, caplog: An
     records = [record for record in caplog.records if record.name == "vserve.request"]
     assert [record.levelname for record in records] == ["WARNING", "WARNING", "INFO", "INFO"]
     assert "its stream ended with an error: The engine failed on this request: NaN" in records[1].getMessage()
-    assert "NaN logits" in records[1].fields["error"] and "error" not in records[2].fields
+    assert "NaN logits" in records[1].fields()["error"] and "error" not in records[2].fields()
 
 
 def test_internal_error_says_nothing_but_the_id(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

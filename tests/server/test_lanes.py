@@ -17,6 +17,7 @@ import pytest
 from vserve.server import lanes
 from vserve.server.app import create_app
 from vserve.server.errors import ApiError
+from vserve.server.http import body_limit
 from vserve.server.lanes import SHORT, Lanes
 from vserve.server.options.config import ServerConfig
 from vserve.server.text import encoding
@@ -154,6 +155,29 @@ def test_too_much_waiting_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         await asyncio.gather(*tasks)
 
     run(test)
+
+
+def test_whom_there_is_no_room_for_is_counted(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = client.app.state.server
+
+    async def refused() -> int:
+        state.lanes.waiting_size = lanes.MAX_WAITING
+        try:
+            await state.lanes.run(LONG, lambda: None)
+        except ApiError as error:
+            return error.status
+        finally:
+            state.lanes.waiting_size = 0
+        return 200
+
+    assert client.run(refused()) == 429
+    monkeypatch.setattr(body_limit, "AT_LEAST", 0)
+    monkeypatch.setattr(body_limit, "TOGETHER", 0)
+    assert client.complete(user="u" * (body_limit.SMALL + 1)).status_code == 429
+    text = client.get("/metrics").text
+    for reason in ("queued_text", "bodies"):
+        (line,) = [line for line in text.splitlines() if f'reason="{reason}"' in line and "_total{" in line]
+        assert line.startswith("vllm:requests_rejected_total{") and line.endswith(" 1.0")
 
 
 def test_at_the_end_nobody_waits() -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from vserve.server.http.auth import Locks, owner_of
+from vserve.server.http.auth import Locks, owner_of, presented_key
 from vserve.server.options.http import HttpConfig
 
 
 def scope(locks: Locks | None, key: str | None) -> Any:
     headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
-    return {"type": "http", "headers": headers, "state": {} if locks is None else {"locks": locks}}
+    state = {} if locks is None else {"locks": locks, "key": locks.find(presented_key(headers))}
+    return {"type": "http", "headers": headers, "state": state}
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shlex
 import socket
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.messages import Progress
-from vserve.server.cli.progress import ProgressLine
+from vserve.server.cli.progress import ProgressLine, example
+from vserve.server.http.front_door import FrontDoor
+from vserve.server.http.page import load_page
 from vserve.server.options.config import ServerConfig
 from vserve.server.service import Service
 
@@ -56,6 +61,39 @@ def test_the_announcement(capfd: Any) -> None:
     assert f"curl http://localhost:{port}/v1/chat/completions" in out
 
 
+@pytest.mark.parametrize(
+    ("options", "chats", "command"),
+    [
+        ({}, True, "curl http://h/v1/chat/completions -H 'content-type: application/json'"),
+        ({}, False, "curl http://h/v1/completions -H 'content-type: application/json'"),
+        (
+            {"api_key": ("sesame",)}, True,
+            "curl http://h/v1/chat/completions -H \"authorization: Bearer $VSERVE_API_KEY\" -H "
+            "'content-type: application/json'",
+        ),
+        (
+            {"ssl_certfile": "my cert.pem", "ssl_cert_reqs": 2}, True,
+            "curl http://h/v1/chat/completions --cacert 'my cert.pem' --cert YOURS.pem -H "
+            "'content-type: application/json'",
+        ),
+    ],
+)  # fmt: skip
+def test_the_example_is_one_that_this_server_answers(
+    options: dict[str, Any], chats: bool, command: str, monkeypatch: Any
+) -> None:
+    for variable in ("VSERVE_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    config = ServerConfig()
+    for name, value in options.items():  # beside what checks whether the file is there
+        object.__setattr__(config, name, value)
+    first, second = example(config, "http://h", "it's", chats).split(" \\\n    -d ")
+    assert first == command and "sesame" not in first
+    body = json.loads(shlex.split(second)[0])
+    assert body.pop("model") == "it's" and next(iter(body)) == ("messages" if chats else "prompt")
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    assert "Bearer $VSERVE_API_KEY" in example(config, "http://h", "m", chats)
+
+
 @pytest.mark.parametrize(("total", "shown"), [(9_056_656, "4.5 of 9.1 MB"), (16_000_000_000, "8.0 of 16.0 GB")])
 def test_the_progress_line(total: int, shown: str, monkeypatch: Any) -> None:
     reader, terminal = os.openpty()
@@ -66,3 +104,21 @@ def test_the_progress_line(total: int, shown: str, monkeypatch: Any) -> None:
         text = os.read(reader, 1000).decode()
     os.close(reader)
     assert f" 50%  {shown}" in text
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/", "/v1/completions"])
+def test_answers_while_loading_have_an_id(path: str) -> None:
+    engine: Any = SimpleNamespace(dead=None, down=None, ready=False, phase=Progress("weights", 1, 4), retry_after=1)
+    transport = httpx.ASGITransport(FrontDoor(engine, page=load_page()))
+
+    async def ask(**headers: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return await http.get(path, headers=headers)
+
+    async def main() -> None:
+        given = await ask(**{"x-request-id": "mine 1"})
+        assert given.headers["x-request-id"] == "mine1"
+        first, second = await ask(), await ask()
+        assert len({first.headers["x-request-id"], second.headers["x-request-id"], ""}) == 3
+
+    asyncio.run(main())

@@ -1,6 +1,6 @@
 """Writes tests/quant/data/ints.safetensors: tiny matrices as the libraries themselves pack and read them.
 
-Run by hand, in an environment with bitsandbytes, compressed-tensors, hqq and GPTQModel:
+Run by hand, in an environment with bitsandbytes, compressed-tensors, hqq, auto-round and GPTQModel:
 python tools/quant/pack_ints.py [FILE]. Names: "LIBRARY CASE/TENSOR", where "dequantized" is what the library makes of
 it, in fp32 where the library can, and the metadata hold the settings of each case as JSON.
 """
@@ -55,6 +55,23 @@ def gptq(bits: int, group: int, sym: bool = False, desc_act: bool = False, versi
         settings |= dict(checkpoint_format="gptq", meta=dict(quantizer=["gptqmodel:7.7.0"]))
     tensors = {name: getattr(layer, name).clone() for name in ("qweight", "qzeros", "g_idx")}
     return settings, {**tensors, "scales": stored, "dequantized": plain}
+
+
+def auto_round(bits: int, packing: str) -> Case:
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+    rows, columns, group, count = 32, 32, 16, 1 << bits
+    layer = (qlinear_torch_zp if "gptq" in packing else qlinear_torch).QuantLinear(bits, group, columns, rows, False)
+    codes = torch.arange(rows * columns).view(rows, columns)[:, torch.randperm(columns)] % count
+    scales = (0.001 + 0.01 * torch.rand(rows, columns // group)).half().float()
+    zeros = 1 + torch.arange(scales.numel()).view(scales.shape).float() % (count - 1)  # it has no zero of 0
+    linear = torch.nn.Linear(columns, rows, bias=False)
+    linear.weight.data = (codes - zeros.repeat_interleave(group, 1)) * scales.repeat_interleave(group, 1)
+    layer.pack(linear, scales, zeros)
+    tensors = {name: getattr(layer, name).clone() for name in ("qweight", "qzeros", "scales")}
+    layer.scales = layer.scales.float()
+    plain = layer(torch.eye(columns)).T.contiguous()  # 1 · w + 0 + 0 …: not rounded
+    return dict(bits=bits, group_size=group, sym=False, packing_format=packing), {**tensors, "dequantized": plain}
 
 
 def awq(rows: int = 32, columns: int = 64, group: int = 32) -> Case:
@@ -139,8 +156,12 @@ def cases() -> dict[str, Case]:
     found["gptq 4 sym"] = gptq(4, 16, sym=True, desc_act=True)
     found["gptq 4 channel"] = gptq(4, -1, sym=True)
     found["awq"] = awq()
+    for bits in (4, 6):
+        found[f"auto_round {bits} gptq"] = auto_round(bits, "auto_round:auto_gptq")
+        found[f"auto_round {bits - 1}"] = auto_round(bits - 1, "auto_round")
     for bits in range(1, 9):
-        found[f"compressed {bits} sym"] = compressed(bits, 16, True, "pack-quantized")
+        if bits in (2, 4, 8):
+            found[f"compressed {bits} sym"] = compressed(bits, 16, True, "pack-quantized")
         found[f"compressed {bits}"] = compressed(bits, 16, False, "pack-quantized")
     found["compressed 4 channel"] = compressed(4, None, False, "pack-quantized")
     found["compressed 4 bf16"] = compressed(4, 16, False, "pack-quantized", torch.bfloat16)

@@ -46,6 +46,7 @@ class Job(msgspec.Struct):
     target: Target
     requests: list[TimedRequest]  # by arrival
     max_concurrency: int | None = None
+    patience: float = 0.0  # seconds in which a request that a busy server refuses is sent again when it says
 
 
 class Start(msgspec.Struct):
@@ -81,7 +82,7 @@ async def run_job(job: Job, start: float, on_done: Callable[[StreamResult], None
 
     async def one(data: bytes, result: StreamResult) -> None:
         try:
-            await pool.stream(data, result)
+            await pool.insist(data, result, job.patience)
         finally:
             if slots is not None:
                 slots.release()

@@ -10,6 +10,12 @@ import sys
 MEASUREMENTS = ("serve", "throughput", "latency", "startup")
 
 
+EXAMPLES = (
+    "vserve bench serve --num-prompts 100 --request-rate 4",
+    "vserve bench throughput ./my-model --input-len 1024 --output-len 128",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     subparsers = parser.add_subparsers(dest="measurement", required=True)
     for name in MEASUREMENTS:

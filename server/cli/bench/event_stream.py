@@ -4,11 +4,15 @@ as they arrive: no HTTP library, no task and no await a token."""
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from typing import Any, cast
 
 import msgspec
+
+TOO_BUSY = (429, 503)
+_WAITS = {"retry-after": 1.0, "retry-after-ms": 0.001}  # header → seconds
 
 
 class StreamResult(msgspec.Struct):
@@ -21,6 +25,8 @@ class StreamResult(msgspec.Struct):
     prompt_tokens: int | None = None  # as the server counted
     completion_tokens: int | None = None
     error: str | None = None
+    retry_after: float | None = None  # seconds, where the server was too busy and said when to come back
+    num_retries: int = 0
 
     @property
     def output_tokens(self) -> int:
@@ -78,12 +84,14 @@ class EventStream(asyncio.Protocol):
         self._left: int | None = None  # bytes of a body with a content-length
         self._chunked = False
         self._done = False  # [DONE] has come
+        self._retry_after: dict[str, float] = {}  # headers, seconds
 
     async def send(self, request: bytes, result: StreamResult) -> None:
         """Fills `result` until the answer is complete; whatever goes wrong is its `error`. Raises StaleConnection."""
         self._result = result
         self._buffer = self._line = self._failure = b""
         self._status, self._left, self._chunked, self._done = 0, None, False, False
+        self._retry_after = {}
         self._waiter = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
@@ -158,6 +166,8 @@ class EventStream(asyncio.Protocol):
                 self._left = int(value)
             elif name == "connection" and value == "close":
                 self.reusable = False
+            elif (unit := _WAITS.get(name)) is not None and re.fullmatch(r"\d+(\.\d+)?", value):  # or a date
+                self._retry_after[name] = float(value) * unit
 
     def _read_chunks(self, buffer: bytes, position: int, now: float) -> None:
         """RFC 9112, section 7.1: size in hexadecimal, CRLF, data, CRLF; size 0 ends the body."""
@@ -208,6 +218,8 @@ class EventStream(asyncio.Protocol):
             self.close()
         elif self._status != 200:
             error = f"HTTP {self._status}: {error_message(self._failure)}"
+            if self._status in TOO_BUSY:
+                result.retry_after = min(self._retry_after.values(), default=None)
         elif not result.stamps:
             error = "the answer has no message with choices"
         elif not self._done:
@@ -237,7 +249,7 @@ class ConnectionPool:
 
     async def stream(self, request: bytes, result: StreamResult) -> None:
         """Sends a request and fills `result`. Never raises for what the network or the server did."""
-        result.start = time.monotonic()
+        result.start = result.start or time.monotonic()
         try:
             while True:
                 while self._idle and not self._idle[-1].reusable:
@@ -261,6 +273,17 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(EventStream, self._host, self._port, ssl=self._ssl)
         return connection
+
+    async def insist(self, request: bytes, result: StreamResult, patience: float) -> None:
+        """The same, and again when a server that is too busy says so, for at most so many seconds. What it waits counts
+        as waiting for the first token: `result.start` stays."""
+        deadline = time.monotonic() + patience
+        await self.stream(request, result)
+        while result.retry_after is not None and time.monotonic() + result.retry_after < deadline:
+            await asyncio.sleep(result.retry_after)
+            result.error = result.retry_after = None
+            result.num_retries += 1
+            await self.stream(request, result)
 
     def close(self) -> None:
         for connection in self._idle:

@@ -98,13 +98,17 @@ def _read(pipe: IO[bytes], incoming: queue.SimpleQueue[FROM_CLIENT | None]) -> N
 
 
 def share_out(
-    target: Target, requests: Sequence[TimedRequest], num_clients: int | None, max_concurrency: int | None
+    target: Target,
+    requests: Sequence[TimedRequest],
+    num_clients: int | None,
+    max_concurrency: int | None,
+    patience: float = 0.0,
 ) -> list[Job]:
     """Every client gets each n-th request and an equal share of the concurrency."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = min(num_clients or min(4, cores), len(requests), max_concurrency or len(requests))
     shares: list[int | None] = [*split(max_concurrency, count)] if max_concurrency else [None] * count
-    return [Job(target, list(requests[i::count]), share) for i, share in enumerate(shares)]
+    return [Job(target, list(requests[i::count]), share, patience) for i, share in enumerate(shares)]
 
 
 def warn_of_slow_clients(reports: Sequence[Report]) -> None:

@@ -33,6 +33,7 @@ class ServingMetrics:
     num_events: int
     latencies: Mapping[str, Sequence[float]]  # by the names of TITLES
     num_good: int | None  # requests that meet every limit, where limits were given
+    num_retries: int = 0  # of requests that a busy server had refused
 
     @property
     def request_throughput(self) -> float:
@@ -85,6 +86,7 @@ def measure(
         num_events=sum(len(result.stamps) for result in good),
         latencies=latencies,
         num_good=num_good,
+        num_retries=sum(result.num_retries for result in results),
     )
 
 
@@ -113,6 +115,8 @@ def print_report(
     line("Successful requests:", metrics.completed)
     if metrics.errors:
         line("Failed requests:", len(metrics.errors))
+    if metrics.num_retries:
+        line("Retries (server too busy):", metrics.num_retries)
     if max_concurrency is not None:
         line("Maximum request concurrency:", max_concurrency)
     if rate is not None:
@@ -151,6 +155,7 @@ def to_json(metrics: ServingMetrics, shown: Sequence[str], percentiles: Sequence
         "duration": metrics.duration,
         "completed": metrics.completed,
         "failed": len(metrics.errors),
+        "retries": metrics.num_retries,
         "total_input_tokens": metrics.input_tokens,
         "total_output_tokens": metrics.output_tokens,
         "request_throughput": metrics.request_throughput,

@@ -56,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--num-clients", type=int, metavar="N",
                       help="client processes (default: 4, or the number of cores where that is less)")  # fmt: skip
     load.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests before the measurement")
+    load.add_argument("--retry-timeout-sec", type=float, default=600, metavar="S", help="a request that a busy server "
+                      "refuses (429, 503) is sent again when its Retry-After says, for so long; what it waits counts "
+                      "as time to its first token; 0: it has failed (default: 600)")  # fmt: skip
     load.add_argument("--seed", type=int, metavar="N", help="of prompts and arrivals (default: another in each run)")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--ignore-eos", action="store_true", help="generate until the output length")
@@ -116,13 +119,13 @@ def _run(arguments: argparse.Namespace) -> int:
     prompts = dataset.sample(arguments.num_prompts)
     if arguments.num_warmups:
         warm = [TimedRequest(i, 0.0, body(prompt)) for i, prompt in enumerate(dataset.sample(arguments.num_warmups))]
-        warm_up = Job(target, warm, arguments.max_concurrency)
+        warm_up = Job(target, warm, arguments.max_concurrency, arguments.retry_timeout_sec)
         report = asyncio.run(run_job(warm_up, time.monotonic(), lambda result: None))
         if errors := [result.error for result in report.results if result.error]:
             raise BenchError(f"{len(errors)} of {len(warm)} warm-up requests failed: {errors[0]}")
     arrivals = arrival_times(len(prompts), arguments.request_rate, arguments.burstiness, rng)
     requests = [TimedRequest(i, at, body(prompt)) for i, (at, prompt) in enumerate(zip(arrivals, prompts, strict=True))]
-    jobs = share_out(target, requests, arguments.num_clients, arguments.max_concurrency)
+    jobs = share_out(target, requests, arguments.num_clients, arguments.max_concurrency, arguments.retry_timeout_sec)
     start, reports = measure_load(jobs, progress=not arguments.disable_tqdm)
     results = sorted((result for report in reports for result in report.results), key=lambda result: result.index)
     metrics = measure(results, [prompt.num_tokens for prompt in prompts], start, limits)
@@ -156,6 +159,8 @@ def _check(arguments: argparse.Namespace) -> tuple[list[str], list[float], dict[
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}")
+    if not arguments.retry_timeout_sec >= 0:
+        raise ConfigError(f"--retry-timeout-sec is {arguments.retry_timeout_sec}: it must be at least 0")
     for name in ("request_rate", "burstiness"):
         if not getattr(arguments, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}: it must be above 0")
@@ -273,9 +278,9 @@ def _probe(target: Target, body: dict[str, Any], deadline: float) -> None:
     """One request, until it succeeds. Raises BenchError, at once for what waiting does not mend."""
     body = {name: value for name, value in body.items() if name not in ("ignore_eos", "min_tokens")}  # one is enough
     while True:
-        job = Job(target, [TimedRequest(0, 0.0, body)])
+        timeout = max(1.0, deadline - time.monotonic())
+        job = Job(target, [TimedRequest(0, 0.0, body)], patience=timeout)
         try:
-            timeout = max(1.0, deadline - time.monotonic())
             probe = run_job(job, time.monotonic(), lambda result: None)
             (result,) = asyncio.run(asyncio.wait_for(probe, timeout)).results
             error = result.error

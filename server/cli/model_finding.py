@@ -1,0 +1,155 @@
+"""Whether a model can be served here: its kind, its weights, and one request of the whole context."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...engine.config import ConfigError, EngineConfig
+from ...engine.model_file import ModelError, is_gguf
+from ...engine.model_path import cache_folder
+from . import machine
+from .finding import FAIL, OK, WARN, Finding
+from .machine import Torch, gib
+
+if TYPE_CHECKING:
+    from ...engine.model_config import ModelConfig
+
+HUB_TIMEOUT = 10.0  # seconds
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_WEIGHTS = (".safetensors", ".bin")  # of which the first that there is is loaded
+
+
+def model_finding(engine: EngineConfig, torch: Torch, on_card: bool) -> Finding:
+    folder = Path(engine.model).expanduser()
+    if not folder.is_dir() and not is_gguf(folder):
+        cached = _from_hub_cache(engine)
+        if cached is None:
+            return _on_hub(engine, torch, on_card)
+        folder = cached
+    try:
+        return _fit(engine, torch, on_card, folder, str(folder))
+    except ModelError as error:
+        return _refused(error)
+
+
+def _refused(error: ModelError) -> Finding:
+    what, _, remedy = str(error).partition(": ")
+    return Finding(FAIL, "model", what, remedy or "download it again")
+
+
+def _fit(
+    engine: EngineConfig, torch: Torch, on_card: bool, folder: Path, place: str, size: int | None = None
+) -> Finding:
+    """`folder` has the config.json; `size`: bytes of the weights, where they are not there too. Raises ModelError."""
+    from ...engine.checkpoint import checkpoint_bytes
+    from ...engine.memory import CPU_CACHE_BYTES
+    from ...engine.models.registry import ARCHITECTURES
+    from ...engine.overrides import read_model_config
+    from ...engine.resolved import choose_max_model_len
+
+    config = read_model_config(folder, engine)
+    if config.architecture not in ARCHITECTURES:
+        return Finding(FAIL, "model", f"{config.architecture} is not supported", f"serve {', '.join(ARCHITECTURES)}")
+    size = checkpoint_bytes(folder) if size is None else size
+    text = f"{place}: {config.architecture}, {gib(size)} of weights, context {config.max_model_len} tokens"
+    try:
+        length = choose_max_model_len(engine, config)
+    except ConfigError as error:
+        what, _, remedy = str(error).partition("; ")
+        return Finding(FAIL, "model", what, remedy)
+    item = _ITEM_BYTES.get(engine.dtype) or (config.dtype.itemsize if on_card else 4)
+    weights, token = _weight_bytes(config, item, size, on_card), _token_bytes(config, item)
+    if config.quantization is not None:
+        text += f", quantization {config.quantization.method}"
+    if on_card and torch.cards:
+        room, where = int(torch.cards[0].total * engine.gpu_memory_utilization), "the card"
+    else:
+        room, where = (machine.memory() or (1 << 62, 0))[0], "memory"
+    if weights > room:
+        return Finding(FAIL, "model", text, f"the weights take {gib(weights)}, and {where} has {gib(room)} for vserve: "
+                       "choose a smaller model or a larger machine")  # fmt: skip
+    left = room - weights
+    if engine.kv_cache_memory_bytes is not None:
+        left = min(left, engine.kv_cache_memory_bytes)
+    elif not on_card:
+        left = min(left, CPU_CACHE_BYTES)
+    most = max(1, left // (token * engine.block_size) - 1) * engine.block_size  # of the blocks one is kept free
+    text += f"; a request of {length} tokens takes {gib(length * token)} of cache, and {gib(left)} are there at most"
+    if length <= most:
+        return Finding(OK, "model", text)
+    larger = "" if on_card or length * token > room - weights else (
+        f", or add --kv-cache-memory-bytes {(length + 2 * engine.block_size) * token}"
+    )  # fmt: skip
+    if engine.max_model_len is None:
+        return Finding(WARN, "model", text, f"the context will be cut to some {most} tokens{larger}")
+    return Finding(FAIL, "model", text, f"lower --max-model-len to {most} or less{larger}")
+
+
+def _weight_bytes(config: ModelConfig, item: int, stored: int, on_card: bool) -> int:
+    """In memory: codes stay codes on the CPU."""
+    from ...engine.quant.online import OnlineScheme
+
+    if config.quantization is None or on_card:
+        return config.num_parameters * item
+    if not isinstance(config.quantization, OnlineScheme):
+        return stored
+    return int(config.num_parameters * config.quantization.bytes_each)
+
+
+def _token_bytes(config: ModelConfig, item: int) -> int:
+    """Of the cache."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
+
+
+def _from_hub_cache(engine: EngineConfig) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        cache = cache_folder(engine.download_dir)
+        return Path(snapshot_download(engine.model, revision=engine.revision, cache_dir=cache, local_files_only=True))
+    except Exception:  # no such name, or not there: what there is to say is the same
+        return None
+
+
+def _on_hub(engine: EngineConfig, torch: Torch, on_card: bool) -> Finding:
+    """Asks the hub (HF_ENDPOINT names another) for sizes and config.json, which is all that is downloaded."""
+    name = engine.model
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return Finding(FAIL, "model", f"{name} does not exist", "pass the folder of a model, or its name on the hub")
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        return Finding(FAIL, "model", f"{name} is not in the hub's cache, and HF_HUB_OFFLINE is set",
+                       "download it first, or unset HF_HUB_OFFLINE")  # fmt: skip
+    home = Path(engine.download_dir or os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    nearest = next(folder for folder in (home, *home.parents) if folder.exists())
+    free = shutil.disk_usage(nearest).free
+    token = "with a token" if os.environ.get("HF_TOKEN") or (home / "token").exists() else "without HF_TOKEN"
+    text = f"{name} is not here; the server downloads it {token} to {home}, which has {gib(free)} free"
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    try:
+        listed = api.model_info(name, revision=engine.revision, files_metadata=True, timeout=HUB_TIMEOUT)
+        sizes = {file.rfilename: file.size or 0 for file in listed.siblings or ()}
+        found = ([size for file, size in sizes.items() if file.endswith(end)] for end in _WEIGHTS)
+        size = sum(next(filter(None, found), []))
+        with tempfile.TemporaryDirectory() as folder:  # the hub's cache would have a model without weights
+            api.hf_hub_download(name, "config.json", revision=engine.revision, local_dir=folder)
+            finding = _fit(engine, torch, on_card, Path(folder), text, size)
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        reason = str(error).splitlines()[0]
+        return Finding(FAIL, "model", f"the hub has no {name} for who asks {token}: {reason}",
+                       "check the name and --revision; a model that is not public wants HF_TOKEN")  # fmt: skip
+    except ModelError as error:
+        return _refused(error)
+    except Exception as error:  # of a network, of many kinds
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        return Finding(WARN, "model", f"{text}; the hub does not answer ({reason})", f"hf download {name}")
+    if finding.status == OK and size > free:
+        return Finding(FAIL, "model", finding.text, f"the weights take {gib(size)}: make room, or name another place "
+                       "with --download-dir")  # fmt: skip
+    return finding
