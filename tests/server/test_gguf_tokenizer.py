@@ -27,6 +27,7 @@ from vserve.engine.model_file import ModelError
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
 from vserve.server.options.config import ServerConfig
+from vserve.server.text.detokenizer import Detokenizer
 from vserve.server.text.files import read_tokenizer
 from vserve.server.text.gguf_tokenizer import read_gguf_tokenizer
 from vserve.server.text.tokenizer import load_text_model
@@ -276,20 +277,24 @@ def sentencepiece_vocabulary(seed: int) -> tuple[list[str], list[float], list[in
     return list(tokens), list(all_scores), list(kinds)
 
 
+def add_sentencepiece(writer: Any, seed: int = 0) -> None:
+    tokens, scores, kinds = sentencepiece_vocabulary(seed)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
 @pytest.fixture
 def sentencepiece(tmp_path: Path) -> Callable[..., Path]:
     def write(seed: int = 0, **keys: bool) -> Path:
         path = tmp_path / f"{seed}{len(keys)}.gguf"
         writer = gguf.GGUFWriter(path, "llama")
-        tokens, scores, kinds = sentencepiece_vocabulary(seed)
-        writer.add_tokenizer_model("llama")
-        writer.add_tokenizer_pre("default")
-        writer.add_token_list(tokens)
-        writer.add_token_scores(scores)
-        writer.add_token_types(kinds)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_unk_token_id(0)
+        add_sentencepiece(writer, seed)
         for name, value in keys.items():
             writer.add_bool(f"tokenizer.ggml.{name}", value)
         writer.write_header_to_file()
@@ -332,6 +337,32 @@ def test_sentencepiece_special_tokens(sentencepiece: Any) -> None:
     assert plain.encode("the").ids != alone and plain.decode(plain.encode(" the").ids) == " the"
     text = " the"  # the blank is part of the text here, and part of the decoded one
     assert plain.encode(text).ids == alone
+
+
+def test_the_server_takes_sentencepiece(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """Token by token it is the text that was encoded: blanks, special tokens, characters in several bytes."""
+    tokens, _, kinds = sentencepiece_vocabulary(0)
+    folder = tiny_model("llama", vocab_size=len(tokens))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_models, "add_tokenizer", lambda writer, *rest: add_sentencepiece(writer))
+        path = gguf_models.write_gguf(folder, tmp_path / "m.gguf")
+    model = load_text_model(str(path), ServerConfig())
+    tokenizer = model.tokenizer
+    assert (model.eos_token_ids, tokenizer.eos_token_id, tokenizer.has_chat_template) == ((2,), 2, False)
+    assert tokenizer.largest_id == len(tokens) - 2  # the last is unused
+    for text in ["the quick brown fox", " the  dogs ", "naïve 你好 🤗 the", "a<|user|> sun"]:
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        assert ids[0] == 1
+        whole = tokenizer.core.decode(ids, skip_special_tokens=True)
+        assert whole == text
+        for cut in range(1, len(ids)):
+            detokenizer = Detokenizer(tokenizer, ids[:cut], True)
+            streamed = "".join([detokenizer.feed(token) for token in ids[cut:]]) + detokenizer.flush()
+            assert whole.endswith(streamed) or "\ufffd" in streamed, (text, cut)  # cut within a character
+        detokenizer = Detokenizer(tokenizer, [], True)
+        assert "".join([detokenizer.feed(token) for token in ids]) + detokenizer.flush() == text
+    assert tokenizer.token_bytes(tokens.index("<0xE4>")) == b"\xe4" and kinds[tokens.index("<0xE4>")] == 6
+    assert tokenizer.token_bytes(tokens.index("▁")) == b" "
 
 
 def test_large_vocabularies_take_no_time(tmp_path: Path) -> None:
