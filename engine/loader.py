@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 _LOADER_THREADS = 4  # reading and copying overlap; more only fight over the disk
+# Scales of a quantised cache, under all of the names that they have had: the cache here is not quantised.
+_CACHE_SCALE = re.compile(r"\.([kvq]|kv|prob|k_proj\.k|v_proj\.v|[qkv]_proj\.output)_scale$")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_SKIP = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights in other formats
 
@@ -111,7 +114,7 @@ def load_model(
         holders = choose_formats(
             model, None if checkpoint is None else _by_module(model, headers, "model." if bare else "")
         )
-        loads = [] if checkpoint is None else _match(model, headers, "model." if bare else "")
+        loads = [] if checkpoint is None else _match(model, checkpoint, "model." if bare else "")
         for holder in holders:
             holder.create()
         if checkpoint is None:
@@ -183,11 +186,12 @@ class _Load:
     num_bytes: int = 0
 
 
-def _match(model: CausalLM, headers: dict[str, TensorInfo], prefix: str) -> list[_Load]:
+def _match(model: CausalLM, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
     """Pair what the model expects with what the checkpoint has; what is missing, left over or misshapen is an error.
 
     `prefix`: what the checkpoint's names lack at their beginning.
     """
+    headers = checkpoint.headers
     loads: list[_Load] = []
     missing: list[str] = []
     for path, (holder, part) in model.weight_map().items():
@@ -217,12 +221,20 @@ def _match(model: CausalLM, headers: dict[str, TensorInfo], prefix: str) -> list
         )
     taken = {name for load in loads for name in load.names.values()}
     extra = [name for name in headers if name not in taken and not model.is_ignorable(name)]
+    if model.config.quantization is not None:
+        extra = [name for name in extra if not _CACHE_SCALE.search(name) and not _is_zero_bias(checkpoint, name)]
     if extra:
         raise ModelError(
             f"the checkpoint has {extra[0]}{and_more(extra)}, which {model.config.architecture} has no place for: the "
             "weights do not fit config.json, download both again"
         )
     return loads
+
+
+def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    """Some libraries that quantise give every module a bias, whether the model has one or not."""
+    info = checkpoint.headers[name]
+    return name.endswith(".bias") and info.dtype in FLOATS and not checkpoint.read(name).any()
 
 
 def _unexpected_type(name: str, info: TensorInfo, stored: Stored, scheme: Scheme | None) -> str:

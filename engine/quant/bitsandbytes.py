@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..model_file import ModelError
-from .format import Stored
+from .format import DUMMY_STD, Stored
 from .settings import Headers, expression, flag, last, listed, names, value
 
 if TYPE_CHECKING:
@@ -80,12 +80,14 @@ class Table4:
         import torch
 
         from .codes import Codes
-        from .integers import SPREAD, flat_groups
+        from .integers import flat_groups
 
         device = generator.device
         table = torch.tensor(TABLES[self.kind], device=device)
         codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=generator, device=device)
-        flat = torch.full((-(-rows * columns // self.block),), SPREAD / float(table.std(correction=0)), device=device)
+        flat = torch.full(
+            (-(-rows * columns // self.block),), DUMMY_STD / float(table.std(correction=0)), device=device
+        )
         scales, group = flat_groups(flat, self.block, rows, columns)
         return Codes(codes, scales, group, 4, table=table)
 

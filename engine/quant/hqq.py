@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..model_file import ModelError
-from .format import Stored
+from .format import DUMMY_STD, Stored
 from .settings import SCALES, Headers, entries, flag, group_size, last, listed, names, number, value
 
 if TYPE_CHECKING:
@@ -73,14 +73,14 @@ class Hqq:
         import torch
 
         from .codes import Codes
-        from .integers import SPREAD, flat_groups
+        from .integers import flat_groups
 
         self.expected(rows, columns)
         count, size = 1 << self.bits, self.group or columns
         codes = torch.randint(
             0, count, (rows, columns), dtype=torch.uint8, generator=generator, device=generator.device
         )
-        flat = torch.full((rows * columns // size,), SPREAD * (12 / (count**2 - 1)) ** 0.5, device=generator.device)
+        flat = torch.full((rows * columns // size,), DUMMY_STD * (12 / (count**2 - 1)) ** 0.5, device=generator.device)
         scales, group = flat_groups(flat, size, rows, columns)
         return Codes(codes, scales, group, self.bits, zeros=torch.full_like(scales, (count - 1) / 2))
 

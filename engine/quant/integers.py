@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..model_file import ModelError
 from .codes import Codes
-
-SPREAD = 0.02  # standard deviation of dummy weights
+from .format import DUMMY_STD
 
 
 def integer_codes(
@@ -71,11 +70,11 @@ def flat_groups(values: Tensor, size: int, rows: int, columns: int) -> tuple[Ten
 
 
 def random_codes(rows: int, columns: int, bits: int, group: int, symmetric: bool, generator: torch.Generator) -> Codes:
-    """Even, of the deviation SPREAD, around zero: the lowest code has no counterpart, and comes with 1 bit only."""
+    """Even, of the deviation DUMMY_STD, around zero: the lowest code has no counterpart, and comes with 1 bit only."""
     half, device = 1 << (bits - 1), generator.device
     lowest = 0 if bits == 1 else 1
     codes = torch.randint(lowest, 2 * half, (rows, columns), dtype=torch.uint8, generator=generator, device=device)
     deviation = sqrt(half * (half - 1) / 3) if bits > 1 else 0.5
-    scales = torch.full((rows, -(-columns // group)), SPREAD / deviation, device=device)
+    scales = torch.full((rows, -(-columns // group)), DUMMY_STD / deviation, device=device)
     zeros = None if symmetric else torch.full_like(scales, half)
     return integer_codes(codes, scales, zeros, group, bits, symmetric)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -333,6 +334,22 @@ def test_names_at_fault(gguf_models: Any, tiny_model: Any, tmp_path: Path, old: 
     with pytest.raises(ModelError, match=words) as error:
         _ = rewritten(path, old, new).headers
     assert "changed.gguf" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_types_at_fault(gguf_models: Any, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I32 is as long as F32, and no weight's; code books are in a package that may be missing."""
+    path = gguf_models.write_gguf(tiny_model("llama"), tmp_path / "m.gguf")
+    entry = b"blk.1.ffn_up.weight" + struct.pack("<IQQ", 2, 64, 96)
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight has type I32, which is not served: get the model in"):
+        _ = rewritten(path, entry + struct.pack("<I", 0), entry + struct.pack("<I", 26)).tensors
+    kind = lambda name: "IQ3_S" if name == "blk.0.ffn_up.weight" else "Q4_K"  # noqa: E731
+    path = gguf_models.write_gguf(tiny_model("llama", **K_BLOCKS), tmp_path / "books.gguf", kind)
+    assert len(GGUFCheckpoint(path).tensors) == 21
+    monkeypatch.setattr("vserve.engine.gguf_checkpoint.find_spec", lambda name: None)
+    with pytest.raises(
+        ModelError, match=r"blk\.0\.ffn_up\.weight has type IQ3_S, .* gguf decodes: pip install gguf, or"
+    ):
+        _ = GGUFCheckpoint(path).tensors
 
 
 def test_a_file_that_shrank_meanwhile(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:

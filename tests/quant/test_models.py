@@ -79,6 +79,22 @@ def test_dummy_weights_of_a_quantised_model(tiny_model: Callable[..., Path], tmp
             assert 0.01 < found.std() < 0.04, (kind, name)
 
 
+def test_what_other_libraries_leave_in_a_checkpoint(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Scales of the cache, and biases of zeros; others are none of the model's."""
+    folder = write(tiny_model("llama"), tmp_path, "gptq") / "quantized"
+    file, attention = folder / "model.safetensors", "model.layers.0.self_attn"
+    tensors = load_file(file)
+    scales = {
+        f"{attention}.{name}": torch.ones(1) for name in ("k_scale", "v_scale", "k_proj.output_scale", "kv_scale")
+    }
+    save_file(tensors | scales | {f"{Q}.bias": torch.zeros(64)}, file, {"format": "pt"})
+    load(folder)
+    save_file(tensors | {f"{Q}.bias": torch.ones(64)}, file, {"format": "pt"})
+    assert refusal(folder).startswith(f"the checkpoint has {Q}.bias, which LlamaForCausalLM has no place for")
+    save_file(tensors | {f"{attention}.scale": torch.ones(1)}, file, {"format": "pt"})
+    assert refusal(folder).startswith(f"the checkpoint has {attention}.scale, which")
+
+
 def refusal(folder: Path, asked: str | None = None) -> str:
     with pytest.raises(ModelError) as caught:
         load(folder, asked)

@@ -468,6 +468,7 @@ def test_the_file_is_named_by_its_stem(gguf_models: Any, tiny_model: Any, tmp_pa
     [
         (b"qwen3", b"gemma", "has the architecture 'gemma', served are llama, qwen2, qwen3: use another model"),
         (b"GGUF", b"GGML", "begins with b'GGML', a GGUF file with b'GGUF': pass a GGUF file"),
+        (b"blk.1.ffn_up.w", b"blk.1.ffn_ub.w", "has the tensor blk.1.ffn_ub.weight, for which Qwen3ForCausalLM has no"),
         (b"", b"", "is truncated: tensor "),
     ],
 )
