@@ -34,7 +34,7 @@ from .http.auth import Authentication, Locks
 from .http.body_limit import BodyLimit
 from .http.middleware import Cors, HttpMetrics, RequestMiddleware
 from .http.page import load_page
-from .lanes import Lanes
+from .lanes import NUM_THREADS, Lanes
 from .observe.exposition import MetricsPage
 from .observe.metrics import Metrics
 from .observe.request_log import RequestLog
@@ -68,7 +68,11 @@ def create_app(
         tracer = Tracer(config.otlp_traces_endpoint, model.names[0])
         listeners.append(tracer.finished)
     admission = Admission(client, config, metrics.rejected, metrics.timed_out)
-    lanes = Lanes(rejected=partial(metrics.rejected, "queued_text"))
+    lanes = Lanes(
+        config.tokenizer_pool_size or NUM_THREADS,
+        partial(metrics.rejected, "queued_text"),
+        metrics.tokenizer_queue.observe,
+    )
     state = ServerState(
         client, config, model, metrics, page, http_metrics, request_log, admission, lanes, sources or {}
     )
