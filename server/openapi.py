@@ -20,6 +20,7 @@ from .dialects.responses.request import ResponsesRequest
 from .dialects.responses.schemas import DeletedResponse, InputItems, InputTokens, ResponseEvent, ResponseObject
 from .wire import answers as responses
 from .wire import rendered
+from .wire.chat_batch import ChatBatch
 from .wire.embeddings import EmbeddingRequest
 from .wire.invocations import Invocation, InvocationAnswer, InvocationChunk, ListedModel, ListedModels
 from .wire.requests import ChatRequest, CompletionRequest
@@ -67,6 +68,7 @@ _PAGE: dict[str, dict[str, Any]] = {
 OPERATIONS = (
     Operation("/v1/chat/completions", responses.ChatCompletion, body=ChatRequest,
               chunk=responses.ChatCompletionChunk, errors=_GENERATION),
+    Operation("/v1/chat/completions/batch", responses.ChatCompletion, body=ChatBatch, errors=_GENERATION),
     Operation("/v1/chat/completions", StoredChats, "get", errors=(400,), query=_PAGE | {
         "model": {"type": "string", "description": "those of this model"},
         "metadata": {"type": "object", "description": "those with these labels, metadata[name]=value"}}),
