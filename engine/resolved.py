@@ -180,8 +180,8 @@ def default_limits(machine: Machine) -> tuple[int, int]:
 def resolve_limits(config: EngineConfig, machine: Machine) -> tuple[int, int, tuple[str, ...], tuple[str, ...]]:
     """Batched tokens and sequences that agree: every running request must be able to decode in each step.
 
-    Returns (max_num_batched_tokens, max_num_seqs, which of them had to follow the other, notices). Two explicit settings
-    that contradict each other have been refused by EngineConfig.
+    Returns (max_num_batched_tokens, max_num_seqs, which of them had to follow the other, notices). EngineConfig has
+    refused two explicit settings that contradict each other.
     """
     tokens, seqs = default_limits(machine)
     tokens = config.max_num_batched_tokens or tokens
