@@ -258,7 +258,17 @@ class EngineConfig:
         if self.max_model_len == FITTING:
             object.__setattr__(self, "max_model_len", None)
         check_options(self)
+        self._check_batch()
         self._check_partial_prefills()
+
+    def _check_batch(self) -> None:
+        """Here, where both were said: no model has to be read to know that they contradict each other."""
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens and seqs and tokens < seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {tokens} is below --max-num-seqs {seqs}: every running request needs one "
+                f"token a step; raise the first to {seqs} or lower the second to {tokens}"
+            )
 
     def _check_partial_prefills(self) -> None:
         most, longs = self.max_num_partial_prefills, self.max_long_partial_prefills

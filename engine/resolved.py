@@ -183,19 +183,14 @@ def default_limits(machine: Machine) -> tuple[int, int]:
 def resolve_limits(config: EngineConfig, machine: Machine) -> tuple[int, int, tuple[str, ...], tuple[str, ...]]:
     """Batched tokens and sequences that agree: every running request must be able to decode in each step.
 
-    Returns (max_num_batched_tokens, max_num_seqs, which of them had to follow the other, notices). Raises ConfigError
-    when two explicit settings contradict each other.
+    Returns (max_num_batched_tokens, max_num_seqs, which of them had to follow the other, notices). EngineConfig has
+    refused two explicit settings that contradict each other.
     """
     tokens, seqs = default_limits(machine)
     tokens = config.max_num_batched_tokens or tokens
     seqs = config.max_num_seqs or seqs
     if seqs <= tokens:
         return tokens, seqs, (), ()
-    if config.max_num_batched_tokens and config.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens {tokens} is below --max-num-seqs {seqs}: every running request needs one token "
-            f"a step; raise the first to {seqs} or lower the second to {tokens}"
-        )
     if config.max_num_seqs:
         notice = f"max_num_batched_tokens raised to {seqs}, the value of --max-num-seqs"
         return seqs, seqs, ("max_num_batched_tokens",), (notice,)

@@ -34,12 +34,12 @@ from .http.auth import Authentication, Locks
 from .http.body_limit import BodyLimit
 from .http.middleware import Cors, HttpMetrics, RequestMiddleware
 from .http.page import load_page
-from .lanes import Lanes
+from .lanes import NUM_THREADS, Lanes
 from .observe.exposition import MetricsPage
 from .observe.metrics import Metrics
 from .observe.request_log import RequestLog
 from .observe.tracing import Tracer
-from .openapi import add_openapi
+from .openapi import DOCS, add_openapi
 from .options.config import ServerConfig
 from .options.http import json_list
 from .state import ServerState
@@ -68,7 +68,11 @@ def create_app(
         tracer = Tracer(config.otlp_traces_endpoint, model.names[0])
         listeners.append(tracer.finished)
     admission = Admission(client, config, metrics.rejected, metrics.timed_out)
-    lanes = Lanes(rejected=partial(metrics.rejected, "queued_text"))
+    lanes = Lanes(
+        config.tokenizer_pool_size or NUM_THREADS,
+        partial(metrics.rejected, "queued_text"),
+        metrics.tokenizer_queue.observe,
+    )
     state = ServerState(
         client, config, model, metrics, page, http_metrics, request_log, admission, lanes, sources or {}
     )
@@ -91,7 +95,10 @@ def create_app(
             state.lanes.close()
             state.bodies.shutdown(wait=False, cancel_futures=True)
 
-    app = FastAPI(title="vserve", version=__version__, root_path=config.root_path, lifespan=run, redirect_slashes=False)
+    app = FastAPI(
+        title="vserve", version=__version__, root_path=config.root_path, lifespan=run, redirect_slashes=False,
+        docs_url=None, redoc_url=None,
+    )  # fmt: skip
     app.state.server = state
     for api in (
         chat, completions, responses, messages, embeddings, other_names, models, health, operations, tokens, render,
@@ -103,7 +110,7 @@ def create_app(
     add_error_handlers(app)
     # The last one added is the outermost: a refusal, too, has an id, is counted, and may be read by browsers.
     app.add_middleware(BodyLimit, limit=state.max_body_size, rejected=metrics.rejected)
-    pages = load_page().paths if config.ui else ()
+    pages = (*DOCS, *(load_page().paths if config.ui else ()))
     if (locks := Locks(config, config.root_path, pages)).are_needed:
         app.add_middleware(Authentication, locks=locks)
         if config.api_key_file is not None or config.admin_api_key_file is not None:

@@ -28,6 +28,7 @@ class Job:
     size: int = field(compare=False)
     work: Callable[[], Any] = field(compare=False)
     done: asyncio.Future[Any] = field(compare=False)
+    since: float = field(compare=False)  # of the loop's clock
     begun: bool = field(default=False, compare=False)
 
 
@@ -38,9 +39,16 @@ def _nothing() -> None:
 class Lanes:
     """All but `run`'s work happens in the event loop. One thread is kept for short work."""
 
-    def __init__(self, num_threads: int = NUM_THREADS, rejected: Callable[[], None] = _nothing) -> None:
-        """`rejected` counts those for whose text there is no room."""
+    def __init__(
+        self,
+        num_threads: int = NUM_THREADS,
+        rejected: Callable[[], None] = _nothing,
+        waited_for: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """`rejected` counts those for whose text there is no room, `waited_for` hears how long the others had none of
+        the threads."""
         self._rejected = rejected
+        self._waited_for = waited_for
         self.num_running = 0  # threads at work
         self.waiting_size = 0  # characters of long work that waits
         self._num_threads = num_threads
@@ -72,7 +80,7 @@ class Lanes:
                 headers={"retry-after": "1"},
             )
         job = Job(
-            loop.time() + size / CHARACTERS_A_SECOND, next(self._numbers), size, work, loop.create_future()
+            loop.time() + size / CHARACTERS_A_SECOND, next(self._numbers), size, work, loop.create_future(), loop.time()
         )  # fmt: skip
         heapq.heappush(self._long if is_long else self._short, job)
         self.waiting_size += size * is_long
@@ -103,6 +111,7 @@ class Lanes:
             self.num_running += 1
             self._num_long += is_long
             loop = job.done.get_loop()
+            self._waited_for(loop.time() - job.since)
 
             def ended(future: Future[Any], job: Job = job, loop: asyncio.AbstractEventLoop = loop) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
 from ..engine.messages import HISTORY
@@ -18,8 +19,10 @@ from .dialects.messages.request import CountRequest, MessagesRequest
 from .dialects.messages.schemas import AnthropicError, MessageEvent, MessageObject, TokenCount
 from .dialects.responses.request import ResponsesRequest
 from .dialects.responses.schemas import DeletedResponse, InputItems, InputTokens, ResponseEvent, ResponseObject
+from .http.docs_page import SECURITY_POLICY, docs_page
 from .wire import answers as responses
 from .wire import rendered
+from .wire.chat_batch import ChatBatch
 from .wire.embeddings import EmbeddingRequest
 from .wire.invocations import Invocation, InvocationAnswer, InvocationChunk, ListedModel, ListedModels
 from .wire.requests import ChatRequest, CompletionRequest
@@ -28,6 +31,7 @@ from .wire.tokens import AbortRequest, DetokenizeRequest, TokenizeRequest
 
 JSON = "application/json"
 PATH = "/openapi.json"
+DOCS = ("/docs", "/redoc")  # one page, under the names that people know
 _MEANINGS = {
     400: "The request is wrong; the message says where.",
     401: "A key is missing or wrong.",
@@ -67,6 +71,7 @@ _PAGE: dict[str, dict[str, Any]] = {
 OPERATIONS = (
     Operation("/v1/chat/completions", responses.ChatCompletion, body=ChatRequest,
               chunk=responses.ChatCompletionChunk, errors=_GENERATION),
+    Operation("/v1/chat/completions/batch", responses.ChatCompletion, body=ChatBatch, errors=_GENERATION),
     Operation("/v1/chat/completions", StoredChats, "get", errors=(400,), query=_PAGE | {
         "model": {"type": "string", "description": "those of this model"},
         "metadata": {"type": "object", "description": "those with these labels, metadata[name]=value"}}),
@@ -137,6 +142,13 @@ def add_openapi(app: FastAPI) -> None:
         return response
 
     app.routes[position] = Route(PATH, document, include_in_schema=False)
+
+    async def page(request: Request) -> Response:
+        content = await asyncio.to_thread(lambda: docs_page(make()))
+        return HTMLResponse(content, headers={"content-security-policy": SECURITY_POLICY})
+
+    for path in DOCS:
+        app.routes.append(Route(path, page, include_in_schema=False))
 
 
 def openapi(app: FastAPI) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions"""
+"""POST /v1/chat/completions and /v1/chat/completions/batch"""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from ..dialects.recorded import Recorded
 from ..generation.answer import Answer
 from ..generation.generation import Generation
 from ..http.auth import owner_of
+from ..wire.chat_batch import ChatBatch
 from ..wire.requests import ChatRequest
 from .answer import answer
-from .dialect import Chatting, Head
+from .dialect import Chatting, Head, Load
 from .read import read_request
 from .route import new_router
+from .tokens import chat_tokens
 
 router = new_router()
 
@@ -26,6 +28,12 @@ router = new_router()
 @router.post("/v1/chat/completions", response_class=Response)
 async def chat_completions(request: Request) -> Response:
     return await answer(ChatCompletion(request, await read_request(ChatRequest, request)))
+
+
+@router.post("/v1/chat/completions/batch", response_class=Response)
+async def chat_completions_batch(request: Request) -> Response:
+    """Several conversations, each answered by the choice of its index."""
+    return await answer(ChatCompletionBatch(request, await read_request(ChatBatch, request)))
 
 
 class ChatCompletion(Chatting):
@@ -53,7 +61,7 @@ class ChatCompletion(Chatting):
         return answer
 
     def _whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
-        (report,) = self.reports
+        report = self.reports[0]
         return {
             "id": head.id,
             "object": "chat.completion",
@@ -67,6 +75,29 @@ class ChatCompletion(Chatting):
             "kv_transfer_params": None,
             "usage": generation.usage(),
         }
+
+
+class ChatCompletionBatch(ChatCompletion):
+    body: ChatBatch
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.body.messages)
+
+    def load(self, num_tokens: int) -> Load:
+        return super().load(num_tokens)._replace(param="messages")
+
+    async def tokens(self) -> list[list[int]]:
+        fits = self.body.truncate_prompt_tokens is None
+        found = []
+        for conversation in self.body.messages:
+            alone = self.body.model_copy(update={"messages": conversation})
+            _, token_ids = await chat_tokens(self.request, alone, conversation, fits=fits)
+            found.append(token_ids)
+        return found
+
+    def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
+        return {**self._whole(generation, answers, head), "prompt_token_ids": None}  # there are several
 
 
 async def _done(work: Coroutine[Any, Any, Any]) -> None:

@@ -177,7 +177,10 @@ class Chatting(Generating):
     """What amounts to a chat: one prompt, and answers that may be more than text."""
 
     body: ChatRequest
-    num_prompts = 1
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
 
     def __init__(self, request: Request, chat: ChatRequest) -> None:
         """Raises ApiError (400) for what the model cannot do."""
@@ -198,5 +201,5 @@ class Chatting(Generating):
         if self.speech is None:
             return await super().prepare(prompts)
         grammars = self.server.grammars if self.speech.is_constrained else None
-        prompt, text, key = await self.speech.prepare(grammars, prompts[0], self.text, self.server.model.tokenizer)
-        return Ready([prompt], text, key)
+        prompts, text, key = await self.speech.prepare(grammars, prompts, self.text, self.server.model.tokenizer)
+        return Ready(prompts, text, key)

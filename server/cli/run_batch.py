@@ -26,7 +26,14 @@ from ..options.http import ENVIRONMENT
 from .flags import add_flags, read_flags
 from .given import notices, unknown_variables
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+URLS = (
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+)
 
 
 class BatchError(Exception):

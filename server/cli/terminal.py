@@ -11,12 +11,14 @@ _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def has_colours(stream: TextIO) -> bool:
-    """https://no-color.org: any text in NO_COLOR switches them off."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def has_colours(stream: TextIO | None) -> bool:
+    """https://no-color.org: any text in NO_COLOR switches them off. None: the stream was closed before the start."""
+    return (
+        stream is not None and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
 
 
-def styled(text: str, style: str, stream: TextIO) -> str:
+def styled(text: str, style: str, stream: TextIO | None) -> str:
     """`text` in bold, dim, red, green or yellow, where `stream` shows it."""
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if text and has_colours(stream) else text
 

@@ -19,8 +19,9 @@ from .sampling import prompt_ids, truncated
 
 def resolve_embeddings(
     request: EmbeddingRequest, inputs: Sequence[list[int]], model: TextModel, info: EngineInfo
-) -> list[Prompt]:
-    """Raises ApiError (400) for what this model or engine cannot do."""
+) -> list[list[Prompt]]:
+    """The pieces of each input: one, but for an input that is longer than the context where that is allowed. Raises
+    ApiError (400) for what this model or engine cannot do."""
     pooling = model.pooling
     if pooling.problem is not None:
         raise unsupported("model", f"Embedding with this model ({pooling.problem}; --pooling overrides it)")
@@ -30,22 +31,44 @@ def resolve_embeddings(
         )
     if request.priority and info.scheduling_policy != "priority":
         raise unsupported("priority", "'priority' (without --scheduling-policy priority)")
-    normalize = pooling.normalize if request.is_normalized is None else request.is_normalized
     # Nothing is sampled: the engine wants to know a limit all the same.
     sampling = SamplingParams(
-        max_tokens=1, temperature=0.0, pooling=Pooling(pooling.kind, normalize, request.dimensions)
+        max_tokens=1,
+        temperature=0.0,
+        pooling=Pooling(pooling.kind, is_normalized(request, model), request.dimensions),
     )
-    is_text = isinstance(request.input[0], str)
+    pieces = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(pooling.kind, False, request.dimensions))
+    param = "input" if request.messages is None else "messages"
+    is_text = request.messages is not None or isinstance(request.input[0], str)
     prompts = []
     for token_ids in inputs:
         if not token_ids:
-            raise bad_request("'input' gives no tokens.", "input")
-        ids = prompt_ids("input", token_ids, is_text, model.tokenizer, info)
+            raise bad_request(f"'{param}' gives no tokens.", param)
+        ids = prompt_ids(param, token_ids, is_text, model.tokenizer, info)
         ids = truncated(request, ids, info, 0)
-        if len(ids) > info.max_model_len:
-            raise context_length_exceeded(info.max_model_len, len(ids), None, "input")
-        prompts.append(Prompt(ids, sampling))
+        size, longest = info.max_model_len, pooling.longest
+        if len(ids) <= size:
+            prompts.append([Prompt(ids, sampling)])
+        elif longest is None or 0 < longest < len(ids):
+            raise context_length_exceeded(max(size, longest or 0), len(ids), None, param)
+        else:
+            prompts.append([Prompt(ids[start : start + size], pieces) for start in range(0, len(ids), size)])
     return prompts
+
+
+def is_normalized(request: EmbeddingRequest, model: TextModel) -> bool:
+    return model.pooling.normalize if request.is_normalized is None else request.is_normalized
+
+
+def merged(vectors: Sequence[bytes], num_tokens: Sequence[int], normalize: bool) -> bytes:
+    """The mean of the pieces' vectors, each with the weight of its tokens: for mean pooling, that of all tokens."""
+    import numpy as np  # the server starts without it
+
+    values = np.stack([np.frombuffer(vector, "<f4") for vector in vectors]).astype(np.float64)
+    mean = np.average(values, axis=0, weights=num_tokens)
+    if normalize and (length := np.linalg.norm(mean)) > 0:
+        mean /= length
+    return mean.astype("<f4").tobytes()
 
 
 class EmbeddingChoice(Choice):

@@ -70,19 +70,21 @@ class Speech:
         return Speech(use, calls, formats.reasoning, include, budget, content, continued, silent)
 
     async def prepare(
-        self, grammars: GrammarService | None, prompt: Prompt, text: TextOptions, tokenizer: Tokenizer
-    ) -> tuple[Prompt, TextOptions, str | None]:
-        """Prompt and text options for this speech, and the key of a grammar, which the caller must release.
+        self, grammars: GrammarService | None, prompts: Sequence[Prompt], text: TextOptions, tokenizer: Tokenizer
+    ) -> tuple[list[Prompt], TextOptions, str | None]:
+        """Prompts and text options for this speech, and the key of a grammar, which the caller must release.
 
-        `grammars`: where `is_constrained`. Raises ApiError for what cannot be compiled; no key is held then.
+        `grammars`: where `is_constrained`. Raises ApiError for what cannot be compiled, and where some prompts open the
+        reasoning and others do not; no key is held then.
         """
-        if grammars is None:
-            return *self._applied(prompt, text, tokenizer, None, False), None
-        key, guarded = await self._constrain(grammars)
+        key, guarded = (None, False) if grammars is None else await self._constrain(grammars)
         try:
-            return *self._applied(prompt, text, tokenizer, key, guarded), key
+            if len({self._opened(prompt, tokenizer) for prompt in prompts}) > 1:
+                raise bad_request("The chat template begins these answers differently: ask for each alone.", "messages")
+            applied = [self._applied(prompt, text, tokenizer, key, guarded) for prompt in prompts]
+            return [prompt for prompt, _ in applied], applied[0][1], key
         except BaseException:
-            if key is not None:
+            if key is not None and grammars is not None:
                 grammars.release(key)
             raise
 

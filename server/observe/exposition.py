@@ -146,6 +146,7 @@ class EngineCollector(Collector):
             ("request_params_max_tokens", "max_tokens of requests.", m.request_params_max_tokens),
             ("request_params_n", "n of requests.", m.request_params_n),
             ("request_num_preemptions", "Preemptions of a request.", m.request_num_preemptions),
+            ("tokenizer_queue_seconds", "Waiting for a thread that tokenises.", m.tokenizer_queue),
             ("grammar_compile_seconds", "Compiling a grammar.", m.grammars.compile_seconds),
             ("iteration_tokens_total", "Tokens of a step: computed of prompts, and generated.", m.iteration_tokens),
         ):  # fmt: skip

@@ -80,6 +80,7 @@ class Metrics:
         self.time_per_output_token = Histogram(TOKEN)
         self.e2e_latency = Histogram(PHASE)
         self.queue_time = Histogram(PHASE)
+        self.tokenizer_queue = Histogram(PHASE)
         self.inference_time = Histogram(PHASE)
         self.prefill_time = Histogram(PHASE)
         self.decode_time = Histogram(PHASE)

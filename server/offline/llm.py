@@ -73,6 +73,8 @@ class LLM:
             config, text, notices = from_keywords(options)
         except ConfigError as error:
             raise ConfigError(in_keywords(str(error))) from None
+        if text.embed_limit() is not None:
+            raise ConfigError("pooler_config has enable_chunked_processing, which is for the server: leave it out")
         for line in notices:
             logger.info(in_keywords(line))
         if not config.model:
@@ -144,7 +146,8 @@ class LLM:
         self._check_open()
         inputs = [token_ids for _, token_ids in tokenised(prompts, self.model.tokenizer)]
         try:
-            resolved = resolve_embeddings((pooling_params or PoolingParams()).request(), inputs, self.model, self.info)
+            found = resolve_embeddings((pooling_params or PoolingParams()).request(), inputs, self.model, self.info)
+            resolved = [prompt for (prompt,) in found]
         except ApiError as error:
             raise ValueError(error.message) from None
         ids = [str(next(self._request_ids)) for _ in resolved]

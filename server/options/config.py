@@ -48,6 +48,10 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig):
     enable_force_include_usage: bool = option(
         False, "every stream of chat and completions ends with the usage, whether asked for or not", group="server"
     )
+    tokenizer_pool_size: int = option(
+        0, "threads for texts that take long to tokenise; short ones wait for none; 0: 4", group="server",
+        bounds=Bounds(0, 256, zero="4"),
+    )  # fmt: skip
     grammar_compile_timeout: float = option(
         5.0,
         "seconds that compiling the schema or grammar of a structured output may take",

@@ -35,6 +35,7 @@ _STRUCTURED: dict[str, tuple[type, str]] = {
 # Of --pooler-config: vLLM's names, older and present, and what they set.
 _POOLER = {
     "pooling_type": "pooling", "seq_pooling_type": "pooling", "normalize": "normalize", "use_activation": "normalize",
+    "enable_chunked_processing": "chunked", "max_embed_len": "longest",
 }  # fmt: skip
 _KINDS = {bool: "true or false", str: "a text"}
 
@@ -69,8 +70,9 @@ class TextConfig:
         choices=("auto", "last", "mean", "cls"), group="text",
     )  # fmt: skip
     pooler_config: str | None = option(
-        None, "JSON object on embeddings, as vLLM has it: pooling_type (LAST, MEAN, CLS), normalize", group="text",
-        is_json=True,
+        None, "JSON object on embeddings, as vLLM has it: pooling_type (LAST, MEAN, CLS), normalize, "
+        "enable_chunked_processing (texts beyond the context: the mean of their pieces), max_embed_len",
+        group="text", is_json=True,
     )  # fmt: skip
     override_pooler_config: str | None = option(None, "the same, by vLLM's older name", group="text", is_json=True)
     generation_config: str = option(
@@ -104,6 +106,7 @@ class TextConfig:
         self.overrides()
         self.structured_outputs()
         self.pooler()
+        self.embed_limit()
 
     def overrides(self) -> dict[str, Any]:
         """--override-generation-config, read. Raises ConfigError."""
@@ -119,6 +122,22 @@ class TextConfig:
     def pooler(self) -> tuple[str, bool | None]:
         """(--pooling, or what --pooler-config has for it; whether embeddings get the length 1, None where nothing says
         so). Raises ConfigError."""
+        flag, asked = self._pooler()
+        pooling = str(asked.get("pooling", self.pooling)).lower()
+        if self.pooling not in ("auto", pooling):
+            raise ConfigError(f"--pooling is {self.pooling!r}, and {flag} has {pooling!r}: leave one out")
+        return pooling, asked.get("normalize")
+
+    def embed_limit(self) -> int | None:
+        """Tokens of an input that is embedded in pieces where it is longer than the context; 0: any number; None: it is
+        refused. Raises ConfigError."""
+        flag, asked = self._pooler()
+        if "longest" in asked and not asked.get("chunked"):
+            raise ConfigError(f"{flag} has max_embed_len without enable_chunked_processing: set that too")
+        return asked.get("longest", 0) if asked.get("chunked") else None
+
+    def _pooler(self) -> tuple[str, dict[str, Any]]:
+        """(the flag, what it has by our names). Raises ConfigError."""
         if self.pooler_config is not None and self.override_pooler_config is not None:
             raise ConfigError("--pooler-config and --override-pooler-config are one option: leave one out")
         flag = "--pooler-config" if self.override_pooler_config is None else "--override-pooler-config"
@@ -130,16 +149,15 @@ class TextConfig:
                 raise ConfigError(f"{flag} has {name[:60]!r}: it may set {', '.join(_POOLER)}")
             if value is None:
                 continue
-            if key == "normalize" and not isinstance(value, bool):
+            if key in ("normalize", "chunked") and not isinstance(value, bool):
                 raise ConfigError(f"{flag} has {name} {value!r:.60}: it must be true or false")
+            if key == "longest" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{flag} has {name} {value!r:.60}: it must be an integer of at least 1")
             if key == "pooling" and str(value).lower() not in POOLINGS:
                 raise ConfigError(f"{flag} has {name} {value!r:.60}: choose one of {', '.join(POOLINGS).upper()}")
             if asked.setdefault(key, value) != value:
                 raise ConfigError(f"{flag} has {name} {value!r:.60}, and {asked[key]!r:.60} too: leave one out")
-        pooling = str(asked.get("pooling", self.pooling)).lower()
-        if self.pooling not in ("auto", pooling):
-            raise ConfigError(f"--pooling is {self.pooling!r}, and {flag} has {pooling!r}: leave one out")
-        return pooling, asked.get("normalize")
+        return flag, asked
 
     def structured_outputs(self) -> dict[str, bool]:
         """--structured-outputs-config, read: its switches, by name. Raises ConfigError."""

@@ -130,7 +130,6 @@ _ROWS = (
     ("chat-template-content-format", "", True, ANY, "the chat template tells"),
     ("default-chat-template-kwargs", "", True, "{}", "requests say it: \"chat_template_kwargs\""),
     ("response-role", "", True, "assistant", "answers are the assistant's: leave it out"),
-    ("tokenizer-pool-size", "", True, ANY, _TOKENIZER_POOL),
     ("tokenizer-pool-type", "", True, ANY, _TOKENIZER_POOL),
     ("tokenizer-pool-extra-config", "", True, ANY, _TOKENIZER_POOL),
     ("tool-parser-plugin", "", True, "", _PLUGIN),

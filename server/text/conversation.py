@@ -46,13 +46,22 @@ class Message(TypedDict, total=False):
     reasoning_content: str  # the same under its other name
 
 
-def messages(value: Any) -> list[dict[str, Any]]:
+def messages(value: Any, where: str = "messages") -> list[dict[str, Any]]:
     """Content is a string in each of them, also where the client left it out beside tool calls. Raises ApiError."""
     if not isinstance(value, list):
-        raise bad_request("'messages' must be a list of messages.", "messages", "invalid_type")
+        raise bad_request(f"'{where}' must be a list of messages.", where, "invalid_type")
+    if not value:
+        raise bad_request(f"'{where}' must not be empty.", where, "empty_array")
+    return [_message(message, f"{where}[{i}]") for i, message in enumerate(value)]
+
+
+def conversations(value: Any) -> list[list[dict[str, Any]]]:
+    """Several of them. Raises ApiError."""
+    if not isinstance(value, list):
+        raise bad_request("'messages' must be a list of conversations.", "messages", "invalid_type")
     if not value:
         raise bad_request("'messages' must not be empty.", "messages", "empty_array")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
+    return [messages(one, f"messages[{i}]") for i, one in enumerate(value)]
 
 
 def with_ids(messages: list[dict[str, Any]], change: Callable[[str], str]) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ class PoolingDefaults:
     normalize: bool = True
     source: str = "default"
     problem: str | None = None  # why this server cannot make the model's embeddings
+    longest: int | None = None  # tokens of an input that is embedded in pieces; 0: any number, None: never
 
 
 def read_pooling(folder: Path, asked: str, normalized: bool | None = None) -> PoolingDefaults:

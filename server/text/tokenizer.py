@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -280,7 +280,7 @@ def load_text_model(
         max_new_tokens=defaults.max_new_tokens,
         default_sources=defaults.sources,
         formats=formats,
-        pooling=read_pooling(folder, *config.pooler()),
+        pooling=replace(read_pooling(folder, *config.pooler()), longest=config.embed_limit()),
         any_whitespace=not structured.get("disable_any_whitespace"),
         additional_properties=not structured.get("disable_additional_properties"),
     )

@@ -7,8 +7,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..errors import bad_request
+from ..text import conversation
+from ..text.conversation import Message
 from . import fields
 
+_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 MAX_INPUTS = 2048  # in one request; OpenAI's limit
 
 
@@ -17,7 +20,20 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    input: list[str] | list[list[int]] = Field(description="one or many, as text or as token ids")
+    input: list[str] | list[list[int]] = Field([], description="one or many, as text or as token ids")
+    messages: list[dict[str, Any]] | None = Field(
+        None, description="in place of input: a conversation, rendered by the chat template, gets one vector"
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="of messages: end where the assistant begins to speak (default false)"
+    )
+    continue_final_message: bool | None = Field(None, description="of messages: leave the last one open")
+    chat_template: str | None = Field(
+        None, description="of messages: a Jinja template; only with --trust-request-chat-template"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="of messages: further variables of the chat template"
+    )
     model: str | None = Field(None, description="a name that the server serves; where it is missing, the first one")
     encoding_format: Literal["float", "base64"] | None = Field(
         None,
@@ -37,7 +53,7 @@ class EmbeddingRequest(BaseModel):
         None, min_length=1, max_length=1024, description="names the request in the log; the header X-Request-Id wins"
     )
     add_special_tokens: bool | None = Field(
-        None, description="tokenise with the tokenizer's special tokens (default true)"
+        None, description="tokenise with the tokenizer's special tokens (default true; false for messages)"
     )
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, description="keep the last tokens of each input; -1: as many as the context holds"
@@ -56,6 +72,30 @@ class EmbeddingRequest(BaseModel):
     @classmethod
     def _input(cls, value: Any) -> list[str] | list[list[int]]:
         return fields.prompts(value, "input", MAX_INPUTS)
+
+    @field_validator("messages", mode="plain", json_schema_input_type=list[Message] | None)
+    @classmethod
+    def _messages(cls, value: Any) -> list[dict[str, Any]] | None:
+        return None if value is None else conversation.messages(value)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> EmbeddingRequest:
+        if not self.input and self.messages is None:
+            raise bad_request("Missing required parameter: 'input'.", "input", "missing_required_parameter")
+        if self.input and self.messages is not None:
+            raise bad_request("'messages' take the place of 'input': leave one out.", "messages")
+        if self.messages is None:
+            for name in _OF_MESSAGES:
+                if getattr(self, name):
+                    raise bad_request(f"'{name}' is only for 'messages'.", name)
+        elif self.continue_final_message and self.add_generation_prompt:
+            name = "add_generation_prompt"
+            raise bad_request(f"'{name}' must be false when 'continue_final_message' is true.", name)
+        return self
+
+    @property
+    def num_inputs(self) -> int:
+        return 1 if self.messages is not None else len(self.input)
 
     @model_validator(mode="after")
     def _agrees(self) -> EmbeddingRequest:

@@ -45,7 +45,7 @@ VARIANTS = [
     "/health.", "/health..",
     "/livez%00", "/v1/models%00/health", "http://x/v1/models", "http://health/v1/models", "/proxy/v1/models",
     "/proxy//v1/models",
-    "/v1/completions", "/v1/chat/completions", "/metrics", "/version", "/docs", "/redoc", "/openapi.json",
+    "/v1/completions", "/v1/chat/completions", "/metrics", "/version", "/docs/x", "/openapi.json",
     "/nowhere", "/ui/events", "/ui/", "/ui/../v1/models", "/ui/app.js/../../v1/models", "/ui/%61pp.js", "//ui/app.js",
     "/server_info", "/v1/requests/x/cancel", "/tokenize", "/detokenize", "/load", "*",
 ]  # fmt: skip

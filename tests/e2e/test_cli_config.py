@@ -48,6 +48,8 @@ def test_a_server_says_where_its_options_are_from(serve: Any, tmp_path: Path) ->
         (["--config", "/no/such/file"], "cannot be read"),
         (["sevre"], "did you mean serve?"),
         (["--port", "99999"], "--port is 99999"),
+        # before any model is looked at: this one does not exist
+        (["/no/model", "--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "is below --max-num-seqs 64"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str], message: str) -> None:

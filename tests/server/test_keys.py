@@ -113,12 +113,13 @@ def test_requests_a_minute(new_client: Any, key_file: Path, clock: Any) -> None:
 
 def test_tokens_a_minute_are_those_that_were_used(new_client: Any, key_file: Path, clock: Any) -> None:
     client = new_client(api_key_file=str(key_file))
-    used = 0
-    while (answer := client.post("/v1/completions", HI, headers=bearer("key-bob"))).status_code == 200:
-        used += answer.json()["usage"]["total_tokens"]
+    used, answers = 0, []
+    while len(answers) < 20 and (not answers or answers[-1].status_code == 200):
+        answers.append(client.post("/v1/completions", HI, headers=bearer("key-bob")))
+        used += answers[-1].json().get("usage", {}).get("total_tokens", 0)
+    answer = answers[-1]
     assert answer.json()["error"]["code"] == "key_tokens_per_minute"
-    guess = 20 * 60 // 60  # a body of some 30 bytes counts as some 8 tokens until it is tokenised
-    assert used <= guess + 4
+    assert 8 < used <= 24  # a body of some 30 bytes counts as some 8 tokens until it is tokenised
     wait = float(answer.headers["retry-after-ms"]) / 1000
     clock.now += wait - 0.1
     assert client.post("/v1/completions", HI, headers=bearer("key-bob")).status_code == 429

@@ -157,6 +157,30 @@ def test_too_much_waiting_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     run(test)
 
 
+@pytest.mark.parametrize(("size", "threads"), [(0, lanes.NUM_THREADS), (1, 1), (7, 7)])
+def test_the_pool_has_the_size_that_was_asked_for(new_client: Any, size: int, threads: int) -> None:
+    client = new_client(tokenizer_pool_size=size)
+    made = client.app.state.server.lanes
+
+    async def most_at_once() -> int:
+        gate = Gate()
+        tasks = [asyncio.create_task(made.run(10, gate)) for _ in range(10)]
+        await begun(gate)
+        running: int = made.num_running
+        await asyncio.sleep(0.05)
+        gate.open.set()
+        await asyncio.gather(*tasks)
+        return running
+
+    assert client.run(most_at_once()) == threads
+    text = client.get("/metrics").text
+    total, count = (
+        float(re.search(rf"vllm:tokenizer_queue_seconds_{what}{{.*}} (\S+)", text)[1])  # type: ignore[index]
+        for what in ("sum", "count")
+    )
+    assert count == 10 and total >= 0.05 * (10 - threads)
+
+
 def test_whom_there_is_no_room_for_is_counted(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = client.app.state.server
 

@@ -35,7 +35,7 @@ METRICS = {
         "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
         "request_prefill_kv_computed_tokens", "request_generation_tokens", "request_max_num_generation_tokens",
         "request_params_max_tokens", "request_params_n", "request_num_preemptions", "iteration_tokens_total",
-        "grammar_compile_seconds",
+        "grammar_compile_seconds", "tokenizer_queue_seconds",
     )), "histogram"),
 }  # fmt: skip
 LABELLED = {
