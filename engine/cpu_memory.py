@@ -27,8 +27,9 @@ def machine_bytes() -> int:
 
 def step_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Of the largest step, about: the widest block's activations, and logits with what the sampler makes of them."""
-    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    token = 2 * model.hidden_size + max(heads, 3 * model.intermediate_size)
+    attentions, mlps = {layer.attention for layer in model.layers}, {layer.mlp for layer in model.layers}
+    heads = max((2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim for attention in attentions)
+    token = 2 * model.hidden_size + max(heads, *(3 * mlp.inner for mlp in mlps))
     logits = LOGIT_COPIES * min(max_num_seqs, max_num_batched_tokens) * model.vocab_size
     return FLOAT * (max_num_batched_tokens * token + logits)
 

@@ -21,7 +21,6 @@ from .model_config import ModelConfig
 from .model_file import ModelError, and_more, one_line
 from .model_path import cache_folder, find_model
 from .models.blocks import CausalLM
-from .models.registry import build_model
 from .pickled import PATTERNS
 from .quant.format import FLOATS, Format, Scheme, Stored
 
@@ -98,9 +97,10 @@ def load_model(
     checkpoint = None if load_format == "dummy" else open_checkpoint(model_path, load_format)
     headers = {} if checkpoint is None else checkpoint.headers
     stored = sum(info.num_bytes for info in headers.values())
-    if headers and config.num_parameters > 4 * stored:  # four parameters a byte is the densest that checkpoints are
+    # Four parameters a byte is the densest that checkpoints are.
+    if headers and (described := count_parameters(config)) > 4 * stored:
         raise ModelError(
-            f"config.json describes {config.num_parameters:,} parameters, the weights have {stored:,} bytes: they are "
+            f"config.json describes {described:,} parameters, the weights have {stored:,} bytes: they are "
             "not of one model, download both again"
         )
     bare = "embed_tokens.weight" in headers  # saved without its head, as embedding models are
@@ -110,7 +110,7 @@ def load_model(
     if config.tie_word_embeddings and any(name.startswith("lm_head.") and name != "lm_head.weight" for name in headers):
         config = dataclasses.replace(config, tie_word_embeddings=False)  # it is quantised, so not the embedding's
     with torch.no_grad():
-        model = build_model(config, place, max_model_len)
+        model = CausalLM(config, place, max_model_len)
         holders = choose_formats(
             model, None if checkpoint is None else _by_module(model, headers, "model." if bare else "")
         )
@@ -124,6 +124,14 @@ def load_model(
         for holder in holders:
             holder.finish()
     return model.requires_grad_(False).eval()
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Of the model as it would be stored without quantisation; a tied output matrix counts once. Allocates nothing."""
+    model = CausalLM(dataclasses.replace(config, quantization=None), Placement(config.dtype, torch.device("meta")), 1)
+    choose_formats(model)
+    expected = (holder.expected(part) for holder, part in model.weight_map().values())
+    return sum(prod(stored.shape) for tensors in expected for stored in tensors.values())
 
 
 def _by_module(model: CausalLM, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:

@@ -15,7 +15,7 @@ from ..kernels.attention import DecodeWorkspace
 from ..kernels.attention_inputs import PagedCache
 from .batch import WANTED, Batch, BatchBuilder, SampleBatch, Shape
 from .graphs import StepGraphs
-from .layers.attention import KVSpec
+from .layer_spec import KVSpec
 from .mask import TokenMask
 from .models.blocks import CausalLM
 from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs

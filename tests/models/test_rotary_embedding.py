@@ -37,11 +37,12 @@ def test_table_equals_transformers(name: str) -> None:
     raw = {"architectures": ["LlamaForCausalLM"], **REAL[name]}
     ours = parse_model_config(raw)
     length = 300
-    table = RotaryEmbedding(ours.rope, ours.head_dim, length, torch.device("cpu")).cos_sin
-    assert table.dtype is torch.float32 and table.shape == (length, ours.head_dim)
+    head_dim = ours.layers[0].attention.head_dim
+    table = RotaryEmbedding(ours.rope, head_dim, length, torch.device("cpu")).cos_sin
+    assert table.dtype is torch.float32 and table.shape == (length, head_dim)
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model("llama", **REAL[name]))
     cos, sin = theirs(torch.empty(0), torch.arange(length)[None])
-    half = ours.head_dim // 2
+    half = head_dim // 2
     torch.testing.assert_close(table[:, :half], cos[0, :, :half], rtol=0, atol=2e-6)
     torch.testing.assert_close(table[:, half:], sin[0, :, :half], rtol=0, atol=2e-6)
 
