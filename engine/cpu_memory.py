@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .config import ConfigError
 from .model_config import ModelConfig
-from .models.blocks import CausalLM
+from .models.model import Model
 from .rows import NUM_COLUMNS
 
 GIB = 1 << 30
@@ -41,7 +41,7 @@ def row_bytes(max_num_seqs: int, max_model_len: int, block_size: int, num_groups
 
 
 def check_rows(
-    model: CausalLM,
+    model: Model,
     weights: int,
     *,
     max_num_seqs: int,

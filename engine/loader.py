@@ -21,6 +21,7 @@ from .model_config import ModelConfig
 from .model_file import ModelError, and_more, one_line
 from .model_path import cache_folder, find_model
 from .models.blocks import CausalLM
+from .models.model import Model
 from .pickled import PATTERNS
 from .quant.format import FLOATS, Format, Scheme, Stored
 
@@ -134,7 +135,7 @@ def count_parameters(config: ModelConfig) -> int:
     return sum(prod(stored.shape) for tensors in expected for stored in tensors.values())
 
 
-def _by_module(model: CausalLM, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
+def _by_module(model: Model, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
     """Module path → suffix → tensor; `prefix`: what the checkpoint's names lack at their beginning."""
     paths = model.weight_map().keys()
     found: dict[str, dict[str, TensorInfo]] = {path: {} for path in paths}
@@ -147,7 +148,7 @@ def _by_module(model: CausalLM, headers: dict[str, TensorInfo], prefix: str) -> 
     return found
 
 
-def choose_formats(model: CausalLM, stored: dict[str, dict[str, TensorInfo]] | None = None) -> list[WeightHolder]:
+def choose_formats(model: Model, stored: dict[str, dict[str, TensorInfo]] | None = None) -> list[WeightHolder]:
     """→ each module with weights once, though several parts of a checkpoint may go to it; each knows its formats.
 
     `stored`: module path → suffix → tensor; None: there are no files.
@@ -167,7 +168,7 @@ def choose_formats(model: CausalLM, stored: dict[str, dict[str, TensorInfo]] | N
     return list(holders.values())
 
 
-def _fill_with_noise(model: CausalLM, seed: int, progress: Progress) -> None:
+def _fill_with_noise(model: Model, seed: int, progress: Progress) -> None:
     """Layer by layer on the device, always in the same order: a seed gives the same weights again."""
     generator = torch.Generator(model.place.device).manual_seed(seed)
     holders: dict[int, WeightHolder] = {}
@@ -194,7 +195,7 @@ class _Load:
     num_bytes: int = 0
 
 
-def _match(model: CausalLM, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
+def _match(model: Model, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
     """Pair what the model expects with what the checkpoint has; what is missing, left over or misshapen is an error.
 
     `prefix`: what the checkpoint's names lack at their beginning.

@@ -13,11 +13,8 @@ from ..layers.embedding import Embedding, LMHead
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..layers.rope import RotaryEmbedding
-from ..layers.weights import Placement, WeightHolder
+from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
-
-# Module path in the checkpoint → who takes its tensors, as which part.
-WeightMap = dict[str, tuple[WeightHolder, str]]
 
 
 class AttentionBlock(nn.Module):
