@@ -166,12 +166,8 @@ class CausalLM(nn.Module):
         embeddings: Tensor | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """input_ids and positions int32 [T] → hidden states [T, hidden] after the final norm.
-
-        `embeddings` [T, hidden] take the place of the ids' own; they are left unchanged.
-        With `wanted`, int32 [N], the result is [N, hidden]: of these tokens, each the last of its request in this step.
-        The last layer has to do no more for the others than to cache them, and saves most of its work.
-        """
+        """As Model has it. With `wanted`, the last layer has to do no more for other tokens than to cache them, and
+        saves most of its work."""
         # The residual stream is updated in place from here on, so the caller's embeddings are copied.
         residual = self.embedding(input_ids) if embeddings is None else embeddings.clone()
         x: Tensor | None = None

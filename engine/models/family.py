@@ -19,6 +19,8 @@ MAX_LAYERS = 4096
 
 @dataclass(frozen=True)
 class Family:
+    """Models whose config.json is read in one way, and whose layers it describes in one way."""
+
     architecture: str
     model_type: str  # for a config.json that names no architecture
     # Every key that is read of its config.json → what transformers' config class holds where it is left out.

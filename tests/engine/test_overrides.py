@@ -67,6 +67,11 @@ def test_any_value(tmp_path: Path) -> None:
         model_of(tmp_path, {}, hf_overrides='{"hidden_act": "tanh"}')
 
 
+def test_what_only_some_families_read(tmp_path: Path) -> None:
+    windows = '{"use_sliding_window": true, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 2}'
+    assert windows_of(model_of(tmp_path, {"architectures": ["Qwen3ForCausalLM"]}, hf_overrides=windows)) == [0, 8]
+
+
 def test_another_config(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
