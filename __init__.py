@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .server.offline.llm import LLM
     from .server.offline.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from .server.offline.prompt_like import TextPrompt, TokensPrompt
     from .server.offline.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -18,6 +19,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
@@ -29,6 +32,8 @@ _HOMES = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "sampling_params",
+    "TextPrompt": "prompt_like",
+    "TokensPrompt": "prompt_like",
 }
 
 

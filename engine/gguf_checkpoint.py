@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from functools import cached_property
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,8 @@ class GGUFCheckpoint:
 
     @cached_property
     def tensors(self) -> dict[str, GGUFTensor]:
-        """By transformers' names. Raises ModelError for those that the model has no place for, and wrong shapes."""
+        """By transformers' names, all of which can be loaded. Raises ModelError for one that has no place in the model,
+        another shape, or a type that is not served."""
         expected = self._shapes()
         found = {}
         for tensor in self.file.tensors.values():
@@ -77,6 +79,7 @@ class GGUFCheckpoint:
                     f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, the file's keys make it "
                     f"{list(expected[layer])}: {_AGAIN}"
                 )
+            _check_type(tensor)
             found[name] = tensor
         return found
 
@@ -94,11 +97,6 @@ class GGUFCheckpoint:
             elif kind in CODE_BOOKS:
                 expanded[kind] = expanded.get(kind, 0) + 1
                 kind, size = "F32", 4 * prod(shape)
-            elif kind not in FLOATS:
-                raise ModelError(
-                    f"{tensor.file}: tensor {tensor.name} has type {kind}, which is not served: get the model in one "
-                    f"of {', '.join((*FLOATS, *BLOCKS))}"
-                )
             found[name] = TensorInfo(tensor.file, kind, shape, size)
         if expanded:
             logger.warning(
@@ -177,6 +175,17 @@ class GGUFCheckpoint:
         for path, shape in matrices.items():
             shapes |= {f"{path}.weight": shape, f"{path}.bias": shape[:1]}
         return shapes
+
+
+def _check_type(tensor: GGUFTensor) -> None:
+    kind, where, others = tensor.type.name, f"{tensor.file}: tensor {tensor.name}", ", ".join((*FLOATS, *BLOCKS))
+    if kind not in (*FLOATS, *BLOCKS, *CODE_BOOKS):
+        raise ModelError(f"{where} has type {kind}, which is not served: get the model in one of {others}")
+    if kind in CODE_BOOKS and find_spec("gguf") is None:
+        raise ModelError(
+            f"{where} has type {kind}, which the package gguf decodes: pip install gguf, or get the model in one of "
+            f"{others}"
+        )
 
 
 def _huggingface_name(name: str) -> str | None:

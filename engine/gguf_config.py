@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .ggml_types import BLOCKS
-from .gguf_file import GGUFFile, GGUFTensor
+from .gguf_file import GGUFFile, GGUFTensor, Strings
 from .model_file import ModelError, unreadable
 
 # llama.cpp's name → transformers' class and model_type. Mistral's models are "llama" too.
@@ -86,7 +86,7 @@ def read_generation_config(file: GGUFFile) -> dict[str, Any]:
     """Defaults of sampling that newer files carry, under the names of generation_config.json."""
     found = {ours: file.metadata.get(f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
     # fp32 0.6 is 0.6000000238…: seven digits say what was meant
-    return {name: float(f"{v:.7g}") if isinstance(v, float) else v for name, v in found.items() if v is not None}
+    return {name: v if isinstance(v, int) else float(f"{v:.7g}") for name, v in found.items() if _is_number(v)}
 
 
 def main_type(file: GGUFFile) -> str | None:
@@ -102,8 +102,9 @@ def main_type(file: GGUFFile) -> str | None:
 def eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Tokens that end an answer: those of the keys first."""
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    kinds = metadata.get("tokenizer.ggml.token_type", ())
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    kinds, tokens = metadata.get("tokenizer.ggml.token_type"), metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(kinds, tuple) or not isinstance(tokens, Strings):  # the tokenizer will say it
+        kinds = tokens = ()
     by_text = [
         index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if kind == _CONTROL and token in _ENDS
@@ -141,7 +142,7 @@ class _Keys:
             value = value[0]
         if value is None:
             raise ModelError(f"{self.file.path} lacks the key {self.prefix}.{key}: {self.remedy}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if not _is_number(value) or not math.isfinite(value) or value < 0:
             raise ModelError(
                 f"{self.file.path}: {self.prefix}.{key} is {value!r:.60}, a number from 0 on belongs there, one for "
                 f"all layers: {self.remedy}"
@@ -156,6 +157,17 @@ class _Keys:
                 f"{self.remedy}"
             )
         return int(value)
+
+    def positive(self, key: str, default: float) -> float:
+        if not (value := self.number(key, default)):
+            raise ModelError(
+                f"{self.file.path}: {self.prefix}.{key} is 0, a number above 0 belongs there: {self.remedy}"
+            )
+        return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _architecture(file: GGUFFile) -> str:
@@ -200,9 +212,9 @@ def _dtype(file: GGUFFile) -> str:
 
 def _rope(file: GGUFFile, keys: _Keys, head_dim: int) -> dict[str, Any]:
     """As rope_parameters of config.json."""
-    theta = keys.number("rope.freq_base", 10_000.0)
+    theta = keys.positive("rope.freq_base", 10_000.0)
     kind = file.metadata.get(f"{keys.prefix}.rope.scaling.type", "none")
-    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
+    factor = keys.positive("rope.scaling.factor", keys.positive("rope.scale_linear", 1.0))
     if kind == "none" and f"{keys.prefix}.rope.scale_linear" in file.metadata:  # of before there were types
         kind = "linear"
     freqs = file.tensors.get("rope_freqs.weight")

@@ -33,7 +33,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if is_gguf(folder):
         from .gguf_checkpoint import GGUFCheckpoint
 
-        return GGUFCheckpoint(folder).config
+        checkpoint = GGUFCheckpoint(folder)
+        _ = checkpoint.tensors  # what cannot be loaded is refused now, not after torch is imported
+        return checkpoint.config
     file = folder / "config.json"
     remedy = "pass the folder of a Hugging Face model (config.json, tokenizer.json, *.safetensors)"
     try:

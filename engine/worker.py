@@ -45,6 +45,8 @@ class Worker:
             model_config = read_model_config(path, config)
             asked = resolve(config, model_config, machine)
             _warn(asked.notices)
+            if note := getattr(model_config.quantization, "note", None):
+                logger.warning("--quantization %s: %s", config.quantization, note)
         with self._phase("weights"):
             model = load(path, model_config, asked, lambda done, total: report(Progress("weights", done, total)))
             if quantization := describe(model):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..model_file import ModelError
 from .config_groups import Group, Weights, find_group
 from .fp4 import Fp4, find_fp4
-from .fp8 import Fp8, find_fp8
+from .fp8 import INPUT, Fp8, find_fp8
 from .headers import EXPONENTS, quantised, section
 from .int8 import find_int8, plain_int8
 from .scales import Scales
@@ -86,7 +86,7 @@ def _told(group: Group, weights: Weights) -> Format:
             return Fp4("weight_packed", "weight_global_scale", divisor=True) if nvfp4 else Fp4("weight_packed")
         if weights.block == (1, 32):
             return Fp8(Scales("weight_scale", weights.block, dtypes=EXPONENTS))
-        return Fp8(Scales("weight_scale", weights.block), group.static)
+        return Fp8(Scales("weight_scale", weights.block), INPUT if group.static else None)
     if group.format == "pack-quantized" or (not group.inputs and group.format is None):
         return _packed(weights)
     return plain_int8(weights.block, weights.bits, weights.symmetric, group.static)

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 _SPREAD = 64.0  # of dummy codes: seven standard deviations stay below e4m3's largest, 448
 # Modules that no writer quantises unless the files say so.
 HEADS = ("lm_head", "embed_tokens")
+INPUT = "input_scale"
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """w = weight · scale. `static`: the checkpoint fixes the input's scale too, one for all of it."""
+    """w = weight · scale."""
 
     scales: Scales
-    static: bool = False
+    input: str | None = None  # suffix of the input's scale, one for all of it, where the checkpoint fixes that too
     beside: tuple[tuple[str, Stored], ...] = ()
 
     @property
@@ -40,7 +41,7 @@ class Fp8:
             share = "tensor" if self.scales.block == TENSOR else "channel"
         else:
             share = f"{rows}×{columns} block"
-        return f"FP8 per {share}{', static' if self.static else ''}"
+        return f"FP8 per {share}{', static' if self.input else ''}"
 
     def expected(self, rows: int, columns: int) -> dict[str, Stored]:
         tensors = {
@@ -48,14 +49,14 @@ class Fp8:
             self.scales.suffix: self.scales.stored(rows, columns),
             **dict(self.beside),
         }
-        if self.static:
-            tensors["input_scale"] = replace(tensors.get("input_scale", Stored((1,), SCALES)), optional=False)
+        if self.input:
+            tensors[self.input] = replace(tensors.get(self.input, Stored((1,), SCALES)), optional=False)
         return tensors
 
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
         from .codes import Codes
 
-        input_scale = one_number(tensors["input_scale"], "input_scale") if self.static else None
+        input_scale = one_number(tensors[self.input], self.input) if self.input else None
         scales, group = self.scales.read(tensors, rows, columns), self.scales.group(columns)
         return Codes(tensors["weight"], scales, group, bits=8, input_scale=input_scale)
 
@@ -69,7 +70,7 @@ class Fp8:
         group = self.scales.group(columns)
         shape = rows, -(-columns // group)
         scales = torch.full(shape, DUMMY_STD / _SPREAD, device=generator.device)
-        return Codes(codes, scales, group, bits=8, input_scale=4 / 448 if self.static else None)
+        return Codes(codes, scales, group, bits=8, input_scale=4 / 448 if self.input else None)
 
 
 def one_number(tensor: Tensor, suffix: str) -> float:
@@ -83,15 +84,20 @@ def one_number(tensor: Tensor, suffix: str) -> float:
 
 
 def find_fp8(path: str, stored: Headers, static: bool = False, block: tuple[int, int] | None = None) -> Fp8:
-    """How the module at `path` is stored: "weight" is among `stored`. Raises ModelError where it is no such FP8."""
+    """How the module at `path` is stored, by its headers. transformers has names of its own for scales.
+
+    Raises ModelError where it is no such FP8.
+    """
     refuse_scaled_inputs(path, stored)
-    dtype, shape = stored["weight"]
+    dtype, shape = stored.get("weight", ("missing", ()))
     if dtype != "F8_E4M3" or len(shape) != 2:
         raise ModelError(
             f"{path}.weight is {dtype} {list(shape)}, 8-bit floats are read as F8_E4M3 matrices: use another checkpoint"
         )
     suffix = "weight_scale_inv" if "weight_scale_inv" in stored else "weight_scale"
-    return Fp8(find_scales(path, stored, suffix, block), static, beside(stored))
+    others = "input_scale" not in stored and "activation_scale" in stored
+    input = ("activation_scale" if others else INPUT) if static else None
+    return Fp8(find_scales(path, stored, suffix, block), input, beside(stored))
 
 
 class Fp8Scheme:
@@ -121,7 +127,7 @@ class Fp8Scheme:
             if named(path, (*self.ignored, *HEADS)):
                 return None
             suffix = "weight_scale_inv" if self.block else "weight_scale"
-            return Fp8(Scales(suffix, self.block or TENSOR), self.static)
+            return Fp8(Scales(suffix, self.block or TENSOR), INPUT if self.static else None)
         return find_fp8(path, stored, self.static, self.block) if quantised(stored) else None
 
 

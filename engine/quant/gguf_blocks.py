@@ -79,15 +79,10 @@ class BlockFormat:
 def dequantized(raw: Tensor, ggml: GGMLType) -> Tensor:
     """Blocks on the CPU, uint8 [N, bytes of a row], as fp32 [N, K]: of types that have no `BlockFormat`.
 
-    Raises ModelError where the package gguf, which has their code books, is not installed.
+    Needs the package gguf, which has their code books.
     """
-    try:
-        from gguf import GGMLQuantizationType, quants
-    except ImportError:
-        raise ModelError(
-            f"the file has tensors of type {ggml.name}, which the package gguf decodes: pip install gguf, or get the "
-            f"model in one of {', '.join(BLOCKS)}"
-        ) from None
+    from gguf import GGMLQuantizationType, quants
+
     return torch.from_numpy(quants.dequantize(raw.numpy(), GGMLQuantizationType[ggml.name]))
 
 

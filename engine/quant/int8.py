@@ -88,8 +88,7 @@ def find_int8(
     scales = find_scales(path, stored, "weight_scale", block)
     zeros = None
     if "weight_zero_point" in stored:
-        shape = stored["weight_zero_point"][1]
-        zeros = Scales("weight_zero_point", scales.block, shape, _ZEROS)
+        zeros = Scales("weight_zero_point", scales.block, scales.shape, _ZEROS)
     return Int8(scales, bits, zeros, static, beside(stored))
 
 

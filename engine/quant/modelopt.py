@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..model_file import ModelError
 from .fp4 import Fp4, find_fp4
-from .fp8 import HEADS, Fp8, find_fp8
+from .fp8 import HEADS, INPUT, Fp8, find_fp8
 from .headers import EXPONENTS, matched, named, quantised, section
 from .scales import CHANNEL, TENSOR, Scales
 from .settings import Headers, names
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _BLOCK = (128, 128)
 # quant_algo → the format where there are no files. With files, their headers tell them apart.
 _FORMATS: dict[str, Format] = {
-    "FP8": Fp8(Scales("weight_scale", TENSOR), static=True),
+    "FP8": Fp8(Scales("weight_scale", TENSOR), INPUT),
     "FP8_PER_CHANNEL_PER_TOKEN": Fp8(Scales("weight_scale", CHANNEL)),
     "FP8_PB_WO": Fp8(Scales("weight_scale", _BLOCK)),
     "MXFP8": Fp8(Scales("weight_scale", (1, 32), dtypes=EXPONENTS)),
@@ -63,8 +63,10 @@ class ModelOptScheme:
 
 def _known(algorithm: Any) -> str | None:
     """None: only the cache is quantised. Raises ModelError for what is not read."""
-    if algorithm is None or (isinstance(algorithm, str) and algorithm in (*_FORMATS, _MIXED)):
-        return algorithm
+    if algorithm is None:
+        return None
+    if isinstance(algorithm, str) and algorithm.upper() in (*_FORMATS, _MIXED):
+        return algorithm.upper()
     raise ModelError(
         f"quant_algo is {algorithm!r}, of modelopt's checkpoints {', '.join([*_FORMATS, _MIXED])} are read: use one of "
         "these, or the unquantized model with --quantization fp8"

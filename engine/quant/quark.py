@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..model_file import ModelError
 from .format import DUMMY_STD, Stored
 from .fp4 import Fp4, find_fp4
-from .fp8 import HEADS, Fp8, find_fp8
+from .fp8 import HEADS, INPUT, Fp8, find_fp8
 from .headers import matched, named, quantised, section
 from .int8 import find_int8, plain_int8
 from .scales import CHANNEL, TENSOR, Scales
@@ -170,7 +170,7 @@ class QuarkScheme:
         block = TENSOR if layer.qscheme == "per_tensor" else CHANNEL
         match layer.dtype:
             case "fp8_e4m3":
-                return Fp8(Scales("weight_scale", block), layer.static)
+                return Fp8(Scales("weight_scale", block), INPUT if layer.static else None)
             case "int8":
                 return plain_int8(block, 8, symmetric=True, static=layer.static)
             case "fp4":

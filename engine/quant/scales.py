@@ -69,7 +69,10 @@ def find_scales(path: str, stored: Headers, suffix: str, block: tuple[int, int] 
 
     `block`: rows and columns, as the configuration has them. Raises ModelError where the shape fits none of these.
     """
-    rows, columns = stored["weight"][1]
+    whole = stored["weight"][1]
+    if len(whole) != 2 or 0 in whole:
+        raise ModelError(f"{path}.weight has shape {list(whole)}, which is no matrix: download the checkpoint again")
+    rows, columns = whole
     if suffix not in stored:
         raise ModelError(
             f"{path}.weight is {stored['weight'][0]}, without a {suffix} beside it: download the checkpoint again"

@@ -108,7 +108,7 @@ def _kind(method: str, config: Mapping[str, Any]) -> str:
         groups = config.get("config_groups")
         formats = [config.get("format")]
         if isinstance(groups, Mapping):
-            formats += [group.get("format") for group in groups.values() if isinstance(group, Mapping)]
+            formats += [group.get("format") if isinstance(group, Mapping) else name for name, group in groups.items()]
         found = sorted({str(name) for name in formats if name and name != "mixed-precision"})
         return ", ".join(found)
     if method == "quark":

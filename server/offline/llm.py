@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -26,7 +27,7 @@ from ..wire.requests import ChatRequest, CompletionRequest
 from .embed_all import embed_all
 from .generate_all import generate_all
 from .outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
-from .progress_bar import Progress, progress_bar
+from .progress_bar import Progress, loading_bar, progress_bar
 from .prompt_like import PromptLike, tokenised
 from .sampling_params import PoolingParams, SamplingParams, validate
 
@@ -51,15 +52,21 @@ class LLM:
         chat_template: str | None = None,
         pooling: str | None = None,
         generation_config: str | None = None,
+        hf_token: bool | str | None = None,
+        use_tqdm_on_load: bool = True,
         **options: Any,
     ) -> None:
         """`model`: folder or hub name; `chat_template`: Jinja template, or a file that has it; `pooling`: what `embed`
         does, auto, last, mean or cls; `generation_config`: auto, vserve or a file, the defaults of sampling;
-        `options`: as the flags of `vserve serve`, with underscores (`max_model_len=4096`, `config="options.yaml"`).
+        `hf_token`: for the hub, in this process's environment from here on (None and True: HF_TOKEN, or who has logged
+        in); `use_tqdm_on_load`: a line that shows how far loading is, where somebody sees it; `options`: as the flags
+        of `vserve serve`, with underscores (`max_model_len=4096`, `config="options.yaml"`).
 
         Raises ConfigError (a ValueError) for options that cannot work, TypeError for such as do not exist,
         EngineDeadError with the cause when the engine does not start.
         """
+        if isinstance(hf_token, str):
+            os.environ["HF_TOKEN"] = hf_token
         named = {"tokenizer": tokenizer, "chat_template": chat_template, "pooling": pooling}
         options |= {"model": model or None, "generation_config": generation_config, **named}
         try:
@@ -75,9 +82,12 @@ class LLM:
         self._engine = EngineThread(config)
         self._finalizer = weakref.finalize(self, self._engine.close)  # when collected, or when the interpreter ends
         try:
-            starting = self._engine.begin(self._engine.client.start())
-            self.model: TextModel = load_text_model(config.model, text, config)
-            starting()
+            with loading_bar(use_tqdm_on_load) as report:
+                self._engine.client.progress_listeners.append(report)
+                starting = self._engine.begin(self._engine.client.start())
+                self.model: TextModel = load_text_model(config.model, text, config)
+                starting()
+                self._engine.client.progress_listeners.remove(report)
         except (ConfigError, EngineDeadError) as error:
             self.close()
             raise type(error)(in_keywords(str(error))) from None
@@ -86,6 +96,12 @@ class LLM:
             raise
         self._request_ids = itertools.count()
 
+    def __repr__(self) -> str:
+        name = self._engine.client.config.model
+        if not self._finalizer.alive:
+            return f"LLM({name!r}, closed)"
+        return f"LLM({name!r}, {self.info.dtype} on {self.info.device}, context {self.info.max_model_len} tokens)"
+
     @property
     def info(self) -> EngineInfo:
         """The engine's effective settings."""
@@ -93,18 +109,26 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Sequence[PromptLike] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order; all are submitted at once and the engine batches them.
 
         `prompts`: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a sequence of these.
         `sampling_params`: one for all, or one each; None = the model's defaults. `use_tqdm`: a progress bar, or what
-        makes one. Raises ValueError before anything is submitted; a request that fails in the engine does not end the
-        others: its answer has the finish reason "error".
+        makes one. `prompt_token_ids`: an older name of `prompts`, where these are ids. Raises ValueError before
+        anything is submitted; a request that fails in the engine does not end the others: its answer has the finish
+        reason "error".
         """
-        return self._run(tokenised(prompts, self.model.tokenizer), sampling_params, use_tqdm)
+        _refuse_adapters(lora_request)
+        if (prompts is None) == (prompt_token_ids is None):
+            raise ValueError("give prompts, as text or token ids" + ("" if prompts is None else ", once"))
+        given = tokenised(cast(PromptLike, prompts or prompt_token_ids or []), self.model.tokenizer)
+        return self._run(given, sampling_params, use_tqdm)
 
     def embed(
         self,
@@ -140,9 +164,11 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several; see `generate`. `chat_template`: Jinja text instead of the model's;
         `tools`: what the template offers. Calls and reasoning stay text."""
+        _refuse_adapters(lora_request)
         if not messages:
             raise ValueError("'messages' must not be empty.")
         several = not isinstance(messages[0], Mapping)
@@ -214,9 +240,12 @@ class LLM:
         resolved = self._resolve([token_ids for _, token_ids in prompts], requests)
         outputs = [
             RequestOutput(
-                str(next(self._request_ids)), text, token_ids, [CompletionOutput(index) for index in range(one.n or 1)]
+                str(next(self._request_ids)),
+                text,
+                list(cut.token_ids) if one.truncate_prompt_tokens else token_ids,
+                [CompletionOutput(index) for index in range(one.n or 1)],
             )
-            for (text, token_ids), one in zip(prompts, params, strict=True)
+            for (text, token_ids), cut, one in zip(prompts, resolved, params, strict=True)
         ]
         with progress_bar(use_tqdm, len(outputs)) as bar:
             texts = [_text_options(request, one) for request, one in zip(requests, params, strict=True)]
@@ -233,7 +262,8 @@ class LLM:
         """Raises ValueError."""
         resolved = []
         for i, (token_ids, request) in enumerate(zip(prompts, requests, strict=True)):
-            left = self.info.max_model_len - len(token_ids)
+            keep = request.truncate_prompt_tokens or len(token_ids)
+            left = self.info.max_model_len - min(len(token_ids), keep if keep > 0 else self.info.max_model_len)
             if request.max_tokens is not None and 0 < left < request.max_tokens:
                 # One setting for prompts of many lengths: the context ends those that reach it.
                 request = request.model_copy(update={"max_tokens": left})
@@ -282,6 +312,11 @@ class LLM:
         service = GrammarService(self._engine.client, self.model)
         self._engine.closing.append(service.close)
         return service
+
+
+def _refuse_adapters(lora_request: object) -> None:
+    if lora_request is not None:
+        raise ValueError("lora_request: adapters are not served yet: merge it into its base model, and load the result")
 
 
 def _text_options(request: CompletionRequest, params: SamplingParams) -> TextOptions:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from ...engine.messages import Progress as Loading
 
 
 class Progress:
@@ -39,3 +42,22 @@ def progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[An
     make = use_tqdm if callable(use_tqdm) else tqdm
     with make(total=total, desc="Processed prompts", dynamic_ncols=True) as bar:
         yield bar
+
+
+@contextlib.contextmanager
+def loading_bar(wanted: bool) -> Iterator[Callable[[Loading], None]]:
+    """What takes the engine's reports while it starts, and shows them in one line: on a terminal, or in a notebook."""
+    if not wanted or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        yield lambda loading: None
+        return
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    with tqdm(unit="B", unit_scale=True, dynamic_ncols=True, leave=False) as bar:
+
+        def report(loading: Loading) -> None:
+            bar.set_description(f"vserve: {loading.phase}", refresh=not loading.total)
+            if loading.total:
+                bar.total = loading.total
+                bar.update(loading.done - bar.n)
+
+        yield report

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from ..text.tokenizer import Tokenizer
 from ..wire.fields import are_integers
 
-PromptLike = str | list[int] | Mapping[str, Any]  # a mapping has "prompt" or "prompt_token_ids"
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; they count, a text beside them is only shown."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
+
+PromptLike = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
 
 def tokenised(prompts: PromptLike | Sequence[PromptLike], tokenizer: Tokenizer) -> list[tuple[str | None, list[int]]]:
@@ -21,6 +35,11 @@ def tokenised(prompts: PromptLike | Sequence[PromptLike], tokenizer: Tokenizer) 
 
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     """One prompt is a list of one; token ids are one prompt."""
+    if not isinstance(prompts, str | Mapping | Sequence):
+        raise ValueError(
+            f"prompts is {prompts!r:.60}: give text, token ids, {{'prompt': text}}, {{'prompt_token_ids': ids}}, or a "
+            "list of these"
+        )
     if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
         return [cast(PromptLike, prompts)]
     return list(cast(Sequence[PromptLike], prompts))

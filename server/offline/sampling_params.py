@@ -38,6 +38,9 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
 
+GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
+
+
 @dataclass
 class RepetitionDetectionParams:
     """Ends an answer whose last tokens are one pattern, `min_count` times in a row."""
@@ -85,6 +88,13 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None  # keep the last ones; -1 = as many as the context holds
+    # vLLM's older names, and what is not built: neutral values pass.
+    guided_decoding: StructuredOutputsParams | dict[str, Any] | None = None  # structured_outputs
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     def __post_init__(self) -> None:
         self.request()
@@ -95,6 +105,10 @@ class SamplingParams:
         Raises ValueError.
         """
         values = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
+        if (older := values.pop("guided_decoding")) is not None:
+            if self.structured_outputs is not None:
+                raise ValueError("SamplingParams: 'guided_decoding' and 'structured_outputs' are one: leave one out.")
+            values["structured_outputs"] = older
         for name, neutral in _UNSUPPORTED.items():
             if values.pop(name) not in neutral:
                 raise ValueError(f"SamplingParams: '{name}' is not supported; leave it at its default.")

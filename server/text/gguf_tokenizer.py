@@ -73,8 +73,9 @@ def read_gguf_tokenizer(file: GGUFFile) -> TokenizerFiles:
 
 
 def _templates(file: GGUFFile) -> dict[str, str]:
+    names = file.metadata.get("tokenizer.chat_templates")
     found = {}
-    for name in file.metadata.get("tokenizer.chat_templates", ()):
+    for name in names if isinstance(names, Strings) else ():
         found[name] = file.metadata.get(f"tokenizer.chat_template.{name}")
     found["default"] = file.metadata.get("tokenizer.chat_template", found.get("default"))
     return {name: text for name, text in found.items() if isinstance(text, str)}
@@ -217,7 +218,11 @@ def _sentencepiece(table: _Table) -> FastTokenizer:
 
 def merges_of(pieces: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """Pairs in the order in which SentencePiece joins them: it takes the two neighbours whose whole scores highest,
-    however the whole came about. `vocabulary` orders what scores alike."""
+    however the whole came about. `vocabulary` orders what scores alike.
+
+    Of two overlapping pairs that make the same whole (ab·a, a·ba in "ab a ba") SentencePiece takes the left one, merges
+    the one whose cut comes first: as in the tokenizer.json that transformers makes of such a vocabulary.
+    """
     return [
         (piece[:cut], piece[cut:])
         for piece in sorted(pieces, key=lambda piece: (-pieces[piece], vocabulary[piece]))

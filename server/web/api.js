@@ -63,6 +63,7 @@ function askForKey(wasWrong) {
     };
     dialog.returnValue = "";
     dialog.showModal();
+    dispatchEvent(new Event("keywanted"));
   });
   return asking;
 }

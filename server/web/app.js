@@ -58,6 +58,12 @@ toggle.addEventListener("click", () => {
 });
 
 let refused = false;
+addEventListener("keywanted", () => state("a key is needed", "wait"));
+
+function state(text, kind) {
+  if (byId("served").textContent !== text) byId("served").textContent = text;
+  byId("dot").className = `dot ${kind}`;
+}
 
 /** Says in the header how the server is; the first time that it serves, learns what. */
 async function look() {
@@ -80,8 +86,7 @@ async function look() {
     refused = error.status === 401; // asked once: from now on only when somebody wants something
     text = refused ? "a key is needed" : "the server does not answer";
   }
-  if (byId("served").textContent !== text) byId("served").textContent = text;
-  byId("dot").className = `dot ${kind}`;
+  state(text, kind);
   setTimeout(look, kind === "good" || document.hidden ? PATIENCE : PATIENCE / 6);
 }
 

@@ -165,6 +165,10 @@ export class EngineView {
     const lately = quantiles(LATENCIES[0][1], old, now, SHARES).total > 0;
     const before = lately ? old : null;
     byId("latency-window").textContent = lately ? `last ${Math.max(1, Math.min(WINDOW, Math.round(now.time - old.time)))} s` : "since the start";
+    const none = quantiles(LATENCIES[0][1], null, now, SHARES).total === 0;
+    byId("no-latency").hidden = !none;
+    byId("latency").parentElement.hidden = none;
+    byId("latency-window").hidden = none;
     LATENCIES.forEach(([, name], row) => {
       quantiles(name, before, now, SHARES).values.forEach((value, column) => {
         this._rows[row][column].textContent = value === null ? "–" : milliseconds(value);

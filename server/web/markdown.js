@@ -2,8 +2,10 @@
 import MarkdownIt from "./vendor/markdown-it.js";
 import { button, copyFrom, el } from "./dom.js";
 import { highlight } from "./highlight.js";
+import { mathematics } from "./mathematics.js";
 
 const reader = new MarkdownIt({ html: false, linkify: false, breaks: true });
+mathematics(reader);
 const TAGS = new Set(["p", "ul", "ol", "li", "blockquote", "table", "thead", "tbody", "tr", "th", "td", "em", "strong", "s"]);
 
 /** Shows growing text: only the blocks that have changed are built again, so a selection in the others survives. */
@@ -74,6 +76,8 @@ function open(token) {
 
 function leaf(token) {
   switch (token.type) {
+    case "math": return el("span", { class: "math", text: token.content });
+    case "math_block": return el("p", { class: "math", text: token.content });
     case "code_inline": return el("code", { text: token.content });
     case "fence": return codeBlock(token.content, token.info.trim().split(/\s+/)[0] ?? "");
     case "code_block": return codeBlock(token.content, "");

@@ -79,9 +79,15 @@ export class Settings {
     }
   }
 
+  /** Says it below the field, wherever the panel was. */
   _error(message, input) {
-    document.getElementById("settings-error").textContent = message;
+    const error = document.getElementById("settings-error");
+    error.textContent = message;
+    input.closest(".field").append(error);
+    const toggle = document.getElementById("toggle-settings");
+    if (toggle.getAttribute("aria-expanded") !== "true") toggle.click();
     input.focus();
+    error.scrollIntoView({ block: "nearest" });
     return new Error(message);
   }
 

@@ -371,6 +371,53 @@ def test_every_text_stands_out(demo_server: Any, open_page: Any, picture: Any, s
     assert page.evaluate(CONTRAST) == []
 
 
+FORMULAS = (
+    r"The sum $a_1 + b_1 * c_1$ and \(x_2 * y_2\), of \[ \sum_{i} x_i \] or $$u_1 \\ u_2$$; it costs $5 and $6."
+    "\n\n$$\n- x_1\n+ y_1 \\\\ *z*\n$$\n\nAnd **bold**, and `$code$`."
+)
+
+
+def test_formulas_keep_their_source(demo_server: Any, open_page: Any) -> None:
+    page = open_page(demo_server.url)
+    with scripted(page, event_stream({"content": FORMULAS})):
+        answer = answered(page, "Formulas, please.")
+    shown = answer.locator(".math").all_text_contents()
+    assert shown == [
+        "$a_1 + b_1 * c_1$", r"\(x_2 * y_2\)", r"\[ \sum_{i} x_i \]", r"$$u_1 \\ u_2$$",
+        "$$\n- x_1\n+ y_1 \\\\ *z*\n$$",
+    ]  # fmt: skip
+    expect(answer.locator("strong")).to_have_text("bold")
+    expect(answer.locator("code")).to_have_text("$code$")
+    expect(answer.locator(".prose")).to_contain_text("it costs $5 and $6.")
+    assert answer.locator("li, em").count() == 0
+
+
+def test_tables_can_be_read_on_a_narrow_screen(demo_server: Any, open_page: Any) -> None:
+    """Words stay whole; what is too wide is scrolled within the table."""
+    page = open_page(demo_server.url, viewport={"width": 390, "height": 740})
+    names = ("Quantisation", "Throughput", "Latency", "Temperature", "Remarks")
+    rows = [names, ["-" * 3] * 5, ["interesting", "considerable", "milliseconds", "comfortable", "none whatsoever"]]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    with scripted(page, event_stream({"content": table})):
+        answered(page, "A table, please.")
+    heights = page.locator(".prose th").evaluate_all("cells => cells.map((cell) => cell.clientHeight)")
+    assert max(heights) < 45, "one line each"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_wrong_parameter_is_told_where_it_is_seen(demo_server: Any, open_page: Any) -> None:
+    page = open_page(demo_server.url, viewport={"width": 390, "height": 600})
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("More parameters (JSON)").fill("{nonsense")
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("More parameters (JSON)")).not_to_be_visible()
+    page.get_by_label("Message", exact=True).fill("Hello!")
+    page.keyboard.press("Enter")
+    expect(page.locator("#settings-error")).to_contain_text("More parameters:")
+    expect(page.locator("#settings-error")).to_be_in_viewport()
+    expect(page.get_by_label("More parameters (JSON)")).to_be_focused()
+
+
 def test_on_a_phone(demo_server: Any, open_page: Any, picture: Any) -> None:
     page = open_page(demo_server.url, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True)
     wide = "| a | b |\n|---|---|\n| " + "x" * 200 + " | y |\n\n```\n" + "y" * 300 + "\n```\n\n" + "z" * 400

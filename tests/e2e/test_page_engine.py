@@ -93,6 +93,7 @@ def test_the_engine_view_moves_under_load(demo_server: Any, open_page: Any, pict
 def test_a_key_is_asked_for_and_an_open_page_does_not_hold_up_the_end(serve: Any, open_page: Any) -> None:
     with serve("--api-key", "secret", "--served-model-name", "guarded", "--shutdown-timeout", "300") as server:
         page = open_page(f"{server.url}/#engine")
+        expect(page.locator("#served")).to_have_text("a key is needed")  # behind the dialog
         page.get_by_label("API key").fill("wrong")
         page.keyboard.press("Enter")
         expect(page.locator("#key-message")).to_contain_text("does not fit")
@@ -100,6 +101,11 @@ def test_a_key_is_asked_for_and_an_open_page_does_not_hold_up_the_end(serve: Any
         page.get_by_role("button", name="Use it").click()
         expect(page.locator("#served")).to_have_text("guarded")
         expect(page.get_by_role("region", name="Running", exact=True).locator(".value")).to_have_text("0")
+        # An engine that has done nothing yet has no empty cards: they say so.
+        expect(page.locator("#no-latency")).to_be_visible()
+        expect(page.locator("#latency")).not_to_be_visible()
+        expect(page.locator("#split-figures")).to_have_text("No step since this view was opened.")
+        expect(page.locator("#step")).to_contain_text("No step yet")
         page.get_by_role("tab", name="Chat").click()
         page.get_by_label("Message", exact=True).fill("Hello!")
         page.keyboard.press("Enter")
@@ -111,6 +117,8 @@ def test_a_key_is_asked_for_and_an_open_page_does_not_hold_up_the_end(serve: Any
         assert "secret" not in curl and "$VSERVE_API_KEY" in curl
         page.get_by_role("tab", name="Engine").click()
         expect(page.get_by_role("region", name="Running", exact=True).locator(".value")).to_have_text("0")
+        expect(page.locator("#latency")).to_be_visible()
+        expect(page.locator("#no-latency")).not_to_be_visible()
         server.process.terminate()
         assert server.wait(240) == 0, "well before the 300 s that requests would have had"
         expect(page.locator("#engine-notice")).to_be_visible()

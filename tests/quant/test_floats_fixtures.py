@@ -129,3 +129,20 @@ def test_targets_match_as_in_the_library(number: int) -> None:
         group = find_group(path, groups, case["ignore"])
         assert (None if group is None else group.targets[0]) == target, path
     assert len(ABOUT["matches"]) == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("case", READ)
+def test_decoded_on_a_gpu_as_on_a_cpu(case: str) -> None:
+    rows, columns = ABOUT[case]["rows"], ABOUT[case]["columns"]
+    format = scheme_of(case).format("model.layers.0.mlp.up_proj", headers(STORED[case]))
+    assert format is not None
+    here = format.decode(STORED[case], rows, columns)
+    there = format.decode({name: tensor.cuda() for name, tensor in STORED[case].items()}, rows, columns)
+    assert there.codes.is_cuda and torch.equal(here.codes.view(torch.uint8), there.codes.view(torch.uint8).cpu())
+    for name in ("scales", "zeros", "table"):
+        value, other = getattr(here, name), getattr(there, name)
+        assert (value is None and other is None) or (other.is_cuda and torch.equal(value, other.cpu())), name
+    dummy = format.dummy(256, 256, torch.Generator("cuda").manual_seed(0))
+    assert dummy.codes.is_cuda and 0.018 < float(dummy.dequantize().std()) < 0.022

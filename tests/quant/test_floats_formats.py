@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,6 +106,19 @@ def test_fp8_per_tensor(shape: tuple[int, ...], static: bool) -> None:
     assert found(scheme, tensors, 6, 10).name == f"FP8 per tensor{', static' if static else ''}"
 
 
+def test_transformers_names_of_scales() -> None:
+    """weight_scale_inv is multiplied by here too, and the input's scale is the activation's."""
+    raw = bytes_of(6, 10)
+    tensors = {"weight": raw.view(torch.float8_e4m3fn), "weight_scale_inv": torch.tensor(0.5).bfloat16()}
+    tensors["activation_scale"] = torch.tensor(0.25).bfloat16()
+    config = {"activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+    codes = decoded(Fp8Scheme(config), tensors, 6, 10)
+    same(codes, scaled(raw, lambda n, k: 0.5))
+    assert codes.input_scale == 0.25
+    assert not found(Fp8Scheme(config), tensors, 6, 10).expected(6, 10)["activation_scale"].optional
+    assert decoded(Fp8Scheme({}), tensors, 6, 10).input_scale is None
+
+
 @pytest.mark.parametrize("shape", [(6,), (6, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", [FbgemmFp8Scheme({}), Fp8Scheme({}), ModelOptScheme({"quant_algo": "FP8"})])
@@ -153,7 +167,7 @@ def test_mxfp8(scheme: Scheme) -> None:
 def test_modelopts_blocks_have_four_dimensions() -> None:
     raw, scale = bytes_of(256, 130), torch.rand(2, 1, 2, 1) + 0.1
     tensors = {"weight": raw.view(torch.float8_e4m3fn), "weight_scale": scale}
-    codes = decoded(ModelOptScheme({"quant_algo": "FP8_PB_WO"}), tensors, 256, 130)
+    codes = decoded(ModelOptScheme({"quant_algo": "fp8_pb_wo"}), tensors, 256, 130)
     same(codes, scaled(raw, lambda n, k: float(scale[n // 128, 0, k // 128, 0])))
 
 
@@ -465,6 +479,61 @@ def test_files_that_do_not_fit(scheme: Scheme, stored: dict[str, tuple[str, tupl
     with pytest.raises(ModelError, match=message) as error:
         scheme.format(PATH, stored)
     assert str(error.value).startswith(PATH) and "\n" not in str(error.value)
+
+
+SUFFIXES = (
+    "weight", "weight_packed", "qweight", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
+    "weight_zero_point", "weight_g_idx", "input_scale", "activation_scale", "input_zero_point", "bias",
+)  # fmt: skip
+VALID: list[dict[str, tuple[str, tuple[int, ...]]]] = [
+    {"weight": ("F8_E4M3", (64, 64)), "weight_scale": ("F32", ())},
+    {"weight": ("F8_E4M3", (64, 64)), "weight_scale_inv": ("F32", (1, 1)), "input_scale": ("F32", ())},
+    {"weight": ("F8_E4M3", (64, 64)), "weight_scale": ("U8", (64, 2))},
+    {"weight": ("U8", (64, 32)), "weight_scale": ("U8", (64, 2))},
+    {"weight": ("U8", (64, 32)), "weight_scale": ("F8_E4M3", (64, 4)), "weight_scale_2": ("F32", ())},
+    {"weight_packed": ("U8", (64, 32)), "weight_scale": ("F8_E4M3", (64, 4)), "weight_global_scale": ("F32", (1,))},
+    {"weight": ("I8", (64, 64)), "weight_scale": ("F32", (64, 1)), "weight_zero_point": ("I8", (64, 1))},
+]
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (8,),
+    (8, 1),
+    (1, 8),
+    (8, 8),
+    (0, 8),
+    (64, 2),
+    (64, 4),
+    (2, 1, 2, 1),
+    (64, 32),
+    *[(64, 64)] * 6,
+]
+DTYPES = [*TYPES.values(), *["F8_E4M3", "F32", "U8"] * 3]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.method)
+def test_no_header_brings_it_down(scheme: Scheme) -> None:
+    """Whatever lies in a file: it is a format that expects no other tensors than these, or refused in one line."""
+    chance, found, refused = random.Random(0), 0, 0
+    for _ in range(3000):
+        stored = dict(chance.choice(VALID))
+        for suffix in chance.sample(SUFFIXES, chance.randint(0, 2)):
+            stored[suffix] = (chance.choice(DTYPES), chance.choice(SHAPES))
+        if chance.random() < 0.2:
+            del stored[chance.choice(list(stored))]
+        try:
+            format = scheme.format(PATH, stored)
+            if format is not None:
+                missing = {
+                    name for name, tensor in format.expected(64, 64).items() if not tensor.optional
+                } - stored.keys()
+                assert missing <= {"weight_scale", "input_scale"}
+                found += 1
+        except ModelError as error:
+            assert "\n" not in str(error) and ": " in str(error)
+            refused += 1
+    assert refused > 50 and found > 50
 
 
 def test_broken_scales_are_found() -> None:

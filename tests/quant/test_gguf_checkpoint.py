@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vserve.engine.gguf_checkpoint import GGUFCheckpoint
+from vserve.engine.gguf_config import read_config, read_generation_config
+from vserve.engine.gguf_file import Strings, read_gguf
 from vserve.engine.model_config import parse_model_config
 from vserve.engine.model_file import ModelError
 from vserve.engine.quant.scheme import make_scheme, read_quantization
@@ -271,6 +274,37 @@ def test_keys_at_fault(gguf_models: Any, tiny_model: Any, tmp_path: Path, keys: 
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
+ODD: list[Any] = [
+    "x", "", -1, 0, 3, 2**40, 1.5, math.nan, math.inf, True, False, (), (1, 2), (1.0,), ((1,),), Strings(0, b""),
+    Strings(1, b"\1" + bytes(7) + b"a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ["none", "linear", "yarn", "llama3"])
+def test_a_key_of_any_kind_is_read_or_refused(gguf_models: Any, tiny_model: Any, tmp_path: Path, rope: str) -> None:
+    freqs = [1.0] * 8 if rope == "llama3" else None
+    file = read_gguf(gguf_models.write_gguf(tiny_model("llama"), tmp_path / "m.gguf", rope_freqs=freqs))
+    keys = {
+        **file.metadata, "general.type": "model", "general.sampling.temp": 1.0, "llama.attention.causal": True,
+        "llama.attention.sliding_window": 9999, "llama.expert_count": 0, "tokenizer.ggml.eot_token_id": 1,
+        "llama.rope.scale_linear": 1.0, "llama.rope.scaling.type": "none" if rope == "llama3" else rope,
+        "llama.rope.scaling.factor": 1.0 if rope == "llama3" else 2.0, "llama.rope.scaling.attn_factor": 1.0,
+        "llama.rope.scaling.original_context_length": 100, "llama.rope.scaling.yarn_beta_fast": 30.0,
+    }  # fmt: skip
+    described(read_config(dataclasses.replace(file, metadata=keys)))
+    refused = 0
+    for key in keys:
+        for value in ODD:
+            changed = dataclasses.replace(file, metadata=keys | {key: value})
+            try:
+                described(read_config(changed))
+                assert all(type(v) in (int, float) for v in read_generation_config(changed).values())
+            except ModelError as error:
+                assert "\n" not in str(error) and len(str(error)) < 300 + len(str(file.path))
+                refused += 1
+    assert refused > 100
+
+
 def rewritten(path: Path, old: bytes, new: bytes) -> GGUFCheckpoint:
     data = path.read_bytes()
     assert len(old) == len(new) and old in data
@@ -297,6 +331,22 @@ def test_names_at_fault(gguf_models: Any, tiny_model: Any, tmp_path: Path, old: 
     with pytest.raises(ModelError, match=words) as error:
         _ = rewritten(path, old, new).headers
     assert "changed.gguf" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_types_at_fault(gguf_models: Any, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I32 is as long as F32, and no weight's; code books are in a package that may be missing."""
+    path = gguf_models.write_gguf(tiny_model("llama"), tmp_path / "m.gguf")
+    entry = b"blk.1.ffn_up.weight" + struct.pack("<IQQ", 2, 64, 96)
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight has type I32, which is not served: get the model in"):
+        _ = rewritten(path, entry + struct.pack("<I", 0), entry + struct.pack("<I", 26)).tensors
+    kind = lambda name: "IQ3_S" if name == "blk.0.ffn_up.weight" else "Q4_K"  # noqa: E731
+    path = gguf_models.write_gguf(tiny_model("llama", **K_BLOCKS), tmp_path / "books.gguf", kind)
+    assert len(GGUFCheckpoint(path).tensors) == 21
+    monkeypatch.setattr("vserve.engine.gguf_checkpoint.find_spec", lambda name: None)
+    with pytest.raises(
+        ModelError, match=r"blk\.0\.ffn_up\.weight has type IQ3_S, .* gguf decodes: pip install gguf, or"
+    ):
+        _ = GGUFCheckpoint(path).tensors
 
 
 def test_a_file_that_shrank_meanwhile(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -119,15 +120,34 @@ def test_nothing_asked(method: str, asked: str | None) -> None:
     assert make_scheme(None, asked) is None and make_scheme({}, asked) is None
 
 
+@pytest.mark.parametrize("method", READ)
+def test_schemes_and_formats_go_to_other_processes(method: str) -> None:
+    scheme = make_scheme(CHECKPOINTS[method], None)
+    assert scheme is not None
+    again = pickle.loads(pickle.dumps(scheme))
+    for path in ("model.layers.0.mlp.up_proj", "lm_head"):
+        formats = (
+            scheme.format(path, None),
+            again.format(path, None),
+            pickle.loads(pickle.dumps(scheme.format(path, None))),
+        )
+        assert len({None if format is None else format.name for format in formats}) == 1
+
+
 def test_a_mismatch_names_the_checkpoint() -> None:
     assert refusal(CHECKPOINTS["awq"], "gptq") == "the checkpoint is AWQ, 4 bit: leave --quantization gptq out"
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8"}
     assert refusal(modelopt, "modelopt_fp4") == "the checkpoint is ModelOpt, FP8: leave --quantization modelopt_fp4 out"
     bnb = CHECKPOINTS["bitsandbytes"]
     assert refusal(bnb, "fp8") == "the checkpoint is bitsandbytes, 4 bit: leave --quantization fp8 out"
-    line = refusal(CHECKPOINTS["compressed_tensors"], "mxfp4")
+    line = refusal({**CHECKPOINTS["compressed_tensors"], "config_groups": {}}, "mxfp4")
     assert line == "the checkpoint is compressed-tensors, nvfp4-pack-quantized: leave --quantization mxfp4 out"
     assert make_scheme(modelopt, "modelopt_fp8") is not None
+    preset = {"quant_method": "compressed-tensors", "config_groups": {"FP8_DYNAMIC": ["Linear"]}}
+    line = refusal(preset, "awq")
+    assert line == "the checkpoint is compressed-tensors, FP8_DYNAMIC: leave --quantization awq out"
+    groups = {"quant_method": "compressed-tensors", "config_groups": {"MXFP4A16": ["Linear"]}}
+    assert make_scheme(groups, "mxfp4") is not None
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -21,11 +22,12 @@ from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from vserve.engine.config import ConfigError
-from vserve.engine.gguf_file import read_gguf
+from vserve.engine.gguf_file import Strings, read_gguf
 from vserve.engine.model_file import ModelError
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
 from vserve.server.options.config import ServerConfig
+from vserve.server.text.detokenizer import Detokenizer
 from vserve.server.text.files import read_tokenizer
 from vserve.server.text.gguf_tokenizer import read_gguf_tokenizer
 from vserve.server.text.tokenizer import load_text_model
@@ -275,20 +277,24 @@ def sentencepiece_vocabulary(seed: int) -> tuple[list[str], list[float], list[in
     return list(tokens), list(all_scores), list(kinds)
 
 
+def add_sentencepiece(writer: Any, seed: int = 0) -> None:
+    tokens, scores, kinds = sentencepiece_vocabulary(seed)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
 @pytest.fixture
 def sentencepiece(tmp_path: Path) -> Callable[..., Path]:
     def write(seed: int = 0, **keys: bool) -> Path:
         path = tmp_path / f"{seed}{len(keys)}.gguf"
         writer = gguf.GGUFWriter(path, "llama")
-        tokens, scores, kinds = sentencepiece_vocabulary(seed)
-        writer.add_tokenizer_model("llama")
-        writer.add_tokenizer_pre("default")
-        writer.add_token_list(tokens)
-        writer.add_token_scores(scores)
-        writer.add_token_types(kinds)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_unk_token_id(0)
+        add_sentencepiece(writer, seed)
         for name, value in keys.items():
             writer.add_bool(f"tokenizer.ggml.{name}", value)
         writer.write_header_to_file()
@@ -331,6 +337,32 @@ def test_sentencepiece_special_tokens(sentencepiece: Any) -> None:
     assert plain.encode("the").ids != alone and plain.decode(plain.encode(" the").ids) == " the"
     text = " the"  # the blank is part of the text here, and part of the decoded one
     assert plain.encode(text).ids == alone
+
+
+def test_the_server_takes_sentencepiece(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """Token by token it is the text that was encoded: blanks, special tokens, characters in several bytes."""
+    tokens, _, kinds = sentencepiece_vocabulary(0)
+    folder = tiny_model("llama", vocab_size=len(tokens))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_models, "add_tokenizer", lambda writer, *rest: add_sentencepiece(writer))
+        path = gguf_models.write_gguf(folder, tmp_path / "m.gguf")
+    model = load_text_model(str(path), ServerConfig())
+    tokenizer = model.tokenizer
+    assert (model.eos_token_ids, tokenizer.eos_token_id, tokenizer.has_chat_template) == ((2,), 2, False)
+    assert tokenizer.largest_id == len(tokens) - 2  # the last is unused
+    for text in ["the quick brown fox", " the  dogs ", "naïve 你好 🤗 the", "a<|user|> sun"]:
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        assert ids[0] == 1
+        whole = tokenizer.core.decode(ids, skip_special_tokens=True)
+        assert whole == text.replace("|>", "|> ")  # a part after a special token begins with a blank of its own
+        for cut in range(1, len(ids)):
+            detokenizer = Detokenizer(tokenizer, ids[:cut], True)
+            streamed = "".join([detokenizer.feed(token) for token in ids[cut:]]) + detokenizer.flush()
+            assert whole.endswith(streamed) or "\ufffd" in streamed, (text, cut)  # cut within a character
+        detokenizer = Detokenizer(tokenizer, [], True)
+        assert "".join([detokenizer.feed(token) for token in ids]) + detokenizer.flush() == whole
+    assert tokenizer.token_bytes(tokens.index("<0xE4>")) == b"\xe4" and kinds[tokens.index("<0xE4>")] == 6
+    assert tokenizer.token_bytes(tokens.index("▁")) == b" "
 
 
 def test_large_vocabularies_take_no_time(tmp_path: Path) -> None:
@@ -376,6 +408,32 @@ def test_faults(written: Any, old: bytes, new: bytes, words: str) -> None:
     assert words in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
 
 
+ODD: list[Any] = [
+    None, "x", "", -1, 0, 3, 2**40, 1.5, True, False, (), (1, 2), (1.0,), ((1,),), Strings(0, b""),
+    Strings(1, b"\1" + bytes(7) + b"a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_key_of_any_kind_is_read_or_refused(written: Any, sentencepiece: Any, kind: str) -> None:
+    file = read_gguf(written() if kind == "gpt2" else sentencepiece())
+    keys = {
+        **file.metadata, "tokenizer.huggingface.json": None, "tokenizer.chat_templates": (),
+        "tokenizer.chat_template": "", "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.add_eos_token": True,
+    }  # fmt: skip
+    refused = 0
+    for key in keys:
+        for value in ODD:
+            try:
+                found = read_gguf_tokenizer(dataclasses.replace(file, metadata=keys | {key: value}))
+                assert all(isinstance(text, str) for text in found.templates.values())
+            except ModelError as error:
+                assert "\n" not in str(error) and len(str(error)) < 300 + len(str(file.path))
+                refused += 1
+    assert refused > 40
+
+
 def test_lengths_must_agree(sentencepiece: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         add = gguf.GGUFWriter.add_token_scores
@@ -410,6 +468,7 @@ def test_the_file_is_named_by_its_stem(gguf_models: Any, tiny_model: Any, tmp_pa
     [
         (b"qwen3", b"gemma", "has the architecture 'gemma', served are llama, qwen2, qwen3: use another model"),
         (b"GGUF", b"GGML", "begins with b'GGML', a GGUF file with b'GGUF': pass a GGUF file"),
+        (b"blk.1.ffn_up.w", b"blk.1.ffn_ub.w", "has the tensor blk.1.ffn_ub.weight, for which Qwen3ForCausalLM has no"),
         (b"", b"", "is truncated: tensor "),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import vserve
 from vserve import LLM, SamplingParams, StructuredOutputsParams
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.messages import RequestOutput
@@ -482,3 +485,62 @@ def test_a_script_that_closes_nothing_leaves_nothing_behind(folder):
             return
         assert time.monotonic() < end, "the engine process is still there"
         time.sleep(0.05)
+
+
+def test_what_scripts_for_vllm_hand_over(folder, llm, monkeypatch):
+    """None and neutral values; older names mean what they meant."""
+    import vserve.sampling_params
+    from vserve import TextPrompt, TokensPrompt
+    from vserve.sampling_params import GuidedDecodingParams
+
+    assert vserve.sampling_params.SamplingParams is SamplingParams
+    neutral = SamplingParams(
+        temperature=0, max_tokens=4, best_of=1, use_beam_search=False, length_penalty=1.0, early_stopping=False,
+        truncate_prompt_tokens=None, guided_decoding=None,
+    )  # fmt: skip
+    ids = [5, 6, 7, 8]
+    (plain,) = llm.generate([ids], neutral, use_tqdm=False, lora_request=None)
+    for given in ({"prompt_token_ids": [ids]}, {"prompts": [TokensPrompt(prompt_token_ids=ids)]}):
+        (output,) = llm.generate(sampling_params=neutral, use_tqdm=False, **given)
+        assert output.outputs[0].token_ids == plain.outputs[0].token_ids and output.prompt_token_ids == ids
+    (output,) = llm.generate(TextPrompt(prompt="the"), neutral, use_tqdm=False)
+    assert output.prompt == "the"
+    last = dataclasses.replace(neutral, truncate_prompt_tokens=2)
+    (cut,) = llm.generate([ids], last, use_tqdm=False)
+    (short,) = llm.generate([ids[2:]], neutral, use_tqdm=False)
+    assert cut.prompt_token_ids == [7, 8] and cut.outputs[0].token_ids == short.outputs[0].token_ids
+    choice = GuidedDecodingParams(choice=["fox", "dog"])
+    (chosen,) = llm.generate("the", SamplingParams(guided_decoding=choice), use_tqdm=False)
+    assert chosen.outputs[0].text in ("fox", "dog")
+    with pytest.raises(ValueError, match="'guided_decoding' and 'structured_outputs' are one"):
+        SamplingParams(guided_decoding=choice, structured_outputs=choice)
+    for wrong, words in (({"best_of": 3}, "best_of"), ({"use_beam_search": True}, "use_beam_search"),
+                         ({"length_penalty": 2.0}, "length_penalty")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            SamplingParams(**wrong)
+    with pytest.raises(ValueError, match=r"^prompts is 5: give text, token ids"):
+        llm.generate(5)
+    with pytest.raises(ValueError, match=r"^give prompts, as text or token ids$"):
+        llm.generate()
+    with pytest.raises(ValueError, match="adapters are not served yet"):
+        llm.generate("the", lora_request=object())
+    monkeypatch.setenv("HF_TOKEN", "of another")
+    with LLM(str(folder), device="cpu", engine_in_process=True, cpu_threads=1, hf_token="abc") as other:
+        assert os.environ["HF_TOKEN"] == "abc"
+        assert repr(other) == f"LLM({str(folder)!r}, float32 on cpu, context {other.info.max_model_len} tokens)"
+    assert repr(other) == f"LLM({str(folder)!r}, closed)"
+
+
+def test_a_line_shows_how_far_loading_is(folder, monkeypatch, capsys):
+    def load(**options):
+        LLM(str(folder), device="cpu", engine_in_process=True, cpu_threads=1, **options).close()
+        return capsys.readouterr().err
+
+    assert "vserve: " not in load(), "no terminal"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert "vserve: weights" in load()
+    assert "vserve: " not in load(use_tqdm_on_load=False)
+
+
+def test_types_are_published():
+    assert (Path(vserve.__file__).parent / "py.typed").is_file()
