@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 from .config import ConfigError
+from .layer_spec import LayerSpec
 from .model_config import ModelConfig
-from .models.blocks import CausalLM
+from .models.model import Model
 from .rows import NUM_COLUMNS
 
 GIB = 1 << 30
@@ -27,10 +28,15 @@ def machine_bytes() -> int:
 
 def step_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Of the largest step, about: the widest block's activations, and logits with what the sampler makes of them."""
-    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    token = 2 * model.hidden_size + max(heads, 3 * model.intermediate_size)
+    token = 2 * model.hidden_size + max(_width(layer) for layer in set(model.layers))
     logits = LOGIT_COPIES * min(max_num_seqs, max_num_batched_tokens) * model.vocab_size
     return FLOAT * (max_num_batched_tokens * token + logits)
+
+
+def _width(layer: LayerSpec) -> int:
+    """Values of a token that its widest block has at once."""
+    attention = layer.attention
+    return max((2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim, 3 * layer.mlp.inner)
 
 
 def row_bytes(max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int) -> int:
@@ -40,7 +46,7 @@ def row_bytes(max_num_seqs: int, max_model_len: int, block_size: int, num_groups
 
 
 def check_rows(
-    model: CausalLM,
+    model: Model,
     weights: int,
     *,
     max_num_seqs: int,

@@ -21,7 +21,7 @@ from .model_config import ModelConfig
 from .model_file import ModelError, and_more, one_line
 from .model_path import cache_folder, find_model
 from .models.blocks import CausalLM
-from .models.registry import build_model
+from .models.model import Model
 from .pickled import PATTERNS
 from .quant.format import FLOATS, Format, Scheme, Stored
 
@@ -98,9 +98,10 @@ def load_model(
     checkpoint = None if load_format == "dummy" else open_checkpoint(model_path, load_format)
     headers = {} if checkpoint is None else checkpoint.headers
     stored = sum(info.num_bytes for info in headers.values())
-    if headers and config.num_parameters > 4 * stored:  # four parameters a byte is the densest that checkpoints are
+    # Four parameters a byte is the densest that checkpoints are.
+    if headers and (described := count_parameters(config)) > 4 * stored:
         raise ModelError(
-            f"config.json describes {config.num_parameters:,} parameters, the weights have {stored:,} bytes: they are "
+            f"config.json describes {described:,} parameters, the weights have {stored:,} bytes: they are "
             "not of one model, download both again"
         )
     bare = "embed_tokens.weight" in headers  # saved without its head, as embedding models are
@@ -110,7 +111,7 @@ def load_model(
     if config.tie_word_embeddings and any(name.startswith("lm_head.") and name != "lm_head.weight" for name in headers):
         config = dataclasses.replace(config, tie_word_embeddings=False)  # it is quantised, so not the embedding's
     with torch.no_grad():
-        model = build_model(config, place, max_model_len)
+        model = CausalLM(config, place, max_model_len)
         holders = choose_formats(
             model, None if checkpoint is None else _by_module(model, headers, "model." if bare else "")
         )
@@ -126,7 +127,15 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
-def _by_module(model: CausalLM, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
+def count_parameters(config: ModelConfig) -> int:
+    """Of the model as it would be stored without quantisation; a tied output matrix counts once. Allocates nothing."""
+    model = CausalLM(dataclasses.replace(config, quantization=None), Placement(config.dtype, torch.device("meta")), 1)
+    choose_formats(model)
+    expected = (holder.expected(part) for holder, part in model.weight_map().values())
+    return sum(prod(stored.shape) for tensors in expected for stored in tensors.values())
+
+
+def _by_module(model: Model, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
     """Module path → suffix → tensor; `prefix`: what the checkpoint's names lack at their beginning."""
     paths = model.weight_map().keys()
     found: dict[str, dict[str, TensorInfo]] = {path: {} for path in paths}
@@ -139,7 +148,7 @@ def _by_module(model: CausalLM, headers: dict[str, TensorInfo], prefix: str) -> 
     return found
 
 
-def choose_formats(model: CausalLM, stored: dict[str, dict[str, TensorInfo]] | None = None) -> list[WeightHolder]:
+def choose_formats(model: Model, stored: dict[str, dict[str, TensorInfo]] | None = None) -> list[WeightHolder]:
     """→ each module with weights once, though several parts of a checkpoint may go to it; each knows its formats.
 
     `stored`: module path → suffix → tensor; None: there are no files.
@@ -159,7 +168,7 @@ def choose_formats(model: CausalLM, stored: dict[str, dict[str, TensorInfo]] | N
     return list(holders.values())
 
 
-def _fill_with_noise(model: CausalLM, seed: int, progress: Progress) -> None:
+def _fill_with_noise(model: Model, seed: int, progress: Progress) -> None:
     """Layer by layer on the device, always in the same order: a seed gives the same weights again."""
     generator = torch.Generator(model.place.device).manual_seed(seed)
     holders: dict[int, WeightHolder] = {}
@@ -186,7 +195,7 @@ class _Load:
     num_bytes: int = 0
 
 
-def _match(model: CausalLM, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
+def _match(model: Model, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
     """Pair what the model expects with what the checkpoint has; what is missing, left over or misshapen is an error.
 
     `prefix`: what the checkpoint's names lack at their beginning.

@@ -11,7 +11,7 @@ import torch
 from .batch import Shape
 from .config import ConfigError, EngineConfig
 from .cpu_memory import machine_bytes, row_bytes, step_bytes
-from .models.blocks import CausalLM
+from .models.model import Model
 from .request import SamplingParams
 from .runner import ModelRunner
 
@@ -64,7 +64,7 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-def weight_bytes(model: CausalLM) -> int:
+def weight_bytes(model: Model) -> int:
     seen = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     return sum(seen.values())
 

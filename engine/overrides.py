@@ -11,26 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from .config import ConfigError, EngineConfig
 from .model_file import ModelError
+from .models.registry import FAMILIES
 
 if TYPE_CHECKING:
     from .model_config import ModelConfig
 
-# What is read of a config.json, here and by the server.
+# What is read of any config.json, here and by the server; families read more.
 _KEYS = frozenset((
-    "architectures", "attention_bias", "dtype", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
-    "intermediate_size", "is_causal", "layer_types", "max_position_embeddings", "max_window_layers", "mlp_bias",
-    "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
-    "original_max_position_embeddings", "partial_rotary_factor", "quantization_config", "rms_norm_eps",
-    "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "torch_dtype",
-    "use_sliding_window", "vocab_size",
+    "architectures", "dtype", "is_causal", "model_type", "original_max_position_embeddings", "partial_rotary_factor",
+    "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype",
 ))  # fmt: skip
 _ROPE = ("rope_scaling", "rope_parameters")  # transformers before 5, and since
 
 
 def unknown_key(changes: Mapping[str, Any]) -> str | None:
     """What is wrong with --hf-overrides: it would change nothing."""
-    unknown = sorted(changes.keys() - _KEYS)
-    return f"nothing reads {unknown[0]!r}; it may set {', '.join(sorted(_KEYS))}" if unknown else None
+    keys = _KEYS.union(*(family.defaults for family in FAMILIES))
+    unknown = sorted(changes.keys() - keys)
+    return f"nothing reads {unknown[0]!r}; it may set {', '.join(sorted(keys))}" if unknown else None
 
 
 def overrides(config: EngineConfig) -> dict[str, Any]:
@@ -109,5 +107,6 @@ def _naming(changes: Mapping[str, Any]) -> Iterator[None]:
 
 def without_windows(model: ModelConfig) -> ModelConfig:
     """Every layer sees all of a context that is no longer than the smallest window: what it would have seen anyway."""
-    smallest = min((window for window in model.windows if window), default=0)
-    return replace(model, windows=(0,) * model.num_layers, longest=smallest)
+    smallest = min((layer.attention.window for layer in model.layers if layer.attention.window), default=0)
+    layers = tuple(replace(layer, attention=replace(layer.attention, window=0)) for layer in model.layers)
+    return replace(model, layers=layers, longest=smallest)

@@ -124,8 +124,8 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
         return
     folder = Path(config.model)
     whole = read_model_config(folder, config)
-    windows = (*dict.fromkeys(whole.windows), whole.windows[-1])  # the last layer does less than others
-    few_layers = dataclasses.replace(whole, num_layers=len(windows), windows=windows)
+    layers = (*dict.fromkeys(whole.layers), whole.layers[-1])  # the last layer does less than others
+    few_layers = dataclasses.replace(whole, layers=layers)
     settings = resolve(config, whole, machine)
     context = min(settings.max_model_len, max(LONGEST_CONTEXT, settings.max_num_batched_tokens))
     settings = dataclasses.replace(settings, max_model_len=context, load_format="dummy")

@@ -15,9 +15,9 @@ from ..kernels.attention import DecodeWorkspace
 from ..kernels.attention_inputs import PagedCache
 from .batch import WANTED, Batch, BatchBuilder, SampleBatch, Shape
 from .graphs import StepGraphs
-from .layers.attention import KVSpec
+from .layer_spec import KVSpec
 from .mask import TokenMask
-from .models.blocks import CausalLM
+from .models.model import Model
 from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs
 from .pooling import Pooled, Pooler
 from .prompt_logprobs import PromptScorer, PromptScores
@@ -97,7 +97,7 @@ class Launched:
 
 class ModelRunner:
     def __init__(
-        self, model: CausalLM, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        self, model: Model, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
         self.model = model
         self.device = device

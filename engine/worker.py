@@ -18,7 +18,7 @@ from .loader import load_model, resolve_model_path
 from .memory import WORST_SAMPLING, plan_memory, weight_bytes
 from .messages import Progress
 from .model_config import ModelConfig
-from .models.blocks import CausalLM
+from .models.model import Model
 from .overrides import read_model_config
 from .quant.described import describe, told
 from .request import SamplingParams
@@ -96,14 +96,14 @@ def _choose_device(name: str) -> torch.device:
 
 def load(
     path: Path, model_config: ModelConfig, settings: Resolved, progress: Callable[[int, int], None] | None = None
-) -> CausalLM:
+) -> Model:
     return load_model(
         path, model_config, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
         max_model_len=settings.max_model_len, seed=settings.seed, progress=progress,
     )  # fmt: skip
 
 
-def make_runner(model: CausalLM, settings: Resolved) -> ModelRunner:
+def make_runner(model: Model, settings: Resolved) -> ModelRunner:
     """Raises ConfigError where a machine's memory is too small for the rows. A card's is planned when they are made."""
     if settings.device.type == "cpu":
         check_rows(

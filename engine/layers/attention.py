@@ -11,7 +11,7 @@ from ...kernels.attention_beside import MIN_DECODES, attend_beside
 from ...kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from ...kernels.attention_prefill_hopper import supports
 from ...kernels.rope_kv import rope_write_kv
-from ..model_config import KVSpec
+from ..layer_spec import KVSpec
 from .norm import RMSNorm
 from .rope import RotaryEmbedding
 

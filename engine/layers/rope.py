@@ -7,16 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from ..model_config import RopeConfig
+from ..rope_config import RopeConfig
 
 
 class RotaryEmbedding:
-    """One table of cosines and sines for all layers.
+    """One table of cosines and sines for all layers of a head size.
 
     cos_sin: fp32 [max_len, head_dim]: row p holds cos(p·f) for the head_dim/2 frequencies f, then sin(p·f).
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_len: int, device: torch.device) -> None:
+        if device.type == "meta":  # nothing is computed, and config.json may name any size
+            self.cos_sin = torch.empty(max_len, head_dim, device=device)
+            return
         frequencies, magnitude = inverse_frequencies(rope, head_dim, max_len)
         positions = torch.arange(max_len, dtype=torch.float32, device=device)
         angles = positions[:, None] * frequencies.to(device)

@@ -113,3 +113,7 @@ class WeightHolder(Protocol):
     def randomize(self, generator: torch.Generator) -> None:
         """Fill with dummy weights."""
         ...
+
+
+# Module path in the checkpoint → who takes its tensors, as which part.
+WeightMap = dict[str, tuple[WeightHolder, str]]

@@ -1,4 +1,4 @@
-"""The blocks decoder-only models are built from. A family's file says which it puts together, and how."""
+"""The blocks decoder-only models are built from, as the specs of their layers say."""
 
 from __future__ import annotations
 
@@ -7,40 +7,31 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from ...kernels.attention_inputs import Scoring
+from ..layer_spec import AttentionSpec, KVSpec, LayerSpec, MLPSpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..layers.rope import RotaryEmbedding
-from ..layers.weights import Placement, WeightHolder
-from ..model_config import KVSpec, ModelConfig
-
-# Module path in the checkpoint → who takes its tensors, as which part.
-WeightMap = dict[str, tuple[WeightHolder, str]]
+from ..layers.weights import Placement, WeightMap
+from ..model_config import ModelConfig
 
 
 class AttentionBlock(nn.Module):
-    """Fused q, k, v projection; attention, with head norms where the family has them; output projection."""
+    """Fused q, k, v projection; attention, with head norms where the spec has them; output projection."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        rotary: RotaryEmbedding,
-        place: Placement,
-        *,
-        window: int = 0,
-        qk_norm: bool = False,
+        self, spec: AttentionSpec, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
     ) -> None:
         super().__init__()
-        dim = config.head_dim
+        dim = spec.head_dim
         self.qkv = Linear(
             config.hidden_size,
-            {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim},
+            {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim, "v": spec.num_kv_heads * dim},
             place=place,
             rule="column",
             unit=dim,
-            bias=config.qkv_bias,
+            bias=spec.qkv_bias,
         )
         self.heads = [size // dim for _, size in self.qkv.shape.spans.values()]  # of this rank: q, k, v
         self.head_dim = dim
@@ -50,17 +41,17 @@ class AttentionBlock(nn.Module):
             dim,
             layer,
             rotary,
-            Scoring(dim**-0.5, window),
-            q_norm=RMSNorm(dim, config.norm_eps, place) if qk_norm else None,
-            k_norm=RMSNorm(dim, config.norm_eps, place) if qk_norm else None,
+            Scoring(dim**-0.5, spec.window),
+            q_norm=RMSNorm(dim, config.norm_eps, place) if spec.qk_norm else None,
+            k_norm=RMSNorm(dim, config.norm_eps, place) if spec.qk_norm else None,
         )
         self.output = Linear(
-            config.num_heads * dim,
+            spec.num_heads * dim,
             {"out": config.hidden_size},
             place=place,
             rule="row",
             unit=dim,
-            bias=config.output_bias,
+            bias=spec.output_bias,
         )
 
     def weight_map(self, prefix: str) -> WeightMap:
@@ -85,9 +76,9 @@ class AttentionBlock(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x)), gate and up fused into one product."""
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, spec: MLPSpec, hidden: int, place: Placement) -> None:
         super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        inner, bias = spec.inner, spec.bias
         self.gate_up = Linear(hidden, {"gate": inner, "up": inner}, place=place, rule="column", bias=bias)
         self.down = Linear(inner, {"out": hidden}, place=place, rule="row", bias=bias)
 
@@ -107,12 +98,14 @@ class DecoderLayer(nn.Module):
     """Pre-norm residual layer: attention, then MLP. The residual stream travels beside the activations, so that each
     addition is fused with the norm that follows it, or with the product before."""
 
-    def __init__(self, attention: AttentionBlock, mlp: MLP, config: ModelConfig, place: Placement) -> None:
+    def __init__(
+        self, spec: LayerSpec, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, place)
-        self.attention = attention
+        self.attention = AttentionBlock(spec.attention, config, layer, rotary, place)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, place)
-        self.mlp = mlp
+        self.mlp = MLP(spec.mlp, config.hidden_size, place)
 
     def weight_map(self, prefix: str) -> WeightMap:
         return {
@@ -145,27 +138,25 @@ class DecoderLayer(nn.Module):
 class CausalLM(nn.Module):
     """Embedding, layers, final norm; the output matrix is a call of its own because only sampled rows need logits.
 
-    A family overrides `make_attention` (and `make_layer`, `weight_map` where it differs more). `max_len` is the longest
-    context served: the rotary table ends there.
+    Built without weights; what differs between families, the specs of its layers say. `max_len` is the longest context
+    served: the rotary tables end there.
     """
 
     def __init__(self, config: ModelConfig, place: Placement, max_len: int) -> None:
         super().__init__()
         self.config, self.place = config, place
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_len, place.device)
+        head_dims = {spec.attention.head_dim for spec in config.layers}
+        self.rotary = {dim: RotaryEmbedding(config.rope, dim, max_len, place.device) for dim in head_dims}
         self.embedding = Embedding(config.vocab_size, config.hidden_size, place)
-        self.layers = nn.ModuleList(self.make_layer(index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, config, index, self.rotary[spec.attention.head_dim], place)
+            for index, spec in enumerate(config.layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, place)
         tied = self.embedding if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied)
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
         self.eval()
-
-    def make_attention(self, layer: int) -> AttentionBlock:
-        return AttentionBlock(self.config, layer, self.rotary, self.place)
-
-    def make_layer(self, layer: int) -> DecoderLayer:
-        return DecoderLayer(self.make_attention(layer), MLP(self.config, self.place), self.config, self.place)
 
     def forward(
         self,
@@ -175,12 +166,8 @@ class CausalLM(nn.Module):
         embeddings: Tensor | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """input_ids and positions int32 [T] → hidden states [T, hidden] after the final norm.
-
-        `embeddings` [T, hidden] take the place of the ids' own; they are left unchanged.
-        With `wanted`, int32 [N], the result is [N, hidden]: of these tokens, each the last of its request in this step.
-        The last layer has to do no more for the others than to cache them, and saves most of its work.
-        """
+        """As Model has it. With `wanted`, the last layer has to do no more for other tokens than to cache them, and
+        saves most of its work."""
         # The residual stream is updated in place from here on, so the caller's embeddings are copied.
         residual = self.embedding(input_ids) if embeddings is None else embeddings.clone()
         x: Tensor | None = None

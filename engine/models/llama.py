@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
-from .blocks import CausalLM
+from typing import Any
+
+from ..layer_spec import LayerSpec
+from ..raw_config import RawConfig
+from .family import Family, attention_spec, layer_count, mlp_spec
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,  # None: as many as query heads
+    "head_dim": None,  # None: hidden_size / num_attention_heads
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 2,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
 
-class LlamaForCausalLM(CausalLM):
-    """The blocks as they are; biases come from the config."""
+def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
+    """All alike; biases where the config has them."""
+    attention = attention_spec(raw, bias=bool(raw.get("attention_bias")))
+    return (LayerSpec(attention, mlp_spec(raw, bias=bool(raw.get("mlp_bias")))),) * layer_count(raw)
+
+
+LLAMA = Family("LlamaForCausalLM", "llama", DEFAULTS, layers)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from .blocks import AttentionBlock, CausalLM
+from dataclasses import replace
+from typing import Any
+
+from ..layer_spec import LayerSpec
+from ..raw_config import RawConfig
+from . import llama
+from .family import Family, attention_spec, layer_count, mlp_spec
+
+DEFAULTS: dict[str, Any] = {
+    **llama.DEFAULTS,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
 
 
-class MistralForCausalLM(CausalLM):
-    """Llama with a sliding window in every layer, where the config sets one."""
+def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
+    """Llama without biases, and with a sliding window in every layer, where the config sets one."""
+    attention = replace(attention_spec(raw), window=raw.optional_count("sliding_window") or 0)
+    return (LayerSpec(attention, mlp_spec(raw)),) * layer_count(raw)
 
-    def make_attention(self, layer: int) -> AttentionBlock:
-        return AttentionBlock(self.config, layer, self.rotary, self.place, window=self.config.windows[layer])
+
+MISTRAL = Family("MistralForCausalLM", "mistral", DEFAULTS, layers)

@@ -2,11 +2,65 @@
 
 from __future__ import annotations
 
-from .blocks import AttentionBlock, CausalLM
+from dataclasses import replace
+from typing import Any
+
+from ..layer_spec import AttentionSpec, LayerSpec
+from ..model_file import ModelError
+from ..raw_config import RawConfig
+from . import llama
+from .family import Family, attention_spec, layer_count, mlp_spec
+
+DEFAULTS: dict[str, Any] = {
+    **llama.DEFAULTS,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "eos_token_id": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
 
 
-class Qwen2ForCausalLM(CausalLM):
-    """Llama with a bias on q, k and v (by the config), and a window in the upper layers where it is switched on."""
+def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
+    """Llama with a bias on q, k and v, always, and a window in the layers for which it is switched on."""
+    return with_windows(raw, replace(attention_spec(raw), qkv_bias=True))
 
-    def make_attention(self, layer: int) -> AttentionBlock:
-        return AttentionBlock(self.config, layer, self.rotary, self.place, window=self.config.windows[layer])
+
+def with_windows(raw: RawConfig, attention: AttentionSpec) -> tuple[LayerSpec, ...]:
+    """Layers of this attention: with use_sliding_window, those that layer_types names, or those from max_window_layers
+    on, have a window."""
+    mlp = mlp_spec(raw)
+    return tuple(LayerSpec(replace(attention, window=window), mlp) for window in _windows(raw, layer_count(raw)))
+
+
+def _windows(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
+    window = raw.optional_count("sliding_window") or 0
+    if not raw.get("use_sliding_window"):
+        window = 0
+    layer_types = raw.get("layer_types")
+    if layer_types is None:
+        first = raw.get("max_window_layers")
+        return tuple(window if index >= first else 0 for index in range(num_layers))
+    if len(layer_types) != num_layers:
+        raise ModelError(
+            f"config.json: layer_types has {len(layer_types)} entries for {num_layers} layers: correct the file"
+        )
+    for name in layer_types:
+        if name not in ("full_attention", "sliding_attention"):
+            raise ModelError(
+                f"config.json: layer type {name!r} is not supported (full_attention, sliding_attention are): "
+                "use another model"
+            )
+    if "sliding_attention" in layer_types and not window:
+        raise ModelError(
+            "config.json: layer_types has sliding_attention but no window is on: set use_sliding_window and "
+            "sliding_window"
+        )
+    return tuple(window if name == "sliding_attention" else 0 for name in layer_types)
+
+
+QWEN2 = Family("Qwen2ForCausalLM", "qwen2", DEFAULTS, layers)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from .blocks import AttentionBlock, CausalLM
+from dataclasses import replace
+from typing import Any
+
+from ..layer_spec import LayerSpec
+from ..raw_config import RawConfig
+from . import qwen2
+from .family import Family, attention_spec
+
+DEFAULTS: dict[str, Any] = {**qwen2.DEFAULTS, "head_dim": 128}
 
 
-class Qwen3ForCausalLM(CausalLM):
-    """Qwen 2 without the biases, and with an RMS norm on every query and key head before the rotation."""
+def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
+    """Qwen 2 with an RMS norm on every query and key head before the rotation, and biases only by the config."""
+    attention = attention_spec(raw, bias=bool(raw.get("attention_bias")))
+    return qwen2.with_windows(raw, replace(attention, qk_norm=True))
 
-    def make_attention(self, layer: int) -> AttentionBlock:
-        window = self.config.windows[layer]
-        return AttentionBlock(self.config, layer, self.rotary, self.place, window=window, qk_norm=True)
+
+QWEN3 = Family("Qwen3ForCausalLM", "qwen3", DEFAULTS, layers)

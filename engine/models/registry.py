@@ -1,26 +1,33 @@
-"""Which class runs which architecture."""
+"""Which family a config.json is of."""
 
 from __future__ import annotations
 
-from ..layers.weights import Placement
-from ..model_config import ModelConfig, ModelError
-from .blocks import CausalLM
-from .llama import LlamaForCausalLM
-from .mistral import MistralForCausalLM
-from .qwen2 import Qwen2ForCausalLM
-from .qwen3 import Qwen3ForCausalLM
+from collections.abc import Mapping
+from typing import Any
 
-ARCHITECTURES: dict[str, type[CausalLM]] = {
-    model.__name__: model for model in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-}
+from ..model_file import ModelError
+from .family import Family
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen2 import QWEN2
+from .qwen3 import QWEN3
+
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
+_BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 
 
-def build_model(config: ModelConfig, place: Placement, max_len: int) -> CausalLM:
-    """The model with uninitialised weights on `place`; contexts up to `max_len` tokens."""
-    try:
-        model = ARCHITECTURES[config.architecture]
-    except KeyError:
-        raise ModelError(
-            f"architecture {config.architecture} is not supported: serve one of {', '.join(ARCHITECTURES)}"
-        ) from None
-    return model(config, place, max_len)
+def find_family(raw: Mapping[str, Any]) -> Family:
+    """By architecture; by model_type where none is named. Raises ModelError."""
+    model_type = raw.get("model_type", "")
+    if not (names := raw.get("architectures")):
+        if model_type in _BY_MODEL_TYPE:
+            return _BY_MODEL_TYPE[model_type]
+        names = [model_type]
+    for name in names:
+        for known in (name, f"{str(name).removesuffix('Model')}ForCausalLM"):  # the second: an embedding model's
+            if known in _BY_ARCHITECTURE:
+                return _BY_ARCHITECTURE[known]
+    raise ModelError(
+        f"architecture {names[0] or 'unnamed'} is not supported: serve one of {', '.join(_BY_ARCHITECTURE)}"
+    )

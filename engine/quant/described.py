@@ -7,11 +7,11 @@ from collections import Counter
 from ..layers.linear import Linear
 from ..layers.unquantized import Tied
 from ..memory import gib
-from ..models.blocks import CausalLM
+from ..models.model import Model
 from .method import Dequantized, Quantized
 
 
-def describe(model: CausalLM) -> dict[str, str | int]:
+def describe(model: Model) -> dict[str, str | int]:
     """method; formats and products, by how often; quantized and unquantized: matrices of the checkpoint; bytes of the
     first. Empty where nothing is quantised."""
     scheme = model.config.quantization

@@ -47,13 +47,10 @@ def _fit(
     """`folder` has the config.json; `size`: bytes of the weights, where they are not there too. Raises ModelError."""
     from ...engine.checkpoint import checkpoint_bytes
     from ...engine.memory import CPU_CACHE_BYTES
-    from ...engine.models.registry import ARCHITECTURES
     from ...engine.overrides import read_model_config
     from ...engine.resolved import choose_max_model_len
 
     config = read_model_config(folder, engine)
-    if config.architecture not in ARCHITECTURES:
-        return Finding(FAIL, "model", f"{config.architecture} is not supported", f"serve {', '.join(ARCHITECTURES)}")
     size = checkpoint_bytes(folder) if size is None else size
     text = f"{place}: {config.architecture}, {gib(size)} of weights, context {config.max_model_len} tokens"
     try:
@@ -91,18 +88,19 @@ def _fit(
 
 def _weight_bytes(config: ModelConfig, item: int, stored: int, on_card: bool) -> int:
     """In memory: codes stay codes on the CPU."""
+    from ...engine.loader import count_parameters
     from ...engine.quant.online import OnlineScheme
 
     if config.quantization is None or on_card:
-        return config.num_parameters * item
+        return count_parameters(config) * item
     if not isinstance(config.quantization, OnlineScheme):
         return stored
-    return int(config.num_parameters * config.quantization.bytes_each)
+    return int(count_parameters(config) * config.quantization.bytes_each)
 
 
 def _token_bytes(config: ModelConfig, item: int) -> int:
     """Of the cache."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
+    return sum(2 * layer.attention.num_kv_heads * layer.attention.head_dim * item for layer in config.layers)
 
 
 def _from_hub_cache(engine: EngineConfig) -> Path | None:

@@ -171,7 +171,7 @@ def test_shares_make_up_the_warm_up_of_a_model_with_few_layers(tiny_model, monke
     dummy_step = ModelRunner.dummy_step
 
     def step(runner, *arguments):
-        assert runner.model.config.num_layers == 2 and runner.max_model_len == 64
+        assert len(runner.model.config.layers) == 2 and runner.max_model_len == 64
         run.append(arguments)
         return dummy_step(runner, *arguments)
 

@@ -13,17 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vserve.engine.batch import WANTED, BatchBuilder, Shape
+from vserve.engine.layer_spec import AttentionSpec, LayerSpec, MLPSpec
 from vserve.engine.layers import attention as attention_layer
 from vserve.engine.layers import norm, unquantized
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import choose_formats
-from vserve.engine.model_config import ModelConfig, RopeConfig
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
-from vserve.engine.models.registry import build_model
 from vserve.engine.plan import StepPlan
+from vserve.engine.rope_config import RopeConfig
 from vserve.kernels.activation import silu_mul_torch
 from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.norm import add_rms_norm_torch, rms_norm_torch
@@ -34,32 +35,27 @@ SHARPNESS = 2.0  # standard deviation of the scores
 CHUNK = 256  # query tokens that the oracle attends at once
 
 
-def _config(architecture: str, layer: Any) -> ModelConfig:
-    return ModelConfig(
-        architecture=architecture, vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_layers=1,
-        num_heads=layer.group * KV_HEADS, num_kv_heads=KV_HEADS, head_dim=layer.size, norm_eps=1e-5,
-        tie_word_embeddings=False, qkv_bias=architecture == "Qwen2ForCausalLM", output_bias=False, mlp_bias=False,
-        qk_norm=architecture == "Qwen3ForCausalLM", windows=(layer.window,), rope=RopeConfig(),
-        max_position_embeddings=MAX_LEN, dtype=torch.bfloat16, eos_token_ids=(),
-    )  # fmt: skip
-
-
 def make_model(architecture: str, layers: Sequence[Any], place: Placement) -> CausalLM:
-    """A layer for each of `layers` (size, group, window, cap, sinks): each from a model of its own."""
-    models = [build_model(_config(architecture, layer), place, MAX_LEN) for layer in layers]
-    for one in models:
-        for holder in choose_formats(one):
-            holder.create()
-    for layer, one in zip(layers, models, strict=True):
-        (attention,) = one.attention_layers()
-        assert attention.scoring.window == layer.window, f"{architecture} has no windows"
+    """A layer for each of `layers` (size, group, window, cap, sinks)."""
+    config = ModelConfig(
+        architecture=architecture, vocab_size=VOCAB, hidden_size=HIDDEN, norm_eps=1e-5, tie_word_embeddings=False,
+        layers=tuple(LayerSpec(_attention(architecture, layer), MLPSpec(INNER)) for layer in layers),
+        rope=RopeConfig(), max_position_embeddings=MAX_LEN, dtype=torch.bfloat16, eos_token_ids=(),
+    )  # fmt: skip
+    model = CausalLM(config, place, MAX_LEN)
+    for holder in choose_formats(model):
+        holder.create()
+    for layer, attention in zip(layers, model.attention_layers(), strict=True):
         sinks = torch.zeros(attention.num_heads, dtype=torch.float32, device=place.device) if layer.sinks else None
         attention.scoring = replace(attention.scoring, soft_cap=layer.cap, sinks=sinks)
-    model = models[0]
-    model.config = replace(model.config, num_layers=len(layers))
-    model.layers = nn.ModuleList(one.layers[0] for one in models)
-    model._layers = tuple(model._decoder_layers())
     return model.requires_grad_(False).eval()
+
+
+def _attention(architecture: str, layer: Any) -> AttentionSpec:
+    return AttentionSpec(
+        layer.group * KV_HEADS, KV_HEADS, layer.size, layer.window,
+        qkv_bias=architecture == "Qwen2ForCausalLM", qk_norm=architecture == "Qwen3ForCausalLM",
+    )  # fmt: skip
 
 
 def fill(model: CausalLM, seed: int) -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from vserve.engine.layer_spec import KVSpec
 from vserve.engine.layers.weights import Placement
-from vserve.engine.loader import choose_formats
-from vserve.engine.model_config import SUPPORTED_ARCHITECTURES, KVSpec, ModelConfig, ModelError, parse_model_config
-from vserve.engine.models.registry import ARCHITECTURES, build_model
+from vserve.engine.loader import choose_formats, count_parameters
+from vserve.engine.model_config import ModelConfig, ModelError, parse_model_config
+from vserve.engine.models import registry
+from vserve.engine.models.blocks import CausalLM
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -64,11 +66,13 @@ def write(folder: Path, raw: dict[str, Any]) -> Path:
 def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
     assert ours.vocab_size == theirs.vocab_size
     assert ours.hidden_size == theirs.hidden_size
-    assert ours.intermediate_size == theirs.intermediate_size
-    assert ours.num_layers == theirs.num_hidden_layers
-    assert ours.num_heads == theirs.num_attention_heads
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert len(ours.layers) == theirs.num_hidden_layers
+    for layer in ours.layers:
+        assert layer.mlp.inner == theirs.intermediate_size
+        assert layer.attention.num_heads == theirs.num_attention_heads
+        assert layer.attention.num_kv_heads == theirs.num_key_value_heads
+        dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        assert layer.attention.head_dim == dim
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.max_position_embeddings == theirs.max_position_embeddings
@@ -78,7 +82,8 @@ def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
         assert ours.dtype == theirs.dtype
     window = getattr(theirs, "sliding_window", None) or 0
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
-    assert ours.windows == tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    windows = [layer.attention.window for layer in ours.layers]
+    assert windows == [window if kind == "sliding_attention" else 0 for kind in types]
     rope = theirs.rope_parameters
     assert ours.rope.type == rope["rope_type"]
     assert ours.rope.theta == rope["rope_theta"]
@@ -145,20 +150,27 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         with torch.device("meta"):
             theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
         names = [name for name, _ in theirs.named_parameters()]
-        assert config.qkv_bias == any(name.endswith("q_proj.bias") for name in names)
-        assert config.output_bias == any(name.endswith("o_proj.bias") for name in names)
-        assert config.mlp_bias == any(name.endswith("up_proj.bias") for name in names)
-        assert config.qk_norm == any("q_norm" in name for name in names)
-        assert config.num_parameters == sum(weight.numel() for weight in theirs.parameters())
-        ours = build_model(config, Placement(torch.float16, torch.device("cpu")), max_len=8)
+        for layer in config.layers:
+            attention = layer.attention
+            assert attention.qkv_bias == any(name.endswith("q_proj.bias") for name in names)
+            assert attention.output_bias == any(name.endswith("o_proj.bias") for name in names)
+            assert layer.mlp.bias == any(name.endswith("up_proj.bias") for name in names)
+            assert attention.qk_norm == any("q_norm" in name for name in names)
+        assert count_parameters(config) == sum(weight.numel() for weight in theirs.parameters())
+        ours = CausalLM(config, Placement(torch.float16, torch.device("cpu")), max_len=8)
         for holder in choose_formats(ours):
             holder.create()
-        assert config.num_parameters == sum(weight.numel() for weight in ours.parameters())
-        assert ours.kv_specs() == [KVSpec("full", 2, config.head_dim, config.head_dim)] * 3
+        assert count_parameters(config) == sum(weight.numel() for weight in ours.parameters())
+        assert ours.kv_specs() == [KVSpec("full", 2, attention.head_dim, attention.head_dim)] * 3
 
 
-def test_registry_and_config_know_the_same_architectures() -> None:
-    assert set(SUPPORTED_ARCHITECTURES) == set(ARCHITECTURES) == set(FAMILIES.values())
+def test_every_family_is_tested_here() -> None:
+    assert {family.model_type: family.architecture for family in registry.FAMILIES} == FAMILIES
+
+
+def test_counting_the_parameters_of_a_large_model_allocates_nothing() -> None:
+    raw = {"model_type": "llama", "hidden_size": 1 << 40, "head_dim": 1 << 40, "num_hidden_layers": 2}
+    assert count_parameters(parse_model_config(raw)) > 1 << 85
 
 
 def test_architecture_falls_back_to_the_model_type() -> None:

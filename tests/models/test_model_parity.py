@@ -258,7 +258,8 @@ def test_without_a_cache_shapes_are_right(tiny_model: Callable[..., Path]) -> No
 
 # ---- what is left out must show: otherwise the tests above would pass without it ----
 def _no_rope(runner: PagedRunner) -> None:
-    table = runner.model.rotary.cos_sin
+    (rotary,) = runner.model.rotary.values()
+    table = rotary.cos_sin
     half = table.shape[1] // 2
     table[:, :half], table[:, half:] = 1.0, 0.0
 

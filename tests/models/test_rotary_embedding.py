@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from vserve.engine.layers.rope import RotaryEmbedding, inverse_frequencies
+from vserve.engine.layers.weights import Placement
 from vserve.engine.model_config import parse_model_config
+from vserve.engine.models.blocks import CausalLM
 
 REAL: dict[str, dict[str, Any]] = {
     "llama-2": {"max_position_embeddings": 4096, "rope_theta": 10000.0},
@@ -37,11 +40,12 @@ def test_table_equals_transformers(name: str) -> None:
     raw = {"architectures": ["LlamaForCausalLM"], **REAL[name]}
     ours = parse_model_config(raw)
     length = 300
-    table = RotaryEmbedding(ours.rope, ours.head_dim, length, torch.device("cpu")).cos_sin
-    assert table.dtype is torch.float32 and table.shape == (length, ours.head_dim)
+    head_dim = ours.layers[0].attention.head_dim
+    table = RotaryEmbedding(ours.rope, head_dim, length, torch.device("cpu")).cos_sin
+    assert table.dtype is torch.float32 and table.shape == (length, head_dim)
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model("llama", **REAL[name]))
     cos, sin = theirs(torch.empty(0), torch.arange(length)[None])
-    half = ours.head_dim // 2
+    half = head_dim // 2
     torch.testing.assert_close(table[:, :half], cos[0, :, :half], rtol=0, atol=2e-6)
     torch.testing.assert_close(table[:, half:], sin[0, :, :half], rtol=0, atol=2e-6)
 
@@ -55,3 +59,15 @@ def test_dynamic_base_follows_the_longest_context(max_len: int) -> None:
     found, magnitude = inverse_frequencies(rope, 128, max_len)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert magnitude == 1.0
+
+
+def test_layers_of_each_head_size_have_their_table() -> None:
+    config = parse_model_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 9})
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, head_dim=dim))
+        for layer, dim in zip(config.layers, (16, 32, 16), strict=True)
+    )
+    model = CausalLM(replace(config, layers=layers), Placement(torch.float32, torch.device("cpu")), 50)
+    first, second, third = (layer.rotary.cos_sin for layer in model.attention_layers())
+    assert first is third and first.shape == (50, 16) and second.shape == (50, 32)
+    assert torch.equal(second, RotaryEmbedding(config.rope, 32, 50, torch.device("cpu")).cos_sin)

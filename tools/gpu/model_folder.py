@@ -88,9 +88,9 @@ def _expected_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     from vserve.engine.layers.weights import Placement
     from vserve.engine.loader import choose_formats
     from vserve.engine.model_config import ModelConfig
-    from vserve.engine.models.registry import build_model
+    from vserve.engine.models.blocks import CausalLM
 
-    model = build_model(ModelConfig.from_folder(folder), Placement(torch.bfloat16, torch.device("meta")), 16)
+    model = CausalLM(ModelConfig.from_folder(folder), Placement(torch.bfloat16, torch.device("meta")), 16)
     choose_formats(model)
     return {
         f"{path}.{suffix}": stored.shape

@@ -1,0 +1,57 @@
+"""What a model family is, and what most of them read of config.json in the same way.
+
+Nothing here or in the families' files imports torch: what cannot be served is refused before that is waited for. A
+family therefore says what its layers are (LayerSpec); what is computed for them stands in blocks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..layer_spec import AttentionSpec, LayerSpec, MLPSpec
+from ..model_file import ModelError
+from ..raw_config import RawConfig
+
+MAX_LAYERS = 4096
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models whose config.json is read in one way, and whose layers it describes in one way."""
+
+    architecture: str
+    model_type: str  # for a config.json that names no architecture
+    # Every key that is read of its config.json → what transformers' config class holds where it is left out.
+    defaults: Mapping[str, Any]
+    layers: Callable[[RawConfig], tuple[LayerSpec, ...]]  # raises ModelError for what cannot be run
+
+
+def layer_count(raw: RawConfig) -> int:
+    layers = raw.count("num_hidden_layers")
+    if layers > MAX_LAYERS:  # before anything is made a layer
+        raise ModelError(f"config.json: num_hidden_layers is {layers}, at most {MAX_LAYERS} are run: correct the file")
+    return layers
+
+
+def attention_spec(raw: RawConfig, *, bias: bool = False) -> AttentionSpec:
+    """Of all layers, as far as they are alike. bias: of q, k, v and the output."""
+    hidden, heads = raw.count("hidden_size"), raw.count("num_attention_heads")
+    kv_heads = raw.optional_count("num_key_value_heads") or heads
+    head_dim = raw.optional_count("head_dim") or hidden // heads
+    if heads % kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}: correct "
+            "the file"
+        )
+    if head_dim % 2:
+        raise ModelError(f"config.json: head_dim is {head_dim}, rotary embedding needs an even one: correct the file")
+    return AttentionSpec(heads, kv_heads, head_dim, qkv_bias=bias, output_bias=bias)
+
+
+def mlp_spec(raw: RawConfig, *, bias: bool = False) -> MLPSpec:
+    activation = raw.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise ModelError(f"config.json: hidden_act is {activation!r}, supported is silu: use another model")
+    return MLPSpec(raw.count("intermediate_size"), bias)

@@ -1,0 +1,46 @@
+"""Values of a config.json, checked as they are read: a wrong one is a line that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .model_file import ModelError
+
+
+class RawConfig:
+    """config.json, with a family's defaults for what it leaves out.
+
+    A key that is not among the defaults raises KeyError: each that is read is declared there.
+    """
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self._values, self._defaults = values, defaults
+
+    def get(self, key: str) -> Any:
+        default = self._defaults[key]
+        return self._values.get(key, default)
+
+    def optional_count(self, key: str) -> int | None:
+        """A whole number above 0, or null. Raises ModelError."""
+        value = self.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ModelError(f"config.json: {key} is {value!r}, a whole number above 0 belongs there: correct the file")
+        return value
+
+    def count(self, key: str) -> int:
+        """A whole number above 0; null is the default. Raises ModelError."""
+        return self.optional_count(key) or self._defaults[key]
+
+    def number(self, key: str) -> float:
+        """A number above 0; null is the default. Raises ModelError."""
+        return number(self._values, key, self._defaults[key])
+
+
+def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number above 0 of some object in config.json. Raises ModelError, without a default also where it is missing."""
+    value = values.get(key)
+    value = default if value is None else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise ModelError(f"config.json: {key} is {value!r}, a number above 0 belongs there: correct the file")
+    return float(value)
