@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 _LOADER_THREADS = 4  # reading and copying overlap; more only fight over the disk
 # Scales of a quantised cache, under all of the names that they have had: the cache here is not quantised.
-_CACHE_SCALE = re.compile(r"\.([kvq]|kv|prob|k_proj\.k|v_proj\.v|[qkv]_proj\.output)_scale$")
+_CACHE_SCALE = re.compile(r"\.(q|k|v|kv|prob|prob_output|output)_(scale|zero_point)$")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_SKIP = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights in other formats
 
@@ -98,8 +98,8 @@ def load_model(
     checkpoint = None if load_format == "dummy" else open_checkpoint(model_path, load_format)
     headers = {} if checkpoint is None else checkpoint.headers
     stored = sum(info.num_bytes for info in headers.values())
-    # Four parameters a byte is the densest that checkpoints are.
-    if headers and (described := count_parameters(config)) > 4 * stored:
+    # Less than eight parameters a byte: of one bit each, and with scales, the densest that checkpoints are.
+    if headers and (described := count_parameters(config)) > 8 * stored:
         raise ModelError(
             f"config.json describes {described:,} parameters, the weights have {stored:,} bytes: they are "
             "not of one model, download both again"
@@ -205,7 +205,11 @@ def _match(model: Model, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
     missing: list[str] = []
     for path, (holder, part) in model.weight_map().items():
         load = _Load(holder, part)
-        for suffix, stored in holder.expected(part).items():
+        try:
+            expected = holder.expected(part)
+        except ModelError as error:
+            raise ModelError(f"{path}: {error}") from None
+        for suffix, stored in expected.items():
             name = f"{path}.{suffix}".removeprefix(prefix)
             info = headers.get(name)
             if info is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .layer_spec import LayerSpec
-from .model_file import ModelError, read_config
+from .model_file import ModelError, is_gguf, read_config
 from .models.registry import find_family
 from .overrides import overridden
 from .quant.scheme import make_scheme, read_quantization
@@ -79,7 +79,10 @@ def check_model(folder: Path, changes: Mapping[str, Any] = {}, quantization: str
 
 
 def _scheme(folder: Path, raw: Mapping[str, Any], asked: str | None) -> Scheme | None:
-    return make_scheme(read_quantization(folder, raw), asked)
+    found = read_quantization(folder, raw)
+    if found is None and is_gguf(folder) and (asked or "").lower() == "gguf":
+        asked = None  # a file of plain numbers
+    return make_scheme(found, asked)
 
 
 def parse_model_config(raw: dict[str, Any]) -> ModelConfig:

@@ -51,6 +51,8 @@ class Worker:
             model = load(path, model_config, asked, lambda done, total: report(Progress("weights", done, total)))
             if quantization := describe(model):
                 logger.info("%s", told(quantization))
+                if machine.device.type == "cuda":
+                    logger.warning("there are no products with codes on a GPU yet: the model is served in 16 bit")
         with self._phase("compilation"):
             before_memory()
         with self._phase("memory"):

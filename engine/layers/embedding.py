@@ -40,7 +40,7 @@ class Embedding(nn.Module):
             copy_weight(self.weight, tensors["weight"])
         else:
             on_device = {suffix: tensor.to(self.place.device) for suffix, tensor in tensors.items()}
-            self.weight.copy_(self._format.decode(on_device, *self.size).dequantize(self.place.dtype))
+            self.weight.copy_(self._format.decode(on_device, *self.size).numbers(self.place.dtype))
 
     def finish(self) -> None:
         pass

@@ -100,6 +100,8 @@ class Table4:
             state = json.loads(raw)
         except ValueError as error:
             raise ModelError(f"{STATE}{self.kind} is no JSON ({error}): {AGAIN}") from None
+        if not isinstance(state, dict):
+            raise ModelError(f"{STATE}{self.kind} holds a {type(state).__name__} where an object belongs: {AGAIN}")
         wanted = {"quant_type": self.kind, "blocksize": self.block, "shape": [rows, columns]}
         if self.nested:
             wanted["nested_blocksize"] = NESTED
@@ -154,7 +156,7 @@ class BitsAndBytesScheme:
                 "correct config.json"
             )
         kind = value(config, "bnb_4bit_quant_type", default="fp4")
-        if four and kind not in TABLES:
+        if four and (not isinstance(kind, str) or kind not in TABLES):
             raise ModelError(
                 f"quantization_config: bnb_4bit_quant_type is {kind!r:.60}, read {listed(TABLES)}: use another "
                 "checkpoint, or the unquantized model"
@@ -194,5 +196,7 @@ def _find(path: str, stored: Headers) -> Table4 | Int8Rows | None:
             f"{path}.weight is {storage} {list(shape)} and its absmax {list(blocks)}, which are no blocks of 32 to "
             f"4096: {AGAIN}"
         )
+    if states and len(stored[states[0]][1]) != 1:
+        raise ModelError(f"{path}.{states[0]} has shape {list(stored[states[0]][1])}, a list belongs there: {AGAIN}")
     state = stored[states[0]][1][0] if states else None
     return Table4(kind, sizes[0] if sizes else BLOCKS[0], absmax == "U8", storage, state)

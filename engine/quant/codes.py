@@ -9,6 +9,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
+SLICE = 1 << 23  # elements that are made numbers at a time, where all are wanted
+
 
 @dataclass(frozen=True)
 class Codes:
@@ -104,6 +106,15 @@ class Codes:
             values = values[:, torch.argsort(self.order)]
         return values.to(dtype)
 
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """The same as dequantize, some rows at a time: fp32 takes two to four times as much as the result."""
+        rows, columns = self.shape
+        result = torch.empty(rows, columns, dtype=dtype, device=self.codes.device)
+        step = max(1, SLICE // columns)
+        for start in range(0, rows, step):
+            result[start : start + step] = self.rows(start, step).dequantize(dtype)
+        return result
+
     def _by_column(self, values: Tensor) -> Tensor:
         """[N, ceil(K / group)] → [N, K]."""
         return values.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
@@ -112,24 +123,41 @@ class Codes:
 def joined(parts: Sequence[Codes | Tensor]) -> list[Codes | Tensor]:
     """The parts of a fused matrix, in their order, with neighbours that are stored alike made one. Tensors [N, K] are
     parts as floats."""
-    found: list[Codes | Tensor] = []
+    runs: list[list[Codes | Tensor]] = []
     for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, Codes) and isinstance(last, Codes) and _alike(last, part):
-            found[-1] = replace(
-                last, codes=_stacked(last.codes, part.codes), scales=_stacked(last.scales, part.scales),
-                zeros=None if last.zeros is None or part.zeros is None else _stacked(last.zeros, part.zeros),
-                minima=None if last.minima is None or part.minima is None else _stacked(last.minima, part.minima),
-            )  # fmt: skip
-        elif isinstance(part, Tensor) and isinstance(last, Tensor):
-            found[-1] = torch.cat((last, part))
+        last = runs[-1][-1] if runs else None
+        plain = isinstance(part, Tensor) and isinstance(last, Tensor)
+        if plain or (isinstance(part, Codes) and isinstance(last, Codes) and _alike(last, part)):
+            runs[-1].append(part)
         else:
-            found.append(part)
-    return found
+            runs.append([part])
+    return [_joined(run) for run in runs]
+
+
+def _joined(run: list[Codes | Tensor]) -> Codes | Tensor:
+    """All of one kind."""
+    if len(run) == 1:
+        return run[0]
+    codes = [part for part in run if isinstance(part, Codes)]
+    if not codes:
+        return torch.cat([part for part in run if isinstance(part, Tensor)])
+
+    def stacked(name: str) -> Tensor | None:
+        values = [getattr(part, name) for part in codes]
+        return None if values[0] is None else torch.cat(values)
+
+    of_bytes = codes[0].codes.dtype  # torch.cat does not know all of them
+    inputs = {part.input_scale for part in codes}
+    scales = stacked("scales")
+    assert scales is not None
+    return replace(
+        codes[0], codes=torch.cat([part.codes.view(torch.uint8) for part in codes]).view(of_bytes), scales=scales,
+        zeros=stacked("zeros"), minima=stacked("minima"), input_scale=inputs.pop() if len(inputs) == 1 else None,
+    )  # fmt: skip
 
 
 def _alike(a: Codes, b: Codes) -> bool:
-    for name in ("group", "bits", "input_scale"):
+    for name in ("group", "bits"):
         if getattr(a, name) != getattr(b, name):
             return False
     for name in ("zeros", "minima"):
@@ -139,10 +167,3 @@ def _alike(a: Codes, b: Codes) -> bool:
         if (mine is None) != (other is None) or (mine is not None and other is not None and not mine.equal(other)):
             return False
     return a.codes.dtype == b.codes.dtype
-
-
-def _stacked(a: Tensor, b: Tensor) -> Tensor:
-    """[N, K] and [M, K] → [N + M, K], also of types that torch.cat does not know."""
-    if a.dtype.is_floating_point and a.itemsize == 1:
-        return torch.cat((a.view(torch.uint8), b.view(torch.uint8))).view(a.dtype)
-    return torch.cat((a, b))

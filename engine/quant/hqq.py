@@ -86,9 +86,9 @@ class Hqq:
 
     def _check(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> None:
         for suffix, wanted in ((AXIS, 1), *((suffix, 0) for suffix in FLAGS)):
-            if suffix in tensors and int(tensors[suffix]) != wanted:
-                raise ModelError(f"{suffix} is {int(tensors[suffix])} in the checkpoint, read is {wanted}: {AGAIN}")
-        bits = int(tensors[BITS]) if BITS in tensors else self.bits
+            if suffix in tensors and (found := _one(tensors[suffix])) != wanted:
+                raise ModelError(f"{suffix} is {found} in the checkpoint, read is {wanted}: {AGAIN}")
+        bits = _one(tensors[BITS]) if BITS in tensors else self.bits
         if STORED_BITS.get(bits) != self.bits:
             raise ModelError(
                 f"nbits is {bits} in the checkpoint, W_q's shape is that of {self.bits} bits: download it again"
@@ -98,6 +98,11 @@ class Hqq:
                 f"shape is {shape} in the checkpoint, config.json makes the matrix {[rows, columns]}: the weights and "
                 "the config are not of one model, download both again"
             )
+
+
+def _one(tensor: Tensor) -> Any:
+    """The number in it, or the list of its numbers where they are several, which is none of those that are read."""
+    return int(tensor) if tensor.numel() == 1 else str(tensor.tolist())
 
 
 class HqqScheme:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..model_file import ModelError
 from .format import DUMMY_STD, Stored
 from .fp8 import one_number
 from .headers import beside, refuse_scaled_inputs
@@ -57,6 +58,12 @@ class Int8:
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
         from .codes import Codes
 
+        low, high = -(1 << (self.bits - 1)), (1 << (self.bits - 1)) - 1
+        if self.bits < 8 and not (low <= int(tensors["weight"].min()) and int(tensors["weight"].max()) <= high):
+            raise ModelError(
+                f"weight holds codes from {int(tensors['weight'].min())} to {int(tensors['weight'].max())}, with "
+                f"num_bits {self.bits} they go from {low} to {high}: correct config.json, or download it again"
+            )
         scales = self.scales.read(tensors, rows, columns)
         zeros = None if self.zeros is None else self.zeros.read(tensors, rows, columns)
         input_scale = None

@@ -12,15 +12,16 @@ SLICE = 1 << 19  # elements that the CPU makes numbers of at a time: they stay i
 INT4_GROUPS = (256, 128, 64, 32)  # that torch's product takes
 
 
-def make_matrix(codes: Codes, dtype: torch.dtype) -> nn.Module:
-    """The module that multiplies by `codes`, [T, K] → [T, N] in `dtype`, on the device where they are."""
-    if codes.codes.device.type == "cpu" and Int4Matrix.takes(codes):
-        return Int4Matrix(codes, dtype)
-    return CodesMatrix(codes, dtype)
+def make_matrix(codes: Codes) -> nn.Module:
+    """The module that multiplies by `codes`: ([T, K], dtype) → [T, N] in that dtype, on the CPU."""
+    if Int4Matrix.takes(codes):
+        return Int4Matrix(codes)
+    return CodesMatrix(codes)
 
 
 def _weight(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.contiguous(), requires_grad=False)
+    """In memory of its own: what comes from a checkpoint may lie in its file, or in a larger matrix."""
+    return nn.Parameter(tensor.clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
 def _summand(codes: Codes) -> Tensor | None:
@@ -38,8 +39,8 @@ class FloatMatrix(nn.Module):
         super().__init__()
         self.weight = _weight(weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight)
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return functional.linear(x, self.weight).to(dtype)
 
 
 class Int4Matrix(nn.Module):
@@ -53,24 +54,24 @@ class Int4Matrix(nn.Module):
         rows, columns = codes.shape
         return plain and _int4_group(codes) is not None and columns % codes.group == 0 and rows % 64 == 0
 
-    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+    def __init__(self, codes: Codes) -> None:
         super().__init__()
         group = _int4_group(codes)
         assert group is not None
         codes = codes.unsigned()
         if group != codes.group:
             codes = codes.regrouped(group)
-        self.dtype, self.group = dtype, group
+        self.group = group
         self.order = None if codes.order is None else _weight(codes.order)
         self.weight = _weight(torch._convert_weight_to_int4pack_for_cpu(codes.codes.int(), 1))
         summand = _summand(codes)
         shift = 8 * codes.scales - (0 if summand is None else summand)  # torch's: scale · (code - 8) + shift
         self.scales = _weight(torch.stack((codes.scales.t(), shift.t()), dim=2).bfloat16())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x if self.order is None else x[:, self.order]
         y = torch._weight_int4pack_mm_for_cpu(x.bfloat16(), self.weight, self.group, self.scales)
-        return y.to(self.dtype)
+        return y.to(dtype)
 
 
 def _int4_group(codes: Codes) -> int | None:
@@ -83,10 +84,10 @@ class CodesMatrix(nn.Module):
 
     name = "codes made numbers as they are multiplied"
 
-    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+    def __init__(self, codes: Codes) -> None:
         super().__init__()
         codes = codes.unsigned()
-        self.dtype, self.group, (self.rows, self.columns) = dtype, codes.group, codes.shape
+        self.group, (self.rows, self.columns) = codes.group, codes.shape
         stored, table = codes.codes, codes.table
         self.paired = codes.bits <= 4 and stored.dtype == torch.uint8 and self.columns % 2 == 0
         if self.paired:
@@ -100,7 +101,7 @@ class CodesMatrix(nn.Module):
         self.summand = None if summand is None else _weight(summand)
         self.order = None if codes.order is None else _weight(codes.order)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x if self.order is None else x[:, self.order]
         x = x.float()
         y = x.new_empty(x.shape[0], self.rows)
@@ -113,7 +114,7 @@ class CodesMatrix(nn.Module):
             y *= self.scales[:, 0]
         if self.summand is not None:
             y -= self._group_sums(x) @ self.summand.t()
-        return y.to(self.dtype)
+        return y.to(dtype)
 
     def _scaled(self, rows: slice) -> Tensor:
         """fp32 [rows, K]: what the codes mean, times the scales where a row has several."""
@@ -145,4 +146,4 @@ class CodesMatrix(nn.Module):
     def _group_sums(self, x: Tensor) -> Tensor:
         """[T, K] → [T, groups]."""
         padded = functional.pad(x, (0, -self.columns % self.group))
-        return padded.view(len(x), -1, self.group).sum(dim=2)
+        return padded.view(len(x), padded.shape[1] // self.group, self.group).sum(dim=2)

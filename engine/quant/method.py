@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -37,7 +38,7 @@ class Dequantized(Unquantized):
             place, bias = self.shape.place, {name: tensors[name] for name in ("bias",) if name in tensors}
             on_device = {suffix: tensor.to(place.device) for suffix, tensor in tensors.items()}
             codes = format.decode(on_device, self.shape.parts[part], self.shape.in_features)
-            tensors = {"weight": codes.dequantize(place.dtype), **bias}
+            tensors = {"weight": codes.numbers(place.dtype), **bias}
         super().load(part, tensors)
 
 
@@ -57,55 +58,67 @@ class Quantized(nn.Module):
         """The matrices come with their tensors: how large they are depends on the format."""
         self.bias = self.shape.place.empty(self.shape.rows) if self.shape.has_bias else None
         self._parts: dict[str, Codes | Tensor] = {}
+        self._lock = threading.Lock()
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
         place, format = self.shape.place, self.formats.get(part)
         if self.bias is not None:
             self.shape.load_bias(self.bias, part, tensors["bias"])
         if format is None:
-            self._parts[part] = self._share(part, tensors["weight"]).to(place.device, place.dtype)
+            self._take(part, self._share(part, tensors["weight"]).to(place.device, place.dtype))
             return
         on_device = {suffix: tensor.to(place.device) for suffix, tensor in tensors.items()}
-        self._take(part, format.decode(on_device, self.shape.parts[part], self.shape.in_features))
+        codes = format.decode(on_device, self.shape.parts[part], self.shape.in_features)
+        self._take(part, self._cut(part, codes))
 
     def randomize(self, generator: torch.Generator) -> None:
         for part, rows in self.shape.parts.items():
             format = self.formats.get(part)
             if format is None:
                 whole = self.shape.place.empty(rows, self.shape.in_features).data
-                self._parts[part] = self._share(part, whole.normal_(0.0, DUMMY_STD, generator=generator))
+                self._take(part, self._share(part, whole.normal_(0.0, DUMMY_STD, generator=generator)))
             else:
-                self._take(part, format.dummy(rows, self.shape.in_features, generator))
+                self._take(part, self._cut(part, format.dummy(rows, self.shape.in_features, generator)))
         if self.bias is not None:
             self.bias.normal_(0.0, DUMMY_STD, generator=generator)
 
     def finish(self) -> None:
-        dtype = self.shape.place.dtype
-        self.matrices = nn.ModuleList(
-            make_matrix(part, dtype) if isinstance(part, Codes) else FloatMatrix(part)
-            for part in joined([self._parts.pop(name) for name in self.shape.parts])
-        )
         self._matrices = tuple(self.matrices)  # indexing a ModuleList is slow
 
     def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        results = [matrix(x) for matrix in self._matrices]
-        y: Tensor = results[0] if len(results) == 1 else torch.cat(results, dim=1)
-        if self.bias is not None:
-            y += self.bias
+        y = self._product(x, x.dtype)
         return y if residual is None else residual.add_(y)
 
     def silu_mul(self, x: Tensor) -> Tensor:
         return silu_mul(self.multiply(x))
 
     def multiply_fp32(self, x: Tensor) -> Tensor:
-        return self.multiply(x).float()
+        return self._product(x, torch.float32)
 
     def _share(self, part: str, weight: Tensor) -> Tensor:
         return weight.narrow(0, *self.shape.spans[part]).narrow(1, *self.shape.input_span)
 
-    def _take(self, part: str, codes: Codes) -> None:
+    def _cut(self, part: str, codes: Codes) -> Codes:
         """This rank's share."""
         start, size = self.shape.input_span
         if size != codes.shape[1]:
             codes = codes.ordered().columns(start, size)
-        self._parts[part] = codes.rows(*self.shape.spans[part])
+        return codes.rows(*self.shape.spans[part])
+
+    def _take(self, part: str, share: Codes | Tensor) -> None:
+        """With the last part the matrices are made: while others are loaded, no more than one layer a thread is there
+        as it was decoded."""
+        with self._lock:
+            self._parts[part] = share
+            if len(self._parts) == len(self.shape.parts):
+                self.matrices = nn.ModuleList(
+                    make_matrix(part) if isinstance(part, Codes) else FloatMatrix(part)
+                    for part in joined([self._parts.pop(name) for name in self.shape.parts])
+                )
+
+    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        results = [matrix(x, dtype) for matrix in self._matrices]
+        y: Tensor = results[0] if len(results) == 1 else torch.cat(results, dim=1)
+        if self.bias is not None:
+            y += self.bias
+        return y

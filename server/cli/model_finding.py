@@ -91,11 +91,14 @@ def _weight_bytes(config: ModelConfig, item: int, stored: int, on_card: bool) ->
     from ...engine.loader import count_parameters
     from ...engine.quant.online import OnlineScheme
 
+    parameters = count_parameters(config)
     if config.quantization is None or on_card:
-        return count_parameters(config) * item
-    if not isinstance(config.quantization, OnlineScheme):
-        return stored
-    return int(count_parameters(config) * config.quantization.bytes_each)
+        return parameters * item
+    outside = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)  # seldom quantised
+    each = stored / parameters
+    if isinstance(config.quantization, OnlineScheme):
+        each = config.quantization.bytes_each
+    return int((parameters - outside) * each + outside * item)
 
 
 def _token_bytes(config: ModelConfig, item: int) -> int:

@@ -69,11 +69,11 @@ def exact(codes: Codes, x: Tensor) -> Tensor:
 )
 def test_codes(kind: str, rows: int, columns: int, group: int) -> None:
     codes = make_codes(kind, rows, columns, group)
-    matrix = CodesMatrix(codes, torch.float32)
+    matrix = CodesMatrix(codes)
     for tokens in (1, 2, 17):
         x = torch.randn(tokens, columns)
         expected = exact(codes, x)
-        assert (matrix(x) - expected).norm() <= 1e-5 * expected.norm()
+        assert (matrix(x, torch.float32) - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", ["signed", "int4", "int4 zeros", "minima", "int3", "ordered"])
@@ -82,19 +82,19 @@ def test_torchs_int4_product(kind: str, group: int) -> None:
     """Activations, scales and results in bf16: 8 bits of precision each."""
     columns = 576 if group == 96 else 512
     codes = make_codes(kind, 128, columns, group)
-    matrix = make_matrix(codes, torch.float32)
+    matrix = make_matrix(codes)
     assert isinstance(matrix, Int4Matrix)
     for tokens in (1, 3, 40):
         x = torch.randn(tokens, columns)
         expected = exact(codes, x)
-        y = matrix(x)
+        y = matrix(x, torch.float32)
         assert y.dtype is torch.float32 and (y - expected).norm() <= 8e-3 * expected.norm()
 
 
 def test_what_torchs_int4_product_does_not_take() -> None:
     for codes in (make_codes("table", 64, 256, 64), make_codes("int4", 64, 256, 16), make_codes("int4", 63, 256, 64),
                   make_codes("uint8 zeros", 64, 256, 64), make_codes("int4", 64, 96, 64)):  # fmt: skip
-        assert isinstance(make_matrix(codes, torch.float32), CodesMatrix)
+        assert isinstance(make_matrix(codes), CodesMatrix)
 
 
 def test_every_code_of_e4m3() -> None:
@@ -102,14 +102,14 @@ def test_every_code_of_e4m3() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes[127], codes[255] = 0, 0
     stored = codes.view(torch.float8_e4m3fn).view(16, 16)
-    matrix = CodesMatrix(Codes(stored, torch.ones(16, 1), 16, 8), torch.float32)
-    assert torch.equal(matrix(torch.eye(16)).t(), stored.float())
+    matrix = CodesMatrix(Codes(stored, torch.ones(16, 1), 16, 8))
+    assert torch.equal(matrix(torch.eye(16), torch.float32).t(), stored.float())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_kept_is_quantised(kind: str) -> None:
     for make in (CodesMatrix, make_matrix):
-        matrix = make(make_codes(kind, 1024, 1024, 128), torch.float32)
+        matrix = make(make_codes(kind, 1024, 1024, 128))
         size = sum(p.numel() * p.element_size() for p in matrix.parameters())
         bits = 8 * size / (1024 * 1024)
         assert bits <= (8.8 if kind in ("uint8 zeros", "int8", "e4m3", "e5m2") else 4.8), bits
@@ -203,13 +203,13 @@ def test_what_products_with_codes_cost() -> None:
     torch.set_num_threads(1)
     try:
         weight = torch.randn(shape).t().contiguous().t()
-        matrices = {kind: make_matrix(make_codes(kind, *shape, 128), torch.float32) for kind in KINDS}
+        matrices = {kind: make_matrix(make_codes(kind, *shape, 128)) for kind in KINDS}
         for tokens in (1, 4):
             x, best = torch.randn(tokens, shape[1]), dict.fromkeys(("fp32", *KINDS), math.inf)
             for _ in range(15):
                 for kind in best:
                     started = time.perf_counter()
-                    functional.linear(x, weight) if kind == "fp32" else matrices[kind](x)
+                    functional.linear(x, weight) if kind == "fp32" else matrices[kind](x, torch.float32)
                     best[kind] = min(best[kind], time.perf_counter() - started)
             speeds = {kind: best["fp32"] / best[kind] for kind in KINDS}
             print(tokens, "rows:", ", ".join(f"{kind} {speed:.2f}" for kind, speed in speeds.items()))

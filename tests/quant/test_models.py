@@ -95,6 +95,42 @@ def test_what_other_libraries_leave_in_a_checkpoint(tiny_model: Callable[..., Pa
     assert refusal(folder).startswith(f"the checkpoint has {attention}.scale, which")
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8", "fp8_blocks", "awq", "nf4"])
+def test_a_model_does_not_change_with_its_file(kind: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = write(tiny_model("llama"), tmp_path, kind) / "quantized"
+    model = load(folder)
+    before = matrices(model)
+    file = folder / "model.safetensors"
+    with file.open("r+b") as stream:  # in place, as a mapping would see it
+        start = 8 + int.from_bytes(stream.read(8), "little")
+        stream.seek(start)
+        stream.write(bytes(file.stat().st_size - start))
+    for name, after in matrices(model).items():
+        assert torch.equal(after, before[name]), name
+
+
+def test_values_that_mean_nothing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """They are refused by name, where they would else be numbers."""
+    folder = write(tiny_model("llama"), tmp_path / "awq", "awq") / "quantized"
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{Q}.scales"][0, 3] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    assert refusal(folder) == f"{Q}: scales hold what is no finite number: download the checkpoint again"
+    folder = write(tiny_model("llama"), tmp_path / "int8", "int8") / "quantized"
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "_proj: weight holds codes from -127 to 127, with num_bits 4 they go from -8 to 7: " in refusal(folder)
+    folder = write(tiny_model("llama"), tmp_path / "nf4", "nf4") / "quantized"
+    file, state = folder / "model.safetensors", f"{Q}.weight.quant_state.bitsandbytes__nf4"
+    tensors = load_file(file)
+    for wrong, words in ((torch.tensor(list(b"[1, 2]"), dtype=torch.uint8), "holds a list where an object belongs"),
+                         (torch.tensor(7, dtype=torch.uint8), "has shape [], a list belongs there")):  # fmt: skip
+        save_file(tensors | {state: wrong}, file, {"format": "pt"})
+        assert words in refusal(folder)
+
+
 def refusal(folder: Path, asked: str | None = None) -> str:
     with pytest.raises(ModelError) as caught:
         load(folder, asked)
