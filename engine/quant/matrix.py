@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .codes import Codes
+from .codes import Codes, rows_at_once
 
 SLICE = 1 << 19  # elements that the CPU makes numbers of at a time: they stay in its cache until they are multiplied
 INT4_GROUPS = (256, 128, 64, 32)  # that torch's product takes
@@ -63,7 +63,8 @@ class Int4Matrix(nn.Module):
             codes = codes.regrouped(group)
         self.group = group
         self.order = None if codes.order is None else _weight(codes.order)
-        self.weight = _weight(torch._convert_weight_to_int4pack_for_cpu(codes.codes.int(), 1))
+        parts = codes.codes.split(rows_at_once(codes.shape[1], codes.codes.device))  # int32 is eight times as large
+        self.weight = _weight(torch.cat([torch._convert_weight_to_int4pack_for_cpu(part.int(), 1) for part in parts]))
         summand = _summand(codes)
         shift = 8 * codes.scales - (0 if summand is None else summand)  # torch's: scale · (code - 8) + shift
         self.scales = _weight(torch.stack((codes.scales.t(), shift.t()), dim=2).bfloat16())

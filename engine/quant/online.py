@@ -42,14 +42,12 @@ class Online:
         return {"weight": Stored((rows, columns), FLOATS)}
 
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
-        from .codes import SLICE, Codes, joined
+        from .codes import Codes, joined, rows_at_once
 
         quantize: Callable[[Tensor], Codes] = getattr(import_module(".quantize", __package__), KINDS[self.kind][0])
         weight = tensors["weight"]
-        # Some rows at a time: a row's codes are its own (of blocks, 128 rows'), and on the way there they take ten
-        # times their room.
-        step = max(128, SLICE // columns // 128 * 128)
-        (whole,) = joined([quantize(part) for part in weight.split(step)])
+        # A row's codes are its own; of blocks, those of 128 rows.
+        (whole,) = joined([quantize(part) for part in weight.split(rows_at_once(columns, weight.device))])
         assert isinstance(whole, Codes)
         return whole
 
