@@ -323,6 +323,9 @@ class ServerInfo(Schema):
     num_blocks: int
     memory: dict[str, int] = Field(description="bytes by purpose")
     startup_seconds: dict[str, float]
+    quantization: dict[str, str | int] | None = Field(
+        None, description="method, formats, products, how many matrices are quantized and how many not, bytes"
+    )
     steps: list[EngineStep] = Field(default=[], description="the last ones, where they are asked for; the latest last")
 
 
