@@ -6,7 +6,6 @@ Prefill, chunk, decode, prefix hit and resuming after a preemption are all that 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -23,8 +22,6 @@ from .request import FinishReason, Request, Status
 from .roster import Roster
 from .sharing import Sharing
 from .step import Step
-
-logger = logging.getLogger(__name__)
 
 Logprobs = list[TokenLogprobs] | None
 
@@ -228,13 +225,6 @@ class Scheduler:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self.preempted.append(victim.id)
-        if self.num_preemptions & (self.num_preemptions - 1) == 0:
-            logger.warning(
-                "KV cache full (%d blocks): request %d preempted, to be recomputed later; %d preemptions so far. Raise "
-                "--gpu-memory-utilization or --kv-cache-memory-bytes, or lower --max-num-seqs or "
-                "--max-num-batched-tokens",
-                self.config.num_blocks - 1, victim.id, self.num_preemptions,
-            )  # fmt: skip
 
     def postpone(self, requests: Iterable[Request]) -> None:
         """Of the newest step, which nothing is in flight before or behind, these are to sample nothing yet: their last

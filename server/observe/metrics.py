@@ -13,6 +13,7 @@ from ..generation.choice import Choice
 from ..generation.generation import Generation
 from ..histogram import COMPILE, Histogram
 from ..options.config import ServerConfig
+from .preemptions import Preemptions
 from .throughput import Throughput
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Metrics:
         self.iteration_tokens = Histogram(ITERATION)
         self.grammars: GrammarCounts | GrammarService = GrammarCounts()
         client.stats_listeners.append(self._step)
+        self.preemptions = Preemptions(client)
         self.throughput = Throughput(client, self.tokens, config.log_stats_interval, log=not config.disable_log_stats)
 
     def tokens(self) -> tuple[int, int]:

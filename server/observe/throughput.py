@@ -59,10 +59,11 @@ class Throughput:
             "waiting": stats.num_waiting,
             "kv_cache_usage": round((stats.num_blocks - stats.num_free_blocks) / max(1, stats.num_blocks), 4),
             "prefix_cache_hit_rate": round(hits / queries, 4) if queries > 0 else 0.0,
+            "preemptions": stats.num_preemptions,
         }
         logger.info(
             "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
-            "Waiting: %d reqs, GPU KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
+            "Waiting: %d reqs, GPU KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%, Preemptions: %d",
             *self._rates, stats.num_running, stats.num_waiting, 100 * fields["kv_cache_usage"],
-            100 * fields["prefix_cache_hit_rate"], extra={"fields": fields},
+            100 * fields["prefix_cache_hit_rate"], stats.num_preemptions, extra={"fields": fields},
         )  # fmt: skip

@@ -20,6 +20,7 @@ from ..generation.choice import Prompt, TextOptions
 from ..generation.embedding import resolve_embeddings
 from ..generation.sampling import resolve, text_options
 from ..grammar.tools import definitions
+from ..observe.preemptions import Preemptions
 from ..options.keywords import from_keywords, in_keywords
 from ..text.spelled import unmarked
 from ..text.tokenizer import TextModel, load_text_model
@@ -96,6 +97,7 @@ class LLM:
         except BaseException:
             self.close()
             raise
+        self._preemptions = Preemptions(self._engine.client)
         self._request_ids = itertools.count()
 
     def __repr__(self) -> str:

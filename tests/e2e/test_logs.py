@@ -135,7 +135,8 @@ def test_stats_line_while_busy_only(log: Log, until: Any) -> None:
         chat(log.url, "Count from 1 to 9.")
         seen = next((line for line in log.lines()[::-1] if line["logger"] == "vserve.stats"), seen)
     assert seen["message"].startswith("Avg prompt throughput: ") and " tokens/s, Running: " in seen["message"]
-    assert "GPU KV cache usage: " in seen["message"] and seen["message"].endswith("%")
+    assert "GPU KV cache usage: " in seen["message"] and seen["message"].endswith("%, Preemptions: 0")
+    assert seen["preemptions"] == 0
     assert seen["generation_tokens_per_second"] > 0 and seen["running"] >= 0
 
     def is_quiet() -> bool:

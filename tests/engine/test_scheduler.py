@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import subprocess
 import sys
 import time
@@ -479,19 +478,6 @@ def test_prompt_that_the_cache_can_never_hold_ends_with_an_error() -> None:
     engine.add(2, range(9))
     engine.add(3, range(2))
     assert {output.id for output in engine.step()} == {2, 3}
-
-
-def test_preemption_warns_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(num_blocks=12, enable_prefix_caching=False)
-    with caplog.at_level(logging.WARNING, logger="vserve.engine.scheduler"):
-        for id in range(30):
-            engine.add(id, [id] * 3, max_tokens=20)
-        while engine.scheduler.has_unfinished():
-            engine.step()
-    count = engine.scheduler.num_preemptions
-    assert count > 4 and len(caplog.records) == count.bit_length()
-    for word in ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--max-num-seqs", "11 blocks", "4 preemptions"):
-        assert word in caplog.records[2].getMessage()
 
 
 # ---- results ----
