@@ -49,11 +49,28 @@ def test_the_first_curl_of_readme(base_url: str) -> None:
     assert told(answer) == told(shown)
 
 
+def joined(events: list[Any]) -> list[Any]:
+    """With neighbours that carry nothing but text as one: tokens that are read at one moment share an event."""
+
+    def text(event: Any) -> str | None:
+        (choice,) = event["choices"] or [{"delta": {}}]
+        only = choice["delta"].keys() == {"content"} and choice["finish_reason"] is None
+        return choice["delta"]["content"] if only else None
+
+    found: list[Any] = []
+    for event in events:
+        if found and text(event) is not None and text(found[-1]) is not None:
+            found[-1]["choices"][0]["delta"]["content"] += text(event)
+        else:
+            found.append(event)
+    return found
+
+
 def test_the_stream_of_the_page_on_the_api(base_url: str) -> None:
     def events(text: str) -> list[Any]:
         *chunks, done, end = text.split("\n\n") if text.endswith("\n\n") else [*text.rstrip("\n").split("\n\n"), ""]
         assert (done, end) == ("data: [DONE]", "")
-        return [told(json.loads(chunk.removeprefix("data: "))) for chunk in chunks]
+        return joined([told(json.loads(chunk.removeprefix("data: "))) for chunk in chunks])
 
     answer, shown = curl("docs/using/api.md", base_url)
     assert events(answer) == events(shown)
