@@ -40,7 +40,7 @@ class Preemptions:
             "running": stats.num_running,
             "kv_blocks": stats.num_blocks,
         }
-        share = info.settings.get("gpu_memory_utilization")
+        share = self._client.config.gpu_memory_utilization
         more = f"--kv-cache-memory-bytes (now {info.memory.get('kv_cache', 0)})"
         if info.device != "cpu":
             more = f"--gpu-memory-utilization (now {share}) or {more}"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vserve import LLM, SamplingParams
+from vserve.engine.config import EngineConfig
 from vserve.engine.messages import EngineStats, StepOutputs
 from vserve.server.observe import preemptions
 from vserve.server.observe.preemptions import Preemptions
@@ -37,10 +38,11 @@ def test_once_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     now = [100.0]
     monkeypatch.setattr(preemptions, "time", SimpleNamespace(monotonic=lambda: now[0]))
     info = SimpleNamespace(
-        settings={"gpu_memory_utilization": 0.8}, memory={"kv_cache": 7}, device="NVIDIA H100", max_num_seqs=64,
+        settings={}, memory={"kv_cache": 7}, device="NVIDIA H100", max_num_seqs=64,
         max_num_batched_tokens=512,
     )  # fmt: skip
-    client: Any = SimpleNamespace(info=info, stats_listeners=[])
+    config = EngineConfig("m", gpu_memory_utilization=0.8)  # what was asked for: no other setting becomes of it
+    client: Any = SimpleNamespace(info=info, config=config, stats_listeners=[])
     watch = Preemptions(client)
     (step,) = client.stats_listeners
     stats = EngineStats(num_running=9, num_blocks=30)
