@@ -107,6 +107,7 @@ def load_model(
             "not of one model, download both again"
         )
     bare = "embed_tokens.weight" in headers  # saved without its head, as embedding models are
+    prefix = "model." if bare else ""  # what the names lack at their beginning
     if bare and not config.tie_word_embeddings:
         logger.warning("the checkpoint has no output matrix: embeddings are fine, but generated text means nothing")
         config = dataclasses.replace(config, tie_word_embeddings=True)
@@ -114,10 +115,8 @@ def load_model(
         config = dataclasses.replace(config, tie_word_embeddings=False)  # it is quantised, so not the embedding's
     with torch.no_grad():
         model = CausalLM(config, place, max_model_len)
-        holders = choose_formats(
-            model, None if checkpoint is None else _by_module(model, headers, "model." if bare else "")
-        )
-        loads = [] if checkpoint is None else _match(model, checkpoint, "model." if bare else "")
+        holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
+        loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
         for holder in holders:
             holder.create()
         if checkpoint is None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..quant.codes import decoded
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from .linear import Linear
 from .staging import copy_weight
@@ -39,8 +40,8 @@ class Embedding(nn.Module):
         if self._format is None:
             copy_weight(self.weight, tensors["weight"])
         else:
-            on_device = {suffix: tensor.to(self.place.device) for suffix, tensor in tensors.items()}
-            self.weight.copy_(self._format.decode(on_device, *self.size).numbers(self.place.dtype))
+            codes = decoded(self._format, tensors, *self.size, self.place.device)
+            self.weight.copy_(codes.numbers(self.place.dtype))
 
     def finish(self) -> None:
         pass

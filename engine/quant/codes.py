@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .format import Format
 
 
 def rows_at_once(columns: int, device: torch.device) -> int:
@@ -122,6 +126,11 @@ class Codes:
     def _by_column(self, values: Tensor) -> Tensor:
         """[N, ceil(K / group)] → [N, K]."""
         return values.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
+
+
+def decoded(format: Format, tensors: Mapping[str, Tensor], rows: int, columns: int, device: torch.device) -> Codes:
+    """What `format` makes of a matrix's tensors, on that device. Raises ModelError for wrong values."""
+    return format.decode({suffix: tensor.to(device) for suffix, tensor in tensors.items()}, rows, columns)
 
 
 def joined(parts: Sequence[Codes | Tensor]) -> list[Codes | Tensor]:

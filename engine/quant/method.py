@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...kernels.activation import silu_mul
 from ..layers.unquantized import Unquantized
 from ..layers.weights import LinearShape
-from .codes import Codes, joined
+from .codes import Codes, decoded, joined
 from .format import DUMMY_STD, FLOATS, Format, Stored
 from .matrix import FloatMatrix, make_matrix
 
@@ -36,8 +36,7 @@ class Dequantized(Unquantized):
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
         if (format := self.formats.get(part)) is not None:
             place, bias = self.shape.place, {name: tensors[name] for name in ("bias",) if name in tensors}
-            on_device = {suffix: tensor.to(place.device) for suffix, tensor in tensors.items()}
-            codes = format.decode(on_device, self.shape.parts[part], self.shape.in_features)
+            codes = decoded(format, tensors, self.shape.parts[part], self.shape.in_features, place.device)
             tensors = {"weight": codes.numbers(place.dtype), **bias}
         super().load(part, tensors)
 
@@ -67,8 +66,7 @@ class Quantized(nn.Module):
         if format is None:
             self._take(part, self._share(part, tensors["weight"]).to(place.device, place.dtype))
             return
-        on_device = {suffix: tensor.to(place.device) for suffix, tensor in tensors.items()}
-        codes = format.decode(on_device, self.shape.parts[part], self.shape.in_features)
+        codes = decoded(format, tensors, self.shape.parts[part], self.shape.in_features, place.device)
         self._take(part, self._cut(part, codes))
 
     def randomize(self, generator: torch.Generator) -> None:
