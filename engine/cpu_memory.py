@@ -35,8 +35,7 @@ def step_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seqs: in
 
 def _width(layer: LayerSpec) -> int:
     """Values of a token that its widest block has at once."""
-    attention = layer.attention
-    return max((2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim, 3 * layer.mlp.inner)
+    return max(layer.attention.width, layer.mlp.width)
 
 
 def row_bytes(max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int) -> int:
@@ -55,7 +54,7 @@ def check_rows(
     block_size: int,
 ) -> None:
     """Raises ConfigError where rows and steps alone are more than the machine has: before they are made."""
-    groups = 1 + max(spec.group for spec in model.kv_specs())
+    groups = 1
 
     def needed(seqs: int) -> tuple[int, int]:
         tokens = seqs if max_num_batched_tokens == max_num_seqs else max_num_batched_tokens  # it may have followed

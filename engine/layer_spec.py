@@ -3,43 +3,149 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from .rope_config import RopeConfig
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 
 
 @dataclass(frozen=True)
 class KVSpec:
     """What one layer keeps of a token: `num_kv_heads` keys of `head_dim` and values of `value_dim` elements."""
 
-    kind: str  # "full"; a layer with a sliding window keeps all keys too and masks them
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    group: int = 0  # index of the KV group: layers of a group share block tables
+    window: int = 0  # a query sees the last `window` keys, its own included; 0 = all
+    shared: bool = False  # the values are the first elements of the keys, and stored once (latent attention)
+
+    @property
+    def token_elements(self) -> int:
+        return self.num_kv_heads * (self.head_dim + (0 if self.shared else self.value_dim))
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal attention, `num_heads` queries over `num_kv_heads` keys and values, all of `head_dim`, rotated whole."""
+    """Causal attention, `num_heads` queries over `num_kv_heads` keys and values, all of `head_dim`."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rope: RopeConfig | None  # how positions are rotated; None: not at all
     window: int = 0  # a query sees the last `window` keys, its own included; 0 = all
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: bool = False  # an RMS norm over every query and key head, before the rotation
+    # An RMS norm before the rotation, over every query and key head, or over all queries and over all keys ("width").
+    qk_norm: Literal["", "head", "width"] = ""
+    scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
+    soft_cap: float = 0.0  # scores become cap · tanh(score / cap); 0: they do not
+    sinks: bool = False  # a learned logit a head in the softmax's denominator
+    fused: bool = False  # the file has q, k and v in one matrix, in this order
+
+    @property
+    def kv(self) -> KVSpec:
+        """What is kept of a token, by all ranks together."""
+        return KVSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.window)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token takes at most at one moment, beside the residual stream."""
+        return (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): all heads read one compressed key a token."""
+
+    num_heads: int
+    q_rank: int  # of the compressed query; 0: queries are projected at once
+    kv_rank: int
+    nope_dim: int  # of a query head: what is not rotated
+    rope_dim: int
+    value_dim: int
+    rope: RopeConfig
+    scale: float
+    bias: bool = False
+    window: int = 0
+
+    @property
+    def kv(self) -> KVSpec:
+        return KVSpec(1, self.kv_rank + self.rope_dim, self.kv_rank, self.window, shared=True)
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rope_dim
+
+    @property
+    def width(self) -> int:
+        head = self.nope_dim + self.rope_dim + self.kv_rank + self.rope_dim + self.kv_rank + self.value_dim
+        return self.q_rank + self.num_heads * head
 
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """A gated MLP: down(silu(gate(x)) · up(x)) with `inner` gates."""
+    """A gated MLP: down(act(gate(x)) · up(x)) with `inner` gates; without gate: down(act(up(x)))."""
 
     inner: int
-    bias: bool = False  # of all three
+    bias: bool = False  # of all
+    activation: Activation = "silu"
+    gated: bool = True
+    fused: bool = False  # the file has gate and up in one matrix, in this order
+
+    @property
+    def width(self) -> int:
+        return 3 * self.inner
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """Which experts a token goes to, and with which weights."""
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid", "none"] = "softmax"  # of the router's logits, before the choice
+    bias: bool = False  # of the router's product
+    correction: bool = False  # a bias an expert, fp32, that counts for the choice and not for the weights
+    num_groups: int = 1  # of experts, of which only the best kept_groups may be chosen from
+    kept_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"  # a group's best expert, or the sum of its best two
+    softmax_chosen: bool = False  # the weights are a softmax over what was chosen
+    renormalize: bool = False  # the weights are divided by their sum
+    factor: float = 1.0  # and multiplied by this
+    fp32: bool = False  # the router's product is one of fp32 numbers
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """A mixture of experts, each an MLP of `inner` gates; `shared_inner`: of the expert that every token goes to."""
+
+    inner: int
+    routing: RoutingSpec
+    shared_inner: int = 0
+    shared_gate: bool = False  # the shared expert's result is multiplied by the sigmoid of one more product
+    bias: bool = False  # of all products of the experts
+    activation: Literal["silu", "clamped"] = "silu"  # clamped: gpt-oss's
+    # The file has all experts of a layer in one tensor: "stacked" [E, N, K], "transposed" [E, K, N].
+    stored: Literal["", "stacked", "transposed"] = ""
+
+    @property
+    def width(self) -> int:
+        return 3 * (self.routing.top_k * self.inner + self.shared_inner)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     """Of one decoder layer. Another kind of attention or of MLP is another type in its place."""
 
-    attention: AttentionSpec
-    mlp: MLPSpec
+    attention: AttentionSpec | LatentAttentionSpec
+    mlp: MLPSpec | MoESpec
+    # Where norms are: before attention and MLP ("pre"), after each ("post"), before and after ("both"), or one before
+    # both, which are added to the residual together ("parallel").
+    norms: Literal["pre", "post", "both", "parallel"] = "pre"
+    residual_scale: float = 1.0  # of what attention and MLP add to the residual stream

@@ -15,11 +15,11 @@ class RawConfig:
     """
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self._values, self._defaults = values, defaults
+        self.values, self._defaults = values, defaults
 
     def get(self, key: str) -> Any:
         default = self._defaults[key]
-        return self._values.get(key, default)
+        return self.values.get(key, default)
 
     def optional_count(self, key: str) -> int | None:
         """A whole number above 0, or null. Raises ModelError."""
@@ -34,7 +34,7 @@ class RawConfig:
 
     def number(self, key: str) -> float:
         """A number above 0; null is the default. Raises ModelError."""
-        return number(self._values, key, self._defaults[key])
+        return number(self.values, key, self._defaults[key])
 
 
 def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:

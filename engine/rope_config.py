@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class RopeConfig:
     truncate: bool = True
 
 
-def read_rope(raw: dict[str, Any], max_position: int) -> RopeConfig:
+def read_rope(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
     """`rope_scaling` with `rope_theta` beside it (old), or `rope_parameters` with it inside (transformers 5)."""
     values = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):

@@ -105,7 +105,7 @@ class ModelRunner:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.specs: list[KVSpec] = model.kv_specs()
-        self.num_groups = 1 + max(spec.group for spec in self.specs)
+        self.num_groups = 1
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.workspace = self._make_workspace() if device.type == "cuda" else None
         self.graphs: StepGraphs | None = None
@@ -221,7 +221,7 @@ class ModelRunner:
             spec, shape = layer.spec, (num_blocks, self.block_size, layer.spec.num_kv_heads)
             keys = torch.zeros(*shape, spec.head_dim, dtype=dtype, device=self.device)
             values = torch.zeros(*shape, spec.value_dim, dtype=dtype, device=self.device)
-            layer.bind(PagedCache(keys, values, self.tables.block_tables[spec.group]))
+            layer.bind(PagedCache(keys, values, self.tables.block_tables[0]))
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one block over all layers."""

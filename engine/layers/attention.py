@@ -71,12 +71,13 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.layer = num_heads, layer
         self.rotary, self.scoring, self.q_norm, self.k_norm = rotary, scoring, q_norm, k_norm
-        self.spec = KVSpec("full", num_kv_heads, head_dim, value_dim or head_dim)
+        self.spec = KVSpec(num_kv_heads, head_dim, value_dim or head_dim, scoring.window)
         self.cache: PagedCache | None = None
+        self.group = 0
 
-    def bind(self, cache: PagedCache | None) -> None:
-        """Use this cache, with the block table of the layer's KV group; None takes it away."""
-        self.cache = cache
+    def bind(self, cache: PagedCache | None, group: int = 0) -> None:
+        """Use this cache, with the block table of this KV group; None takes it away."""
+        self.cache, self.group = cache, group
 
     def forward(
         self,
@@ -94,9 +95,9 @@ class Attention(nn.Module):
 
         Without a cache (the memory profiling run) nothing is attended to: zeros of the right shape.
         """
-        num_tokens, spec, cache = query.shape[0], self.spec, self.cache
+        cache = self.cache
         if cache is None:
-            return query.new_zeros(num_tokens, self.num_heads * spec.value_dim)
+            return query.new_zeros(query.shape[0], self.num_heads * self.spec.value_dim)
         q_norm, k_norm = self.q_norm, self.k_norm
         rope_write_kv(
             query,
@@ -106,13 +107,17 @@ class Attention(nn.Module):
             self.rotary.cos_sin,
             cache.keys,
             cache.values,
-            batch.slots[spec.group],
+            batch.slots[self.group],
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
         )
-        out = query.new_empty(num_tokens, self.num_heads, spec.value_dim)
-        scoring = self.scoring
+        return self.attend(query, cache, batch, last_only)
+
+    def attend(self, query: Tensor, cache: PagedCache, batch: AttentionBatch, last_only: bool = False) -> Tensor:
+        """query [T, H, D], rotated where it has to be → [T, H·Dv]; the step's keys and values are in the cache."""
+        num_tokens, scoring = query.shape[0], self.scoring
+        out = query.new_empty(num_tokens, self.num_heads, self.spec.value_dim)
         work = batch.last_work if last_only else batch.prefill_work
         if batch.beside and batch.num_decodes >= MIN_DECODES and supports(query, cache, scoring, out):
             attend_beside(

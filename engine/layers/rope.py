@@ -13,10 +13,14 @@ from ..rope_config import RopeConfig
 class RotaryEmbedding:
     """One table of cosines and sines for all layers of a head size.
 
-    cos_sin: fp32 [max_len, head_dim]: row p holds cos(p·f) for the head_dim/2 frequencies f, then sin(p·f).
+    cos_sin: fp32 [max_len, head_dim]: row p holds cos(p·f) for the head_dim/2 frequencies f, then sin(p·f). Without
+    rope it is [max_len, 2] and turns the first pair by nothing.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_len: int, device: torch.device) -> None:
+    def __init__(self, rope: RopeConfig | None, head_dim: int, max_len: int, device: torch.device) -> None:
+        if rope is None:
+            self.cos_sin = torch.tensor([1.0, 0.0], device=device).expand(max_len, 2).contiguous()
+            return
         if device.type == "meta":  # nothing is computed, and config.json may name any size
             self.cos_sin = torch.empty(max_len, head_dim, device=device)
             return

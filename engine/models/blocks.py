@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from ...kernels.attention_inputs import Scoring
-from ..layer_spec import AttentionSpec, KVSpec, LayerSpec, MLPSpec
+from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.linear import Linear
@@ -94,6 +94,22 @@ class MLP(nn.Module):
         return self.down.add_to(residual, self.gate_up.silu_mul(x))
 
 
+def make_attention(
+    spec: AttentionSpec | LatentAttentionSpec,
+    config: ModelConfig,
+    layer: int,
+    rotary: RotaryEmbedding,
+    place: Placement,
+) -> AttentionBlock:
+    assert isinstance(spec, AttentionSpec), "there is no latent attention yet"
+    return AttentionBlock(spec, config, layer, rotary, place)
+
+
+def make_mlp(spec: MLPSpec | MoESpec, hidden: int, place: Placement) -> MLP:
+    assert isinstance(spec, MLPSpec), "there are no mixtures yet"
+    return MLP(spec, hidden, place)
+
+
 class DecoderLayer(nn.Module):
     """Pre-norm residual layer: attention, then MLP. The residual stream travels beside the activations, so that each
     addition is fused with the norm that follows it, or with the product before."""
@@ -103,9 +119,9 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, place)
-        self.attention = AttentionBlock(spec.attention, config, layer, rotary, place)
+        self.attention = make_attention(spec.attention, config, layer, rotary, place)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, place)
-        self.mlp = MLP(spec.mlp, config.hidden_size, place)
+        self.mlp = make_mlp(spec.mlp, config.hidden_size, place)
 
     def weight_map(self, prefix: str) -> WeightMap:
         return {
@@ -145,11 +161,11 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, place: Placement, max_len: int) -> None:
         super().__init__()
         self.config, self.place = config, place
-        head_dims = {spec.attention.head_dim for spec in config.layers}
-        self.rotary = {dim: RotaryEmbedding(config.rope, dim, max_len, place.device) for dim in head_dims}
+        rotations = {(spec.attention.rope, spec.attention.rotary_dim) for spec in config.layers}
+        self.rotary = {pair: RotaryEmbedding(*pair, max_len, place.device) for pair in rotations}
         self.embedding = Embedding(config.vocab_size, config.hidden_size, place)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, config, index, self.rotary[spec.attention.head_dim], place)
+            DecoderLayer(spec, config, index, self.rotary[spec.attention.rope, spec.attention.rotary_dim], place)
             for index, spec in enumerate(config.layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, place)

@@ -13,6 +13,7 @@ from typing import Any
 from ..layer_spec import AttentionSpec, LayerSpec, MLPSpec
 from ..model_file import ModelError
 from ..raw_config import RawConfig
+from ..rope_config import read_rope
 
 MAX_LAYERS = 4096
 
@@ -47,7 +48,8 @@ def attention_spec(raw: RawConfig, *, bias: bool = False) -> AttentionSpec:
         )
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim is {head_dim}, rotary embedding needs an even one: correct the file")
-    return AttentionSpec(heads, kv_heads, head_dim, qkv_bias=bias, output_bias=bias)
+    rope = read_rope(raw.values, raw.count("max_position_embeddings"))
+    return AttentionSpec(heads, kv_heads, head_dim, rope, qkv_bias=bias, output_bias=bias)
 
 
 def mlp_spec(raw: RawConfig, *, bias: bool = False) -> MLPSpec:

@@ -103,7 +103,7 @@ def _weight_bytes(config: ModelConfig, item: int, stored: int, on_card: bool) ->
 
 def _token_bytes(config: ModelConfig, item: int) -> int:
     """Of the cache."""
-    return sum(2 * layer.attention.num_kv_heads * layer.attention.head_dim * item for layer in config.layers)
+    return sum(layer.attention.kv.token_elements * item for layer in config.layers)
 
 
 def _from_hub_cache(engine: EngineConfig) -> Path | None:

@@ -155,13 +155,13 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
             assert attention.qkv_bias == any(name.endswith("q_proj.bias") for name in names)
             assert attention.output_bias == any(name.endswith("o_proj.bias") for name in names)
             assert layer.mlp.bias == any(name.endswith("up_proj.bias") for name in names)
-            assert attention.qk_norm == any("q_norm" in name for name in names)
+            assert bool(attention.qk_norm) == any("q_norm" in name for name in names)
         assert count_parameters(config) == sum(weight.numel() for weight in theirs.parameters())
         ours = CausalLM(config, Placement(torch.float16, torch.device("cpu")), max_len=8)
         for holder in choose_formats(ours):
             holder.create()
         assert count_parameters(config) == sum(weight.numel() for weight in ours.parameters())
-        assert ours.kv_specs() == [KVSpec("full", 2, attention.head_dim, attention.head_dim)] * 3
+        assert ours.kv_specs() == [KVSpec(2, attention.head_dim, attention.head_dim, attention.window)] * 3
 
 
 def test_every_family_is_tested_here() -> None:
