@@ -11,6 +11,7 @@ from .llama import LLAMA
 from .mistral import MISTRAL
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .refused import refusal
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
@@ -28,6 +29,8 @@ def find_family(raw: Mapping[str, Any]) -> Family:
         for known in (name, f"{str(name).removesuffix('Model')}ForCausalLM"):  # the second: an embedding model's
             if known in _BY_ARCHITECTURE:
                 return _BY_ARCHITECTURE[known]
+    if (line := refusal(names)) is not None:
+        raise ModelError(line)
     raise ModelError(
         f"architecture {names[0] or 'unnamed'} is not supported: serve one of {', '.join(_BY_ARCHITECTURE)}"
     )

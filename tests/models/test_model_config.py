@@ -191,10 +191,11 @@ def test_dtype_of_a_silent_config_is_that_of_the_weights(tmp_path: Path, tiny_mo
     ("keys", "message"),
     [
         (
-            {"architectures": ["BertModel"]},
-            "architecture BertModel is not supported: serve one of LlamaForCausalLM, MistralForCausalLM, "
+            {"architectures": ["NoSuchModel"]},
+            "architecture NoSuchModel is not supported: serve one of LlamaForCausalLM, MistralForCausalLM, "
             "Qwen2ForCausalLM, Qwen3ForCausalLM",
         ),
+        ({"architectures": ["BertModel"]}, "architecture BertModel is not served: it is an encoder"),
         ({"architectures": None, "model_type": None}, "architecture unnamed is not supported: serve one of Llama"),
         ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', supported is silu: use another model"),
         (
