@@ -203,13 +203,15 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, "reuse the cache blocks of equal prefixes", group="cache")
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens computed in one step (default: 8192 on a card of 70 GB, 2048 on less, 512 on the CPU)",
+        "tokens computed in one step, decodes or not (default: 8192 on a card of 70 GB, 2048 on less, 512 on the CPU, "
+        "of them max_mixed_tokens beside decodes)",
         group="scheduler",
         bounds=POSITIVE,
     )
     max_mixed_tokens: int | None = option(
         None,
-        "tokens computed in a step that also decodes, 0: as in any other (default: 1024 on a GPU, 0 on the CPU)",
+        "tokens computed in a step that also decodes, 0: as in any other (default: 1024 on a GPU, 0 on the CPU and "
+        "where max_num_batched_tokens is given)",
         group="scheduler",
         bounds=UNLIMITED,
     )

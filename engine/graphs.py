@@ -16,10 +16,12 @@ from .batch import WANTED, Batch, BatchBuilder, Shape, header_width
 from .plan import StepPlan
 from .scheduler import FEW_DECODES
 
+MIXED_TOKENS = (128, 256, 512, 768, 1024)
 MIXED_DECODE_ROWS = (0, 16, 32, 64, 128, 256, 512)
 MIXED_PREFILL_ROWS = 16
-# Steps of many tokens, for long queues: coarser, since there the host's time matters less. Steps of more than these, of
-# prompts only, are launched kernel by kernel: the GPU is so long at it that padding would cost more.
+# Steps of many tokens, for long queues: coarser, since there the host's time matters less. Steps of more than these
+# are launched kernel by kernel: the GPU is so long at it that padding would cost more.
+LARGE_TOKENS = (2048, 4096)
 LARGE_DECODE_ROWS = (0, 64, 256, 512)
 LARGE_PREFILL_ROWS = 64
 LARGE_PADDING = 1.1  # of their tokens; with more, launching kernel by kernel is faster
@@ -40,6 +42,17 @@ def decode_sizes(largest: int) -> list[int]:
     return sorted({*(size for size in sizes if size <= largest), largest})
 
 
+def mixed_sizes(max_mixed_tokens: int, large_mixed_tokens: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """(tokens of small graphs, tokens of large ones) for steps with prompts. The scheduler's limits are among them, as
+    it plans so many whenever enough prompts wait; those beyond LARGE_TOKENS are launched kernel by kernel."""
+    if not max_mixed_tokens:
+        return [], list(large_mixed_tokens)
+    small = min(max_mixed_tokens, MIXED_TOKENS[-1])
+    sizes = [*(n for n in MIXED_TOKENS if n < small), small, small + FEW_DECODES]
+    limits = (n for n in (*LARGE_TOKENS, max_mixed_tokens) if small < n <= min(max_mixed_tokens, LARGE_TOKENS[-1]))
+    return sizes, sorted({*large_mixed_tokens, *(n + FEW_DECODES for n in limits)})
+
+
 class StepGraphs:
     """An explicit table from padded shapes to graphs: steps that only decode, and steps with some prompt tokens too."""
 
@@ -56,11 +69,7 @@ class StepGraphs:
         self.decodes = decode_sizes(max_decodes)
         self.mixed_decodes = sorted({min(rows, max_decodes) for rows in MIXED_DECODE_ROWS})
         self.large_decodes = sorted({min(rows, max_decodes) for rows in LARGE_DECODE_ROWS})
-        self.mixed_tokens: list[int] = []
-        self.large_tokens = list(large_mixed_tokens)
-        if max_mixed_tokens:
-            sizes = [n for n in (128, 256, 512, 768) if n < max_mixed_tokens]
-            self.mixed_tokens = [*sizes, max_mixed_tokens, max_mixed_tokens + FEW_DECODES]
+        self.mixed_tokens, self.large_tokens = mixed_sizes(max_mixed_tokens, large_mixed_tokens)
         self._graphs: dict[Shape, StepGraph] = {}
 
     def shapes(self) -> list[Shape]:

@@ -65,6 +65,11 @@ class Resolved:
         return self.machine.device
 
     @property
+    def mixed_step(self) -> int:
+        """Most tokens of a step with prompts beside decodes, where no long queue waits."""
+        return min(self.max_mixed_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
+    @property
     def uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.enforce_eager
 
@@ -199,12 +204,26 @@ def resolve_limits(config: EngineConfig, machine: Machine) -> tuple[int, int, tu
 
 
 def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int) -> int:
-    """Without chunked prefill a prompt needs a whole step, whoever decodes beside it."""
+    """Without chunked prefill a prompt needs a whole step, whoever decodes beside it. Whoever names the tokens of a
+    step means mixed steps too."""
     if not config.enable_chunked_prefill:
         return 0
     if config.max_mixed_tokens is not None:
         return config.max_mixed_tokens
-    return 0 if device == "cpu" else min(1024, max_num_batched_tokens)
+    if device == "cpu" or config.max_num_batched_tokens is not None:
+        return 0
+    return min(1024, max_num_batched_tokens)
+
+
+def step_limits(config: EngineConfig, found: Resolved) -> str:
+    """For the log: which of the options that limit a step acts. "" where none was given."""
+    if config.max_num_batched_tokens is None and config.max_mixed_tokens is None:
+        return ""
+    most = f"a step computes at most {found.max_num_batched_tokens} tokens"
+    if found.mixed_step == found.max_num_batched_tokens:
+        return f"{most}, beside decodes as well (--max-num-batched-tokens)"
+    waiting = f", up to {found.large_mixed_tokens[-1]} while many prompts wait" if found.large_mixed_tokens else ""
+    return f"{most} (--max-num-batched-tokens), {found.mixed_step} beside decodes (--max-mixed-tokens){waiting}"
 
 
 def large_mixed_tokens(

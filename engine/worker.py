@@ -22,7 +22,7 @@ from .models.model import Model
 from .overrides import read_model_config
 from .quant.described import describe, told
 from .request import SamplingParams
-from .resolved import Fitted, Machine, Resolved, resolve
+from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ class Worker:
             model_config = read_model_config(path, config)
             asked = resolve(config, model_config, machine)
             _warn(asked.notices)
+            if limits := step_limits(config, asked):
+                logger.info("%s", limits)
             if note := getattr(model_config.quantization, "note", None):
                 logger.warning("--quantization %s: %s", config.quantization, note)
         with self._phase("weights"):
@@ -123,7 +125,7 @@ def take_memory(runner: ModelRunner, config: EngineConfig, settings: Resolved) -
     graphs = None
     if settings.uses_graphs:
         graphs = runner.plan_graphs(
-            settings.max_cudagraph_capture_size, settings.max_mixed_tokens, settings.large_mixed_tokens
+            settings.max_cudagraph_capture_size, settings.mixed_step, settings.large_mixed_tokens
         )
     plan = plan_memory(
         runner, config, settings.dtype, settings.max_num_batched_tokens, graphs.shapes() if graphs else ()

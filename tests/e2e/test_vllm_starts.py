@@ -130,3 +130,13 @@ def test_no_windows_and_every_logprob(tiny_model: Any) -> None:
         assert len(position) == 300
         total = sum(float(torch.tensor(one.logprob).exp()) for one in position.values())
         assert abs(total - 1) < 1e-3
+
+
+def test_the_knobs_of_old_notes(tiny_model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    notes = {"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "enforce_eager": True}
+    with started(tiny_model("llama"), use_v2_block_manager=True, tokenizer_pool_size=4, **notes) as llm:
+        assert {name: llm.info.settings[name] for name in notes} == notes
+        assert llm.info.settings["max_mixed_tokens"] == 0, "steps with decodes have the same limit"
+        assert greedy(llm) == expected(tiny_model("llama"))
+    assert "a step computes at most 16 tokens, beside decodes as well (--max-num-batched-tokens)" in caplog.text

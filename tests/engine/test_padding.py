@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vserve.engine import sampler
 from vserve.engine.batch import BatchBuilder, Shape
-from vserve.engine.graphs import MIXED_PREFILL_ROWS, StepGraphs, decode_sizes
+from vserve.engine.graphs import MIXED_PREFILL_ROWS, StepGraphs, decode_sizes, mixed_sizes
 from vserve.engine.layers import attention
 from vserve.engine.memory import WORST_SAMPLING
 from vserve.engine.plan import StepPlan
@@ -125,6 +125,30 @@ def test_long_queues_have_graphs(graphs):
         for total in (2048, 4224, 4000):
             shape = graphs.find(plan(decodes, total - decodes - 1000, 1000))
             assert shape.decode_rows >= decodes and total <= shape.tokens <= 1.1 * total
+
+
+@pytest.mark.parametrize(
+    ("limit", "large", "expected"),
+    [
+        (0, (), ([], [])),
+        (100, (200, 400), ([100, 116], [200, 400])),
+        (512, (), ([128, 256, 512, 528], [])),
+        (1024, (2048, 4224), ([128, 256, 512, 768, 1024, 1040], [2048, 4224])),
+        (2048, (4224, 8192), ([128, 256, 512, 768, 1024, 1040], [2064, 4224, 8192])),
+        (3000, (), ([128, 256, 512, 768, 1024, 1040], [2064, 3016])),
+        (16384, (), ([128, 256, 512, 768, 1024, 1040], [2064, 4112])),
+    ],
+)
+def test_graphs_follow_the_limit_of_mixed_steps(limit, large, expected):
+    """Fine where the host's time counts, whatever the limit: a step of 1,025 tokens is not padded to 16,384."""
+    assert mixed_sizes(limit, large) == expected
+    table = StepGraphs(None, None, 64, limit, large)
+    table._graphs = {shape: shape for shape in table.shapes()}
+    for total in (20, 130, 700, 1040, 1100, 2060, 4100, 16384):
+        if limit and (shape := table.find(plan(10, total - 10))) is not None:
+            assert total <= shape.tokens <= max(128, 2 * total)
+    if 16 < limit <= 4096:
+        assert table.find(plan(16, limit - 16)) is not None, "the step that a queue makes again and again"
 
 
 def test_sizes_are_few_and_end_where_they_must():

@@ -11,7 +11,7 @@ import torch
 from vserve.engine.config import ConfigError, EngineConfig, SchedulerConfig
 from vserve.engine.memory import MemoryPlan
 from vserve.engine.model_config import ModelConfig
-from vserve.engine.resolved import Machine, Resolved, resolve
+from vserve.engine.resolved import Machine, Resolved, resolve, step_limits
 from vserve.kernels import linear_hopper
 
 CPU = Machine(torch.device("cpu"), "cpu", 0, 3)
@@ -80,6 +80,39 @@ def test_without_chunked_prefill_a_step_takes_a_whole_prompt(model: ModelConfig)
     assert (found.max_mixed_tokens, found.large_mixed_tokens) == (0, ())
     assert found.notices == ("max_num_seqs lowered to 500, the value of --max-num-batched-tokens",)
     assert found.fitted(plan(max_model_len=500)).notices == (), "each is said once"
+
+
+@pytest.mark.parametrize(
+    ("options", "mixed", "large", "said"),
+    [
+        ({}, 1024, (2048, 4224), ""),
+        ({"max_num_batched_tokens": 512}, 512, (), "at most 512 tokens, beside decodes as well"),
+        ({"max_num_batched_tokens": 8192}, 8192, (), "at most 8192 tokens, beside decodes as well"),
+        ({"max_num_batched_tokens": 16384}, 16384, (), "at most 16384 tokens, beside decodes as well"),
+        ({"max_mixed_tokens": 256}, 256, (512, 1024), "at most 8192 tokens (--max-num-batched-tokens), 256 beside"),
+        ({"max_mixed_tokens": 256}, 256, (512, 1024), "(--max-mixed-tokens), up to 1024 while many prompts wait"),
+        ({"max_num_batched_tokens": 512, "max_mixed_tokens": 300}, 300, (), "512 tokens (--max-num-b"),
+        (
+            {"max_num_batched_tokens": 512, "max_mixed_tokens": 600},
+            512,
+            (),
+            "at most 512 tokens, beside decodes as well",
+        ),
+    ],
+    ids=str,
+)
+def test_tokens_of_a_step_that_were_named_hold_beside_decodes_too(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], mixed: int, large: tuple[int, ...],
+    said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("vserve.engine.resolved.even_rows", lambda device, rows: {4096: 4224}.get(rows, rows))
+    config = EngineConfig("m", **options)  # type: ignore[arg-type]
+    found = resolve(config, model, CARD)
+    assert (found.mixed_step, found.large_mixed_tokens) == (mixed, large)
+    line = step_limits(config, found)
+    assert (said in line) if said else line == ""
+    expected = min(options.get("max_mixed_tokens", 1 << 20), options.get("max_num_batched_tokens", 512))
+    assert resolve(config, model, CPU).mixed_step == expected
 
 
 @pytest.mark.parametrize(
