@@ -201,6 +201,10 @@ class EngineConfig:
         None, "number of blocks of the KV cache, whatever fits", group="cache", bounds=POSITIVE
     )
     enable_prefix_caching: bool = option(True, "reuse the cache blocks of equal prefixes", group="cache")
+    data_parallel_size: int = option(
+        1, "engines with the same model, each on a card (or a share of the cores) of its own, behind one address",
+        group="parallel", bounds=Bounds(1, 64), short="dp",
+    )  # fmt: skip
     max_num_batched_tokens: int | None = option(
         None,
         "tokens computed in one step, decodes or not (default: 8192 on a card of 70 GB, 2048 on less, 512 on the CPU, "
@@ -262,6 +266,11 @@ class EngineConfig:
         check_options(self)
         self._check_batch()
         self._check_partial_prefills()
+        if self.engine_in_process and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"--engine-in-process has room for one engine, and --data-parallel-size is {self.data_parallel_size}: "
+                "leave one of them out"
+            )
 
     def _check_batch(self) -> None:
         """Here, where both were said: no model has to be read to know that they contradict each other."""

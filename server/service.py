@@ -19,8 +19,8 @@ import uvicorn
 from ..engine import faults, logs
 from ..engine.config import ConfigError, EngineConfig
 from ..engine.messages import EngineInfo, Progress
-from .client.engine_client import EngineClient
 from .client.mailbox import EngineDeadError, ShuttingDownError
+from .client.replicas import make_client
 from .client.watchdog import Watchdog
 from .http.front_door import FrontDoor
 from .http.page import load_page
@@ -67,7 +67,7 @@ class Service:
         self.sources = sources  # of the settings that are no defaults
         self.sock = sock
         self._reporter = reporter
-        self.client = EngineClient(engine_config, restarts=config.engine_restarts)
+        self.client = make_client(engine_config, restarts=config.engine_restarts)
         self.client.death_listeners.append(lambda _: setattr(self.server, "should_exit", True))
         self.front = FrontDoor(self.client, config.root_path, load_page() if config.ui else None)
         self.server = Server(uvicorn_config(self.front, config, self._refused))
@@ -87,8 +87,8 @@ class Service:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._reload)
         serving = asyncio.create_task(self.server.serve(sockets=[self.sock]))
         app = await self._start(serving)
-        watchdog = Watchdog(self.client, stall_timeout=self.config.stall_timeout, hang_timeout=self.config.hang_timeout)
-        watching = asyncio.create_task(watchdog.run())
+        limits = {"stall_timeout": self.config.stall_timeout, "hang_timeout": self.config.hang_timeout}
+        watching = [asyncio.create_task(Watchdog(engine, **limits).run()) for engine in self.client.engines]
         try:
             async with app.router.lifespan_context(app):
                 self.app = self.front.app = app
@@ -101,7 +101,8 @@ class Service:
                 self._reporter.ready(self.client.info, self.config, self.sock, seconds, chats)
                 await serving
         finally:
-            watching.cancel()
+            for watchdog in watching:
+                watchdog.cancel()
             await self.client.close()
             self._unlink()
         if self.client.dead is not None:

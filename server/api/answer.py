@@ -6,9 +6,11 @@ import time
 from functools import partial
 
 import msgspec
-from fastapi import Response
+from fastapi import Request, Response
 
+from ..client.routing import Route
 from ..dialects.events import stream
+from ..errors import bad_request
 from ..generation.admission import Ticket, guess_tokens
 from ..generation.answer import Answer, collect
 from ..generation.choice import Choice, Delta
@@ -69,6 +71,7 @@ async def _admit(dialect: Dialect, arrival: float) -> Ticket:
 async def _submit(dialect: Dialect, ticket: Ticket, arrival: float) -> Generation:
     """Prompts that the engine has, with their clocks running. Whoever gets them must close them."""
     request, body, server = dialect.request, dialect.body, dialect.server
+    route = route_of(request, len(server.client.engines))
     prompts = await dialect.prompts()
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     load = dialect.load(num_tokens)
@@ -87,6 +90,7 @@ async def _submit(dialect: Dialect, ticket: Ticket, arrival: float) -> Generatio
         text=ready.text,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        route=route,
         on_close=None if ready.grammar is None else partial(server.grammars.release, ready.grammar),
     )
     await generation.submit()
@@ -96,6 +100,19 @@ async def _submit(dialect: Dialect, ticket: Ticket, arrival: float) -> Generatio
     request.state.generation = generation  # for whoever looks at the request when it is over
     watch(request, ticket, generation)
     return generation
+
+
+def route_of(request: Request, num_engines: int) -> Route:
+    """Which engine its headers ask for. Raises ApiError (400)."""
+    session, rank = request.headers.get("x-session-id"), request.headers.get("x-data-parallel-rank")
+    if rank is None:
+        return Route(session)
+    if not rank.isascii() or not rank.isdigit() or int(rank) >= num_engines:
+        raise bad_request(
+            f"The header X-data-parallel-rank is {rank!r:.40}, and the engines here are 0 to {num_engines - 1} "
+            "(--data-parallel-size): name one of them, or leave it out."
+        )
+    return Route(session, int(rank))
 
 
 def _deltas(dialect: Dialect, generation: Generation) -> Deltas:

@@ -197,7 +197,7 @@ async def _ask(http: httpx.AsyncClient, line: Line) -> dict[str, Any]:
 @asynccontextmanager
 async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncIterator[httpx.AsyncClient]:
     from ..app import create_app
-    from ..client.engine_client import EngineClient
+    from ..client.replicas import make_client
     from ..text.tokenizer import load_text_model
     from .progress import ProgressLine
 
@@ -207,7 +207,7 @@ async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncItera
         api_key=(), api_key_file=None, admin_api_key=(), admin_api_key_file=None,
     )  # fmt: skip
     key = next(filter(None, (os.environ.get(name, "").strip() for name in chain(*ENVIRONMENT.values()))), "none")
-    client, progress = EngineClient(engine), ProgressLine()
+    client, progress = make_client(engine), ProgressLine()
     client.progress_listeners.append(progress)
     try:
         await client.start()

@@ -3,29 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...engine.config import EngineConfig
 from ...engine.messages import EngineInfo, EngineStats, Progress, StepRecord, StepReports, ToEngine
 from ...engine.request import SamplingParams
-from .mailbox import MailboxLike
+from .mailbox import EngineDeadError, MailboxLike
+from .routing import ANYWHERE, Route
+
+if TYPE_CHECKING:
+    from .engine_client import EngineClient
 
 
 class Client(Protocol):
-    """EngineClient is one."""
+    """EngineClient is one, Replicas another."""
 
     config: EngineConfig
-    info: EngineInfo
-    ready: bool
-    phase: Progress | None
-    down: str | None
-    dead: str | None
-    stalled: float | None
-    epoch: int
-    num_restarts: int
-    num_stalls: int
-    stats: EngineStats
     stats_listeners: list[Any]
+    progress_listeners: list[Callable[[Progress], None]]
+    death_listeners: list[Callable[[str], None]]
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def phase(self) -> Progress | None: ...
+
+    @property
+    def down(self) -> str | None: ...
+
+    @property
+    def dead(self) -> str | None: ...
+
+    @property
+    def stalled(self) -> float | None: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def num_restarts(self) -> int: ...
+
+    @property
+    def num_stalls(self) -> int: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """All of them, those that are down too."""
+        ...
+
+    async def start(self) -> None: ...
 
     def submit_choices(
         self,
@@ -35,6 +68,7 @@ class Client(Protocol):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        route: Route = ANYWHERE,
     ) -> Sequence[MailboxLike]: ...
 
     def abort(self, mailboxes: Iterable[Any]) -> None: ...
@@ -51,3 +85,9 @@ class Client(Protocol):
 
     @property
     def retry_after(self) -> int: ...
+
+    def fail_all(self, error: EngineDeadError) -> None: ...
+
+    def kill(self) -> None: ...
+
+    async def close(self) -> None: ...

@@ -9,7 +9,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
 
 from ...engine.config import EngineConfig
 from ...engine.messages import (
@@ -23,7 +25,6 @@ from ...engine.messages import (
     LastSteps,
     Progress,
     ReadSteps,
-    RequestOutput,
     StepOutputs,
     StepRecord,
     StepReports,
@@ -33,8 +34,9 @@ from ...engine.messages import (
 )
 from ...engine.process import run_engine
 from ...engine.request import SamplingParams, unknown_token_problem
-from .mailbox import EngineDeadError, Mailbox
+from .mailbox import EngineDeadError, Mailbox, refused
 from .process import EngineProcess
+from .routing import ANYWHERE, Route
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +46,13 @@ PATIENCE = 10.0  # seconds for an answer that no step has to be waited for
 
 
 class EngineClient:
-    def __init__(self, config: EngineConfig, *, restarts: int = 0) -> None:
-        """`restarts`: how often within RESTART_WINDOW an engine that died is replaced by another."""
+    def __init__(
+        self, config: EngineConfig, *, restarts: int = 0, name: str = "", environment: Mapping[str, str] = {}
+    ) -> None:
+        """`restarts`: how often within RESTART_WINDOW an engine that died is replaced by another. `environment`: of its
+        process, beside this one's."""
         self.config = config
+        self._prefix = f"{name}: " if name else ""  # of lines in the log
         self.ready = False
         self.phase: Progress | None = None
         self.down: str | None = None  # why the last engine died, until the next one is ready
@@ -62,6 +68,11 @@ class EngineClient:
         self.progress_listeners: list[Callable[[Progress], None]] = []
         self.step_listeners: list[Callable[[StepReports], None]] = []  # see watch_steps
         self.death_listeners: list[Callable[[str], None]] = []  # called when there will be no other engine
+        # Given the mailboxes of an engine that died, whose requests it had said nothing of; returns those that nobody
+        # else has taken.
+        self.rescue: Callable[[list[Mailbox]], list[Mailbox]] = lambda mailboxes: mailboxes
+        self.waiting_tokens = 0  # of prompts that it has said nothing of
+        self._environment = environment
         self._restarts = restarts
         self._deaths: deque[float] = deque()  # of engines that had been ready, or should have replaced one
         self._mailboxes: dict[int, Mailbox] = {}
@@ -104,32 +115,74 @@ class EngineClient:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        route: Route = ANYWHERE,
     ) -> list[Mailbox]:
-        """Sends `n` requests for one prompt, which travels once; each samples by its SamplingParams.of_choice."""
-        first, now = self._next_id + 1, time.monotonic()
-        mailboxes = {id: Mailbox(id, now) for id in range(first, first + n)}
+        """Sends `n` requests for one prompt, which travels once; each samples by its SamplingParams.of_choice. There
+        is one engine: `route` changes nothing."""
         try:
             prompt = pack_tokens(token_ids)
         except OverflowError:  # it has slipped through all checks; no engine has such a token
-            error = unknown_token_problem(token_ids, self.info.vocab_size)
-            for mailbox in mailboxes.values():
-                mailbox.put(RequestOutput(mailbox.id, [], "error", error=error))
-            return list(mailboxes.values())
-        self.send(AddRequest(first, prompt, sampling, priority, cache_salt, now, n))
+            return refused(n, unknown_token_problem(token_ids, self.info.vocab_size))
+        return self.submit_packed(n, prompt, sampling, priority=priority, cache_salt=cache_salt)
+
+    def submit_packed(
+        self,
+        n: int,
+        prompt: bytes,
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        num_cached: int = 0,
+    ) -> list[Mailbox]:
+        """As submit_choices, of a prompt that is packed already, and of which so many tokens are probably cached."""
+        first, now = self._next_id + 1, time.monotonic()
+        request = AddRequest(first, prompt, sampling, priority, cache_salt, now, n)
+        self.send(request)
         self._next_id += n
+        mailboxes = {id: Mailbox(id, now, request, self) for id in range(first, first + n)}
         self._mailboxes |= mailboxes
+        self._count_in(mailboxes[first], num_cached)  # the others find it in the cache
         return list(mailboxes.values())
+
+    def adopt(self, mailbox: Mailbox) -> None:
+        """Sends the request of a mailbox whose engine died once more. Raises EngineDeadError when there is nobody."""
+        sent = mailbox.request
+        assert sent is not None, "who has begun to answer cannot begin again"
+        id = self._next_id + 1
+        sampling = sent.sampling.of_choice(mailbox.id - sent.id)
+        request = msgspec.structs.replace(sent, id=id, sampling=sampling, n=1)
+        self.send(request)
+        self._next_id = id
+        mailbox.id, mailbox.request, mailbox.owner = id, request, self
+        self._mailboxes[id] = mailbox
+        self._count_in(mailbox, 0)
+
+    def _count_in(self, mailbox: Mailbox, num_cached: int) -> None:
+        assert mailbox.request is not None
+        mailbox.waiting_tokens = max(1, len(mailbox.request.prompt) // 4 - num_cached)
+        self.waiting_tokens += mailbox.waiting_tokens
+
+    def _count_out(self, mailbox: Mailbox) -> None:
+        """Its engine has begun with it, or never will."""
+        self.waiting_tokens -= mailbox.waiting_tokens
+        mailbox.request, mailbox.waiting_tokens = None, 0
 
     def abort(self, mailboxes: Iterable[Mailbox]) -> None:
         """Idempotent; what has finished is left alone. Nothing more arrives in these mailboxes."""
-        ids = [m.id for m in mailboxes if self._mailboxes.pop(m.id, None) is not None]
+        ids = []
+        for mailbox in mailboxes:
+            if mailbox.owner is self and self._mailboxes.pop(mailbox.id, None) is not None:
+                ids.append(mailbox.id)
+                self._count_out(mailbox)
         if ids and self.ready:
             self._send(AbortRequests(ids))
 
     def expire(self, mailboxes: Iterable[Mailbox]) -> None:
         """Ends them with the finish reason "abort", unless the engine has begun with one of them."""
-        if self.ready:
-            self._send(AbortRequests([mailbox.id for mailbox in mailboxes], unless_begun=True))
+        ids = [mailbox.id for mailbox in mailboxes if mailbox.owner is self]
+        if ids and self.ready:
+            self._send(AbortRequests(ids, unless_begun=True))
 
     def fail_all(self, error: EngineDeadError) -> None:
         """Ends every open request with `error`, at once."""
@@ -137,6 +190,7 @@ class EngineClient:
         if mailboxes and self.ready:
             self._send(AbortRequests(list(mailboxes)))
         for mailbox in mailboxes.values():
+            self._count_out(mailbox)
             mailbox.fail(error)
 
     def watch_steps(self, listener: Callable[[StepReports], None]) -> None:
@@ -161,6 +215,10 @@ class EngineClient:
             return await asyncio.wait_for(self._readers[id], PATIENCE)
         finally:
             del self._readers[id]
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        return (self,)
 
     @property
     def num_open(self) -> int:
@@ -214,6 +272,8 @@ class EngineClient:
                 mailbox = self._mailboxes.get(output.id)
                 if mailbox is None:
                     continue  # aborted by us: the engine had not read it yet
+                if mailbox.request is not None:
+                    self._count_out(mailbox)
                 mailbox.put(output)
                 if mailbox.finished:
                     del self._mailboxes[output.id]
@@ -261,7 +321,7 @@ class EngineClient:
             )
             self._process = process
             try:
-                await process.start(self.config)
+                await process.start(self.config, self._environment)
             except OSError as error:
                 raise EngineDeadError(f"the engine process cannot be started: {error}") from None
             self._send = process.send
@@ -277,6 +337,7 @@ class EngineClient:
             self.ready = False
             self.down = cause
             self.stalled = None
+            self._rescue()
             self.fail_all(EngineDeadError(cause))
             for reader in self._readers.values():
                 if not reader.done():
@@ -284,13 +345,23 @@ class EngineClient:
             if self._may_restart():
                 self._restarting = asyncio.create_task(self._restart())
 
+    def _rescue(self) -> None:
+        unheard = [mailbox for mailbox in self._mailboxes.values() if mailbox.request is not None]
+        for mailbox in unheard:
+            del self._mailboxes[mailbox.id]
+            self.waiting_tokens -= mailbox.waiting_tokens
+            mailbox.waiting_tokens = 0
+        self._mailboxes |= {mailbox.id: mailbox for mailbox in self.rescue(unheard)}
+
     def _may_restart(self) -> bool:
         now = time.monotonic()
         self._deaths.append(now)
         while self._deaths[0] < now - RESTART_WINDOW:
             self._deaths.popleft()
         if len(self._deaths) <= self._restarts and not self.config.engine_in_process:
-            logger.error("%s; starting it again (%d of %d)", self.down, len(self._deaths), self._restarts)
+            logger.error(
+                "%s%s; starting it again (%d of %d)", self._prefix, self.down, len(self._deaths), self._restarts
+            )
             return True
         if self._restarts and len(self._deaths) > self._restarts:
             self.down = f"{self.down} ({len(self._deaths)} deaths in {RESTART_WINDOW / 60:.0f} minutes)"
@@ -314,7 +385,7 @@ class EngineClient:
                     return
             else:
                 self.num_restarts += 1
-                logger.warning("the engine serves again after %.1f s", self._startup_seconds)
+                logger.warning("%sthe engine serves again after %.1f s", self._prefix, self._startup_seconds)
                 return
 
     async def _run_in_process(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from ...engine.messages import RequestOutput
+from ...engine.messages import AddRequest, RequestOutput
 
 
 class EngineDeadError(Exception):
@@ -37,10 +38,16 @@ class MailboxLike(Protocol):
 class Mailbox:
     """A slow reader finds its outputs merged."""
 
-    __slots__ = ("_error", "_on_news", "_output", "_waiter", "arrival", "finished", "id", "num_preemptions")
+    __slots__ = (
+        "_error", "_on_news", "_output", "_waiter", "arrival", "finished", "id", "num_preemptions", "owner", "request",
+        "waiting_tokens",
+    )  # fmt: skip
 
-    def __init__(self, id: int, arrival: float) -> None:
+    def __init__(self, id: int, arrival: float, request: AddRequest | None = None, owner: object = None) -> None:
         self.id = id
+        self.request = request  # what was sent, until the first word comes back: it can be sent elsewhere as well
+        self.owner = owner  # the client of the engine that has it
+        self.waiting_tokens = 0  # of its prompt, which nobody has computed yet
         self.arrival = arrival  # time.monotonic()
         self.finished = False  # the engine has said its last word
         self.num_preemptions = 0
@@ -90,6 +97,14 @@ class Mailbox:
             self._on_news()
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def refused(n: int, error: str) -> list[Mailbox]:
+    """Of requests that no engine was asked: each ends with this error."""
+    mailboxes = [Mailbox(0, time.monotonic()) for _ in range(n)]
+    for mailbox in mailboxes:
+        mailbox.put(RequestOutput(0, [], "error", error=error))
+    return mailboxes
 
 
 class Mailboxes:

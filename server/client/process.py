@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,11 @@ class EngineProcess:
         assert self._process is not None
         return self._process.poll()
 
-    async def start(self, config: EngineConfig) -> None:
+    async def start(self, config: EngineConfig, variables: Mapping[str, str] = {}) -> None:
         """Returns when the process was started, long before it can serve. Raises OSError when it could not be."""
         # A socket pair has no name: nothing is left behind, whoever is killed.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        environment = dict(os.environ)
+        environment = {**os.environ, **variables}
         if config.device != "cuda":
             environment.setdefault("OMP_NUM_THREADS", str(config.cpu_threads or default_cpu_threads()))
         with theirs:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ...engine.config import EngineConfig
 from ...engine.messages import Progress
-from .engine_client import EngineClient
+from .replicas import make_client
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -21,7 +21,7 @@ class EngineThread:
     """Whoever makes one must close it."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.client = EngineClient(config)  # for coroutines on the thread only
+        self.client = make_client(config)  # for coroutines on the thread only
         self.client.progress_listeners.append(_log_phases())
         self.closing: list[Callable[[], Coroutine[Any, Any, None]]] = []  # what else ends with the engine
         try:

@@ -10,6 +10,7 @@ from ...engine.messages import RequestOutput
 from ...engine.plan import TokenLogprobs
 from ..client.client import Client
 from ..client.mailbox import Mailboxes, MailboxLike
+from ..client.routing import ANYWHERE, Route
 from ..errors import ApiError
 from ..pace import Pace
 from ..text.tokenizer import Tokenizer
@@ -45,6 +46,7 @@ class Generation:
         text: TextOptions = PLAIN,
         priority: int = 0,
         cache_salt: str | None = None,
+        route: Route = ANYWHERE,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         """Of prompts × n requests, which `submit` sends; choice i of prompt p has index p · n + i.
@@ -65,6 +67,7 @@ class Generation:
         self._text = text
         self._priority = priority
         self._cache_salt = cache_salt
+        self._route = route
         self._closed = False
         self._cancelled = False
         self._unfinished = [n] * len(prompts)  # choices of each prompt
@@ -82,8 +85,9 @@ class Generation:
         try:
             for prompt in self.prompts:
                 mailboxes = self._client.submit_choices(
-                    self.n, prompt.token_ids, prompt.sampling, priority=self._priority, cache_salt=self._cache_salt
-                )
+                    self.n, prompt.token_ids, prompt.sampling, priority=self._priority, cache_salt=self._cache_salt,
+                    route=self._route,
+                )  # fmt: skip
                 for mailbox in mailboxes:
                     self.choices.append(self._text.choice(len(self.choices), prompt, mailbox, self._tokenizer))
                     await pace.rest()

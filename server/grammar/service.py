@@ -32,8 +32,11 @@ FAILURE_SECONDS = 30.0  # for which a refusal is kept
 class Engine(Protocol):
     """What the service needs of EngineClient."""
 
-    info: EngineInfo
-    epoch: int
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def epoch(self) -> int: ...
 
     def send(self, message: ToEngine) -> None: ...
 

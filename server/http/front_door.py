@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..client.engine_client import EngineClient
+from ..client.client import Client
 from ..errors import still_loading
 from .page import Page
 from .path import drop_slash
@@ -15,7 +15,7 @@ from .request_id import clean_id
 
 
 class FrontDoor:
-    def __init__(self, client: EngineClient, root_path: str = "", page: Page | None = None) -> None:
+    def __init__(self, client: Client, root_path: str = "", page: Page | None = None) -> None:
         self.app: ASGIApp | None = None  # once the server is ready
         self.num_open = 0  # requests that it is working on
         self._client = client

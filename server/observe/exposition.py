@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -13,7 +14,7 @@ from prometheus_client.registry import Collector
 from ...engine.logs import num_lost_lines
 from ...engine.messages import EngineInfo
 from ..client.client import Client
-from .metrics import Metrics
+from .metrics import EngineCounts, Metrics
 
 
 class MetricsPage:
@@ -33,62 +34,67 @@ class MetricsPage:
 
 
 class EngineCollector(Collector):
-    """Reads the counts at a scrape: between two scrapes, prometheus_client costs nothing."""
+    """Reads the counts at a scrape: between two scrapes, prometheus_client costs nothing.
 
-    def __init__(self, metrics: Metrics, client: Client, model_name: str, prefix: str, engine: str = "0") -> None:
+    What an engine says of itself has a series for each. What is counted of requests has one, whose engine is "all"
+    where there are several: a sum over the label is right for both.
+    """
+
+    def __init__(self, metrics: Metrics, client: Client, model_name: str, prefix: str) -> None:
         self._metrics = metrics
         self._client = client
         self._prefix = prefix
-        self._labels = {"model_name": model_name, "engine": engine}
+        self._model_name = model_name
+        self._labels = {"model_name": model_name, "engine": "0" if len(metrics.engines) == 1 else "all"}
 
     def collect(self) -> Iterator[Metric]:
         yield from self._state()
-        if hasattr(self._client, "info"):  # a first engine is loaded; a second one may be loading now
-            yield from self._settings(self._client.info)
+        if any(hasattr(counts.engine, "info") for counts in self._metrics.engines):  # later ones may be loading now
+            yield from self._settings()
         yield from self._engine_counters()
         yield from self._request_counters()
         yield from self._histograms()
 
     def _state(self) -> Iterator[Metric]:
-        client, stats = self._client, self._metrics.state()
-        gauge, used = self._gauge, stats.num_blocks - stats.num_free_blocks
-        waiting = {"capacity": stats.num_waiting, "deferred": 0}  # nothing is waited for but room
+        each = self._each_engine
         prompt, generated = self._metrics.throughput.rates()
-        healthy = client.ready and client.dead is None and client.stalled is None
-        yield gauge("engine_healthy", "1 while the engine can serve.", healthy)
-        yield gauge("num_requests_running", "Requests in the running batch.", stats.num_running)
-        yield gauge("num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting)
-        yield gauge("num_requests_waiting_by_reason", "Requests waiting, by what for.", waiting.items(), "reason")
-        yield gauge("kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", used / max(1, stats.num_blocks))
-        yield gauge("prompt_tokens_per_second", "Prompt tokens computed, over the last seconds.", prompt)
-        yield gauge("generation_tokens_per_second", "Tokens generated, over the last seconds.", generated)
+        yield each("engine_healthy", "1 while the engine can serve.", is_healthy)
+        yield each("num_requests_running", "Requests in the running batch.", lambda e: e.state().num_running)
+        yield each("num_requests_waiting", "Requests waiting to be scheduled.", lambda e: e.state().num_waiting)
+        yield each(
+            "num_requests_waiting_by_reason", "Requests waiting, by what for.",
+            lambda e: {"capacity": e.state().num_waiting, "deferred": 0}, "reason",  # nothing is waited for but room
+        )  # fmt: skip
+        yield each("kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", cache_usage)
+        yield self._gauge("prompt_tokens_per_second", "Prompt tokens computed, over the last seconds.", prompt)
+        yield self._gauge("generation_tokens_per_second", "Tokens generated, over the last seconds.", generated)
 
-    def _settings(self, info: EngineInfo) -> Iterator[Metric]:
-        stats = self._metrics.state()
-        yield self._gauge("kv_blocks", "Blocks of the KV cache.", info.num_blocks)
-        yield self._gauge(
-            "kv_blocks_free",
-            "Free blocks, those that still hold a cached prefix included.",
-            stats.num_free_blocks if stats.num_blocks else info.num_blocks,  # no step has run yet
+    def _settings(self) -> Iterator[Metric]:
+        each = self._each_engine
+        loaded = [counts for counts in self._metrics.engines if hasattr(counts.engine, "info")]
+        yield each("kv_blocks", "Blocks of the KV cache.", lambda e: e.engine.info.num_blocks, among=loaded)
+        yield each(
+            "kv_blocks_free", "Free blocks, those that still hold a cached prefix included.",
+            lambda e: e.state().num_free_blocks if e.state().num_blocks else e.engine.info.num_blocks,  # no step yet
+            among=loaded,
+        )  # fmt: skip
+        yield each(
+            "startup_phase_seconds",
+            "Time that start-up took.",
+            lambda e: e.engine.info.startup_seconds,
+            "phase",
+            loaded,
         )
-        yield self._gauge("startup_phase_seconds", "Time that start-up took.", info.startup_seconds.items(), "phase")
-        yield self._gauge("memory_bytes", "Memory that the engine planned.", info.memory.items(), "purpose")
-        config = {
-            "block_size": str(info.block_size),
-            "num_gpu_blocks": str(info.num_blocks),
-            "enable_prefix_caching": str(info.enable_prefix_caching),
-            "cache_dtype": info.dtype,
-            "kv_cache_memory_bytes": str(info.memory.get("kv_cache", 0)),
-            "kv_cache_size_tokens": str(info.num_blocks * info.block_size),
-            "kv_cache_max_concurrency": f"{info.num_blocks * info.block_size / info.max_model_len:.2f}",
-        }
-        name, labels = self._prefix + "cache_config_info", [*config, "engine"]
-        family = GaugeMetricFamily(name, "Settings of the cache.", labels=labels)
-        family.add_metric([*config.values(), self._labels["engine"]], 1)
+        yield each("memory_bytes", "Memory that the engine planned.", lambda e: e.engine.info.memory, "purpose", loaded)
+        names = list(cache_settings(loaded[0].engine.info))
+        family = GaugeMetricFamily(
+            self._prefix + "cache_config_info", "Settings of the cache.", labels=[*names, "engine"]
+        )
+        for counts in loaded:
+            family.add_metric([*cache_settings(counts.engine.info).values(), self._name(counts)], 1)
         yield family
 
     def _engine_counters(self) -> Iterator[Metric]:
-        counter, totals = self._counter, self._metrics.totals()
         for name, help, total in (
             ("num_preemptions", "Preemptions of requests.", "num_preemptions"),
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", "prefix_queries"),
@@ -101,9 +107,12 @@ class EngineCollector(Collector):
             ("late_kernel_compilations", "Kernels compiled after the engine was ready.", "num_late_compilations"),
             ("engine_invariant_violations", "Times that an idle engine's books were off.", "num_invariant_violations"),
         ):
-            yield counter(name, help, totals[total])
-        yield counter("engine_restarts", "Engines that replaced one that died.", self._client.num_restarts)
-        yield counter("engine_stalls", "Times that no step ran though work waited.", self._client.num_stalls)
+            yield self._each_engine(name, help, partial(total_of, total), kind=CounterMetricFamily)
+        for name, help, attribute in (
+            ("engine_restarts", "Engines that replaced one that died.", "num_restarts"),
+            ("engine_stalls", "Times that no step ran though work waited.", "num_stalls"),
+        ):
+            yield self._each_engine(name, help, partial(count_of, attribute), kind=CounterMetricFamily)
 
     def _request_counters(self) -> Iterator[Metric]:
         counter, metrics = self._counter, self._metrics
@@ -156,6 +165,29 @@ class EngineCollector(Collector):
 
     # ---- families ----
 
+    def _name(self, counts: EngineCounts) -> str:
+        return str(self._metrics.engines.index(counts))
+
+    def _each_engine(
+        self,
+        name: str,
+        help: str,
+        value: Callable[[EngineCounts], float | Mapping[str, float]],
+        label: str = "",
+        among: Sequence[EngineCounts] | None = None,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
+    ) -> Metric:
+        """A family with a sample for each engine, or with one for each engine and value of `label`."""
+        family = kind(self._prefix + name, help, labels=["model_name", "engine", *([label] if label else [])])
+        for counts in self._metrics.engines if among is None else among:
+            own, found = [self._model_name, self._name(counts)], value(counts)
+            if isinstance(found, Mapping):
+                for label_value, number in found.items():
+                    family.add_metric([*own, label_value], number)
+            else:
+                family.add_metric(own, found)
+        return family
+
     def _gauge(self, name: str, help: str, value: float | Iterable[tuple[str, float]], label: str = "") -> Metric:
         return self._fill(GaugeMetricFamily, name, help, value, label)
 
@@ -180,3 +212,34 @@ class EngineCollector(Collector):
             for label_value, number in value:
                 family.add_metric([*own, label_value], number)
         return family
+
+
+def is_healthy(counts: EngineCounts) -> bool:
+    engine = counts.engine
+    return engine.ready and engine.dead is None and engine.stalled is None
+
+
+def total_of(name: str, counts: EngineCounts) -> float:
+    return counts.totals()[name]
+
+
+def count_of(attribute: str, counts: EngineCounts) -> float:
+    return getattr(counts.engine, attribute)
+
+
+def cache_usage(counts: EngineCounts) -> float:
+    stats = counts.state()
+    return (stats.num_blocks - stats.num_free_blocks) / max(1, stats.num_blocks)
+
+
+def cache_settings(info: EngineInfo) -> dict[str, str]:
+    """The labels of vLLM's cache_config_info."""
+    return {
+        "block_size": str(info.block_size),
+        "num_gpu_blocks": str(info.num_blocks),
+        "enable_prefix_caching": str(info.enable_prefix_caching),
+        "cache_dtype": info.dtype,
+        "kv_cache_memory_bytes": str(info.memory.get("kv_cache", 0)),
+        "kv_cache_size_tokens": str(info.num_blocks * info.block_size),
+        "kv_cache_max_concurrency": f"{info.num_blocks * info.block_size / info.max_model_len:.2f}",
+    }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...engine.messages import EngineStats, StepOutputs
 from ..client.client import Client
+from ..client.engine_client import EngineClient
 from ..generation.choice import Choice
 from ..generation.generation import Generation
 from ..histogram import COMPILE, Histogram
@@ -63,12 +64,33 @@ class GrammarCounts:
     num_failures: int = 0
 
 
-class Metrics:
-    def __init__(self, client: Client, config: ServerConfig) -> None:
-        self._client = client
-        self._epoch = client.epoch
+class EngineCounts:
+    """What one engine says of itself, through its deaths."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self.engine = engine
+        self._epoch = engine.epoch
         self._stats = EngineStats()  # the last of the engine of that epoch
         self._earlier = dict.fromkeys(TOTALS, 0.0)  # of the engines before it
+        engine.stats_listeners.append(self._step)
+
+    def _step(self, message: StepOutputs) -> None:
+        if self.engine.epoch != self._epoch:  # a new engine counts from zero; a counter never falls
+            self._earlier, self._epoch = self.totals(), self.engine.epoch
+        self._stats = message.stats
+
+    def totals(self) -> dict[str, float]:
+        """The counters of EngineStats, over all engines that have taken this place."""
+        return {name: self._earlier[name] + getattr(self._stats, name) for name in TOTALS}
+
+    def state(self) -> EngineStats:
+        """Of the engine that serves now; that of a dead one says nothing any more."""
+        return self._stats if self.engine.ready and self._epoch == self.engine.epoch else EngineStats()
+
+
+class Metrics:
+    def __init__(self, client: Client, config: ServerConfig) -> None:
+        self.engines = [EngineCounts(engine) for engine in client.engines]
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
         self.generation_tokens = 0
@@ -105,23 +127,12 @@ class Metrics:
     # ---- the engine ----
 
     def _step(self, message: StepOutputs) -> None:
-        if self._client.epoch != self._epoch:  # a new engine counts from zero; a counter never falls
-            self._earlier, self._epoch = self.totals(), self._client.epoch
-        self._stats = message.stats
         if num_tokens := message.stats.step_tokens:
             # A prompt's last token gives the first of the answer, which is a token of this step as well; each later one
             # is computed where the next is generated.
             for output in message.outputs:
                 num_tokens += output.num_cached_tokens is not None and output.token_ids != []
             self.iteration_tokens.observe(num_tokens)
-
-    def totals(self) -> dict[str, float]:
-        """The counters of EngineStats, over all engines that this process has started."""
-        return {name: self._earlier[name] + getattr(self._stats, name) for name in TOTALS}
-
-    def state(self) -> EngineStats:
-        """Of the engine that serves now; that of a dead one says nothing any more."""
-        return self._stats if self._client.ready and self._epoch == self._client.epoch else EngineStats()
 
     # ---- requests ----
 

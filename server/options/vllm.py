@@ -29,8 +29,6 @@ _ROWS = (
     ("tensor-parallel-size", "tp", True, "1", "a model on several GPUs is not built yet: leave it out, and serve "
      "a model that one GPU holds"),
     ("pipeline-parallel-size", "pp", True, "1", "a model on several GPUs is not built yet: leave it out"),
-    ("data-parallel-size", "dp", True, "1", "one vserve serves one GPU: start one for each, by CUDA_VISIBLE_DEVICES "
-     "and --port, behind a load balancer"),
     ("decode-context-parallel-size", "dcp", True, "1", "a model on several GPUs is not built yet: leave it out"),
     ("enable-expert-parallel", "ep", False, OFF, "mixtures of experts are not served yet"),
     ("distributed-executor-backend", "", True, "mp uni", "one GPU needs no other: leave it out"),

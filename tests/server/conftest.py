@@ -26,6 +26,7 @@ from vserve.engine.plan import TokenLogprobs
 from vserve.engine.request import SamplingParams
 from vserve.server.app import create_app
 from vserve.server.client.engine_client import EngineDeadError, Mailbox
+from vserve.server.client.routing import ANYWHERE, Route
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.tokenizer import TextModel, load_text_model
 
@@ -108,6 +109,7 @@ class ScriptedEngine:
         self.num_restarts = self.num_stalls = 0
         self.stats = EngineStats(num_blocks=100, num_free_blocks=100)
         self.stats_listeners: list[Callable[[StepOutputs], None]] = []
+        self.engines = [self]
         self.script = script
         self.eos = eos
         self.delay = delay  # seconds before each output; negative: all outputs pile up in the mailbox at once
@@ -121,7 +123,13 @@ class ScriptedEngine:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(
-        self, token_ids: list[int], sampling: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        route: Route = ANYWHERE,
     ) -> Mailbox:
         if self.dead is not None:
             raise EngineDeadError(self.dead)

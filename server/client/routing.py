@@ -1,0 +1,103 @@
+"""Which of several engines a prompt goes to: where its first token is expected soonest. Plain numbers, no clock."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BLOCK = 64  # tokens that one key stands for: a multiple of the cache's blocks, and few enough to look up
+BYTES = 4 * BLOCK
+# A request that is open slows the steps of its engine, as so many more tokens of a prompt would.
+OPEN_TOKENS = 16
+MAX_SESSIONS = 65_536
+
+Keys = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a client says of where its request should go."""
+
+    session: str | None = None  # requests of one session go to one engine, where their prefixes are
+    engine: int | None = None  # this one, and no other
+
+
+ANYWHERE = Route()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Of one engine."""
+
+    waiting_tokens: int  # of prompts that have no token of their answer yet, without what was found in the cache
+    num_open: int  # requests without a last word
+
+
+def prefix_keys(prompt: bytes, salt: str | None) -> Keys:
+    """Of each full block, with all before it; `prompt`: int32. They mean something in this process only, which is
+    enough: whoever could make two prompts collide would gain a longer wait."""
+    key, keys = hash(salt), []
+    for start in range(0, len(prompt) - BYTES + 1, BYTES):
+        key = hash((key, prompt[start : start + BYTES]))
+        keys.append(key)
+    return keys
+
+
+class Router:
+    """What it believes of each engine's prefix cache: the blocks that it has sent there, the least recently used
+    forgotten first, as the engine does."""
+
+    def __init__(self, num_engines: int, cache_tokens: int) -> None:
+        """`cache_tokens`: of one engine."""
+        self._blocks = max(1, cache_tokens // BLOCK)
+        self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_engines)]
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+
+    def choose(
+        self, keys: Keys, num_tokens: int, loads: Sequence[Load | None], session: str | None = None
+    ) -> tuple[int, int]:
+        """→ (engine, tokens that it probably has cached). `loads`: of each engine, None where it takes nothing; one of
+        them does. A session stays where it was, as long as that engine takes requests."""
+        hits = self.hits(keys)
+        if session is not None and (last := self._sessions.get(session)) is not None and loads[last] is not None:
+            chosen = last
+        else:
+            costs = [
+                (load.waiting_tokens + num_tokens - BLOCK * hit + OPEN_TOKENS * load.num_open, len(known), index)
+                for index, (load, hit, known) in enumerate(zip(loads, hits, self._known, strict=True))
+                if load is not None
+            ]
+            chosen = min(costs)[-1]
+        self._remember(keys, chosen)
+        if session is not None:
+            self._sessions[session] = chosen
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return chosen, min(BLOCK * hits[chosen], max(0, num_tokens - 1))
+
+    def hits(self, keys: Keys) -> list[int]:
+        """Leading blocks that each engine probably has."""
+        found = []
+        for known in self._known:
+            count = 0
+            for key in keys:
+                if key not in known:
+                    break
+                count += 1
+            found.append(count)
+        return found
+
+    def forget(self, engine: int) -> None:
+        """It has died, and its cache with it."""
+        self._known[engine].clear()
+
+    def _remember(self, keys: Keys, engine: int) -> None:
+        """The tail first, so that a prefix outlives what follows it, as in the engine's own cache."""
+        known = self._known[engine]
+        for key in reversed(keys):
+            known[key] = None
+            known.move_to_end(key)
+        while len(known) > self._blocks:
+            known.popitem(last=False)

@@ -1,0 +1,151 @@
+"""Three engines behind one address: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from vserve import LLM, SamplingParams
+
+BODY = {"prompt": "Hello there", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def replicas(serve):
+    with serve("-dp", "3", "--engine-restarts", "100", "--served-model-name", "demo") as server:
+        yield server
+
+
+def post(server, headers: dict[str, str] | None = None, **changes: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=BODY | changes, headers=headers or {}, timeout=240)
+
+
+def text(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+def series(server, name: str) -> dict[str, float]:
+    """By engine."""
+    found = {}
+    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+        if line.startswith(f"vllm:{name}{{"):
+            found[line.partition('engine="')[2].partition('"')[0]] = float(line.rpartition(" ")[2])
+    return found
+
+
+def test_each_engine_answers_alike_and_counts_for_itself(replicas, demo_server):
+    expected = text(post(demo_server))
+    assert len(replicas.engine_pids()) == 3
+    before = series(replicas, "engine_steps_total")
+    assert [text(post(replicas, {"X-data-parallel-rank": str(rank)})) for rank in range(3)] == [expected] * 3
+    after = series(replicas, "engine_steps_total")
+    assert set(after) == {"0", "1", "2"} and all(after[rank] > before[rank] for rank in after)
+    assert set(series(replicas, "num_requests_running")) == {"0", "1", "2"}
+    assert set(series(replicas, "generation_tokens_total")) == {"all"}
+
+
+@pytest.mark.parametrize("rank", ["3", "-1", "one", "1.0", "0x1"])
+def test_a_rank_that_is_none(replicas, rank):
+    response = post(replicas, {"X-data-parallel-rank": rank})
+    assert response.status_code == 400 and "engines here are 0 to 2" in response.json()["error"]["message"]
+
+
+def test_a_session_stays_and_others_are_spread(replicas):
+    before = series(replicas, "engine_steps_total")
+    for index in range(4):
+        text(post(replicas, {"X-Session-ID": "me"}, prompt=f"{index} is a number, and so is this", max_tokens=3))
+    moved = [rank for rank, steps in series(replicas, "engine_steps_total").items() if steps > before[rank]]
+    assert len(moved) == 1
+    before = series(replicas, "engine_steps_total")
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda index: text(post(replicas, prompt=f"{index} others", max_tokens=40)), range(12)))
+    assert all(steps > before[rank] for rank, steps in series(replicas, "engine_steps_total").items())
+
+
+def test_structured_output_on_every_engine(replicas):
+    for rank in (0, 1, 2, 0):
+        answer = post(
+            replicas,
+            {"X-data-parallel-rank": str(rank)},
+            structured_outputs={"choice": ["yes", "no"]},
+            ignore_eos=False,
+        )
+        assert text(answer) in ("yes", "no")
+
+
+def test_a_death_takes_only_what_had_begun(replicas, until, canary_of):
+    """Of one engine's requests, those that wait go on elsewhere; other engines' go on; it comes back by itself."""
+    expected = canary_of(replicas)
+    pids = replicas.engine_pids()
+    running = {}
+
+    def stream(rank: int) -> None:
+        body = BODY | {"stream": True, "max_tokens": 1500}
+        headers = {"X-data-parallel-rank": str(rank)}
+        with httpx.stream("POST", f"{replicas.url}/v1/completions", json=body, headers=headers, timeout=240) as answer:
+            running[rank] = []
+            for line in answer.iter_lines():
+                if line:
+                    running[rank].append(line)
+
+    streams = [threading.Thread(target=stream, args=(rank,)) for rank in range(3)]
+    for thread in streams:
+        thread.start()
+    until(lambda: len(running) == 3 and all(len(lines) > 2 for lines in running.values()))
+    victim = _engine_of_rank(replicas, pids, 1)
+    os.kill(victim, signal.SIGSTOP)  # what comes now gets no token
+    with ThreadPoolExecutor(6) as pool:
+        ranks = [{"X-data-parallel-rank": "1"} if index < 3 else {} for index in range(6)]
+        waiting = [pool.submit(post, replicas, rank, prompt=f"{i} wait") for i, rank in enumerate(ranks)]
+        time.sleep(0.5)
+        assert series(replicas, "engine_healthy") == {"0": 1, "1": 1, "2": 1}
+        started = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        assert all(answer.result().status_code == 200 for answer in waiting), [a.result().text for a in waiting]
+        assert replicas.health() == {}, "the others serve"
+    for thread in streams:
+        thread.join(240)
+    assert time.monotonic() - started < 120
+    assert "error" in running[1][-2] and running[1][-1] == "data: [DONE]"
+    assert all("error" not in "".join(running[rank]) for rank in (0, 2))
+    until(lambda: series(replicas, "engine_healthy") == {"0": 1, "1": 1, "2": 1})
+    assert victim not in replicas.engine_pids() and len(replicas.engine_pids()) == 3
+    assert text(post(replicas, {"X-data-parallel-rank": "1"})) == expected
+    assert any("requests without a token go on elsewhere" in line for line in replicas.stderr)
+    assert any("engine 1: " in line and "starting it again" in line for line in replicas.stderr)
+
+
+@pytest.fixture
+def canary_of():
+    return lambda server: text(post(server))
+
+
+def _engine_of_rank(server, pids: list[int], rank: int) -> int:
+    """Engines are started in the order of their ranks, but their pids may come in any: the log tells none. The one
+    whose steps stop when its process is stopped is it."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        before = series(server, "engine_steps_total")
+        time.sleep(0.5)
+        after = series(server, "engine_steps_total")
+        os.kill(pid, signal.SIGCONT)
+        if before[str(rank)] == after[str(rank)]:
+            return pid
+    raise AssertionError("no engine")
+
+
+def test_offline(tiny_model):
+    prompts = [f"the answer to {index} is" for index in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    folder = str(tiny_model("llama"))
+    with LLM(folder, device="cpu", cpu_threads=2) as one, LLM(folder, device="cpu", data_parallel_size=2) as two:
+        expected = [output.outputs[0].token_ids for output in one.generate(prompts, params)]
+        assert [output.outputs[0].token_ids for output in two.generate(prompts, params)] == expected
