@@ -52,7 +52,8 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for flag in self.all_flags() if flag != name]
         if (meant := _SLIPS.get(name)) in flags:
             return f"; did you mean {meant}?"
-        return did_you_mean(name, flags) if name.startswith("--") else ""
+        refused = self._option_string_actions.keys() - set(flags) - {name}
+        return did_you_mean(name, flags, refused=refused) if name.startswith("--") else ""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Nothing is guessed from its beginning; -O3 is -O 3."""

@@ -31,6 +31,7 @@ from ...engine.messages import (
     ToEngine,
     WatchSteps,
     pack_tokens,
+    sum_of,
 )
 from ...engine.process import run_engine
 from ...engine.request import SamplingParams, unknown_token_problem
@@ -64,6 +65,7 @@ class EngineClient:
         self.num_heartbeats = 0
         self.info: EngineInfo
         self.stats = EngineStats()
+        self.past_stats = EngineStats()  # sums over the engines before this one
         self.stats_listeners: list[Callable[[StepOutputs], None]] = []
         self.progress_listeners: list[Callable[[Progress], None]] = []
         self.step_listeners: list[Callable[[StepReports], None]] = []  # see watch_steps
@@ -312,6 +314,7 @@ class EngineClient:
         self._begun = time.monotonic()
         self.phase = None
         self.epoch += 1
+        self.past_stats, self.stats = sum_of(self.past_stats, self.stats), EngineStats()
         if self.config.engine_in_process:
             self._task = asyncio.create_task(self._run_in_process())
         else:

@@ -28,6 +28,7 @@ from ...engine.messages import (
     StepReports,
     ToEngine,
     pack_tokens,
+    sum_of,
 )
 from ...engine.request import SamplingParams, unknown_token_problem
 from .engine_client import EngineClient
@@ -146,8 +147,7 @@ class Replicas:
     @property
     def stats(self) -> EngineStats:
         """Sums."""
-        each = [engine.stats for engine in self.engines if engine.ready]
-        return EngineStats(*(sum(values) for values in zip(*map(msgspec.structs.astuple, each), strict=True)))
+        return sum_of(*(engine.stats for engine in self.serving))
 
     @property
     def retry_after(self) -> int:

@@ -69,23 +69,15 @@ class EngineCounts:
 
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
-        self._epoch = engine.epoch
-        self._stats = EngineStats()  # the last of the engine of that epoch
-        self._earlier = dict.fromkeys(TOTALS, 0.0)  # of the engines before it
-        engine.stats_listeners.append(self._step)
-
-    def _step(self, message: StepOutputs) -> None:
-        if self.engine.epoch != self._epoch:  # a new engine counts from zero; a counter never falls
-            self._earlier, self._epoch = self.totals(), self.engine.epoch
-        self._stats = message.stats
 
     def totals(self) -> dict[str, float]:
-        """The counters of EngineStats, over all engines that have taken this place."""
-        return {name: self._earlier[name] + getattr(self._stats, name) for name in TOTALS}
+        """The counters of EngineStats, over all engines that have taken this place: a counter never falls."""
+        past, stats = self.engine.past_stats, self.engine.stats
+        return {name: getattr(past, name) + getattr(stats, name) for name in TOTALS}
 
     def state(self) -> EngineStats:
         """Of the engine that serves now; that of a dead one says nothing any more."""
-        return self._stats if self.engine.ready and self._epoch == self.engine.epoch else EngineStats()
+        return self.engine.stats if self.engine.ready else EngineStats()
 
 
 class Metrics:

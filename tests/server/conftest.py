@@ -110,6 +110,7 @@ class ScriptedEngine:
         self.stats = EngineStats(num_blocks=100, num_free_blocks=100)
         self.stats_listeners: list[Callable[[StepOutputs], None]] = []
         self.engines = [self]
+        self.past_stats = EngineStats()
         self.script = script
         self.eos = eos
         self.delay = delay  # seconds before each output; negative: all outputs pile up in the mailbox at once

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from vserve.engine.messages import EngineStats
 from vserve.server.app import create_app
 from vserve.server.histogram import Histogram
 from vserve.server.observe.metrics import PHASE, TOKEN, TTFT
@@ -236,7 +237,8 @@ def test_a_new_engine_does_not_turn_counters_back(client: Any, engine: Any) -> N
     engine.ready = False
     down = scrape(client)
     assert value(down, "vllm:engine_healthy") == 0 and value(down, "vllm:num_requests_running") == 0
-    engine.ready, engine.epoch, engine.num_restarts, engine.num_outputs = True, 2, 1, 0
+    engine.past_stats, engine.stats, engine.num_outputs = engine.stats, EngineStats(), 0
+    engine.ready, engine.epoch, engine.num_restarts = True, 2, 1
     assert value(scrape(client), "vllm:engine_steps_total") == value(before, "vllm:engine_steps_total")
     client.chat()
     after = scrape(client)
