@@ -89,9 +89,11 @@ def load_model(
     max_model_len: int,
     seed: int = 0,
     progress: Progress | None = None,
+    admit: Callable[[int, int], None] | None = None,
 ) -> CausalLM:
     """The model of `model_path` on `device`, its weights in `dtype`, frozen, ready for contexts up to `max_model_len`.
 
+    `admit` gets (parameters, bytes in the checkpoint) before anything is allocated, and raises what is too large.
     load_format "dummy" needs no weights: N(0, 0.02), norms 1, seeded. Raises ModelError, before anything is allocated
     where the fault is in a file and before anything is copied where the checkpoint does not fit config.json.
     """
@@ -117,6 +119,8 @@ def load_model(
         model = CausalLM(config, place, max_model_len)
         holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
         loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
+        if admit is not None:
+            admit(count_parameters(config), stored)
         for holder in holders:
             holder.create()
         if checkpoint is None:

@@ -33,6 +33,7 @@ from ...engine.messages import (
 )
 from ...engine.process import run_engine
 from ...engine.request import SamplingParams, unknown_token_problem
+from ...engine.shortage import killed
 from .mailbox import EngineDeadError, Mailbox
 from .process import EngineProcess
 
@@ -258,6 +259,7 @@ class EngineClient:
             process = EngineProcess(
                 lambda message: self._receive(message) if process is self._process else None,
                 lambda cause: self._down(cause) if process is self._process else None,
+                self._killed,
             )
             self._process = process
             try:
@@ -283,6 +285,11 @@ class EngineClient:
                     reader.set_exception(EngineDeadError(cause))
             if self._may_restart():
                 self._restarting = asyncio.create_task(self._restart())
+
+    def _killed(self) -> str:
+        if self.ready or self.phase is None:
+            return "the engine process was killed by signal 9; out of memory is the usual reason (dmesg tells)"
+        return killed(self.phase.phase, self.phase.done, self.phase.total, self.config)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()
