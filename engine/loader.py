@@ -34,7 +34,8 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 _LOADER_THREADS = 4  # reading and copying overlap; more only fight over the disk
 # Scales of a quantised cache, under all of the names that they have had: the cache here is not quantised.
 _CACHE_SCALE = re.compile(r"\.(q|k|v|kv|prob|prob_output|output)_(scale|zero_point)$")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+_HUB_WEIGHTS = ["*.safetensors"]
 _HUB_SKIP = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights in other formats
 
 
@@ -47,11 +48,13 @@ def resolve_model_path(
     """
     if (folder := find_model(name)) is not None:
         return folder
+    if load_format == "dummy":
+        return from_hub(name, revision, _HUB_FILES, download_dir)
     if load_format not in PICKLED:
-        folder = from_hub(name, revision, _HUB_FILES, download_dir)
+        folder = from_hub(name, revision, [*_HUB_FILES, *_HUB_WEIGHTS], download_dir)
         if load_format != "auto" or any(folder.glob("*.safetensors")):
             return folder
-    return from_hub(name, revision, [*_HUB_FILES, *PATTERNS], download_dir)
+    return from_hub(name, revision, [*_HUB_FILES, *_HUB_WEIGHTS, *PATTERNS], download_dir)
 
 
 def from_hub(name: str, revision: str | None, files: list[str], download_dir: str | None) -> Path:
