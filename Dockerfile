@@ -1,6 +1,7 @@
 # vserve with all it needs at run time, for any Debian-like base with Python 3.11 or newer:
 #   docker build -t vserve .
-#   docker run --gpus all -p 8000:8000 -v ~/.cache/huggingface:/home/vserve/.cache/huggingface vserve Qwen/Qwen3-0.6B
+#   docker run --gpus all --stop-timeout 40 -p 8000:8000 -v vserve:/home/vserve/.cache vserve Qwen/Qwen3-0.6B
+# The volume keeps what was downloaded and what was compiled; --stop-timeout is longer than --shutdown-timeout.
 # torch comes with CUDA's libraries; for the CPU alone (a tenth of the size):
 #   docker build -t vserve --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
 ARG BASE_IMAGE=debian:bookworm-slim
@@ -40,7 +41,7 @@ RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ca-certificates gcc libc6-dev python3 \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --uid 10001 --create-home vserve \
- && install -d -m 1777 /home/vserve/.cache /home/vserve/.cache/huggingface /home/vserve/.cache/triton
+ && install -d -m 1777 /home/vserve/.cache /home/vserve/.cache/huggingface /home/vserve/.cache/vserve
 COPY --from=packages /headers/ /
 COPY --from=packages /opt/vserve /opt/vserve
 COPY --from=build /built/ /
@@ -48,14 +49,28 @@ COPY --from=build /built/ /
 ENV PATH=/opt/vserve/bin:$PATH \
     HOME=/home/vserve \
     HF_HOME=/home/vserve/.cache/huggingface \
-    TRITON_CACHE_DIR=/home/vserve/.cache/triton \
+    VSERVE_CACHE=/home/vserve/.cache/vserve \
+    CUDA_CACHE_PATH=/home/vserve/.cache/vserve/cuda \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER vserve
 WORKDIR /home/vserve
-VOLUME /home/vserve/.cache/huggingface
+VOLUME /home/vserve/.cache
 EXPOSE 8000
-# Loading may take long: failures do not count for the first half hour, and the first success ends it.
+# `make image` gives them their values.
+ARG VERSION=unknown
+ARG REVISION=unknown
+ARG CREATED=unknown
+ARG SOURCE
+LABEL org.opencontainers.image.title="vserve" \
+      org.opencontainers.image.description="A small, fast LLM inference server that speaks the OpenAI API" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}" \
+      org.opencontainers.image.source="${SOURCE}"
+# It finds port, socket and TLS by itself. Loading may take long: failures do not count for the first half hour, and the
+# first success ends it.
 HEALTHCHECK --interval=10s --timeout=6s --start-period=30m --retries=3 \
-  CMD ["python3", "-c", "import os, urllib.request as http; http.urlopen('http://127.0.0.1:' + os.environ.get('VSERVE_PORT', '8000') + '/readyz', timeout=5)"]
+  CMD ["vserve", "doctor", "--health"]
 ENTRYPOINT ["vserve"]

@@ -4,6 +4,8 @@
 # make test-gpu   all that needs an NVIDIA GPU, in eight minutes; GROUP=soak: another group of tests/gpu/suite.py;
 #                 PYTHON=/path/to/python: that interpreter as it is, with nothing installed or fetched
 # make lint    ruff and mypy
+# make wheel   the wheel of the last commit and its SHA256SUMS, in dist/: docs/running/publishing.md
+# make image   a container image with version and labels; IMAGE=registry/name names it, DOCKER=podman builds it
 # TORCH=cpu, with any of them: torch for the CPU alone, from PyTorch's own index, a tenth of the size
 PYTHON ?= python3
 VENV := .venv
@@ -26,7 +28,19 @@ GROUP ?= core
 # An interpreter that somebody names has what it needs.
 GPU_PYTHON = $(if $(filter command environment,$(firstword $(origin PYTHON))),$(PYTHON),$(BIN)/python)
 
-.PHONY: serve test test-all test-gpu lint format clean
+DOCKER ?= docker
+IMAGE ?= vserve
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' __init__.py)
+# Of the last commit; a tree with changes says so.
+REVISION = $(shell git describe --always --dirty --abbrev=40 --exclude '*' 2>/dev/null || echo unknown)
+COMMIT_TIME = $(shell git log -1 --format=%ct 2>/dev/null || echo 0)
+CREATED = $(shell date -u -d @$(COMMIT_TIME) +%Y-%m-%dT%H:%M:%SZ 2>/dev/null || date -u -r $(COMMIT_TIME) +%Y-%m-%dT%H:%M:%SZ)
+# Where the sources are, for whom the image reaches: SOURCE=https://…
+SOURCE ?=
+# What pip of the build reads: make image PIP_EXTRA_INDEX_URL=…
+BUILD_ARGS = $(foreach name,BASE_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL,$(if $($(name)),--build-arg $(name)=$($(name))))
+
+.PHONY: serve test test-all test-gpu lint format clean wheel image
 
 serve: $(VENV)/.installed
 	@$(BIN)/vserve $(ARGS)
@@ -79,6 +93,16 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP_INSTALL) --editable ".[test]"
 	@mkdir -p $(VENV)/types && ln -sfn ../.. $(VENV)/types/vserve
 	@touch $@
+
+wheel: $(VENV)/.installed
+	$(BIN)/python tools/publish/wheel.py --out dist
+
+image:
+	@mkdir -p dist
+	SOURCE_DATE_EPOCH=$(COMMIT_TIME) $(DOCKER) build $(BUILD_ARGS) --build-arg VERSION=$(VERSION) \
+	  --build-arg REVISION=$(REVISION) --build-arg CREATED=$(CREATED) --build-arg SOURCE=$(SOURCE) \
+	  --iidfile dist/vserve-$(VERSION).image -t $(IMAGE):$(VERSION) -t $(IMAGE):latest .
+	@echo "$(IMAGE):$(VERSION) is $$(cat dist/vserve-$(VERSION).image)"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -6,12 +6,14 @@
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu docker/prove.sh
 #
 # The environment's PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS and PIP_CERT hold for the build too, and folders
-# and files that they name are mounted. DEBIAN_MIRROR and DEBIAN_SUITE choose the base, VSERVE_PORT a port, WORK a folder
-# that is kept. It takes about ten minutes for the CPU alone, too long for CI.
+# and files that they name are mounted. The base is the machine's own Debian, from the mirror that its apt has, unless
+# DEBIAN_SUITE and DEBIAN_MIRROR say otherwise. VSERVE_PORT chooses a port, WORK a folder that is kept. It takes about ten minutes for the CPU alone, too long for CI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-MIRROR=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
-SUITE=${DEBIAN_SUITE:-bookworm}
+SUITE=${DEBIAN_SUITE:-$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)}
+MIRROR=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Identifier: Packages' |
+  awk -v suite="$SUITE" '$2 == suite && !found { print $1; found = 1 }')}
+[[ -n $MIRROR ]] || { echo "apt has no source of '$SUITE': name one, DEBIAN_MIRROR=http://…" >&2 && exit 1; }
 PORT=${VSERVE_PORT:-18000}
 IMAGE=localhost/vserve
 unset VSERVE_PORT
@@ -83,7 +85,6 @@ set -m  # a process group of its own, so that the signal reaches the server and 
 inside "${entrypoint[@]}" --port "$PORT" &
 server=$!
 set +m
-buildah config --env "VSERVE_PORT=$PORT" "$container"
 healthy=
 for _ in $(seq 120); do
   if inside "${health[@]}" 2>/dev/null; then healthy=yes && break; fi

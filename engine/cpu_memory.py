@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from .config import ConfigError
+from .host_memory import GIB, machine_bytes
 from .layer_spec import LayerSpec
 from .model_config import ModelConfig
 from .models.model import Model
 from .rows import NUM_COLUMNS
 
-GIB = 1 << 30
 FLOAT = 4  # bytes: what the CPU computes in
 LOGIT_COPIES = 3  # of the sampler at its most expensive: the raw ones, a copy, what is sorted
 ROW_BYTES = (NUM_COLUMNS + 1) * 4 + 13  # of a row's parameters and counters, on both sides
-
-
-def machine_bytes() -> int:
-    """The machine's memory, or what a container may use of it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no cgroup, or "max"
-        return total
 
 
 def step_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:

@@ -34,7 +34,8 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 _LOADER_THREADS = 4  # reading and copying overlap; more only fight over the disk
 # Scales of a quantised cache, under all of the names that they have had: the cache here is not quantised.
 _CACHE_SCALE = re.compile(r"\.(q|k|v|kv|prob|prob_output|output)_(scale|zero_point)$")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+_HUB_WEIGHTS = ["*.safetensors"]
 _HUB_SKIP = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights in other formats
 
 
@@ -47,11 +48,13 @@ def resolve_model_path(
     """
     if (folder := find_model(name)) is not None:
         return folder
+    if load_format == "dummy":
+        return from_hub(name, revision, _HUB_FILES, download_dir)
     if load_format not in PICKLED:
-        folder = from_hub(name, revision, _HUB_FILES, download_dir)
+        folder = from_hub(name, revision, [*_HUB_FILES, *_HUB_WEIGHTS], download_dir)
         if load_format != "auto" or any(folder.glob("*.safetensors")):
             return folder
-    return from_hub(name, revision, [*_HUB_FILES, *PATTERNS], download_dir)
+    return from_hub(name, revision, [*_HUB_FILES, *_HUB_WEIGHTS, *PATTERNS], download_dir)
 
 
 def from_hub(name: str, revision: str | None, files: list[str], download_dir: str | None) -> Path:
@@ -89,9 +92,11 @@ def load_model(
     max_model_len: int,
     seed: int = 0,
     progress: Progress | None = None,
+    admit: Callable[[int, int], None] | None = None,
 ) -> CausalLM:
     """The model of `model_path` on `device`, its weights in `dtype`, frozen, ready for contexts up to `max_model_len`.
 
+    `admit` gets (parameters, bytes in the checkpoint) before anything is allocated, and raises what is too large.
     load_format "dummy" needs no weights: N(0, 0.02), norms 1, seeded. Raises ModelError, before anything is allocated
     where the fault is in a file and before anything is copied where the checkpoint does not fit config.json.
     """
@@ -117,6 +122,8 @@ def load_model(
         model = CausalLM(config, place, max_model_len)
         holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
         loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
+        if admit is not None:
+            admit(count_parameters(config), stored)
         for holder in holders:
             holder.create()
         if checkpoint is None:

@@ -11,11 +11,11 @@ import torch
 from .batch import Shape
 from .config import ConfigError, EngineConfig
 from .cpu_memory import machine_bytes, row_bytes, step_bytes
+from .host_memory import GIB, gib
 from .models.model import Model
 from .request import SamplingParams
 from .runner import ModelRunner
 
-GIB = 1 << 30
 CPU_CACHE_BYTES = 1 * GIB
 GRAPH_NODE_BYTES = 2 << 20  # of the nodes of one graph
 # The sampler at its most expensive: penalties, bias, masks and every filter.
@@ -58,10 +58,6 @@ class MemoryPlan:
             ("full-length requests", f"{usable / self.max_model_len:.1f} of {self.max_model_len} tokens"),
         ]
         return "\n".join(f"  {name:<22}{value}" for name, value in rows)
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 def weight_bytes(model: Model) -> int:

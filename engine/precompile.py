@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from .config import EngineConfig
+from .kernel_cache import kernel_cache
+from .model_file import ModelError, is_gguf, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +41,10 @@ class Precompile:
         """None where it cannot help: no GPU, few cores, no process to be had, or kernels that were compiled before."""
         on_gpu = config.device != "cpu" and os.path.exists("/dev/nvidiactl")
         count = num_helpers()
-        if not on_gpu or count < 2 or not Path(config.model).is_dir():
+        model = Path(config.model).expanduser()
+        if not on_gpu or count < 2 or not (model.is_dir() or is_gguf(model)):
             return None
-        marker = _cache_folder() / f"vserve-{fingerprint(config)}"
+        marker = kernel_cache() / f"vserve-{fingerprint(config)}"
         if marker.exists():
             return None
         options = json.dumps(dataclasses.asdict(config))
@@ -89,12 +92,6 @@ def num_helpers() -> int:
     return min(MAX_HELPERS, cores // 2, free // HOST_BYTES)
 
 
-def _cache_folder() -> Path:
-    """Triton's own rule, without importing it."""
-    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
-    return Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
-
-
 def fingerprint(config: EngineConfig) -> str:
     """Of all that decides which kernels are compiled, but for the card: on another one, the engine compiles them."""
     digest = hashlib.sha256()
@@ -104,8 +101,9 @@ def fingerprint(config: EngineConfig) -> str:
     kernels, tiles = (room.parent / "kernels").glob("*.py"), (room.parent / "configs" / "tiles").glob("*.json")
     for source in [*sorted(kernels), *sorted(tiles), *sorted(room.rglob("*.py"))]:
         digest.update(source.read_bytes())
-    with contextlib.suppress(OSError):  # the engine will say what is wrong with it
-        digest.update((Path(config.hf_config_path or config.model) / "config.json").read_bytes())
+    with contextlib.suppress(ModelError):  # the engine will say what is wrong with it
+        described = read_config(Path(config.hf_config_path or config.model).expanduser())
+        digest.update(json.dumps(described, sort_keys=True).encode())
     options = dataclasses.asdict(config)
     for unrelated in ("model", "seed", "load_format", "revision", "download_dir", "backlog_steps"):
         options.pop(unrelated)
@@ -122,7 +120,7 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     machine = worker.open_machine(dataclasses.replace(config, device="cuda"))
     if (index + 1) * HELPER_BYTES > machine.card_bytes:
         return
-    folder = Path(config.model)
+    folder = Path(config.model).expanduser()
     whole = read_model_config(folder, config)
     layers = (*dict.fromkeys(whole.layers), whole.layers[-1])  # the last layer does less than others
     few_layers = dataclasses.replace(whole, layers=layers)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from . import faults, logs
 from .config import ConfigError, EngineConfig
 from .connection import Connection
+from .kernel_cache import use_kernel_cache
 from .messages import EngineStart, Failure, FromEngine, Heartbeat, Progress, ToEngine
 from .precompile import Precompile
 from .prefetch import Prefetch
@@ -47,6 +48,7 @@ async def run_engine(
         if precompile is not None:
             precompile.wait()
 
+    use_kernel_cache()
     # Both work while torch is imported and the weights are copied.
     prefetch = Prefetch.start(config.model) if config.load_format != "dummy" else None
     precompile = Precompile.start(config)

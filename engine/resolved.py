@@ -29,6 +29,7 @@ class Machine:
     name: str  # of the card; cpu
     card_bytes: int  # of the card's memory; 0 on the CPU
     cpu_threads: int  # of torch
+    card_free: int = 0  # of card_bytes, when the engine began
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from ..kernels.cublaslt import accumulate_in_fp32
 from .config import ConfigError, EngineConfig, default_cpu_threads
 from .cpu_memory import check_rows
 from .graphs import MIXED_DECODE_ROWS, StepGraphs
+from .host_memory import available_bytes, machine_bytes
 from .loader import load_model, resolve_model_path
 from .memory import WORST_SAMPLING, plan_memory, weight_bytes
 from .messages import Progress
@@ -24,6 +25,8 @@ from .quant.described import describe, told
 from .request import SamplingParams
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
+from .shortage import is_out_of_memory, out_of_memory
+from .weight_size import check_weights
 
 logger = logging.getLogger(__name__)
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -38,19 +41,25 @@ class Worker:
         """`before_memory` is called when the weights are there, before the card's memory is measured."""
         self._seconds: dict[str, float] = {}
         self._report = report
+        self._config = config
+        self._asked: Resolved | None = None
+        self._weights = 0  # bytes
         with self._phase("device"):
             machine = open_machine(config)
         with self._phase("config"):
             path = resolve_model_path(config.model, config.revision, config.download_dir, config.load_format)
             model_config = read_model_config(path, config)
-            asked = resolve(config, model_config, machine)
+            self._asked = asked = resolve(config, model_config, machine)
             _warn(asked.notices)
             if limits := step_limits(config, asked):
                 logger.info("%s", limits)
             if note := getattr(model_config.quantization, "note", None):
                 logger.warning("--quantization %s: %s", config.quantization, note)
         with self._phase("weights"):
-            model = load(path, model_config, asked, lambda done, total: report(Progress("weights", done, total)))
+            model = load(
+                path, model_config, asked, lambda done, total: report(Progress("weights", done, total)),
+                lambda *sizes: self._admit(model_config, *sizes),
+            )  # fmt: skip
             if quantization := describe(model):
                 logger.info("%s", told(quantization))
                 if machine.device.type == "cuda":
@@ -72,10 +81,33 @@ class Worker:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        self._report(Progress(name))
+        """Raises ConfigError where memory runs out."""
         started = time.monotonic()
-        yield
+        try:
+            self._report(Progress(name))
+            yield
+        except Exception as error:
+            if isinstance(error, ConfigError) or not is_out_of_memory(error):
+                raise
+            raise ConfigError(self._explained(error, name)) from error
         self._seconds[name] = time.monotonic() - started
+
+    def _admit(self, model_config: ModelConfig, parameters: int, stored: int) -> None:
+        assert self._asked is not None
+        self._weights = check_weights(
+            self._config, model_config, self._asked.machine, self._asked.dtype, parameters, stored
+        )
+
+    def _explained(self, error: Exception, phase: str) -> str:
+        place, free, total, limits = "the machine", available_bytes(), machine_bytes(), {}
+        if (asked := self._asked) is not None:
+            limits = {"max_model_len": asked.max_model_len, "max_num_seqs": asked.max_num_seqs}
+            if asked.device.type == "cuda":
+                place, (free, total) = asked.machine.name, torch.cuda.mem_get_info()
+        return out_of_memory(
+            error, phase, self._config, place=place, free=free, total=total, weights=self._weights,
+            on_card=place != "the machine", **limits,
+        )  # fmt: skip
 
 
 def open_machine(config: EngineConfig) -> Machine:
@@ -83,8 +115,8 @@ def open_machine(config: EngineConfig) -> Machine:
     device = _choose_device(config.device)
     if device.type == "cuda":
         accumulate_in_fp32()
-        _, card = torch.cuda.mem_get_info()
-        return Machine(device, torch.cuda.get_device_name(), card, torch.get_num_threads())
+        free, card = torch.cuda.mem_get_info()
+        return Machine(device, torch.cuda.get_device_name(), card, torch.get_num_threads(), free)
     threads = config.cpu_threads or default_cpu_threads()
     torch.set_num_threads(threads)
     return Machine(device, "cpu", 0, threads)
@@ -99,11 +131,15 @@ def _choose_device(name: str) -> torch.device:
 
 
 def load(
-    path: Path, model_config: ModelConfig, settings: Resolved, progress: Callable[[int, int], None] | None = None
+    path: Path,
+    model_config: ModelConfig,
+    settings: Resolved,
+    progress: Callable[[int, int], None] | None = None,
+    admit: Callable[[int, int], None] | None = None,
 ) -> Model:
     return load_model(
         path, model_config, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
-        max_model_len=settings.max_model_len, seed=settings.seed, progress=progress,
+        max_model_len=settings.max_model_len, seed=settings.seed, progress=progress, admit=admit,
     )  # fmt: skip
 
 

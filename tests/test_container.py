@@ -8,12 +8,10 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +57,10 @@ def test_what_a_reviewer_would_ask_for():
     packages = installed.split("&&")[0].split()
     assert packages == ["ca-certificates", "gcc", "libc6-dev", "python3"]  # nothing else is needed at run time
     environment = dict(word.split("=", 1) for word in shlex.split(FINAL["ENV"]))
-    assert FINAL["VOLUME"] == environment["HF_HOME"]
+    # One volume for what is downloaded and what is compiled.
+    for cache in ("HF_HOME", "VSERVE_CACHE"):
+        assert environment[cache].startswith(f"{FINAL['VOLUME']}/") and environment[cache] in str(LAST_STAGE[1])
+    assert "TRITON_CACHE_DIR" not in environment, "VSERVE_CACHE says where kernels lie"
     assert environment["PATH"].startswith("/opt/vserve/bin:")
     names = [name for name, _ in LAST_STAGE]
     assert FINAL["USER"] not in ("root", "0") and "RUN" not in names[names.index("USER") :]
@@ -80,44 +81,52 @@ def test_the_entry_point_is_the_command_that_pyproject_installs():
         assert engine.model == "/m" and server.port == 1
 
 
-@pytest.mark.slow
-def test_the_health_check_tells_a_server_that_serves(tmp_path: Path) -> None:
-    command = json.loads(FINAL["HEALTHCHECK"].split("CMD ")[1])
+def test_the_health_check_is_a_command_that_there_is() -> None:
+    from vserve.server.cli import doctor, main
 
-    def check(port: str) -> int:
-        env = {"VSERVE_PORT": port, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
-        return subprocess.run(command, env=env, capture_output=True, timeout=240).returncode
+    entry, command, *words = json.loads(FINAL["HEALTHCHECK"].split("CMD ")[1])
+    assert entry in PROJECT["project"]["scripts"] and command == "doctor"
+    assert main.command_parser(command, doctor).parse_args(words).health
+    interval = dict(re.findall(r"--(\w[\w-]*)=(\d+)", FINAL["HEALTHCHECK"]))
+    from vserve.server.cli import health
 
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-    from threading import Thread
+    assert float(interval["timeout"]) > health.SECONDS
 
-    class Handler(BaseHTTPRequestHandler):
-        status = 200
 
-        def do_GET(self) -> None:
-            assert self.path == "/readyz"
-            self.send_response(self.status)
-            self.end_headers()
+def test_labels_say_what_the_image_is() -> None:
+    labels = dict(word.split("=", 1) for word in shlex.split(FINAL["LABEL"]))
+    arguments = {rest.split("=")[0] for name, rest in LAST_STAGE if name == "ARG"}
+    used = set(re.findall(r"\$\{(\w+)\}", FINAL["LABEL"]))
+    assert used == arguments == {"VERSION", "REVISION", "CREATED", "SOURCE"}
+    project = PROJECT["project"]
+    told = {name.removeprefix("org.opencontainers.image."): text for name, text in labels.items()}
+    assert (told["title"], told["description"]) == (project["name"], project["description"])
+    assert told["licenses"] == project["license"] and told["version"] == "${VERSION}"
 
-        def log_message(self, *arguments: Any) -> None:
-            pass
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    port = str(server.server_address[1])
-    assert check(port) == 0
-    Handler.status = 503
-    assert check(port) != 0
-    server.shutdown()
-    server.server_close()
-    assert check(port) != 0
+def test_every_docker_run_that_is_shown_gives_the_server_its_time() -> None:
+    from vserve.server.options.config import ServerConfig
+
+    shown = [path for path in ROOT.rglob("*.md") if ".venv" not in path.parts] + [
+        ROOT / "Dockerfile",
+        ROOT / "Makefile",
+    ]
+    commands = []
+    for path in shown:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        commands += [line for line in text.splitlines() if re.search(r"docker run .*\bvserve\b(?!:/)", line)]
+    serving = [line for line in commands if not re.search(r"vserve (warm|doctor|bench|version)", line)]
+    assert serving
+    for line in serving:
+        (seconds,) = re.findall(r"--stop-timeout (\d+)", line)
+        assert float(seconds) >= ServerConfig.shutdown_timeout + 5, line
 
 
 def test_probes_ask_for_routes_that_exist():
     from vserve.server.api import health
 
     routes = {route.path for route in health.router.routes}
-    assert "/readyz" in FINAL["HEALTHCHECK"] and "/readyz" in routes
+    assert "/readyz" in routes
     for container in deployment()["containers"]:
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert container[probe]["httpGet"]["path"] in routes
@@ -145,6 +154,29 @@ def test_grace_periods_are_longer_than_the_drain():
     assert float(COMPOSE["vserve"]["stop_grace_period"].rstrip("s")) >= ServerConfig.shutdown_timeout + 5
     # A service of that name would set VSERVE_PORT.
     assert pod["enableServiceLinks"] is False and pod["securityContext"]["runAsUser"] == 10001
+
+
+def test_compose_needs_no_card_unless_the_second_file_is_given() -> None:
+    assert "deploy" not in COMPOSE["vserve"] and "runtime" not in COMPOSE["vserve"]
+    gpu = yaml.safe_load((ROOT / "docker" / "compose.gpu.yaml").read_text())["services"]
+    assert set(gpu) <= set(COMPOSE)
+    (device,) = gpu["vserve"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
+
+
+def test_pods_are_disrupted_one_by_one_and_scaled_by_a_metric_that_there_is() -> None:
+    (found,) = (document for document in KUBERNETES if document["kind"] == "Deployment")
+    (budget,) = (document for document in KUBERNETES if document["kind"] == "PodDisruptionBudget")
+    assert budget["spec"]["selector"] == found["spec"]["selector"] and budget["spec"]["maxUnavailable"] == 1
+    scaling = (ROOT / "docker" / "kubernetes-scaling.yaml").read_text()
+    scaler = yaml.safe_load(scaling)
+    target = scaler["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == (found["kind"], found["metadata"]["name"])
+    metric = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    assert metric == "vllm_num_requests_waiting" and f"name: {{ as: {metric} }}" in scaling
+    from vserve.server.observe import exposition
+
+    assert '"num_requests_waiting"' in Path(exposition.__file__).read_text()
 
 
 def test_compose_mounts_what_is_there():
@@ -176,3 +208,4 @@ def test_the_proof_is_a_script_that_bash_reads():
     script = ROOT / "docker" / "prove.sh"
     assert script.stat().st_mode & 0o111
     assert subprocess.run(["bash", "-n", script], timeout=240).returncode == 0
+    assert not re.findall(r"https?://[\w.]*(?:debian|ubuntu)", script.read_text()), "the machine's apt knows a mirror"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -93,3 +94,31 @@ def test_another_torch_is_refused(machine: Path) -> None:
     assert MAKE is not None
     done = subprocess.run([MAKE, "serve", "TORCH=gpu"], cwd=machine, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "TORCH is gpu: it can only be cpu" in done.stderr
+
+
+def test_an_image_has_its_version_and_labels(machine: Path) -> None:
+    """Docker's stand-in says what it was asked for, and leaves the image's digest."""
+    shutil.copy(ROOT / "__init__.py", machine)
+    for tool in ("sed", "date", "cat"):
+        found = shutil.which(tool)
+        assert found is not None
+        (machine / "bin" / tool).symlink_to(found)
+    add(machine, "git", '#!/bin/sh\ncase "$1" in describe) echo 0123abc-dirty;; log) echo 1700000000;; esac')
+    digest = "while [ $# -gt 0 ]; do case $1 in --iidfile) echo sha256:feed > $2;; esac; shift; done"
+    add(machine, "docker", f'#!/bin/sh\necho "$SOURCE_DATE_EPOCH $*"\n{digest}')
+    said = make(machine, "image", "IMAGE=example.com/team/vserve", "PIP_EXTRA_INDEX_URL=https://x/cpu")
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "__init__.py").read_text(), re.MULTILINE)
+    (run,) = (line for line in said.splitlines() if line.startswith("1700000000 build "))
+    for words in (
+        f"--build-arg VERSION={version} ", "--build-arg REVISION=0123abc-dirty ", f"-t example.com/team/vserve:{version} ",
+        "--build-arg CREATED=2023-11-14T22:13:20Z ", "--build-arg PIP_EXTRA_INDEX_URL=https://x/cpu ",
+        f"--iidfile dist/vserve-{version}.image ", "-t example.com/team/vserve:latest .",
+    ):  # fmt: skip
+        assert words in run, run
+    assert said.endswith(f"example.com/team/vserve:{version} is sha256:feed\n")
+    given = set(re.findall(r"--build-arg (\w+)=", run))
+    assert given <= set(re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+
+
+def test_a_wheel_is_made_by_the_script(machine: Path) -> None:
+    assert make(machine, "--dry-run", "wheel").splitlines()[-1] == ".venv/bin/python tools/publish/wheel.py --out dist"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
+import runpy
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import vserve
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+WHEEL = ROOT / "tools" / "publish" / "wheel.py"
 ROOMS = ("configs", "engine", "kernels", "server")
 
 
@@ -34,16 +38,57 @@ def test_pinned_versions_are_those_that_pyproject_allows():
         assert name in {pin.lower().replace("_", "-") for pin in pins}, f"{name} is not pinned in constraints.txt"
 
 
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make wheel` leaves."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, WHEEL, "--out", folder], check=True, capture_output=True, timeout=240)
+    return folder
+
+
+def test_the_same_commit_makes_the_same_wheel(published: Path, tmp_path: Path) -> None:
+    """On another day, with another umask."""
+    command = f"umask 077; exec {sys.executable} {WHEEL} --out {tmp_path}"
+    subprocess.run(["bash", "-c", command], check=True, capture_output=True, timeout=240)
+    (mine,), (other,) = published.glob("*.whl"), tmp_path.glob("*.whl")
+    assert mine.name == other.name == f"vserve-{vserve.__version__}-py3-none-any.whl"
+    assert mine.read_bytes() == other.read_bytes()
+    done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=published, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"{mine.name}: OK\n"
+
+
+def test_the_wheel_says_its_version_in_a_fresh_environment(published: Path, tmp_path: Path) -> None:
+    (wheel,) = published.glob("*.whl")
+    venv.create(tmp_path / "fresh", with_pip=False)
+    python = tmp_path / "fresh" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], check=True, timeout=240)
+    done = subprocess.run(
+        [python.parent / "vserve", "version"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"vserve {vserve.__version__}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tags", "changes", "problem", "notices"),
+    [
+        (["v1.2.0"], "", "", []),
+        (["v1.2.0", "v1.1.0", "nightly"], "", "", []),
+        (["v1.3.0"], "", "the commit's tag is v1.3.0, __init__.py says 1.2.0: change one of them", []),
+        (["nightly"], "", "", ["the commit has no tag v1.2.0: set it before you publish"]),
+        (["v1.2.0"], " M README.md", "", ["uncommitted changes are not in the wheel"]),
+    ],
+)
+def test_a_tag_and_the_version_agree(tags: list[str], changes: str, problem: str, notices: list[str]) -> None:
+    judge = runpy.run_path(str(WHEEL))["judge"]
+    assert judge("1.2.0", tags, changes) == (problem, notices)
+
+
 @pytest.mark.slow
-def test_the_wheel_serves_the_demo_model_from_a_clean_environment(tmp_path):
-    source = tmp_path / "source"
+def test_the_wheel_serves_the_demo_model_from_a_clean_environment(tmp_path, published):
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    for name in files:
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
+    (wheel,) = published.glob("vserve-*.whl")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "-q", "--no-deps", "--wheel-dir", tmp_path, source], check=True)
-    (wheel,) = tmp_path.glob("vserve-*.whl")
     # The dependencies are taken from this environment: what is tested is the wheel, not the index.
     names = zipfile.ZipFile(wheel).namelist()
     pages = {name for name in files if name.startswith("server/web/")}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...engine.config import ConfigError, EngineConfig
 from ..options.config import ServerConfig
-from . import machine
+from . import health, machine
 from .finding import FAIL, OK, WARN, Finding
 from .flags import add_flags, read_flags
 from .listen import listen
@@ -23,7 +23,7 @@ from .terminal import styled
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "red"}
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY = 1 << 30  # where several cards exchange data through it
-EXAMPLES = ("vserve doctor", "vserve doctor Qwen/Qwen3-0.6B --max-model-len 32K")
+EXAMPLES = ("vserve doctor", "vserve doctor Qwen/Qwen3-0.6B --max-model-len 32K", "vserve doctor --health")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "host", "port", "uds",
         ),
     )  # fmt: skip
+    parser.add_argument(
+        "--health", action="store_true", help="only ask the server that runs beside this, wherever it listens, whether "
+        "it takes requests: a container's health check; --port or --uds say which, where there are several",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 where nothing is in the way of serving, 1 where something is, 2 for a wrong option."""
+    if arguments.health:
+        return _health(arguments.opt_host, arguments.opt_port, arguments.opt_uds)
     try:
         engine, server = read_flags(arguments)
     except ConfigError as error:
@@ -52,6 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{'':<21}→ {finding.remedy}", flush=True)
     print("not ready: repair what says FAIL" if failed else "ready to serve")
     return 1 if failed else 0
+
+
+def _health(host: str | None, port: int | None, uds: str | None) -> int:
+    if uds or port:
+        places = [health.Place(uds) if uds else health.Place(host or "127.0.0.1", port or 0)]
+    else:
+        places = health.find()
+    ready, line = health.check(places)
+    print(line)
+    return 0 if ready else 1
 
 
 def examine(engine: EngineConfig, server: ServerConfig) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from ..options.vllm import vllm_options
 PREFIX = "VSERVE_"
 HIDDEN = "(hidden)"
 # Variables that are no options; typos are looked for among the others.
-_OTHER_VARIABLES = ("FAULT", "ALLOW_FAULTS", "NO_PDL")
+_OTHER_VARIABLES = ("CACHE", "FAULT", "ALLOW_FAULTS", "NO_PDL")
 # What Kubernetes and Docker's links tell of services whose names begin with vserve.
 _SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 

@@ -27,6 +27,7 @@ GROUPS = {
     "Measure": {"bench": ("a server, the engine, or how long starting takes", "bench.command")},
     "Look after it": {
         "doctor": ("whether this machine can serve, and what to do where not", "doctor"),
+        "warm": ("compile a deployment's kernels into the cache, before it starts", "warm"),
         "collect-env": ("versions and hardware, for a bug report", "collect_env"),
         "completion": ("make the shell complete commands and options", "completion"),
     },

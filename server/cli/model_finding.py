@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ...engine.model_config import ModelConfig
 
 HUB_TIMEOUT = 10.0  # seconds
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _WEIGHTS = (".safetensors", ".bin")  # of which the first that there is is loaded
 
 
@@ -45,10 +44,14 @@ def _fit(
     engine: EngineConfig, torch: Torch, on_card: bool, folder: Path, place: str, size: int | None = None
 ) -> Finding:
     """`folder` has the config.json; `size`: bytes of the weights, where they are not there too. Raises ModelError."""
+    from torch import device
+
     from ...engine.checkpoint import checkpoint_bytes
+    from ...engine.loader import count_parameters
     from ...engine.memory import CPU_CACHE_BYTES
     from ...engine.overrides import read_model_config
-    from ...engine.resolved import choose_max_model_len
+    from ...engine.resolved import choose_dtype, choose_max_model_len
+    from ...engine.weight_size import smaller_weights, weight_size
 
     config = read_model_config(folder, engine)
     size = checkpoint_bytes(folder) if size is None else size
@@ -58,8 +61,9 @@ def _fit(
     except ConfigError as error:
         what, _, remedy = str(error).partition("; ")
         return Finding(FAIL, "model", what, remedy)
-    item = _ITEM_BYTES.get(engine.dtype) or (config.dtype.itemsize if on_card else 4)
-    weights, token = _weight_bytes(config, item, size, on_card), _token_bytes(config, item)
+    dtype = choose_dtype(engine.dtype, config.dtype, device("cuda" if on_card else "cpu"))
+    parameters = count_parameters(config)
+    weights, token = weight_size(config, parameters, dtype, size, on_card), _token_bytes(config, dtype.itemsize)
     if config.quantization is not None:
         text += f", quantization {config.quantization.method}"
     if on_card and torch.cards:
@@ -67,8 +71,9 @@ def _fit(
     else:
         room, where = (machine.memory() or (1 << 62, 0))[0], "memory"
     if weights > room:
+        remedies = [*smaller_weights(config, parameters, dtype, room, on_card), "choose a smaller model"]
         return Finding(FAIL, "model", text, f"the weights take {gib(weights)}, and {where} has {gib(room)} for vserve: "
-                       "choose a smaller model or a larger machine")  # fmt: skip
+                       f"{', or '.join(remedies)}, or take a larger machine")  # fmt: skip
     left = room - weights
     if engine.kv_cache_memory_bytes is not None:
         left = min(left, engine.kv_cache_memory_bytes)
@@ -84,21 +89,6 @@ def _fit(
     if engine.max_model_len is None:
         return Finding(WARN, "model", text, f"the context will be cut to some {most} tokens{larger}")
     return Finding(FAIL, "model", text, f"lower --max-model-len to {most} or less{larger}")
-
-
-def _weight_bytes(config: ModelConfig, item: int, stored: int, on_card: bool) -> int:
-    """In memory: codes stay codes on the CPU."""
-    from ...engine.loader import count_parameters
-    from ...engine.quant.online import OnlineScheme
-
-    parameters = count_parameters(config)
-    if config.quantization is None or on_card:
-        return parameters * item
-    outside = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)  # seldom quantised
-    each = stored / parameters
-    if isinstance(config.quantization, OnlineScheme):
-        each = config.quantization.bytes_each
-    return int((parameters - outside) * each + outside * item)
 
 
 def _token_bytes(config: ModelConfig, item: int) -> int:

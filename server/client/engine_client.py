@@ -35,6 +35,7 @@ from ...engine.messages import (
 )
 from ...engine.process import run_engine
 from ...engine.request import SamplingParams, unknown_token_problem
+from ...engine.shortage import killed
 from .mailbox import EngineDeadError, Mailbox, refused
 from .process import EngineProcess
 from .routing import ANYWHERE, Route
@@ -321,6 +322,7 @@ class EngineClient:
             process = EngineProcess(
                 lambda message: self._receive(message) if process is self._process else None,
                 lambda cause: self._down(cause) if process is self._process else None,
+                self._killed,
             )
             self._process = process
             try:
@@ -355,6 +357,11 @@ class EngineClient:
             self.waiting_tokens -= mailbox.waiting_tokens
             mailbox.waiting_tokens = 0
         self._mailboxes |= {mailbox.id: mailbox for mailbox in self.rescue(unheard)}
+
+    def _killed(self) -> str:
+        if self.ready or self.phase is None:
+            return "the engine process was killed by signal 9; out of memory is the usual reason (dmesg tells)"
+        return killed(self.phase.phase, self.phase.done, self.phase.total, self.config)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()

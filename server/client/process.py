@@ -21,10 +21,14 @@ from ...engine.messages import EngineStart, FromEngine, Shutdown
 
 
 class EngineProcess:
-    def __init__(self, on_message: Callable[[Any], None], on_lost: Callable[[str], None]) -> None:
-        """`on_lost` gets the cause in one line, once, when the process is gone without having been asked to."""
+    def __init__(
+        self, on_message: Callable[[Any], None], on_lost: Callable[[str], None], killed: Callable[[], str]
+    ) -> None:
+        """`on_lost` gets the cause in one line, once, when the process is gone without having been asked to; `killed`
+        says it where that was by SIGKILL, as the system does when memory runs out."""
         self._on_message = on_message
         self._on_lost = on_lost
+        self._killed = killed
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._ending = False
@@ -113,6 +117,8 @@ class EngineProcess:
         if code is None:
             self._on_lost("the engine process closed its socket")
             return
+        if code == -signal.SIGKILL:
+            self._on_lost(self._killed())
+            return
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        hint = "; out of memory is the usual reason (dmesg tells)" if code == -9 else "; its last words are above"
-        self._on_lost(f"the engine process {how}{hint}")
+        self._on_lost(f"the engine process {how}; its last words are above")

@@ -126,6 +126,22 @@ def test_an_engine_that_dies_again_and_again_ends_the_server(start_server, until
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("phase:memory:oom", "out of memory while measuring a step and taking the cache: the machine has "),
+        ("phase:weights:kill", "the engine process was killed by signal 9 while "),
+    ],
+)
+def test_row_40_out_of_memory_at_the_start_ends_in_one_line(launch_server, fault, line):
+    server = launch_server(env=faults(fault))
+    assert server.wait() == 1
+    last = server.stderr[-1].rstrip()
+    assert last.startswith(f"vserve: {line}") and "; what helps, in this order: " in last
+    assert last.endswith("serve a smaller model") and not any("Traceback" in told for told in server.stderr)
+
+
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_again_ends_the_server(start_server, tmp_path, tiny_model):
     import shutil
 

@@ -1,0 +1,77 @@
+"""What weights will take in memory, known from headers: those that cannot fit are refused before they are loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from .config import ConfigError, EngineConfig
+from .host_memory import available_bytes, gib, machine_bytes
+from .model_config import ModelConfig
+from .quant.online import OnlineScheme
+from .resolved import Machine
+
+LARGEST_SHARE = 0.97  # of a card: its context and libraries need the rest
+STEP_SHARE = 0.02  # of a card, beside the weights, for a step and a little cache
+
+
+def weight_size(config: ModelConfig, parameters: int, dtype: torch.dtype, stored: int, on_card: bool) -> int:
+    """Bytes. Codes stay codes on the CPU. `stored`: bytes in the checkpoint; `parameters`: as if not quantised."""
+    if config.quantization is None or on_card:
+        return parameters * dtype.itemsize
+    if isinstance(config.quantization, OnlineScheme):
+        return _with_codes(config, parameters, dtype, config.quantization.bytes_each)
+    return _with_codes(config, parameters, dtype, stored / parameters)
+
+
+def _with_codes(config: ModelConfig, parameters: int, dtype: torch.dtype, bytes_each: float) -> int:
+    outside = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)  # seldom quantised
+    return int((parameters - outside) * bytes_each + outside * dtype.itemsize)
+
+
+def check_weights(
+    config: EngineConfig, model: ModelConfig, machine: Machine, dtype: torch.dtype, parameters: int, stored: int
+) -> int:
+    """→ bytes of the weights. Raises ConfigError where this machine cannot hold them, with what would do."""
+    on_card = machine.device.type == "cuda"
+    size = weight_size(model, parameters, dtype, stored, on_card)
+    share, room, free = config.gpu_memory_utilization, available_bytes(), 0
+    where = f"the machine has {gib(room)} free of {gib(machine_bytes())}"
+    if on_card:
+        room, free = int(machine.card_bytes * share), machine.card_free
+        where = f"{machine.name} has {gib(free)} free of {gib(machine.card_bytes)}"
+        where += f", of which vserve may use {gib(room)} (--gpu-memory-utilization {share})"
+        room = min(free, room - (machine.card_bytes - free))
+    if size <= room:
+        return size
+    remedies = list(_utilization(machine, share, size)) if on_card else []
+    remedies += smaller_weights(model, parameters, dtype, room, on_card)
+    more = "a larger card" if on_card else "more memory"
+    name = str(dtype).removeprefix("torch.")
+    raise ConfigError(
+        f"the weights take {gib(size)} ({parameters:,} parameters in {name}), and {where}: "
+        f"{', or '.join([*remedies, 'serve a smaller model'])}, or take {more}"
+    )
+
+
+def _utilization(machine: Machine, share: float, size: int) -> Iterable[str]:
+    """Where others leave enough of the card."""
+    used = machine.card_bytes - machine.card_free
+    needed = math.ceil(100 * ((size + used) / machine.card_bytes + STEP_SHARE)) / 100
+    if share < needed <= LARGEST_SHARE:
+        yield f"raise --gpu-memory-utilization to {needed}"
+
+
+def smaller_weights(model: ModelConfig, parameters: int, dtype: torch.dtype, room: int, on_card: bool) -> Iterable[str]:
+    """The ways to store them that fit `room` bytes."""
+    if model.quantization is not None:
+        return
+    if dtype.itemsize > 2 and parameters * 2 <= room:
+        yield f"add --dtype bfloat16 ({gib(parameters * 2)})"
+    if not on_card:
+        for kind in ("int8", "int4"):
+            size = _with_codes(model, parameters, dtype, OnlineScheme(kind).bytes_each)
+            if size <= room:
+                yield f"add -q {kind} ({gib(size)})"

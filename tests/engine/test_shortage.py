@@ -1,0 +1,187 @@
+"""Memory that does not suffice at the start: refused before loading where that is known, and else said in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vserve.engine import host_memory, loader, shortage, weight_size, worker
+from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.loader import count_parameters
+from vserve.engine.model_config import ModelConfig
+from vserve.engine.quant.online import OnlineScheme
+from vserve.engine.resolved import Machine
+from vserve.engine.shortage import is_out_of_memory, killed
+from vserve.engine.weight_size import check_weights
+from vserve.engine.worker import Worker
+
+GIB = 1 << 30
+
+
+def card(total: float, free: float) -> Machine:
+    return Machine(torch.device("cuda"), "H100", int(total * GIB), 8, int(free * GIB))
+
+
+def eight(tiny_model: Any) -> ModelConfig:
+    config: ModelConfig = dataclasses.replace(ModelConfig.from_folder(tiny_model("llama")), dtype=torch.bfloat16)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("machine", "parameters", "words"),
+    [
+        (card(80, 79), 40e9, ["the weights take 74.51 GiB (40,000,000,000 parameters in bfloat16)",
+                              "free of 80.00 GiB, of which vserve may use 72.00 GiB (--gpu-memory-utilization 0.9)",
+                              "raise --gpu-memory-utilization to 0.97, or serve a smaller model, or take a larger"]),
+        (card(80, 79), 70e9, ["130.39 GiB", ": serve a smaller model, or take a larger card"]),
+        (card(80, 30), 16e9, ["29.80 GiB", "30.00 GiB free of 80.00 GiB", ": serve a smaller"]),
+    ],
+    ids=["a larger share would do", "far too large", "others use the card"],
+)  # fmt: skip
+def test_a_card_refuses_weights_that_do_not_fit(
+    tiny_model: Any, machine: Machine, parameters: float, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_weights(EngineConfig("m"), eight(tiny_model), machine, torch.bfloat16, int(parameters), 0)
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert "-q" not in str(refused.value), "there are no products with codes on a card"
+
+
+def test_a_card_takes_what_fits(tiny_model: Any) -> None:
+    model = eight(tiny_model)
+    assert check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, 38 * 10**9, 0) == 76 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("room", "remedies", "not_"),
+    [
+        (20, ["add --dtype bfloat16 (14.90 GiB)", "add -q int8 (7.", "add -q int4 (4."], []),
+        (10, ["add -q int8 (7.", "add -q int4"], ["--dtype"]),
+        (5, ["add -q int4 (4."], ["--dtype", "int8"]),
+        (1, [], ["--dtype", "-q"]),
+    ],
+)
+def test_the_cpu_names_only_what_would_do(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, room: int, remedies: list[str], not_: list[str]
+) -> None:
+    monkeypatch.setattr(weight_size, "available_bytes", lambda: room * GIB)
+    monkeypatch.setattr(weight_size, "machine_bytes", lambda: 32 * GIB)
+    machine = Machine(torch.device("cpu"), "cpu", 0, 1)
+    model = dataclasses.replace(eight(tiny_model), vocab_size=1000)
+    with pytest.raises(ConfigError, match=r"the weights take 29\.80 GiB") as refused:
+        check_weights(EngineConfig("m"), model, machine, torch.float32, 8 * 10**9, 16 * 10**9)
+    line = str(refused.value)
+    assert f"the machine has {room}.00 GiB free of 32.00 GiB" in line and "\n" not in line
+    assert all(word in line for word in [*remedies, "serve a smaller model, or take more memory"]), line
+    assert not any(word in line for word in not_), line
+    quantized = dataclasses.replace(model, quantization=OnlineScheme("int4"))
+    if "add -q int4 (4." in remedies:  # and the remedy does
+        assert check_weights(EngineConfig("m"), quantized, machine, torch.float32, 8 * 10**9, 16 * 10**9) <= room * GIB
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_weights_are_refused_before_any_is_made(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, load_format: str
+) -> None:
+    monkeypatch.setattr(weight_size, "available_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(loader, "_load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(loader, "_fill_with_noise", lambda *_: pytest.fail("weights were made"))
+    config = EngineConfig(str(tiny_model("llama")), device="cpu", cpu_threads=1, load_format=load_format)
+    with pytest.raises(ConfigError, match=r"the weights take .* MiB .* serve a smaller model"):
+        Worker(config, lambda _: None)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_the_size_is_what_is_taken(tiny_model: Any, quantization: str | None) -> None:
+    folder = tiny_model("llama", hidden_size=256, intermediate_size=512)
+    config = EngineConfig(str(folder), device="cpu", cpu_threads=1, quantization=quantization)
+    made = Worker(config, lambda _: None)
+    taken = worker.weight_bytes(made.runner.model)
+    assert taken * 0.85 < made._weights < taken * 1.15
+    if quantization is None:
+        assert made._weights == 4 * count_parameters(ModelConfig.from_folder(folder)) == taken
+
+
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"),
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    OSError(12, "Cannot allocate memory"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", ["load_model", "plan_memory", "warm_up"])
+def test_whatever_runs_out_of_memory_ends_in_one_line(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, place: str
+) -> None:
+    def fail(*_: object, **options: Any) -> None:
+        if admit := options.get("admit"):
+            admit(1000, 4000)
+        raise error
+
+    monkeypatch.setattr(worker, place, fail)
+    monkeypatch.setattr(worker, "available_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr(worker, "machine_bytes", lambda: 16 * GIB)
+    config = EngineConfig(str(tiny_model("llama")), device="cpu", cpu_threads=1, kv_cache_memory_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="out of memory while") as raised:
+        Worker(config, lambda _: None)
+    line = str(raised.value)
+    assert "the machine has 3.00 GiB free of 16.00 GiB, the weights take" in line and "\n" not in line
+    told = line.split("what helps, in this order: ")[1].split(", ")
+    later = ["lower --max-model-len (now 512)", "lower --max-num-seqs (now 16)",
+             "lower --kv-cache-memory-bytes (now 1048576)"]  # fmt: skip
+    expected = ["add -q int4 (to a checkpoint in 16 bit)", "serve a smaller model"]
+    assert told == (expected if place == "load_model" else later + expected)
+    assert ("2.00 GiB were asked for" in line) == (error is ERRORS[0])
+
+
+def test_on_a_card_the_share_and_the_graphs_are_named(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "open_machine", lambda config: card(80, 79))
+    monkeypatch.setattr(worker, "load_model", lambda *_, **options: options["admit"](10**9, 0))
+    monkeypatch.setattr(worker, "describe", lambda model: {})
+    monkeypatch.setattr(worker, "ModelRunner", lambda model, **options: SimpleNamespace(device=torch.device("cuda")))
+    monkeypatch.setattr(worker, "take_memory", lambda *_: (_ for _ in ()).throw(ERRORS[0]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 2, 80 * GIB))
+    monkeypatch.setattr("vserve.engine.resolved.even_rows", lambda device, rows: rows)
+    with pytest.raises(ConfigError, match=r"H100 has 0\.50 GiB free of 80\.00 GiB, the wei") as raised:
+        Worker(EngineConfig(str(tiny_model("llama")), dtype="bfloat16"), lambda _: None)
+    assert str(raised.value).endswith(
+        "in this order: lower --max-model-len (now 512), lower --max-num-seqs (now 1024), lower "
+        "--gpu-memory-utilization (now 0.9), add --enforce-eager, serve a smaller model"
+    )
+
+
+def test_other_errors_are_left_as_they_are() -> None:
+    for error in (RuntimeError("an illegal memory access"), ValueError("out of memory"), OSError(2, "no such file")):
+        assert not is_out_of_memory(error)
+
+
+def test_an_engine_that_was_killed_while_it_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shortage, "available_bytes", lambda: 128 << 20)
+    monkeypatch.setattr(shortage, "machine_bytes", lambda: 16 * GIB)
+    line = killed("weights", 3 * GIB, 14 * GIB, EngineConfig("m"))
+    assert "killed by signal 9 while loading the weights (3.00 GiB of 14.00 GiB done)" in line
+    assert "has 0.12 GiB free of 16.00 GiB" in line and line.endswith(
+        "give it (or the container) more memory, add -q int4 (to a checkpoint in 16 bit), serve a smaller model"
+    )
+    later = killed("memory", 0, 0, EngineConfig("m", max_model_len=999, quantization="int8"))
+    assert "lower --max-model-len (now 999), lower --max-num-seqs, serve" in later
+
+
+def test_files_in_memory_give_way_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    before = host_memory.machine_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.machine_bytes() == before
+    (tmp_path / "memory.max").write_text(f"{100 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{90 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {10 << 20}\nfile {80 << 20}\nshmem {5 << 20}\n")
+    assert host_memory.machine_bytes() == 100 << 20
+    assert host_memory.available_bytes() == (100 - 90 + 80 - 5) << 20
