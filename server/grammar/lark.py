@@ -130,7 +130,7 @@ class _Writer:
         if not rules.keys() & _OF_TEXTS - {"type"}:
             return self._expression({"type": "until", "value": end})
         shortest, longest = rules.get("minLength", 0), rules.get("maxLength", "")
-        terms = [f"/(?s:.{{{shortest},{longest}}})/", f"~/(?s:.*){_slashed(re.escape(end))}(?s:.*)/"]
+        terms = [f"/(?s:.{{{shortest},{longest}}})/", f"~/(?s:.*){_exactly(end)}(?s:.*)/"]
         if (pattern := rules.get("pattern")) is not None:
             terms.append(f"/{_searched(pattern)}/")
         name = f"T{len(self._terminals)}"
@@ -156,6 +156,10 @@ def _searched(pattern: str) -> str:
         raise SchemaError("a 'pattern' with '^' or '$' within it is not supported in this model's tool calls.")
     anything = "(?s:.*)"
     return f"{'' if begins else anything}(?:{_slashed(inner)}){'' if ends else anything}"
+
+
+def _exactly(text: str) -> str:
+    return "".join(rf"\x{{{ord(char):x}}}" for char in text)
 
 
 def _slashed(pattern: str) -> str:

@@ -14,6 +14,7 @@ import pytest
 from vserve.engine.grammar import BACKENDS, GrammarMatcher
 from vserve.server.grammar import tool_calls as tool_grammar
 from vserve.server.grammar.compile import CompileError, compile
+from vserve.server.grammar.constraint import Constraint
 from vserve.server.grammar.service import MAX_SOURCE
 from vserve.server.grammar.tools import ToolUse, tool_use
 from vserve.server.parsers.formats import ToolFormat, known
@@ -163,6 +164,86 @@ def test_an_unknown_type_is_refused_where_a_call_is_demanded(format: Any, byte_v
     use = tool_use(tools, "auto", None)
     assert use is not None
     compile(use.constraints(format, None)[-1], byte_vocabulary)
+
+
+TEXTS = {
+    "plain": {"type": "string"},
+    "city": {"type": "string", "enum": ["Oslo", "</Rome>"]},
+    "code": {"type": "string", "pattern": "^[A-Z]+/$", "maxLength": 4},
+    "any": {"type": "string", "pattern": "b", "minLength": 2},
+    "maybe": {"type": ["string", "null"]},
+}
+
+
+@pytest.mark.parametrize("name", TAGS)
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("plain", 'it\'s "so", \n< </arg_valu </parameter\n é', True), ("plain", "", True),
+        ("city", "Oslo", True), ("city", "</Rome>", True), ("city", "Paris", False),
+        ("code", "AB/", True), ("code", "AB", False), ("code", "ABCD/", False), ("code", "ab/", False),
+        ("any", "ab", True), ("any", "b", False), ("any", "aa", False),
+        ("maybe", '"x"', True), ("maybe", "null", True), ("maybe", "x", False),
+    ],
+)  # fmt: skip
+def test_texts_between_tags_are_followed(name: str, key: str, value: str, allowed: bool, byte_vocabulary: Any) -> None:
+    format = next(format for format in known()[0] if format.name == name)
+    schema = {"type": "object", "properties": {key: TEXTS[key]}, "required": [key]}
+    use = use_of([{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}], "required")
+    constraint = use.constraints(format, None)[0]
+    backend, payload = compile(constraint, byte_vocabulary)
+    matcher = GrammarMatcher(byte_vocabulary, BACKENDS[backend](byte_vocabulary, payload), constraint.markers)
+    text = format.begin("f") + TAGS[name].format(key, value) + format.end
+    assert (all(matcher.accept(1 + byte) for byte in text.encode()) and matcher.accept(0)) == allowed
+    if allowed:
+        reader = Reader(format.read, {"f": use.tools[0].schema})
+        arguments = [part.text for part in reader.feed(text) + reader.finish() if isinstance(part, CallArguments)]
+        said = json.loads("".join(arguments))
+        assert said == {key: json.loads(value) if key == "maybe" else value}
+        jsonschema.validate(said, schema)
+
+
+@pytest.mark.parametrize("name", TAGS)
+def test_what_no_text_between_tags_follows(name: str, byte_vocabulary: Any) -> None:
+    """A strict tool is refused; of another one any arguments are read, whatever they are called."""
+    format = next(format for format in known()[0] if format.name == name)
+    schema = {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}, "required": ["day"]}
+    tool = {"name": "f", "parameters": schema}
+    use = use_of([{"type": "function", "function": tool | {"strict": True}}], "required")
+    with pytest.raises(CompileError, match="'format' is not supported for texts in this model's tool calls"):
+        compile(use.constraints(format, None)[-1], byte_vocabulary)
+    constraint = use_of([{"type": "function", "function": tool}], "required").constraints(format, None)[0]
+    backend, payload = compile(constraint, byte_vocabulary)
+    matcher = GrammarMatcher(byte_vocabulary, BACKENDS[backend](byte_vocabulary, payload), constraint.markers)
+    text = format.begin("f") + TAGS[name].format("day", "2026-01-01") + TAGS[name].format("x", "[1]") + format.end
+    assert all(matcher.accept(1 + byte) for byte in text.encode()) and matcher.accept(0)
+
+
+def test_gpt_oss_may_think_before_it_calls_or_answers(byte_vocabulary: Any) -> None:
+    format = next(format for format in known()[0] if format.name == "openai")
+    tools = [{"type": "function", "function": {"name": "search", "parameters": CALLS["search"]}}]
+    thought = "<|channel|>analysis<|message|>Hm, to=functions.search?<|end|><|start|>assistant"
+    called = '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"deep": true}'
+    said = '<|channel|>final<|message|>{"a": 1}'
+    content = Constraint("json", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
+    for mode, answer, text, allowed in (
+        ("required", None, called, True),
+        ("required", None, thought + called, True),
+        ("required", None, thought + thought + called, True),
+        ("required", None, thought + said, False),
+        ("required", None, called.replace("true", "1"), False),
+        ("auto", None, thought + called, True),
+        ("auto", None, thought + "<|channel|>final<|message|>Hello", True),
+        ("auto", None, thought + called.replace("true", "1"), False),
+        ("auto", content, thought + called, True),
+        ("auto", content, thought + said, True),
+        ("auto", content, said.replace("1", "x"), False),
+    ):
+        constraint = use_of(tools, mode).constraints(format, answer)[0]
+        backend, payload = compile(constraint, byte_vocabulary)
+        matcher = GrammarMatcher(byte_vocabulary, BACKENDS[backend](byte_vocabulary, payload), constraint.markers)
+        accepted = all(matcher.accept(1 + byte) for byte in text.encode()) and matcher.accept(0)
+        assert accepted == allowed, (mode, text)
 
 
 def test_what_is_kept_of_tools_is_bounded() -> None:
