@@ -63,6 +63,8 @@ class Speech:
                 f"'{content[0]}' of this kind cannot be combined with 'tools'; ask for JSON, or for no tools.",
                 content[0],
             )
+        if budget is not None and use is not None and calls is not None and calls.lead is not None:
+            raise unsupported("thinking_token_budget", "'thinking_token_budget' with 'tools' of this model")
         final = request.messages[-1]
         continued = final["content"] if request.continue_final_message and final["role"] == "assistant" else ""
         include = request.include_reasoning is not False
@@ -100,13 +102,17 @@ class Speech:
         thinking = self._thinking(opened, tokenizer) if key is not None or self.budget is not None else None
         if thinking is not None:
             prompt = replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, thinking=thinking))
-        if self.use is None and opened is False:  # the template has closed the reasoning: only text follows
-            return prompt, text
+        if self.use is None and opened is False and self.reasoning is not None and self.reasoning.answer is None:
+            return prompt, text  # the template has closed the reasoning: only text follows
         return prompt, replace(text, read=self._read_options(bool(opened), guarded))
 
     @property
     def is_constrained(self) -> bool:
         return self.use is not None or self.content is not None
+
+    @property
+    def _thinks_in_grammar(self) -> bool:
+        return self.use is not None and self.calls is not None and self.calls.lead is not None
 
     async def _constrain(self, grammars: GrammarService) -> tuple[str | None, bool]:
         """(the key of a grammar, whether it guards the arguments of calls)"""
@@ -138,7 +144,7 @@ class Speech:
 
     def _thinking(self, opened: bool | None, tokenizer: Tokenizer) -> Thinking | None:
         """What the engine must know. Where the beginning has no token of its own, it cannot tell it from text."""
-        if self.reasoning is None or opened is False:
+        if self.reasoning is None or opened is False or self._thinks_in_grammar:
             return None
         begin = tokenizer.core.token_to_id(self.reasoning.begin)
         if begin is None and not opened:
@@ -149,7 +155,7 @@ class Speech:
 
     def _read_options(self, open: bool, guarded: bool) -> ReadOptions:
         use, calls, reasoning = self.use, self.calls, self.reasoning
-        names = frozenset(tool.name for tool in use.callable) if use is not None else frozenset()
+        tools = {tool.name: tool.schema for tool in use.callable} if use is not None else {}
 
         def read(reader: Reader) -> Reading[None]:
             if reasoning is not None:
@@ -158,11 +164,11 @@ class Speech:
                 yield from calls.read(reader)
 
         def reader() -> Reader:
-            return Reader(read, names, streams=guarded, new_id=new_id if calls is None else calls.new_id)
+            return Reader(read, tools, streams=guarded, new_id=new_id if calls is None else calls.new_id)
 
         markers: Sequence[str] = () if calls is None or use is None else calls.markers
         if reasoning is not None:
-            markers = (*markers, reasoning.begin, reasoning.end)
+            markers = (*markers, *reasoning.markers)
         return ReadOptions(
             reader,
             frozenset(markers),

@@ -7,6 +7,7 @@ from reprlib import repr as shorten
 from typing import Any
 from urllib.parse import unquote
 
+from .finite import texts_of
 from .regex import RegexError, translate
 
 MAX_DEPTH = 100
@@ -118,6 +119,7 @@ class Schema:
             raise SchemaError(f"the schema is nested deeper than {MAX_DEPTH} levels.")
         self._clean(schema)
         self._check(schema)
+        _name_all(schema)
         self._choose(schema)
         for name in ONE:
             if name in schema and not (name == "additionalProperties" and isinstance(schema[name], bool)):
@@ -186,9 +188,6 @@ class Schema:
                 )
         if "pattern" in schema:
             schema["pattern"] = _regex(schema["pattern"], "pattern")
-        if "patternProperties" in schema:
-            patterns = schema["patternProperties"]
-            schema["patternProperties"] = {_regex(name, "patternProperties"): patterns[name] for name in patterns}
 
     def _choose(self, schema: dict[str, Any]) -> None:
         """Notes what keeps xgrammar from this schema; follows its reference."""
@@ -242,6 +241,25 @@ class Schema:
             except (LookupError, TypeError, ValueError):
                 raise SchemaError(f"the schema's '$ref' {shorten(reference)} leads nowhere.") from None
         self._referred.append(target)
+
+
+def _name_all(schema: dict[str, Any]) -> None:
+    """Patterns in Rust's syntax. One that matches a few names only is written as properties: llguidance finds an object
+    unsatisfiable where all names of a pattern are listed as well. Raises SchemaError.
+    """
+    patterns = schema.pop("patternProperties", {})
+    kept = {}
+    for pattern, one in patterns.items():
+        regex = _regex(pattern, "patternProperties")
+        if (names := texts_of(pattern)) is None:
+            kept[regex] = one
+            continue
+        properties = schema["properties"] = dict(schema.get("properties", {}))
+        schema.setdefault("additionalProperties", True)
+        for name in names:
+            properties[name] = one if name not in properties else {"allOf": [properties[name], one]}
+    if kept:
+        schema["patternProperties"] = kept
 
 
 def without_annotations(schema: Any) -> Any:

@@ -10,9 +10,10 @@ from threading import Lock
 
 import msgspec
 
-from ..parsers.formats import Grammar, ToolFormat, const, sequence
+from ..parsers.formats import Grammar, ToolFormat, const, sequence, star
 from .constraint import Constraint
 from .json_schema import Schema, SchemaError, UnknownType, without_annotations
+from .lark import lark
 
 ANY_OBJECT = '{"type":"object"}'
 MAX_EXACT = 2 << 20  # characters of all schemas, above which arguments are any objects: reading them takes too long
@@ -82,7 +83,7 @@ def _make(format: ToolFormat, tools: Sequence[Tool], mode: str, parallel: bool, 
     for tool in tools:
         must_be_right = tool.strict
         try:
-            exact[tool.name] = _exact(tool) if readable else None
+            exact[tool.name] = _exact(format, tool) if readable else None
         except UnknownType:  # the template may know what it means; whoever demands a call is told
             exact[tool.name] = None
             must_be_right |= mode != "auto"
@@ -92,13 +93,15 @@ def _make(format: ToolFormat, tools: Sequence[Tool], mode: str, parallel: bool, 
     return tuple(_constraint(format, schemas, mode, parallel, content) for schemas in attempts)
 
 
-def _exact(tool: Tool) -> str | None:
+def _exact(format: ToolFormat, tool: Tool) -> str | None:
     """The tool's schema where a grammar can follow it. Only strict tools are refused where none can. Raises
     UnknownType.
     """
     try:
         schema = without_annotations(msgspec.json.decode(tool.schema))
         text = msgspec.json.encode(schema).decode()
+        if (arguments := format.arguments(msgspec.json.decode(text)))["type"] != "json_schema":
+            lark(arguments, {})
         Schema(schema)
         return text
     except UnknownType:
@@ -113,18 +116,20 @@ def _constraint(
     calls = {name: format.arguments(msgspec.json.decode(schema)) for name, schema in schemas.items()}
 
     def call(name: str, begun: str) -> Grammar:
-        return sequence(const(begun), {"type": "arguments", "of": name}, const(format.end))
+        return sequence(const(begun), format.after_name, {"type": "arguments", "of": name}, const(format.end))
 
     whole = _any([call(name, format.begin(name)) for name in calls])
     if mode != "auto" or content is not None:
         several: Grammar = {"type": "list", "content": whole, "separator": format.separator} if parallel else whole
         grammar: Grammar = {"type": "sequence", "elements": [const(format.opening), several, const(format.closing)]}
         if content is not None:
-            grammar = _any([grammar, {"type": "json_schema", "json_schema": msgspec.json.decode(content)}])
+            said = {"type": "json_schema", "json_schema": msgspec.json.decode(content)}
+            grammar = _any([grammar, sequence(const(format.content_begin), said)])
+        grammar = sequence(format.lead or const(""), grammar)
     else:
         then = const(format.closing)  # after the first call
         if parallel and format.opening:
-            then = sequence({"type": "star", "content": sequence(const(format.separator), whole)}, then)
+            then = sequence(star(sequence(const(format.separator), whole)), then)
         rules: dict[str, list[Grammar]] = {}  # after what triggers it
         for name in calls:
             begun = format.opening + format.begin(name)

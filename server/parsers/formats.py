@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,15 @@ def const(text: str) -> Grammar:
 def sequence(*elements: Grammar) -> Grammar:
     real = [element for element in elements if element != const("")]
     return real[0] if len(real) == 1 else {"type": "sequence", "elements": real}
+
+
+def star(content: Grammar) -> Grammar:
+    return {"type": "star", "content": content}
+
+
+def until(text: str) -> Grammar:
+    """Anything up to where this comes first, and it."""
+    return {"type": "until", "value": text}
 
 
 def json_arguments(schema: dict[str, Any]) -> Grammar:
@@ -43,7 +52,7 @@ class Detection:
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     """How a model writes tool calls: opening, calls with separators between them, closing. A call is begin(its name),
-    arguments, end."""
+    after_name, arguments, end."""
 
     name: str
     read: Callable[[Reader], Reading[None]]
@@ -55,7 +64,11 @@ class ToolFormat:
     closing: str = ""
     separator: str = ""
     trigger: str | None = None  # from here on a text must be a call; None: from opening and begin(name) on
+    after_name: Grammar = field(default_factory=lambda: const(""))
     arguments: Callable[[dict[str, Any]], Grammar] = json_arguments  # of a JSON schema
+    # What comes before calls and before other content, where both stand among reasoning: the grammar follows it all.
+    lead: Grammar | None = None
+    content_begin: str = ""
     markers: tuple[str, ...] = ()  # special tokens that it is written with
     new_id: Callable[[], str] = new_id
     history_id: Callable[[str], str] | None = None  # what the template wants of ids that came from elsewhere
@@ -68,24 +81,47 @@ class ReasoningFormat:
     name: str
     begin: str
     end: str
+    also: tuple[tuple[str, str], ...] = ()  # other spellings of both
+    answer: tuple[str, str] | None = None  # what may stand around the answer that follows
+    channels: Callable[[Reader], Reading[None]] | None = None  # reads whole answers, with thoughts anywhere in them
     aliases: tuple[str, ...] = ()
     detection: Detection = Detection()
+    special: tuple[str, ...] = ()  # further special tokens that it is written with
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.begin, self.end, *(self.answer or ()), *self.special)
 
     def read(self, reader: Reader, open: bool, calls: ToolFormat | None = None) -> Reading[None]:
-        """The reasoning at the beginning of an answer, if there is any. `open`: the prompt ends within it; `calls`: how
-        tools are called. A call in reasoning that never ends has ended it: some models forget to say so.
+        """The reasoning at the beginning of an answer, if there is any, up to the calls or the text after it. `open`:
+        the prompt ends within it; `calls`: how tools are called.
         """
-        if not open and not (yield from reader.skip(self.begin)):
+        if self.channels is not None:
+            yield from self.channels(reader)
             return
-        reader.turn(thinking=True)
         trigger = None if calls is None else calls.trigger
-        found = yield from reader.text_until(self.end, *filter(None, [trigger]))
+        yield from self._thoughts(reader, open, calls, trigger)
+        if self.answer is not None and not reader.thinking and (yield from reader.skip(self.answer[0])):
+            reader.turn(thinking=False)
+            found = yield from reader.text_until(self.answer[1], *filter(None, [trigger]))
+            if found == trigger:
+                reader.unread(found)
+            else:
+                reader.turn(thinking=False)
+
+    def _thoughts(self, reader: Reader, open: bool, calls: ToolFormat | None, trigger: str | None) -> Reading[None]:
+        """A call in reasoning that never ends has ended it: some models forget to say so."""
+        if not open and not (yield from reader.skip(self.begin, *(begin for begin, _ in self.also))):
+            return
+        ends = (self.end, *(end for _, end in self.also))
+        reader.turn(thinking=True)
+        found = yield from reader.text_until(*ends, *filter(None, [trigger]))
         if calls is not None and found == trigger:
             reader.unread(found)
-            if not (yield from reader.comes(self.end)) and reader.would_call(calls.read):
+            if not (yield from reader.comes(*ends)) and reader.would_call(calls.read):
                 reader.turn(thinking=False)
                 return
-            found = yield from reader.text_until(self.end)
+            found = yield from reader.text_until(*ends)
         if found:
             reader.turn(thinking=False)
 
@@ -134,7 +170,7 @@ def choose(template: str, tool_template: str, model_type: str | None, tools: str
 
 def _unknown(template: str) -> bool:
     """The template shows a format that is not known here."""
-    return any(sign in template for sign in ("<function=", "<arg_key>", "<invoke", "functools["))
+    return any(sign in template for sign in ("<invoke",))
 
 
 def _named(option: str, name: str, formats: tuple[Any, ...]) -> Any:
@@ -143,5 +179,5 @@ def _named(option: str, name: str, formats: tuple[Any, ...]) -> Any:
     for format in formats:
         if name == format.name or name in format.aliases:
             return format
-    names = ", ".join(("auto", "none", *(format.name for format in formats)))
+    names = ", ".join(("auto", "none", *sorted(format.name for format in formats)))
     raise ValueError(f"{option} is {name[:60]!r}: choose one of {names}")

@@ -1,4 +1,5 @@
-"""For models whose own format is not known: a JSON list of calls, which a grammar makes any model write."""
+"""Calls as a JSON list: what a grammar makes any model write whose own format is not known, and, after a word of their
+own, what many models write."""
 
 from __future__ import annotations
 
@@ -8,21 +9,31 @@ from .formats import ToolFormat
 from .reader import Reader, Reading
 
 
-def read(reader: Reader) -> Reading[None]:
-    if not (yield from reader.skip("[")):
-        return
+def json_calls(reader: Reader) -> Reading[bool]:
+    """Reads a list of calls, or calls without the brackets around them. False: there is none, or it breaks off."""
+    bracket = yield from reader.skip("[")
     while (yield from reader.json_call()):
         if not (yield from reader.skip(",")):
-            yield from reader.skip("]")
-            return
-    reader.reject()
+            if bracket:
+                yield from reader.skip("]")
+            return True
+    return False
+
+
+def read(reader: Reader) -> Reading[None]:
+    if (yield from reader.peek()) == "[" and not (yield from json_calls(reader)):
+        reader.reject()
+
+
+def json_begin(name: str, arguments: str = "arguments") -> str:
+    return f'{{"name": {json.dumps(name)}, "{arguments}": '
 
 
 GENERIC = ToolFormat(
     name="json",
     read=read,
     opening="[",
-    begin=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
+    begin=lambda name: json_begin(name, "parameters"),
     end="}",
     separator=", ",
     closing="]",

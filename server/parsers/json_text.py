@@ -68,3 +68,12 @@ def _decode(raw: str | None) -> Any:
         return None if raw is None else msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
+
+
+def kind_of(value: Any) -> set[str]:
+    """The types of JSON Schema that a value is of."""
+    if value is None or isinstance(value, bool):
+        return {"null" if value is None else "boolean"}
+    if isinstance(value, int | float):
+        return {"number", "integer"} if value == int(value) else {"number"}
+    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}

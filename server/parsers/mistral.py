@@ -4,12 +4,12 @@ Reasoning stands between [THINK] and [/THINK]."""
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 import string
 from dataclasses import replace
 
 from .formats import Detection, ReasoningFormat, ToolFormat
+from .json_list import json_begin, json_calls
 from .reader import Reader, Reading
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -20,18 +20,8 @@ _ID_LENGTH = 9  # the templates refuse any other
 def read(reader: Reader) -> Reading[None]:
     while (yield from reader.text_until(CALLS)):
         is_list = (yield from reader.peek()) in ("[", "{")
-        if not (yield from (_list(reader) if is_list else _named(reader))):
+        if not (yield from (json_calls(reader) if is_list else _named(reader))):
             reader.reject()
-
-
-def _list(reader: Reader) -> Reading[bool]:
-    bracket = yield from reader.skip("[")
-    while (yield from reader.json_call()):
-        if not (yield from reader.skip(",")):
-            if bracket:
-                yield from reader.skip("]")
-            return True
-    return False
 
 
 def _named(reader: Reader) -> Reading[bool]:
@@ -62,7 +52,7 @@ _LIST = ToolFormat(
     detection=Detection(any=(CALLS,), none=(ARGS,), model_types=("mistral", "mixtral")),
     read=read,
     opening=f"{CALLS}[",
-    begin=lambda name: f'{{"name": {json.dumps(name)}, "arguments": ',
+    begin=json_begin,
     end="}",
     separator=", ",
     closing="]",

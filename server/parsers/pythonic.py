@@ -20,14 +20,22 @@ MAX_LENGTH = 100_000  # characters of one call
 def read(reader: Reader) -> Reading[None]:
     yield from reader.skip(START)
     reader.mark()
-    if not (yield from reader.skip("[")):
+    if (yield from reader.peek()) != "[":
         return
+    if (yield from calls(reader)):
+        yield from reader.skip(END)
+    else:
+        reader.reject()
+
+
+def calls(reader: Reader) -> Reading[bool]:
+    """Reads a list of calls. False: there is none, or it breaks off."""
+    yield from reader.skip("[")
     while (yield from _call(reader)):
         if not (yield from reader.skip(",")):
             yield from reader.skip("]")
-            yield from reader.skip(END)
-            return
-    reader.reject()
+            return True
+    return False
 
 
 def _call(reader: Reader) -> Reading[bool]:
@@ -93,18 +101,17 @@ def grammar(schema: dict[str, Any]) -> Grammar:
     }
 
 
-FORMATS = (
-    ToolFormat(
-        name="pythonic",
-        aliases=("llama4_pythonic",),
-        detection=Detection(any=("func_name1(", START)),
-        read=read,
-        opening="[",
-        begin=lambda name: f"{name}(",
-        end=")",
-        separator=", ",
-        closing="]",
-        arguments=grammar,
-        markers=(START, END),
-    ),
+PYTHONIC = ToolFormat(
+    name="pythonic",
+    aliases=("llama4_pythonic",),
+    detection=Detection(any=("func_name1(", START)),
+    read=read,
+    opening="[",
+    begin=lambda name: f"{name}(",
+    end=")",
+    separator=", ",
+    closing="]",
+    arguments=grammar,
+    markers=(START, END),
 )
+FORMATS = (PYTHONIC,)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Container, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import TypeVar
 
 from .json_text import Scan, as_object, as_string
@@ -29,18 +29,20 @@ class Reader:
     def __init__(
         self,
         read: Callable[[Reader], Reading[None]],
-        names: Container[str] = (),
+        tools: Mapping[str, str] | None = None,
         *,
         streams: bool = False,
         new_id: Callable[[], str] = new_id,
     ) -> None:
-        """`names`: of the tools that may be called; what calls another one is text. `streams`: arguments go out as they
-        come, which needs a grammar that keeps them valid. Otherwise a call goes out once it is complete and valid, and
-        as text where it never is.
+        """`tools`: those that may be called, and the JSON schemas of their arguments; what calls another one is text.
+        `streams`: arguments go out as they come, which needs a grammar that keeps them valid. Otherwise a call goes out
+        once it is complete and valid, and as text where it never is.
         """
         self.thinking = False  # what comes now is reasoning
         self.num_calls = 0
-        self._names = names
+        self.tools = tools or {}
+        self.ids: set[str] = set()  # of the calls so far
+        self.next_id: str | None = None  # of the next call, where the model gives it one
         self._streams = streams
         self._new_id = new_id
         self._text = ""  # what has come and may be needed
@@ -112,9 +114,9 @@ class Reader:
         """White space of the text that waits for what follows it, which may be a call."""
         return "" if self.thinking or self.num_calls else "".join(self._space)
 
-    def turn(self, thinking: bool) -> None:
-        """From text to reasoning, or back. White space around either is dropped."""
-        self.thinking, self._space, self._fresh = thinking, [], True
+    def turn(self, thinking: bool, space: str = "") -> None:
+        """From text to reasoning, or back. White space around either is dropped; `space` comes before what follows."""
+        self.thinking, self._space, self._fresh = thinking, [space] if space else [], True
 
     def text_until(self, *markers: str) -> Reading[str]:
         """Lets text out up to one of these and reads that; returns it, "" at the end."""
@@ -182,19 +184,27 @@ class Reader:
         """Goes back before `text`, which was read last."""
         self._at -= len(text)
 
-    def comes(self, marker: str) -> Reading[bool]:
-        """Waits until this has come, or nothing more will. Nothing is read."""
-        at = self._at
-        while self._text.find(marker, at) < 0:
+    def up_to(self, stop: str) -> Reading[str | None]:
+        """Reads up to this, however long that is; what stands before it, or None where it never comes."""
+        if not (yield from self.comes(stop)):
+            self._starved = True
+            return None
+        start, self._at = self._at, self._text.find(stop, self._at) + len(stop)
+        return self._text[start : self._at - len(stop)]
+
+    def comes(self, *markers: str) -> Reading[bool]:
+        """Waits until one of these has come, or nothing more will. Nothing is read."""
+        at, longest = self._at, max(map(len, markers))
+        while all(self._text.find(marker, at) < 0 for marker in markers):
             if self._ended:
                 return False
-            at = max(at, len(self._text) - len(marker) + 1)
+            at = max(at, len(self._text) - longest + 1)
             yield
         return True
 
     def would_call(self, read: Callable[[Reader], Reading[None]]) -> bool:
         """Whether there is a whole call in what has come, as this format has it."""
-        trial = Reader(read, self._names)
+        trial = Reader(read, self.tools)
         trial.feed(self._text[self._at :])
         trial.finish()
         return trial.num_calls > 0
@@ -248,7 +258,9 @@ class Reader:
 
     def _begin(self, name: str) -> None:
         self._space, self._fresh = [], not self._spoken
-        self._parts.append(CallBegin(self.num_calls, self._new_id(), name))
+        id, self.next_id = self.next_id or self._new_id(), None
+        self._parts.append(CallBegin(self.num_calls, id, name))
+        self.ids.add(id)
         self.num_calls += 1
 
     def _more(self, arguments: str) -> None:
@@ -256,7 +268,7 @@ class Reader:
             self._parts.append(CallArguments(self.num_calls - 1, arguments))
 
     def knows(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._names
+        return isinstance(name, str) and name in self.tools
 
     def json_call(self, *, needs_arguments: bool = False) -> Reading[bool]:
         """Reads a call written as a JSON object: {"name": …, "arguments" or "parameters": {…}}, in any order.

@@ -18,6 +18,7 @@ from vserve.engine.grammar import BACKENDS, GrammarMatcher, Vocabulary
 from vserve.engine.messages import SetVocabulary
 from vserve.server.grammar.compile import CompileError, compile
 from vserve.server.grammar.constraint import Constraint
+from vserve.server.grammar.finite import texts_of
 from vserve.server.grammar.regex import RegexError, translate
 
 PIECES = [
@@ -172,6 +173,83 @@ _LEAVES = st.one_of(
     ),
     st.sampled_from([{"type": "string", "pattern": p} for p in ("^a", "b$", "^[ab]{1,3}$", r"^\w-\d$", "é")]),
 )
+
+
+def follows(schema: dict[str, Any], value: Any, vocabulary: Vocabulary) -> bool:
+    constraint = Constraint("json", json.dumps(schema))
+    backend, payload = compile(constraint, vocabulary)
+    matcher = GrammarMatcher(vocabulary, BACKENDS[backend](vocabulary, payload))
+    text = json.dumps(value, ensure_ascii=False).encode()
+    return all(matcher.accept(byte) for byte in text) and matcher.accept(STOP)
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+LISTED = {"properties": {"id": NUMBER}, "patternProperties": {"^x_": TEXT}, "additionalProperties": False}
+CLOSED = LISTED | {"required": ["id"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        # A required property that no pattern matches, wherever the object stands
+        (CLOSED, {"id": 1, "x_a": "b"}, {"x_a": "b"}),
+        ({"type": "object"} | CLOSED, {"id": 1}, {"id": 1, "y": 1}),
+        ({"type": ["object", "null"]} | CLOSED, {"id": 1}, {}),
+        ({"properties": {"in": CLOSED}, "required": ["in"]}, {"in": {"id": 1}}, {"in": {}}),
+        ({"$ref": "#/$defs/in", "$defs": {"in": CLOSED}}, {"id": 1}, {}),
+        ({"anyOf": [CLOSED, {"type": "null"}]}, {"id": 1}, {}),
+        ({"allOf": [{"type": "object"} | LISTED, {"required": ["id"]}]}, {"id": 1}, {}),
+        (LISTED | {"required": ["id", "x_b"]}, {"id": 1, "x_b": ""}, {"id": 1}),
+        ({"patternProperties": {"^x_": TEXT}, "additionalProperties": NUMBER, "required": ["id"]},
+         {"id": 1}, {"id": ""}),
+        # Patterns that match a few names, which are listed too
+        (CLOSED | {"patternProperties": {"^id$": {"minimum": 2}}}, {"id": 2}, {"id": 1}),
+        (CLOSED | {"patternProperties": {"^(id|b)$": {}}}, {"id": 2, "b": []}, {"id": 1, "c": 1}),
+        (CLOSED | {"patternProperties": {"^x$": TEXT, "^[xy]$": {"maxLength": 1}}},
+         {"id": 1, "x": "a"}, {"id": 1, "x": "ab"}),
+        ({"patternProperties": {"^ab?$": NUMBER}, "additionalProperties": False, "required": ["a", "ab"]},
+         {"a": 1, "ab": 2}, {"a": 1, "abb": 2}),
+        ({"properties": {"id": NUMBER}, "patternProperties": {"^x$": TEXT}, "required": ["id"]},
+         {"id": 1, "x": "a", "y": 2}, {"id": 1, "x": 3}),
+        ({"patternProperties": {"^$": TEXT}, "additionalProperties": False, "required": [""]}, {"": ""}, {"a": ""}),
+    ],
+)  # fmt: skip
+def test_required_names_that_patterns_match_or_not(
+    schema: dict[str, Any], right: Any, wrong: Any, vocabulary: Vocabulary
+) -> None:
+    assert follows(schema, right, vocabulary) and not follows(schema, wrong, vocabulary)
+    jsonschema.validate(right, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"patternProperties": {"^x_": TEXT}, "additionalProperties": False, "required": ["id"]},
+        {"patternProperties": {"^x$": TEXT}, "additionalProperties": False, "required": ["id"]},
+        CLOSED | {"properties": {"id": False}},
+        CLOSED | {"patternProperties": {"^id$": TEXT}},
+    ],
+)
+def test_what_nothing_satisfies_is_said(schema: dict[str, Any], vocabulary: Vocabulary) -> None:
+    with pytest.raises(CompileError, match="required property 'id' is unsatisfiable"):
+        follows({"type": "object"} | schema, {}, vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        ("^x$", ["x"]), ("^(a|bc)$", ["a", "bc"]), ("^(?:a|b)c?$", ["a", "ac", "b", "bc"]),
+        ("^[a-c1]$", ["a", "b", "c", "1"]),
+        ("^a{0,2}$", ["", "a", "aa"]), ("^$", [""]), ("^a\\.b$", ["a.b"]),
+        ("x", None), ("^x", None), ("x$", None), ("^a|b$", None), ("^a*$", None), ("^.$", None), ("^\\d$", None),
+        ("^[^a]$", None), ("^(?=a)a$", None), ("^(", None), ("^[a-z]{2}$", None), ("^(a)\\1$", None),
+        ("^(?i:a)$", None),
+    ],
+)  # fmt: skip
+def test_patterns_of_a_few_texts(pattern: str, texts: list[str] | None) -> None:
+    assert texts_of(pattern) == texts
 
 
 def _objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

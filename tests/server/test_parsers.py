@@ -16,7 +16,11 @@ from vserve.server.parsers.parts import CallArguments, CallBegin, Content, Part,
 from vserve.server.parsers.reader import Reader, Reading
 
 TOOLS, THOUGHTS = ({format.name: format for format in formats} for formats in known())
-NAMES = ("get_weather", "search")
+NAMES = {
+    "get_weather": '{"type": "object", "properties": {"city": {"type": "string"}}}',
+    "search": '{"properties": {"q": {"type": "string"}, "n": {"type": "integer"}, "m": {"type": ["string", "null"]}}}',
+}
+MARKED = '{"q": "</tool_call></tool_calls><|tool_call_end|><｜tool▁call▁end｜>```<|call|><|end|>"}'
 PARIS, NESTED = '{"city": "Paris"}', '{"q": "a \\"quoted\\" } ]", "n": [1, {"x": null}], "u": "é 👩‍🚀 \\u00e9"}'
 
 Told = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, calls with their arguments
@@ -127,6 +131,103 @@ RECORDED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("pythonic", "[search(q=1e999)]", "[search(q=1e999)]", []),
     ("pythonic", "[search(q='", "[search(q='", []),
     ("json", f'[{{"name": "get_weather", "parameters": {PARIS}}}]', "", [call()]),
+    ("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>", "", [call()]),
+    ("glm45", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>", "", [call()]),
+    (
+        "glm45",
+        "I look.\n<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>12 </tool_call> <é>\n</arg_value>\n"
+        "<arg_key>n</arg_key> <arg_value> 3 </arg_value>\n<arg_key>m</arg_key><arg_value>null</arg_value></tool_call>\n"
+        "<tool_call>search\n<arg_key>m</arg_key><arg_value>7</arg_value><arg_key>x</arg_key><arg_value>[1, {\"a\": null}]"
+        "</arg_value></tool_call>",
+        "I look.", [call("search", '{"q": "12 </tool_call> <é>\\n", "n": 3, "m": null}'),
+                    call("search", '{"m": "7", "x": [1, {"a": null}]}')],
+    ),
+    ("glm45", "<tool_call>search</tool_call>\nDone.", "Done.", [call("search", "{}")]),
+    ("glm45", "<tool_call>search\n<arg_key>n</arg_key>\n<arg_value>many</arg_value></tool_call>", "", [call("search", '{"n": "many"}')]),
+    ("glm45", "<tool_call>steal\n<arg_key>q</arg_key>\n<arg_value>x</arg_value></tool_call>", "", []),
+    ("glm45", "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>it stops", "", []),
+    ("glm45", "no <tool_call> no\n<tool_call>search</tool_call>", "no <tool_call> no", [call("search", "{}")]),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=search>\n<parameter=q>\nif a:\n    </function>\n\n</parameter>\n<parameter=n>\n4\n</parameter>"
+        "\n</function>\n</tool_call>\n<tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>",
+        "", [call("search", '{"q": "if a:\\n    </function>\\n", "n": 4}'), call()],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=search>\n</function>\n</tool_call>", "", [call("search", "{}")]),
+    ("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=q>\nx\n</parameter>", "", []),
+    ("deepseek_v31", f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "", [call()]),
+    (
+        "deepseek_v31",
+        f"So.\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{MARKED}<｜tool▁call▁end｜>\n"
+        f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜><｜tool▁calls▁end｜> So it is.",
+        "So. So it is.", [call("search", MARKED), call()],
+    ),
+    (
+        "deepseek_v3",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{PARIS}\n```<｜tool▁call▁end｜>\n"
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{NESTED}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "", [call(), call("search", NESTED)],
+    ),
+    ("deepseek_v3", f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{PARIS}", "", [call()]),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>steal\n```json\n{}\n```<｜tool▁call▁end｜>", "", []),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><｜tool▁calls▁end｜>", "", []),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜> none", "", []),
+    (
+        "kimi_k2",
+        f"I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{PARIS}<|tool_call_end|>"
+        f"<|tool_call_begin|>functions.search:1<|tool_call_argument_begin|>{NESTED}<|tool_call_end|><|tool_calls_section_end|>",
+        "I look.", [call(), call("search", NESTED)],
+    ),
+    (
+        "kimi_k2",
+        f"<|tool_calls_section_begin|> <|tool_call_begin|> search:0 <|tool_call_argument_begin|> {MARKED} <|tool_call_end|>",
+        "", [call("search", MARKED)],
+    ),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.search<|tool_call_argument_begin|>{}<|tool_call_end|>", "", []),
+    ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"a": ', "", []),
+    (
+        "openai",
+        f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>", "", [call()],
+    ),
+    (
+        "openai",
+        f" to=functions.search<|channel|>commentary json<|message|>{NESTED}<|end|><|start|>assistant<|channel|>final<|message|>Done.",
+        "Done.", [call("search", NESTED)],
+    ),
+    (
+        "openai",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.search<|channel|>commentary <|constrain|>json"
+        f"<|message|>{NESTED}<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather<|message|>{PARIS}<|call|>",
+        "I look.", [call("search", NESTED), call()],
+    ),
+    ("openai", "<|channel|>final<|message|>One.<|end|><|start|>assistant<|channel|>final<|message|>Two.<|return|>", "One.\nTwo.", []),
+    ("openai", "  only text \n", "  only text \n", []),
+    ("openai", "<|channel|>commentary to=functions.steal<|message|>{}", "", []),
+    ("openai", '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"a": ', "", []),
+    ("openai", "<|channel|>" + 100 * "ab " + "<|message|>", "", []),
+    ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "search", "arguments": {NESTED}}}]', "", [call(), call("search", NESTED)]),
+    ("granite", f'So: <tool_call> [{{"name": "get_weather", "arguments": {PARIS}}}]', "So:", [call()]),
+    ("granite", '<|tool_call|>[{"name": "steal", "arguments": {}}]', "", []),
+    ("granite", "<|tool_call|>", "", []),
+    (
+        "hunyuan_a13b",
+        f'I look.\n<tool_calls>[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "search", "arguments": {MARKED}}}]</tool_calls>',
+        "I look.", [call(), call("search", MARKED)],
+    ),
+    ("hunyuan_a13b", f'<tool_calls>\n[\n{{"name": "get_weather", "arguments": {PARIS}}}\n]\n</tool_calls> Done.', "Done.", [call()]),
+    ("hunyuan_a13b", '<tool_calls>[{"name": "search", "arguments": {"a": 1}', "", []),
+    ("phi4_mini_json", f'functools[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "search", "arguments": {NESTED}}}]', "", [call(), call("search", NESTED)]),
+    ("phi4_mini_json", f'<|tool_call|>[{{"type": "function", "name": "get_weather", "parameters": {PARIS}}}]<|/tool_call|>', "", [call()]),
+    ("phi4_mini_json", "Python's functools are nice", "Python's functools are nice", []),
+    ("lfm2", '<|tool_call_start|>[get_weather(city="Paris"), search(q="<|tool_call_end|>")]<|tool_call_end|>Let me see.',
+     "Let me see.", [call(), call("search", '{"q": "<|tool_call_end|>"}')]),
+    ("lfm2", "I look. <|tool_call_start|>[get_weather(city='Paris')]", "I look.", [call()]),
+    ("lfm2", "<|tool_call_start|>[steal()]<|tool_call_end|>", "", []),
+    ("xlam", f'[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "search", "arguments": {NESTED}}}]', "", [call(), call("search", NESTED)]),
+    ("xlam", f'I look:\n```json\n[{{"name": "get_weather", "arguments": {PARIS}}}]\n```\nSo.', "I look:\nSo.", [call()]),
+    ("xlam", f'<tool_call>[{{"name": "get_weather", "arguments": {PARIS}}}]</tool_call>', "", [call()]),
+    ("xlam", '[{"name": "Bob", "age": 3}]', '[{"name": "Bob", "age": 3}]', []),
+    ("xlam", "```json\n[1, 2]\n```", "```json\n[1, 2]\n```", []),
 ]  # fmt: skip
 
 
@@ -180,7 +281,26 @@ THINKING = [
     ("think", True, "it never ends </thin", "it never ends </thin", ""),
     ("think", False, "  <think>a < b</think>c</think>", "a < b", "c</think>"),
     ("mistral", False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
-]
+    ("granite", False, "Here is my thought process:\nHm.\n\nHere is my response:\nYes.", "Hm.", "Yes."),
+    ("granite", False, "Here's my thought process: Hm. Here's my response: Yes.", "Hm.", "Yes."),
+    ("granite", False, "Here is my answer: yes", "", "Here is my answer: yes"),
+    ("granite_tags", False, "<think>Hm.</think>\n<response>\nYes.\n</response>\n", "Hm.", "Yes."),
+    ("hunyuan_a13b", False, "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>", "Hm.", "Yes."),
+    ("hunyuan_a13b", False, "<answer>\nYes, <b>it</b> is.\n</answer>", "", "Yes, <b>it</b> is."),
+    ("hunyuan_a13b", True, "Hm.</think>Yes.", "Hm.", "Yes."),
+    ("hunyuan_a13b", True, "Hm. <answer>", "Hm. <answer>", ""),
+    (
+        "openai_gptoss", True,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>", "Hm.", "Yes.",
+    ),
+    (
+        "openai_gptoss", True,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|>So.<|end|>"
+        "<|start|>assistant<|channel|>final <|constrain|>json<|message|>{}", "Hm.\nSo.", "{}",
+    ),
+    ("openai_gptoss", True, "<|channel|>analysis<|message|>it never ends <|e", "it never ends <|e", ""),
+    ("openai_gptoss", False, "It is 12.", "", "It is 12."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "open", "text", "reasoning", "content"), THINKING)
@@ -197,6 +317,45 @@ def test_tools_are_called_after_the_reasoning() -> None:
     assert run(list(text), TOOLS["hermes"], THOUGHTS["think"]) == (
         f"I could {written} here", "Well.", [("search", "{}")],
     )  # fmt: skip
+
+
+def test_calls_within_what_stands_around_an_answer() -> None:
+    call = f'[{{"name": "get_weather", "arguments": {PARIS}}}]'
+    for thoughts, tools, text in (
+        (
+            "hunyuan_a13b",
+            "hunyuan_a13b",
+            f"<think>Hm.</think>\n<answer>I look.\n<tool_calls>{call}</tool_calls>\n</answer>",
+        ),
+        ("hunyuan_a13b", "hunyuan_a13b", f"<think>Hm.</think><answer>I look.</answer><tool_calls>{call}</tool_calls>"),
+        ("granite_tags", "granite", f"<think>Hm.</think><response>I look.</response><|tool_call|>{call}"),
+        ("granite_tags", "granite", f"<think>Hm.</think><response>I look.<|tool_call|>{call}</response>"),
+        ("granite", "granite", f"Here is my thought process: Hm. Here is my response: I look. <|tool_call|>{call}"),
+    ):
+        for cut in range(len(text)):
+            told = run([text[:cut], text[cut:]], TOOLS[tools], THOUGHTS[thoughts])
+            assert told == ("Hm.", "I look.", [("get_weather", PARIS)])
+
+
+def test_calls_of_gpt_oss_come_after_its_analysis() -> None:
+    text = (
+        "<|channel|>analysis<|message|>I could <b>look</b>.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+        f"<|end|><|start|>assistant<|channel|>commentary to=functions.search <|constrain|>json<|message|>{NESTED}<|call|>"
+    )
+    for cut in range(len(text)):
+        told = run([text[:cut], text[cut:]], TOOLS["openai"], THOUGHTS["openai_gptoss"], open=True)
+        assert told == ("I could <b>look</b>.", "I look.", [("search", NESTED)])
+    assert run(list(text), TOOLS["openai"])[1:] == ("I could <b>look</b>.\nI look.", [("search", NESTED)])
+
+
+def test_ids_of_kimi_are_the_models_own() -> None:
+    written = "".join(
+        f"<|tool_call_begin|>functions.{id}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for id in ("search:3", "get_weather:4", "search:3")
+    )
+    parts = reader(TOOLS["kimi_k2"]).feed(f"<|tool_calls_section_begin|>{written}<|tool_calls_section_end|>")
+    ids = [part.id for part in parts if isinstance(part, CallBegin)]
+    assert ids == ["functions.search:3", "functions.get_weather:4", "functions.search:4"]
 
 
 @pytest.mark.parametrize("open", [True, False])
@@ -221,7 +380,13 @@ FRAGMENTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<think>",
      "</think>", "[THINK]", "[/THINK]", "[", "]", "{", "}", "(", ")", '"', "'", ",", ";", ":", " ", "\n", "\\", "=", "x",
      "get_weather", "search", '"name": ', '"arguments": ', '"parameters": ', '{"name": "search", "arguments": {', "-1",
-     '"search"', "search(", "q='", "null", "true", "é", "👩‍🚀", PARIS, NESTED]
+     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<function=", "<parameter=", "</parameter>", "</function>",
+     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json", "```", "<｜tool▁call▁end｜>",
+     "<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.search:0", "<|tool_call_end|>",
+     "<|tool_call_argument_begin|>", "<|tool_calls_section_end|>", "<|start|>", "assistant", "<|channel|>", "analysis",
+     "final", "commentary to=functions.search", "<|constrain|>json", "<|message|>", "<|end|>", "<|call|>", "<answer>",
+     "</answer>", "<tool_calls>", "</tool_calls>", "functools", "<|tool_call|>", "<|tool_call_start|>",
+     "Here is my thought process:", "Here's my response:", '"search"', "search(", "q='", "null", "true", "é", "👩‍🚀", PARIS, NESTED]
 )  # fmt: skip
 
 
@@ -258,7 +423,10 @@ def test_whatever_is_written_and_however_it_is_cut(
         ), max_size=4),
         min_size=1, max_size=3,
     ),
-    name=st.sampled_from(["hermes", "llama3_json", "mistral", "mistral_args", "json"]),
+    name=st.sampled_from(
+        ["hermes", "llama3_json", "mistral", "mistral_args", "json", "deepseek_v3", "deepseek_v31", "openai", "granite",
+         "hunyuan_a13b", "phi4_mini_json", "xlam"]
+    ),
     size=st.integers(1, 9),
     indent=st.sampled_from([None, 2]),
     streams=st.booleans(),
@@ -280,6 +448,17 @@ TEMPLATES = {
     "mistral": "{{ '[AVAILABLE_TOOLS] ' }}{{ '[TOOL_CALLS] [' }}",
     "mistral_args": "{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
     "pythonic": "put it in the format of [func_name1(params_name1=params_value1)] {{ tools }}",
+    "glm45": "<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>{{ tools }}",
+    "qwen3_coder": "<tool_call>\n<function=example>\n<parameter=one>\nvalue\n</parameter>\n</function>\n</tool_call>",
+    "deepseek_v3": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + t.type + '<｜tool▁sep｜>' + t.name + '\\n```json\\n' }}",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>arguments<｜tool▁call▁end｜>{{ tools }}",
+    "kimi_k2": "<|tool_calls_section_begin|>{% for t in m.tool_calls %}<|tool_call_begin|>{{ t.id }}{% endfor %}",
+    "openai": "{{ '<|start|>assistant<|channel|>commentary to=functions.' + name + ' <|constrain|>json<|message|>' }}",
+    "granite": "respond with <|tool_call|> followed by a JSON list of the tools {{ tools }}",
+    "hunyuan_a13b": "within <tool_calls></tool_calls> tags: <tool_calls>[{{ tools }}]</tool_calls>",
+    "phi4_mini_json": "{{ message.content + '<|tool|>' + message.tools + '<|/tool|>' }}",
+    "lfm2": "List of tools: <|tool_list_start|>{{ tools }}<|tool_list_end|>",
+    "xlam": 'make calls in a single JSON array: [{"name": "tool_call_name", "arguments": {"a": "b"}}] {{ tools }}',
 }
 
 
@@ -292,18 +471,48 @@ def test_the_template_says_which_format(name: str) -> None:
 def test_what_is_chosen_otherwise() -> None:
     assert choose("", "{{ messages }}", "qwen3", "auto", "auto").tools is None  # no tools in it at all
     assert choose("", "{{ tools }}", "qwen3", "auto", "auto").tools is TOOLS["hermes"]
-    assert choose("", "{{ tools }}<tool_call><function=f>", "qwen3", "auto", "auto").tools is None
+    assert choose("", "{{ tools }}<function_calls><invoke name=f>", "qwen3", "auto", "auto").tools is None
     assert choose("", "<tool_call>", None, "none", "auto").tools is None
     assert choose("", "{{ messages }}", None, "pythonic", "deepseek_r1").tools is TOOLS["pythonic"]
     assert choose("", "", None, "none", "deepseek_r1").reasoning is THOUGHTS["think"]
     assert choose("<think></think>", "", None, "auto", "none").reasoning is None
     assert choose("a.split('</think>')", "", None, "auto", "auto").reasoning is THOUGHTS["think"]
     assert choose("[THINK]", "", None, "auto", "auto").reasoning is THOUGHTS["mistral"]
-    with pytest.raises(ValueError, match="--tool-call-parser is 'x': choose one of auto, none, hermes"):
+    with pytest.raises(
+        ValueError, match="--tool-call-parser is 'x': choose one of auto, none, deepseek_v3, deepseek_v31, glm45"
+    ):
         choose("", "", None, "x", "auto")
-    for name in ("x", "granite", "hunyuan_a13b"):  # the latter two write something else around their answers
-        with pytest.raises(ValueError, match=f"--reasoning-parser is '{name}': choose one of auto, none"):
-            choose("", "", None, "auto", name)
+    with pytest.raises(ValueError, match="--reasoning-parser is 'x': choose one of auto, none"):
+        choose("", "", None, "auto", "x")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_v3", "deepseek_v31", "glm45", "glm47", "granite", "hermes", "hunyuan_a13b", "jamba", "kimi_k2", "lfm2",
+     "llama3_json", "llama4_json", "llama4_pythonic", "mistral", "openai", "phi4_mini_json", "pythonic", "qwen3_coder",
+     "qwen3_xml", "xlam"],
+)  # fmt: skip
+def test_calls_have_vllms_names(name: str) -> None:
+    assert choose("", "", None, name, "none").tools is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_r1", "deepseek_v3", "glm45", "granite", "hunyuan_a13b", "kimi_k2", "mistral", "openai_gptoss", "qwen3"],
+)
+def test_reasoning_has_vllms_names(name: str) -> None:
+    assert choose("", "", None, "none", name).reasoning is not None
+
+
+def test_the_template_says_how_the_model_reasons() -> None:
+    for template, name in {
+        "Write your thoughts after 'Here is my thought process:' and your response after 'Here is my response:'": "granite",
+        "thoughts between <think></think> and your response between <response></response>": "granite_tags",
+        "{{ content.split('<answer>')[-1] }}<think>\n\n</think>": "hunyuan_a13b",
+        "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking }}": "openai_gptoss",
+        "{{ content.split('</think>')[-1] }}": "think",
+    }.items():
+        assert choose(template, "", None, "auto", "auto").reasoning is THOUGHTS[name]
 
 
 def test_ids_of_mistral_have_nine_characters() -> None:
@@ -327,6 +536,15 @@ LONG = {  # what is written again and again, after what, and how often
     "calls": ("hermes", "", '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>\n', 500),
     "calls in a list": ("json", "[", '{"name": "search", "parameters": {"q": "' + 400 * "x" + '"}}, ', 400),
     "what is no call": ("hermes", "", 400 * "x" + '<tool_call>{"name":', 2000),
+    "a text between tags": ("glm45", "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>", "word ", 12_000),
+    "arguments between tags": ("glm45", "<tool_call>search\n", "<arg_key>q</arg_key>\n<arg_value>1</arg_value>\n", 500),
+    "sections": (
+        "deepseek_v31",
+        "",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        400,
+    ),
+    "channels": ("openai", "", "<|channel|>final<|message|>x<|end|><|start|>assistant", 400),
     "a Python call": ("pythonic", "[search(q='", "word ", 12_000),
 }
 

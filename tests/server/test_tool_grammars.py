@@ -14,9 +14,10 @@ import pytest
 from vserve.engine.grammar import BACKENDS, GrammarMatcher
 from vserve.server.grammar import tool_calls as tool_grammar
 from vserve.server.grammar.compile import CompileError, compile
+from vserve.server.grammar.constraint import Constraint
 from vserve.server.grammar.service import MAX_SOURCE
 from vserve.server.grammar.tools import ToolUse, tool_use
-from vserve.server.parsers.formats import known
+from vserve.server.parsers.formats import ToolFormat, known
 from vserve.server.parsers.parts import CallArguments, CallBegin
 from vserve.server.parsers.reader import Reader
 
@@ -35,7 +36,7 @@ def byte_vocabulary() -> Iterator[Any]:
     from vserve.engine.grammar import Vocabulary
     from vserve.engine.messages import SetVocabulary
 
-    markers = [b"[TOOL_CALLS]", b"[ARGS]", b"<|python_tag|>"]
+    markers = [b"[TOOL_CALLS]", b"[ARGS]", b"<|python_tag|>", b"<|channel|>", b"<|message|>", b"<|end|>"]
     tokens = [b"", *(bytes([byte]) for byte in range(256)), b"<tool_call>", *markers]
     yield Vocabulary(SetVocabulary(tokens, (0,), tuple(range(258, 258 + len(markers)))))
 
@@ -61,9 +62,11 @@ def test_what_a_grammar_lets_out_is_read_as_valid_calls(name: str, mode: str, by
         if mode == "auto":
             lead = format.trigger or format.opening + format.begin("search")
             # Some formats know calls at the beginning of a message only.
-            text = lead.encode() if name in ("json", "llama3_json", "pythonic") else b"Well. " + lead.encode()
-            for byte in text:
-                assert matcher.accept(1 + byte)
+            text = lead.encode() if name in ("json", "llama3_json", "pythonic", "xlam") else b"Well. " + lead.encode()
+        elif format.lead is not None:
+            text = LEAD.encode()
+        for byte in text:
+            assert matcher.accept(1 + byte)
         row = np.zeros(-(-size // 32), dtype=np.int32)
         for _ in range(300):
             matcher.fill(row)
@@ -73,7 +76,7 @@ def test_what_a_grammar_lets_out_is_read_as_valid_calls(name: str, mode: str, by
             token = int(rng.choice(allowed[allowed > 0]))
             assert matcher.accept(token)
             text += byte_vocabulary.tokens[token]
-        reader = Reader(format.read, frozenset(tool.name for tool in use.callable), new_id=format.new_id)
+        reader = Reader(format.read, {tool.name: tool.schema for tool in use.callable}, new_id=format.new_id)
         parts = reader.feed(text.decode(errors="replace")) + reader.finish()
         names = [part.name for part in parts if isinstance(part, CallBegin)]
         arguments = [part.text for part in parts if isinstance(part, CallArguments)]
@@ -83,6 +86,27 @@ def test_what_a_grammar_lets_out_is_read_as_valid_calls(name: str, mode: str, by
         assert mode != "named" or names == ["search"]
         num_calls += len(names)
     assert mode != "required" or num_calls > 12 or name == "hermes", "never two calls"
+
+
+LEAD = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant<|channel|>commentary"  # of channels
+TAGS = {
+    "glm45": "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
+    "qwen3_coder": "<parameter={}>\n{}\n</parameter>\n",
+}
+
+
+def begun(format: ToolFormat, name: str) -> str:
+    return format.begin(name) + ("0<|tool_call_argument_begin|>" if format.name == "kimi_k2" else "")
+
+
+def written(format: ToolFormat, arguments: dict[str, str]) -> str:
+    """Arguments, whose values are JSON, as the format has them."""
+    if format.name in TAGS:
+        tag = TAGS[format.name]
+        return "".join(tag.format(name, one.strip('"') or "x") for name, one in arguments.items())
+    if format.name in ("pythonic", "lfm2"):
+        return ", ".join(f"{name}={one}" for name, one in arguments.items())
+    return "{" + ", ".join(f'"{name}": {one}' for name, one in arguments.items()) + "}"
 
 
 def many(num_tools: int, num_parameters: int, about: str = "what it is for") -> list[dict[str, Any]]:
@@ -111,14 +135,12 @@ def test_the_arguments_of_two_hundred_tools_are_followed(format: Any, mode: str,
     assert len(constraint.text) < MAX_SOURCE // 2, "what is written for people is part of it"
     backend, payload = compile(constraint, byte_vocabulary)
     grammar = BACKENDS[backend](byte_vocabulary, payload)
-    pythonic = format.name == "pythonic"
-    called = format.opening + format.begin("tool_77")
+    called = format.opening + begun(format, "tool_77")
     for value, ends in (("[]", True), ("7", False)):
         said = {"t77_p0": '"x"', "t77_p1": "7", "t77_p2": '"b"', "t77_p3": value, "t77_p4": '""'}
-        arguments = ", ".join(f"{name}={one}" if pythonic else f'"{name}": {one}' for name, one in said.items())
         matcher = GrammarMatcher(byte_vocabulary, grammar, constraint.markers)
-        text = called + (arguments if pythonic else f"{{{arguments}}}") + format.end
-        text += format.separator + format.begin("tool_3")  # and another one
+        text = called + written(format, said) + format.end
+        text += format.separator + begun(format, "tool_3")  # and another one
         assert all(matcher.accept(1 + byte) for byte in text.encode()) == ends, value
 
 
@@ -142,6 +164,86 @@ def test_an_unknown_type_is_refused_where_a_call_is_demanded(format: Any, byte_v
     use = tool_use(tools, "auto", None)
     assert use is not None
     compile(use.constraints(format, None)[-1], byte_vocabulary)
+
+
+TEXTS = {
+    "plain": {"type": "string"},
+    "city": {"type": "string", "enum": ["Oslo", "</Rome>"]},
+    "code": {"type": "string", "pattern": "^[A-Z]+/$", "maxLength": 4},
+    "any": {"type": "string", "pattern": "b", "minLength": 2},
+    "maybe": {"type": ["string", "null"]},
+}
+
+
+@pytest.mark.parametrize("name", TAGS)
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("plain", 'it\'s "so", \n< </arg_valu </parameter\n é', True), ("plain", "", True),
+        ("city", "Oslo", True), ("city", "</Rome>", True), ("city", "Paris", False),
+        ("code", "AB/", True), ("code", "AB", False), ("code", "ABCD/", False), ("code", "ab/", False),
+        ("any", "ab", True), ("any", "b", False), ("any", "aa", False),
+        ("maybe", '"x"', True), ("maybe", "null", True), ("maybe", "x", False),
+    ],
+)  # fmt: skip
+def test_texts_between_tags_are_followed(name: str, key: str, value: str, allowed: bool, byte_vocabulary: Any) -> None:
+    format = next(format for format in known()[0] if format.name == name)
+    schema = {"type": "object", "properties": {key: TEXTS[key]}, "required": [key]}
+    use = use_of([{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}], "required")
+    constraint = use.constraints(format, None)[0]
+    backend, payload = compile(constraint, byte_vocabulary)
+    matcher = GrammarMatcher(byte_vocabulary, BACKENDS[backend](byte_vocabulary, payload), constraint.markers)
+    text = format.begin("f") + TAGS[name].format(key, value) + format.end
+    assert (all(matcher.accept(1 + byte) for byte in text.encode()) and matcher.accept(0)) == allowed
+    if allowed:
+        reader = Reader(format.read, {"f": use.tools[0].schema})
+        arguments = [part.text for part in reader.feed(text) + reader.finish() if isinstance(part, CallArguments)]
+        said = json.loads("".join(arguments))
+        assert said == {key: json.loads(value) if key == "maybe" else value}
+        jsonschema.validate(said, schema)
+
+
+@pytest.mark.parametrize("name", TAGS)
+def test_what_no_text_between_tags_follows(name: str, byte_vocabulary: Any) -> None:
+    """A strict tool is refused; of another one any arguments are read, whatever they are called."""
+    format = next(format for format in known()[0] if format.name == name)
+    schema = {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}, "required": ["day"]}
+    tool = {"name": "f", "parameters": schema}
+    use = use_of([{"type": "function", "function": tool | {"strict": True}}], "required")
+    with pytest.raises(CompileError, match="'format' is not supported for texts in this model's tool calls"):
+        compile(use.constraints(format, None)[-1], byte_vocabulary)
+    constraint = use_of([{"type": "function", "function": tool}], "required").constraints(format, None)[0]
+    backend, payload = compile(constraint, byte_vocabulary)
+    matcher = GrammarMatcher(byte_vocabulary, BACKENDS[backend](byte_vocabulary, payload), constraint.markers)
+    text = format.begin("f") + TAGS[name].format("day", "2026-01-01") + TAGS[name].format("x", "[1]") + format.end
+    assert all(matcher.accept(1 + byte) for byte in text.encode()) and matcher.accept(0)
+
+
+def test_gpt_oss_may_think_before_it_calls_or_answers(byte_vocabulary: Any) -> None:
+    format = next(format for format in known()[0] if format.name == "openai")
+    tools = [{"type": "function", "function": {"name": "search", "parameters": CALLS["search"]}}]
+    thought = "<|channel|>analysis<|message|>Hm, to=functions.search?<|end|><|start|>assistant"
+    called = '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"deep": true}'
+    said = '<|channel|>final<|message|>{"a": 1}'
+    content = Constraint("json", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
+    for mode, answer, text, allowed in (
+        ("required", None, called, True),
+        ("required", None, thought + called, True),
+        ("required", None, thought + thought + called, True),
+        ("required", None, thought + said, False),
+        ("required", None, called.replace("true", "1"), False),
+        ("auto", None, thought + called, True),
+        ("auto", None, thought + "<|channel|>final<|message|>Hello", True),
+        ("auto", None, thought + called.replace("true", "1"), False),
+        ("auto", content, thought + called, True),
+        ("auto", content, thought + said, True),
+        ("auto", content, said.replace("1", "x"), False),
+    ):
+        constraint = use_of(tools, mode).constraints(format, answer)[0]
+        backend, payload = compile(constraint, byte_vocabulary)
+        matcher = GrammarMatcher(byte_vocabulary, BACKENDS[backend](byte_vocabulary, payload), constraint.markers)
+        accepted = all(matcher.accept(1 + byte) for byte in text.encode()) and matcher.accept(0)
+        assert accepted == allowed, (mode, text)
 
 
 def test_what_is_kept_of_tools_is_bounded() -> None:

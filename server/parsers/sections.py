@@ -1,0 +1,107 @@
+"""Calls in a section of their own, each between marks: DeepSeek V3 and V3.1, Kimi K2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from .formats import Detection, ToolFormat, const, sequence
+from .reader import Reader, Reading
+
+_OPENING, _CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_FENCE = "```json"
+
+_KIMI_OPENING, _KIMI_CLOSING = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_PREFIX = "functions."  # of a name in Kimi's ids
+
+
+def section(
+    opening: str, begin: str, end: str, closing: str, call: Callable[[Reader], Reading[bool]]
+) -> Callable[[Reader], Reading[None]]:
+    """`call` reads what stands between `begin` and `end`."""
+
+    def read(reader: Reader) -> Reading[None]:
+        while (yield from reader.text_until(opening)):
+            before, whole = reader.num_calls, True
+            while whole and (yield from reader.skip(begin)):
+                whole = yield from call(reader)
+                if whole:
+                    yield from reader.skip(end)
+                    reader.mark()
+            if whole and reader.num_calls > before:
+                yield from reader.skip(closing)
+            else:
+                reader.reject()
+
+    return read
+
+
+def _deepseek(reader: Reader) -> Reading[bool]:
+    """name<｜tool▁sep｜>{…}, or function<｜tool▁sep｜>name and {…} in a fence"""
+    word = yield from reader.word_until(_SEP)
+    if word is None:
+        return False
+    name = word[0].strip()
+    if (yield from reader.peek()) == "{":
+        return reader.knows(name) and (yield from reader.arguments(name))
+    word = yield from reader.word_until("```")
+    if word is None or not reader.knows(name := word[0].strip()):
+        return False
+    yield from reader.skip("json")
+    if not (yield from reader.arguments(name)):
+        return False
+    yield from reader.skip("```")
+    return True
+
+
+def _kimi(reader: Reader) -> Reading[bool]:
+    """functions.name:0<|tool_call_argument_begin|>{…}; the template wants this id again."""
+    word = yield from reader.word_until(_KIMI_ARGUMENTS)
+    if word is None:
+        return False
+    full, _, index = word[0].strip().rpartition(":")
+    name = full.removeprefix(_PREFIX)
+    if not (index.isascii() and index.isdecimal()) or not reader.knows(name):
+        return False
+    number = int(index)
+    while (id := f"{_PREFIX}{name}:{number}") in reader.ids:
+        number += 1
+    reader.next_id = id
+    return (yield from reader.arguments(name))
+
+
+_V31 = ToolFormat(
+    name="deepseek_v31",
+    detection=Detection(any=(_SEP,), none=(_FENCE,)),
+    read=section(_OPENING, _BEGIN, _END, _CLOSING, _deepseek),
+    opening=_OPENING,
+    begin=lambda name: f"{_BEGIN}{name}{_SEP}",
+    end=_END,
+    closing=_CLOSING,
+    trigger=_OPENING,
+    markers=(_OPENING, _CLOSING, _BEGIN, _SEP, _END),
+)
+_V3 = replace(
+    _V31,
+    name="deepseek_v3",
+    aliases=("deepseek_r1",),
+    detection=Detection(any=(_SEP,)),
+    begin=lambda name: f"{_BEGIN}function{_SEP}{name}\n{_FENCE}\n",
+    end=f"\n```{_END}",
+    separator="\n",
+)
+_KIMI = ToolFormat(
+    name="kimi_k2",
+    detection=Detection(any=(_KIMI_OPENING,)),
+    read=section(_KIMI_OPENING, _KIMI_BEGIN, _KIMI_END, _KIMI_CLOSING, _kimi),
+    opening=_KIMI_OPENING,
+    begin=lambda name: f"{_KIMI_BEGIN}{_PREFIX}{name}:",
+    after_name=sequence({"type": "regex", "pattern": "[0-9]{1,3}"}, const(_KIMI_ARGUMENTS)),
+    end=_KIMI_END,
+    closing=_KIMI_CLOSING,
+    trigger=_KIMI_OPENING,
+    markers=(_KIMI_OPENING, _KIMI_CLOSING, _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END),
+)
+FORMATS = (_V31, _V3, _KIMI)
