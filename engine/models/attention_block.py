@@ -20,6 +20,9 @@ from ..model_config import ModelConfig
 class AttentionBlock(nn.Module):
     """Fused q, k, v projection; attention, with norms of q and k where the spec has them; output projection."""
 
+    q_norm: Norm | None  # those that come before the rotation; others are fused with it
+    k_norm: Norm | None
+
     def __init__(
         self, spec: AttentionSpec, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
     ) -> None:
@@ -45,9 +48,9 @@ class AttentionBlock(nn.Module):
         self.heads = [place.span(size, dim)[1] // dim for size in sizes.values()]  # of this rank: q, k, v
         self.head_dim = dim
         self.qk_norm = spec.qk_norm
-        norms = [_qk_norm(spec, config, count, head, place) for count in self.heads[:2]]
+        norms: list[Norm | None] = [_qk_norm(spec, config, count, head, place) for count in self.heads[:2]]
         fused_norms = [norm if isinstance(norm, RMSNorm) and spec.qk_norm == "head" else None for norm in norms]
-        self.q_norm, self.k_norm = (None, None) if fused_norms[0] else norms  # those that come before the rotation
+        self.q_norm, self.k_norm = norms if fused_norms == [None, None] else (None, None)
         self.attention = Attention(
             self.heads[0],
             self.heads[1],
