@@ -8,6 +8,8 @@ from typing import Literal
 from .rope_config import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+# Root mean square; the same with weights that are stored less one; with a mean taken off first; and with a bias added.
+NormKind = Literal["rms", "rms_less_one", "layer", "layer_bias"]
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,15 @@ class AttentionSpec:
     window: int = 0  # a query sees the last `window` keys, its own included; 0 = all
     qkv_bias: bool = False
     output_bias: bool = False
-    # An RMS norm before the rotation, over every query and key head, or over all queries and over all keys ("width").
-    qk_norm: Literal["", "head", "width"] = ""
+    # A norm before the rotation: over every query and key head with the same weights ("head"), with weights of its own
+    # ("each"), or over all queries and over all keys ("width").
+    qk_norm: Literal["", "head", "each", "width"] = ""
     scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
     soft_cap: float = 0.0  # scores become cap · tanh(score / cap); 0: they do not
     sinks: bool = False  # a learned logit a head in the softmax's denominator
     fused: bool = False  # the file has q, k and v in one matrix, in this order
+    rotated: int = 0  # elements of a head that are rotated, from its first on; 0: all
+    interleaved: bool = False  # rotated pairs are neighbours in the file: 0 and 1, 2 and 3, …
 
     @property
     def kv(self) -> KVSpec:
@@ -51,7 +56,7 @@ class AttentionSpec:
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that are rotated."""
-        return self.head_dim
+        return self.rotated or self.head_dim
 
     @property
     def width(self) -> int:
@@ -149,3 +154,13 @@ class LayerSpec:
     # both, which are added to the residual together ("parallel").
     norms: Literal["pre", "post", "both", "parallel"] = "pre"
     residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
+
+
+@dataclass(frozen=True)
+class FrameSpec:
+    """What stands around the layers, and is alike in all of them."""
+
+    norm: NormKind = "rms"
+    embedding_scale: float = 1.0  # rounded to the activations' dtype
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0  # logits become cap · tanh(logit / cap), once they are scaled; 0: they do not

@@ -17,7 +17,7 @@ import torch
 
 from .checkpoint import PICKLED, Checkpoint, TensorInfo, open_checkpoint
 from .config import EngineConfig
-from .layers.norm import RMSNorm
+from .layers.norm import Norm
 from .layers.weights import Placement, WeightHolder
 from .model_config import ModelConfig
 from .model_file import ModelError, and_more, one_line
@@ -175,7 +175,7 @@ def choose_formats(model: Model, stored: dict[str, dict[str, TensorInfo]] | None
     for path, (holder, part) in model.weight_map().items():
         holders[id(holder)] = holder
         chosen = formats.setdefault(id(holder), {})
-        if scheme is not None and not isinstance(holder, RMSNorm):
+        if scheme is not None and not isinstance(holder, Norm):
             described = None if stored is None else {name: (t.dtype, t.shape) for name, t in stored[path].items()}
             if (format := scheme.format(path, described)) is not None:
                 chosen[part] = format

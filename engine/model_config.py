@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .layer_spec import LayerSpec
+from .layer_spec import FrameSpec, LayerSpec
 from .model_file import ModelError, is_gguf, read_config
 from .models.registry import find_family
 from .overrides import overridden
 from .quant.scheme import make_scheme, read_quantization
 from .raw_config import RawConfig
-from .rope_config import RopeConfig, read_rope
 
 if TYPE_CHECKING:
     import torch  # at run time where a dtype is made: who only looks at the file should not wait for it
@@ -35,10 +34,13 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
     norm_eps: float
     tie_word_embeddings: bool
-    rope: RopeConfig
     max_position_embeddings: int
     dtype: torch.dtype  # of the checkpoint
     eos_token_ids: tuple[int, ...]
+    frame: FrameSpec = field(default_factory=FrameSpec)
+    # Pieces of our names (llama's) → of the checkpoint's, each put into what those before it have made of a name.
+    names: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()  # beginnings of names in the checkpoint that nothing needs
     longest: int = 0  # tokens that a context may have at most, 0: as many as the positions allow
     quantization: Scheme | None = None  # how the checkpoint stores what it has quantised
 
@@ -63,11 +65,18 @@ class ModelConfig:
     @property
     def max_model_len(self) -> int:
         """Tokens the model can handle by its own word: linear and dynamic RoPE stretch max_position_embeddings, yarn
-        stretches the original length; llama3 configs already name the stretched one."""
-        length = self.max_position_embeddings
-        if self.rope.type in ("linear", "dynamic", "yarn"):
-            length = int(self.rope.original_length * self.rope.factor)
+        stretches the original length; llama3 and longrope configs already name the stretched one. Of layers that are
+        stretched in several ways, the least counts."""
+        ropes = {layer.attention.rope for layer in self.layers}
+        stretched = [int(rope.original_length * rope.factor) for rope in ropes if rope is not None and rope.stretches]
+        length = min(stretched, default=self.max_position_embeddings)
         return min(length, self.longest or length)
+
+    def named(self, path: str) -> str:
+        """A path, in llama's names, as the checkpoint names it."""
+        for ours, theirs in self.names:
+            path = path.replace(ours, theirs)
+        return path
 
 
 def check_model(folder: Path, changes: Mapping[str, Any] = {}, quantization: str | None = None) -> None:
@@ -97,18 +106,20 @@ def _parse(raw: dict[str, Any], dtype: Any) -> ModelConfig:
     if raw.get("is_causal") is False:
         raise ModelError("config.json: is_causal is false, only causal attention is supported: use another model")
     values = RawConfig(raw, family.defaults)
-    eos, max_position = values.get("eos_token_id"), values.count("max_position_embeddings")
+    eos = values.get("eos_token_id")
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=values.count("vocab_size"),
         hidden_size=values.count("hidden_size"),
         layers=family.layers(values),
-        norm_eps=values.number("rms_norm_eps"),
+        norm_eps=values.number(family.norm_eps),
         tie_word_embeddings=bool(values.get("tie_word_embeddings")),
-        rope=read_rope(raw, max_position),
-        max_position_embeddings=max_position,
+        max_position_embeddings=values.count("max_position_embeddings"),
         dtype=dtype,
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        frame=family.frame(values),
+        names=family.names,
+        ignored=family.ignored,
     )
 
 

@@ -29,6 +29,11 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+    @property
+    def stretches(self) -> bool:
+        """Whether it serves `factor` times original_length, rather than what max_position_embeddings says."""
+        return self.type in ("linear", "dynamic", "yarn")
+
 
 def read_rope(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
     """`rope_scaling` with `rope_theta` beside it (old), or `rope_parameters` with it inside (transformers 5)."""

@@ -24,16 +24,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual += x, rounded to residual's dtype; then rms_norm of that sum. → (normed, residual)
+    """residual += scale · x, rounded to residual's dtype; then rms_norm of that sum. → (normed, residual)
 
     x and residual [T, D], last dimension contiguous. residual is updated in place. normed has x's dtype and may occupy
     x's memory: x must not be used afterwards.
     """
     if x.is_cuda:
-        return add_rms_norm_triton(x, residual, weight, eps)
-    return add_rms_norm_torch(x, residual, weight, eps)
+        return add_rms_norm_triton(x, residual, weight, eps, scale)
+    return add_rms_norm_torch(x, residual, weight, eps, scale)
 
 
 def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,9 +42,9 @@ def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch
 
 
 def add_rms_norm_torch(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    residual.add_(x)
+    residual.add_(x, alpha=scale)
     return normalize(residual.float(), weight, eps).to(x.dtype), residual
 
 
@@ -58,33 +58,33 @@ def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tokens, heads, x_token, x_head = _row_layout(x)
-    _, _, out_token, out_head = _row_layout(out)
+    tokens, heads, x_token, x_head = row_layout(x)
+    _, _, out_token, out_head = row_layout(out)
     dim, num_rows = x.shape[-1], tokens * heads
     if num_rows == 0:
         return out
-    block, rows, warps = _tile(dim)
+    block, rows, warps = row_tile(dim)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, out, x, weight, num_rows, heads, x_token, x_head, out_token, out_head, 0, eps,
-        DIM=dim, BLOCK=block, ROWS=rows, ADD=False, num_warps=warps, **pdl_options(x, x.shape[0]),
+        DIM=dim, BLOCK=block, ROWS=rows, ADD=False, SCALE=1.0, num_warps=warps, **pdl_options(x, x.shape[0]),
     )  # fmt: skip
     return out
 
 
 def add_rms_norm_triton(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, dim = x.shape
     if num_rows:
-        block, rows, warps = _tile(dim)
+        block, rows, warps = row_tile(dim)
         _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
             x, x, residual, weight, num_rows, 1, x.stride(0), 0, x.stride(0), 0, residual.stride(0), eps,
-            DIM=dim, BLOCK=block, ROWS=rows, ADD=True, num_warps=warps, **pdl_options(x, x.shape[0]),
+            DIM=dim, BLOCK=block, ROWS=rows, ADD=True, SCALE=scale, num_warps=warps, **pdl_options(x, x.shape[0]),
         )  # fmt: skip
     return x, residual
 
 
-def _row_layout(x: torch.Tensor) -> tuple[int, int, int, int]:
+def row_layout(x: torch.Tensor) -> tuple[int, int, int, int]:
     """→ (tokens, heads, token stride, head stride) of the rows of x."""
     if x.stride(-1) != 1:
         raise ValueError(f"rms_norm needs a last dimension of stride 1, got strides {x.stride()}: call contiguous()")
@@ -97,7 +97,7 @@ def _row_layout(x: torch.Tensor) -> tuple[int, int, int, int]:
     raise ValueError(f"rms_norm takes 1 to 3 dimensions, got shape {tuple(x.shape)}: view it as [T, heads, D]")
 
 
-def _tile(dim: int) -> tuple[int, int, int]:
+def row_tile(dim: int) -> tuple[int, int, int]:
     """→ (block, rows a program, warps). A thread holds 16 values; short rows share a program to fill its warps.
 
     It depends on the row's length alone, so that a row is summed in the same order in every batch.
@@ -117,7 +117,8 @@ def rms_scale(squares, size, eps):
 def _rms_norm_kernel(
     x_ptr, out_ptr, residual_ptr, weight_ptr, num_rows, heads,
     x_token, x_head, out_token, out_head, residual_token, eps,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -133,6 +134,8 @@ def _rms_norm_kernel(
 
     values = tl.load(x_ptr + token * x_token + head * x_head + column, mask=mask, other=0.0).to(tl.float32)
     if ADD:
+        if SCALE != 1.0:
+            values *= SCALE
         place = residual_ptr + token * residual_token + column
         total = (values + tl.load(place, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(place, total, mask=mask)

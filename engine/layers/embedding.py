@@ -18,14 +18,18 @@ from .weights import Placement
 
 class Embedding(nn.Module):
     """A row of the table for each id, in the activations' dtype however it is stored. Every rank holds the whole
-    table: it is small beside the layers."""
+    table: it is small beside the layers.
+
+    `scale`, rounded to the activations' dtype, multiplies what is looked up.
+    """
 
     weight: nn.Parameter
     _format: Format | None = None
 
-    def __init__(self, vocab_size: int, hidden_size: int, place: Placement) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, place: Placement, scale: float = 1.0) -> None:
         super().__init__()
         self.size, self.place = (vocab_size, hidden_size), place
+        self.scale: float = torch.tensor(scale, dtype=place.dtype).item()
 
     def choose(self, formats: Mapping[str, Format]) -> None:
         self._format = formats.get("")
@@ -51,7 +55,8 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[T] int32 or int64 → [T, hidden]."""
-        return functional.embedding(input_ids, self.weight)
+        found = functional.embedding(input_ids, self.weight)
+        return found if self.scale == 1.0 else found.mul_(self.scale)
 
 
 class LMHead(Linear):

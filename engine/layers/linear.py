@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...kernels.activation import silu_mul
+from ...kernels.activation import gelu_tanh_mul, silu_mul
+from ..layer_spec import Activation
 from ..quant.format import Format, Stored
 from ..quant.method import Dequantized, Quantized
 from .unquantized import Unquantized
@@ -60,9 +61,10 @@ class Linear(nn.Module):
         rule: ShardRule = "replicated",
         unit: int = 1,
         bias: bool = False,
+        row_order: Mapping[str, Tensor] = {},
     ) -> None:
         super().__init__()
-        self.shape = LinearShape(in_features, parts, place, rule, unit, bias)
+        self.shape = LinearShape(in_features, parts, place, rule, unit, bias, row_order)
         self.adapter: Callable[[Linear, Tensor, Tensor], Tensor] | None = None  # (layer, input, output) → output
 
     def choose(self, formats: Mapping[str, Format]) -> None:
@@ -94,10 +96,11 @@ class Linear(nn.Module):
         y = self.method.multiply(x)
         return y if self.adapter is None else self.adapter(self, x, y)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
-        """[T, in] → [T, out] that is to be added to residual [T, out]; None: it has been."""
+    def add_to(self, residual: Tensor | None, x: Tensor) -> Tensor | None:
+        """[T, in] → [T, out] that is to be added to residual [T, out]; None: it has been. Where residual is None, the
+        result is wanted itself."""
         add_rows = self.method.add_rows
-        if add_rows is None or x.shape[0] < add_rows or self.adapter is not None:
+        if residual is None or add_rows is None or x.shape[0] < add_rows or self.adapter is not None:
             return self.forward(x)
         self.method.multiply(x, residual)
         return None
@@ -105,3 +108,10 @@ class Linear(nn.Module):
     def silu_mul(self, x: Tensor) -> Tensor:
         """[T, in] → [T, out / 2] of this rank: silu of the first part, times the second."""
         return self.method.silu_mul(x) if self.adapter is None else silu_mul(self(x))
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """[T, in] → [T, out / 2] of this rank: the first half activated, times the second."""
+        if activation == "silu":
+            return self.silu_mul(x)
+        assert activation == "gelu_tanh", f"there is no kernel for {activation} yet"
+        return gelu_tanh_mul(self(x))

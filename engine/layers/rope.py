@@ -32,6 +32,14 @@ class RotaryEmbedding:
             self.cos_sin *= magnitude
 
 
+def halves_first(head_dim: int, rotary_dim: int) -> Tensor:
+    """Of a head whose rotated pairs are neighbours (0 and 1, 2 and 3, …), the elements in the order of kernels: pairs
+    are (i, i + rotary_dim / 2); int64 [head_dim]."""
+    return torch.cat(
+        (torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2), torch.arange(rotary_dim, head_dim))
+    )
+
+
 def inverse_frequencies(rope: RopeConfig, dim: int, max_len: int) -> tuple[Tensor, float]:
     """Frequencies in radians a position, fp32 [dim / 2] on the CPU, and the factor on cosine and sine (yarn's
     temperature). `max_len` fixes the base of the dynamic type: a key rotated once stays in the cache, so the

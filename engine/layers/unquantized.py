@@ -47,7 +47,8 @@ class Unquantized(nn.Module):
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
         shape = self.shape
-        share = tensors["weight"].narrow(0, *shape.spans[part]).narrow(1, *shape.input_span)
+        weight = shape.ordered(part, tensors["weight"])
+        share = weight.narrow(0, *shape.spans[part]).narrow(1, *shape.input_span)
         copy_weight(self.weight.narrow(0, shape.offsets[part], len(share)), share)
         if self.bias is not None:
             shape.load_bias(self.bias, part, tensors["bias"])

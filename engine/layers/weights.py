@@ -58,12 +58,21 @@ class LinearShape:
     parts: name → rows of the whole matrix, in their order in the output.
     rule: "column" divides every part's rows over the ranks, "row" divides the input; `unit` rows (columns) stay
     together. Raises ValueError where they do not divide.
+    row_order: part → int64 [rows]: the checkpoint's row for each of the whole part here; parts not named keep theirs.
     """
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, int], place: Placement, rule: ShardRule, unit: int, has_bias: bool
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        place: Placement,
+        rule: ShardRule,
+        unit: int,
+        has_bias: bool,
+        row_order: Mapping[str, Tensor] = {},
     ) -> None:
         self.in_features, self.parts, self.has_bias = in_features, dict(parts), has_bias
+        self.row_order = dict(row_order)
         self.place, self.rule = place, rule
         self.input_span = place.span(in_features, unit) if rule == "row" else (0, in_features)
         self.spans: dict[str, tuple[int, int]] = {}  # part → (first row of the whole part, rows) that this rank holds
@@ -74,9 +83,15 @@ class LinearShape:
             self.offsets[name] = self.rows
             self.rows += self.spans[name][1]
 
+    def ordered(self, part: str, stored: Tensor) -> Tensor:
+        """The rows of the whole part, from the checkpoint's order into the one here."""
+        order = self.row_order.get(part)
+        return stored if order is None else stored[order.to(stored.device)]
+
     def load_bias(self, target: Tensor, part: str, bias: Tensor) -> None:
-        """target [rows of this rank]; bias: of the whole part."""
+        """target [rows of this rank]; bias: of the whole part, as stored."""
         start, size = self.spans[part]
+        bias = self.ordered(part, bias)
         mine = target.narrow(0, self.offsets[part], size)
         if self.rule == "row" and self.place.tp_rank > 0:
             mine.zero_()  # the ranks' results are summed: only the first adds the bias

@@ -1,4 +1,4 @@
-"""The blocks decoder-only models are built from, as the specs of their layers say."""
+"""The decoder-only models that are served: what stands around attention and MLP, as the specs of the layers say."""
 
 from __future__ import annotations
 
@@ -6,92 +6,15 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from ...kernels.attention_inputs import Scoring
 from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
-from ..layers.linear import Linear
-from ..layers.norm import RMSNorm
+from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
 from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
-
-
-class AttentionBlock(nn.Module):
-    """Fused q, k, v projection; attention, with head norms where the spec has them; output projection."""
-
-    def __init__(
-        self, spec: AttentionSpec, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
-    ) -> None:
-        super().__init__()
-        dim = spec.head_dim
-        self.qkv = Linear(
-            config.hidden_size,
-            {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim, "v": spec.num_kv_heads * dim},
-            place=place,
-            rule="column",
-            unit=dim,
-            bias=spec.qkv_bias,
-        )
-        self.heads = [size // dim for _, size in self.qkv.shape.spans.values()]  # of this rank: q, k, v
-        self.head_dim = dim
-        self.attention = Attention(
-            self.heads[0],
-            self.heads[1],
-            dim,
-            layer,
-            rotary,
-            Scoring(dim**-0.5, spec.window),
-            q_norm=RMSNorm(dim, config.norm_eps, place) if spec.qk_norm else None,
-            k_norm=RMSNorm(dim, config.norm_eps, place) if spec.qk_norm else None,
-        )
-        self.output = Linear(
-            spec.num_heads * dim,
-            {"out": config.hidden_size},
-            place=place,
-            rule="row",
-            unit=dim,
-            bias=spec.output_bias,
-        )
-
-    def weight_map(self, prefix: str) -> WeightMap:
-        found: WeightMap = {f"{prefix}.{part}_proj": (self.qkv, part) for part in self.qkv.shape.parts}
-        found[f"{prefix}.o_proj"] = (self.output, "out")
-        q_norm, k_norm = self.attention.q_norm, self.attention.k_norm
-        if q_norm is not None and k_norm is not None:
-            found |= {f"{prefix}.q_norm": (q_norm, ""), f"{prefix}.k_norm": (k_norm, "")}
-        return found
-
-    def forward(
-        self, x: Tensor, residual: Tensor, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None
-    ) -> Tensor | None:
-        """→ what is to be added to residual; None: it has been."""
-        query, key, value = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
-        attended = self.attention(query, key, value, positions, batch, last_only=wanted is not None)
-        if wanted is not None:
-            return self.output(attended.index_select(0, wanted))
-        return self.output.add_to(residual, attended)
-
-
-class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x)), gate and up fused into one product."""
-
-    def __init__(self, spec: MLPSpec, hidden: int, place: Placement) -> None:
-        super().__init__()
-        inner, bias = spec.inner, spec.bias
-        self.gate_up = Linear(hidden, {"gate": inner, "up": inner}, place=place, rule="column", bias=bias)
-        self.down = Linear(inner, {"out": hidden}, place=place, rule="row", bias=bias)
-
-    def weight_map(self, prefix: str) -> WeightMap:
-        return {
-            f"{prefix}.gate_proj": (self.gate_up, "gate"),
-            f"{prefix}.up_proj": (self.gate_up, "up"),
-            f"{prefix}.down_proj": (self.down, "out"),
-        }
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """→ what is to be added to residual; None: it has been."""
-        return self.down.add_to(residual, self.gate_up.silu_mul(x))
+from .attention_block import AttentionBlock
+from .mlp import MLP
 
 
 def make_attention(
@@ -111,22 +34,38 @@ def make_mlp(spec: MLPSpec | MoESpec, hidden: int, place: Placement) -> MLP:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual layer: attention, then MLP. The residual stream travels beside the activations, so that each
-    addition is fused with the norm that follows it, or with the product before."""
+    """Attention, then MLP, each added to the residual stream, which travels beside the activations: so each addition
+    is fused with the norm that follows it, or with the product before where no norm comes between."""
 
     def __init__(
         self, spec: LayerSpec, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
     ) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, place)
+        before = config.layers[layer - 1].residual_scale if layer else 1.0  # of what comes in to be added
+
+        def norm(wanted: bool, scale: float) -> Norm | NoNorm:
+            return _norm(config, place, scale) if wanted else NoNorm(scale)
+
+        scale, parallel = spec.residual_scale, spec.norms == "parallel"
+        first, after = spec.norms != "post", spec.norms in ("post", "both")
+        self.parallel = parallel
+        self.adds = not after and scale == 1.0  # a product may add to the residual stream itself
+        self.attention_norm = norm(first, before)
         self.attention = make_attention(spec.attention, config, layer, rotary, place)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, place)
+        self.attention_after = _norm(config, place) if after else None
+        self.mlp_norm = None if parallel else norm(first, scale)
         self.mlp = make_mlp(spec.mlp, config.hidden_size, place)
+        self.mlp_after = _norm(config, place) if after else None
 
     def weight_map(self, prefix: str) -> WeightMap:
+        norms = {
+            "input_layernorm": self.attention_norm,
+            "post_self_attn_layernorm": self.attention_after,
+            "post_attention_layernorm": self.mlp_norm,
+            "post_mlp_layernorm": self.mlp_after,
+        }
         return {
-            f"{prefix}.input_layernorm": (self.attention_norm, ""),
-            f"{prefix}.post_attention_layernorm": (self.mlp_norm, ""),
+            **{f"{prefix}.{name}": (norm, "") for name, norm in norms.items() if isinstance(norm, Norm)},
             **self.attention.weight_map(f"{prefix}.self_attn"),
             **self.mlp.weight_map(f"{prefix}.mlp"),
         }
@@ -144,11 +83,24 @@ class DecoderLayer(nn.Module):
         `wanted` int32 [N], last tokens of requests: only they go on once the cache has all keys and values.
         """
         normed, residual = self.attention_norm(x, residual)
-        x = self.attention(normed, residual, positions, batch, wanted)
+        x = self.attention(normed, residual if self.adds else None, positions, batch, wanted)
+        if self.attention_after is not None:
+            self.attention_after.in_place(x)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
-        normed, residual = self.mlp_norm(x, residual)
-        return self.mlp(normed, residual), residual
+        if self.mlp_norm is None:  # of what attention has seen, too
+            normed = normed if wanted is None else normed.index_select(0, wanted)
+        else:
+            normed, residual = self.mlp_norm(x, residual)
+            x = None
+        y = self.mlp(normed, residual if self.adds else None)
+        if self.mlp_after is not None:
+            self.mlp_after.in_place(y)
+        return (x if y is None else y if x is None else x + y), residual
+
+
+def _norm(config: ModelConfig, place: Placement, scale: float = 1.0) -> Norm:
+    return make_norm(config.frame.norm, (config.hidden_size,), config.norm_eps, place, scale=scale)
 
 
 class CausalLM(nn.Module):
@@ -163,12 +115,12 @@ class CausalLM(nn.Module):
         self.config, self.place = config, place
         rotations = {(spec.attention.rope, spec.attention.rotary_dim) for spec in config.layers}
         self.rotary = {pair: RotaryEmbedding(*pair, max_len, place.device) for pair in rotations}
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, place)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, place, config.frame.embedding_scale)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, config, index, self.rotary[spec.attention.rope, spec.attention.rotary_dim], place)
             for index, spec in enumerate(config.layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, place)
+        self.norm = _norm(config, place, config.layers[-1].residual_scale)
         tied = self.embedding if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied)
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
@@ -195,7 +147,12 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] → fp32 [N, vocab]."""
-        return self.lm_head(hidden)
+        logits, frame = self.lm_head(hidden), self.config.frame
+        if frame.logit_scale != 1.0:
+            logits *= frame.logit_scale
+        if frame.logit_cap:
+            logits.div_(frame.logit_cap).tanh_().mul_(frame.logit_cap)
+        return logits
 
     def kv_specs(self) -> list[KVSpec]:
         """What each layer of this rank keeps in the KV cache."""
@@ -209,11 +166,15 @@ class CausalLM(nn.Module):
         found: WeightMap = {"model.embed_tokens": (self.embedding, ""), "model.norm": (self.norm, "")}
         for index, layer in enumerate(self._layers):
             found |= layer.weight_map(f"model.layers.{index}")
-        return found | {"lm_head": (self.lm_head, "out")}
+        found["lm_head"] = (self.lm_head, "out")
+        return {self.config.named(path): target for path, target in found.items()}
 
     def is_ignorable(self, name: str) -> bool:
-        """Tensors some checkpoints carry that nothing needs: rotary tables, a copy of the tied output matrix."""
-        return name.endswith(".rotary_emb.inv_freq") or (self.config.tie_word_embeddings and name == "lm_head.weight")
+        """Tensors some checkpoints carry that nothing needs: rotary tables, a copy of the tied output matrix, what
+        looks at pictures."""
+        if name.endswith(".rotary_emb.inv_freq") or name.startswith(self.config.ignored):
+            return True
+        return self.config.tie_word_embeddings and name == self.config.named("lm_head.weight")
 
     def _decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

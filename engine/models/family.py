@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..layer_spec import AttentionSpec, LayerSpec, MLPSpec
+from ..layer_spec import AttentionSpec, FrameSpec, LayerSpec, MLPSpec
 from ..model_file import ModelError
 from ..raw_config import RawConfig
 from ..rope_config import read_rope
@@ -27,6 +27,11 @@ class Family:
     # Every key that is read of its config.json → what transformers' config class holds where it is left out.
     defaults: Mapping[str, Any]
     layers: Callable[[RawConfig], tuple[LayerSpec, ...]]  # raises ModelError for what cannot be run
+    frame: Callable[[RawConfig], FrameSpec] = lambda raw: FrameSpec()
+    norm_eps: str = "rms_norm_eps"  # its key
+    # Of its checkpoints, where they differ from llama's: see ModelConfig.
+    names: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 def layer_count(raw: RawConfig) -> int:

@@ -48,6 +48,13 @@ class Codes:
         zeros, minima = (None if v is None else v[start:end] for v in (self.zeros, self.minima))
         return replace(self, codes=self.codes[start:end], scales=self.scales[start:end], zeros=zeros, minima=minima)
 
+    def in_order(self, order: Tensor) -> Codes:
+        """Row order[n] as row n: a copy."""
+        order = order.to(self.codes.device)
+        codes = self.codes.view(torch.uint8)[order].view(self.codes.dtype)  # indexing does not know all of them
+        zeros, minima = (None if v is None else v[order] for v in (self.zeros, self.minima))
+        return replace(self, codes=codes, scales=self.scales[order], zeros=zeros, minima=minima)
+
     def columns(self, start: int, size: int) -> Codes:
         """Columns start to start + size, as a rank holds them that has this part of the input.
 

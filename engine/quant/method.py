@@ -16,6 +16,11 @@ from .format import DUMMY_STD, FLOATS, Format, Stored
 from .matrix import FloatMatrix, make_matrix
 
 
+def _decoded(shape: LinearShape, format: Format, part: str, tensors: Mapping[str, Tensor]) -> Codes:
+    """Of the whole part, as the checkpoint orders its rows, on the device."""
+    return decoded(format, tensors, shape.parts[part], shape.in_features, shape.place.device)
+
+
 def _expected(shape: LinearShape, formats: Mapping[str, Format], part: str) -> dict[str, Stored]:
     rows, columns, format = shape.parts[part], shape.in_features, formats.get(part)
     found = {"weight": Stored((rows, columns), FLOATS)} if format is None else format.expected(rows, columns)
@@ -36,8 +41,7 @@ class Dequantized(Unquantized):
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
         if (format := self.formats.get(part)) is not None:
             place, bias = self.shape.place, {name: tensors[name] for name in ("bias",) if name in tensors}
-            codes = decoded(format, tensors, self.shape.parts[part], self.shape.in_features, place.device)
-            tensors = {"weight": codes.numbers(place.dtype), **bias}
+            tensors = {"weight": _decoded(self.shape, format, part, tensors).numbers(place.dtype), **bias}
         super().load(part, tensors)
 
 
@@ -66,7 +70,9 @@ class Quantized(nn.Module):
         if format is None:
             self._take(part, self._share(part, tensors["weight"]).to(place.device, place.dtype))
             return
-        codes = decoded(format, tensors, self.shape.parts[part], self.shape.in_features, place.device)
+        codes = _decoded(self.shape, format, part, tensors)
+        if part in self.shape.row_order:
+            codes = codes.in_order(self.shape.row_order[part])
         self._take(part, self._cut(part, codes))
 
     def randomize(self, generator: torch.Generator) -> None:
@@ -94,6 +100,7 @@ class Quantized(nn.Module):
         return self._product(x, torch.float32)
 
     def _share(self, part: str, weight: Tensor) -> Tensor:
+        weight = self.shape.ordered(part, weight)
         return weight.narrow(0, *self.shape.spans[part]).narrow(1, *self.shape.input_span)
 
     def _cut(self, part: str, codes: Codes) -> Codes:

@@ -41,7 +41,7 @@ def windows_of(model: ModelConfig) -> list[int]:
 )
 def test_rotary_embeddings(tmp_path: Path, before: dict[str, Any]) -> None:
     def rope(**options: Any) -> Any:
-        return model_of(tmp_path, before, **options).rope
+        return model_of(tmp_path, before, **options).layers[0].attention.rope
 
     kind = "llama3" if before == {"rope_parameters": LLAMA3} else "default"
     assert (rope().type, rope().theta) == (kind, 7e5)

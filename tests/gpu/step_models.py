@@ -40,7 +40,7 @@ def make_model(architecture: str, layers: Sequence[Any], place: Placement) -> Ca
     config = ModelConfig(
         architecture=architecture, vocab_size=VOCAB, hidden_size=HIDDEN, norm_eps=1e-5, tie_word_embeddings=False,
         layers=tuple(LayerSpec(_attention(architecture, layer), MLPSpec(INNER)) for layer in layers),
-        rope=RopeConfig(), max_position_embeddings=MAX_LEN, dtype=torch.bfloat16, eos_token_ids=(),
+        max_position_embeddings=MAX_LEN, dtype=torch.bfloat16, eos_token_ids=(),
     )  # fmt: skip
     model = CausalLM(config, place, MAX_LEN)
     for holder in choose_formats(model):
@@ -53,8 +53,8 @@ def make_model(architecture: str, layers: Sequence[Any], place: Placement) -> Ca
 
 def _attention(architecture: str, layer: Any) -> AttentionSpec:
     return AttentionSpec(
-        layer.group * KV_HEADS, KV_HEADS, layer.size, layer.window,
-        qkv_bias=architecture == "Qwen2ForCausalLM", qk_norm=architecture == "Qwen3ForCausalLM",
+        layer.group * KV_HEADS, KV_HEADS, layer.size, RopeConfig(), layer.window,
+        qkv_bias=architecture == "Qwen2ForCausalLM", qk_norm="head" if architecture == "Qwen3ForCausalLM" else "",
     )  # fmt: skip
 
 

@@ -85,13 +85,13 @@ def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
     windows = [layer.attention.window for layer in ours.layers]
     assert windows == [window if kind == "sliding_attention" else 0 for kind in types]
     rope = theirs.rope_parameters
-    assert ours.rope.type == rope["rope_type"]
-    assert ours.rope.theta == rope["rope_theta"]
+    assert ours.layers[0].attention.rope.type == rope["rope_type"]
+    assert ours.layers[0].attention.rope.theta == rope["rope_theta"]
     for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim"):
         if rope.get(name) is not None:
-            assert getattr(ours.rope, name) == rope[name], name
+            assert getattr(ours.layers[0].attention.rope, name) == rope[name], name
     if "original_max_position_embeddings" in rope:
-        assert ours.rope.original_length == rope["original_max_position_embeddings"]
+        assert ours.layers[0].attention.rope.original_length == rope["original_max_position_embeddings"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,7 +121,7 @@ def test_rope_spellings(tmp_path: Path, family: str, spelling: str, rope: str) -
     write(tmp_path, raw)
     config = ModelConfig.from_folder(tmp_path)
     assert_agrees(config, AutoConfig.from_pretrained(tmp_path))
-    assert config.rope.theta == 50000.0
+    assert config.layers[0].attention.rope.theta == 50000.0
     lengths = {"linear": 4 * 65536, "dynamic": 2 * 65536, "yarn": 4 * 32768, "yarn-tuned": 4 * 65536}
     assert config.max_model_len == lengths.get(rope, 65536)
 

@@ -41,7 +41,7 @@ def test_table_equals_transformers(name: str) -> None:
     ours = parse_model_config(raw)
     length = 300
     head_dim = ours.layers[0].attention.head_dim
-    table = RotaryEmbedding(ours.rope, head_dim, length, torch.device("cpu")).cos_sin
+    table = RotaryEmbedding(ours.layers[0].attention.rope, head_dim, length, torch.device("cpu")).cos_sin
     assert table.dtype is torch.float32 and table.shape == (length, head_dim)
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model("llama", **REAL[name]))
     cos, sin = theirs(torch.empty(0), torch.arange(length)[None])
@@ -55,7 +55,7 @@ def test_dynamic_base_follows_the_longest_context(max_len: int) -> None:
     """Beyond the original length: what transformers would use for a sequence of max_len tokens."""
     config = AutoConfig.for_model("llama", **REAL["dynamic"])
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=max_len)
-    rope = parse_model_config({"model_type": "llama", **REAL["dynamic"]}).rope
+    rope = parse_model_config({"model_type": "llama", **REAL["dynamic"]}).layers[0].attention.rope
     found, magnitude = inverse_frequencies(rope, 128, max_len)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert magnitude == 1.0
@@ -70,4 +70,4 @@ def test_layers_of_each_head_size_have_their_table() -> None:
     model = CausalLM(replace(config, layers=layers), Placement(torch.float32, torch.device("cpu")), 50)
     first, second, third = (layer.rotary.cos_sin for layer in model.attention_layers())
     assert first is third and first.shape == (50, 16) and second.shape == (50, 32)
-    assert torch.equal(second, RotaryEmbedding(config.rope, 32, 50, torch.device("cpu")).cos_sin)
+    assert torch.equal(second, RotaryEmbedding(config.layers[0].attention.rope, 32, 50, torch.device("cpu")).cos_sin)

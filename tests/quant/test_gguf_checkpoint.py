@@ -197,7 +197,7 @@ def test_rope_freqs_become_llama3s_parameters(
     torch.testing.assert_close(frequencies(found), wanted, rtol=1e-4, atol=0)
     if rope["original_max_position_embeddings"] == 8192:
         assert found == {"rope_type": "llama3", "rope_theta": 500_000.0, **rope}
-    assert described(GGUFCheckpoint(path).config).rope.type == "llama3"
+    assert described(GGUFCheckpoint(path).config).layers[0].attention.rope.type == "llama3"
 
 
 def test_other_rope_freqs_are_refused(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:

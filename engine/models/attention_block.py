@@ -1,0 +1,119 @@
+"""Attention as most models have it, between its products: one makes q, k and v, one the output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.attention_inputs import Scoring
+from ..layer_spec import AttentionSpec
+from ..layers.attention import Attention, AttentionBatch
+from ..layers.linear import Linear
+from ..layers.norm import Norm, RMSNorm, make_norm
+from ..layers.rope import RotaryEmbedding, halves_first
+from ..layers.weights import Placement, WeightMap
+from ..model_config import ModelConfig
+
+
+class AttentionBlock(nn.Module):
+    """Fused q, k, v projection; attention, with norms of q and k where the spec has them; output projection."""
+
+    q_norm: Norm | None  # those that come before the rotation; others are fused with it
+    k_norm: Norm | None
+
+    def __init__(
+        self, spec: AttentionSpec, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
+    ) -> None:
+        super().__init__()
+        dim = spec.head_dim
+        sizes = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim, "v": spec.num_kv_heads * dim}
+        # Neighbours that are rotated together become halves, as the kernels have them: scores stay the same when q and
+        # k change their places alike.
+        turned = spec.interleaved and spec.rope is not None and place.device.type != "meta"  # where nothing is loaded
+        head = halves_first(dim, spec.rotary_dim) if turned else None
+        order = {} if head is None else {part: _of_heads(head, sizes[part]) for part in ("q", "k")}
+        if spec.fused:
+            assert place.tp_size == 1, "the heads of one matrix are not divided over ranks"
+        self.qkv = Linear(
+            config.hidden_size,
+            {"qkv": sum(sizes.values())} if spec.fused else sizes,
+            place=place,
+            rule="column",
+            unit=dim,
+            bias=spec.qkv_bias,
+            row_order=_in_one(order, sizes) if spec.fused and order else order,
+        )
+        self.heads = [place.span(size, dim)[1] // dim for size in sizes.values()]  # of this rank: q, k, v
+        self.head_dim = dim
+        self.qk_norm = spec.qk_norm
+        norms: list[Norm | None] = [_qk_norm(spec, config, count, head, place) for count in self.heads[:2]]
+        fused_norms = [norm if isinstance(norm, RMSNorm) and spec.qk_norm == "head" else None for norm in norms]
+        self.q_norm, self.k_norm = norms if fused_norms == [None, None] else (None, None)
+        self.attention = Attention(
+            self.heads[0],
+            self.heads[1],
+            dim,
+            layer,
+            rotary,
+            Scoring(spec.scale or dim**-0.5, spec.window, spec.soft_cap),
+            q_norm=fused_norms[0],
+            k_norm=fused_norms[1],
+        )
+        self.output = Linear(
+            spec.num_heads * dim,
+            {"out": config.hidden_size},
+            place=place,
+            rule="row",
+            unit=dim,
+            bias=spec.output_bias,
+        )
+
+    def weight_map(self, prefix: str) -> WeightMap:
+        found: WeightMap = {f"{prefix}.{part}_proj": (self.qkv, part) for part in self.qkv.shape.parts}
+        found[f"{prefix}.o_proj"] = (self.output, "out")
+        q_norm, k_norm = self.q_norm or self.attention.q_norm, self.k_norm or self.attention.k_norm
+        if q_norm is not None and k_norm is not None:
+            found |= {f"{prefix}.q_norm": (q_norm, ""), f"{prefix}.k_norm": (k_norm, "")}
+        return found
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None
+    ) -> Tensor | None:
+        """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
+        query, key, value = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            for norm, heads in ((self.q_norm, query), (self.k_norm, key)):
+                norm.in_place(heads.view(len(heads), -1) if self.qk_norm == "width" else heads)
+        attended = self.attention(query, key, value, positions, batch, last_only=wanted is not None)
+        if wanted is not None:
+            return self.output(attended.index_select(0, wanted))
+        return self.output.add_to(residual, attended)
+
+
+def _qk_norm(
+    spec: AttentionSpec, config: ModelConfig, num_heads: int, order: Tensor | None, place: Placement
+) -> Norm | None:
+    if not spec.qk_norm:
+        return None
+    assert spec.qk_norm == "head" or place.tp_size == 1, "weights of several heads are not divided over ranks"
+    dim = spec.head_dim
+    sizes = {"head": (dim,), "width": (num_heads * dim,), "each": (num_heads, dim)}
+    assert order is None or spec.qk_norm != "width", "one vector of all heads keeps its order"
+    return make_norm(config.frame.norm, sizes[spec.qk_norm], config.norm_eps, place, order)
+
+
+def _of_heads(order: Tensor, size: int) -> Tensor:
+    """The rows of all heads, each with its own in this order; int64 [size]."""
+    first = torch.arange(0, size, len(order))
+    return (first[:, None] + order).flatten()
+
+
+def _in_one(order: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """The rows of q, k and v one after the other."""
+    rows, start = [], 0
+    for part, size in sizes.items():
+        rows.append(start + order.get(part, torch.arange(size)))
+        start += size
+    return {"qkv": torch.cat(rows)}
