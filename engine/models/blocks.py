@@ -15,6 +15,7 @@ from ..layers.norm import RMSNorm
 from ..layers.rope import RotaryEmbedding
 from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
+from .latent_attention import LatentAttentionBlock
 
 
 class AttentionBlock(nn.Module):
@@ -100,8 +101,9 @@ def make_attention(
     layer: int,
     rotary: RotaryEmbedding,
     place: Placement,
-) -> AttentionBlock:
-    assert isinstance(spec, AttentionSpec), "there is no latent attention yet"
+) -> AttentionBlock | LatentAttentionBlock:
+    if isinstance(spec, LatentAttentionSpec):
+        return LatentAttentionBlock(spec, config, layer, rotary, place)
     return AttentionBlock(spec, config, layer, rotary, place)
 
 
