@@ -77,9 +77,7 @@ class LatentAttentionBlock(nn.Module):
             self.q_norm = RMSNorm(spec.q_rank, config.norm_eps, place)
         else:
             self.down = Linear(hidden, {"kv": row}, place=place, bias=spec.bias)
-        self.query = Linear(
-            spec.q_rank or hidden, {"q": spec.num_heads * head}, place=place, rule="column", unit=head
-        )
+        self.query = Linear(spec.q_rank or hidden, {"q": spec.num_heads * head}, place=place, rule="column", unit=head)
         self.kv_norm = RMSNorm(rank, config.norm_eps, place)
         self.expansion = LatentExpansion(spec, place)
         self.num_heads = self.query.shape.rows // head  # of this rank

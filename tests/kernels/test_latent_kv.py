@@ -46,9 +46,7 @@ def rotated(x: Tensor, position: int, frequencies: Tensor, interleaved: bool) ->
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", CASES)
-def test_rotates_norms_and_writes(
-    case: str, path: str, interleaved: bool, device: str, rng: torch.Generator
-) -> None:
+def test_rotates_norms_and_writes(case: str, path: str, interleaved: bool, device: str, rng: torch.Generator) -> None:
     options = {"heads": 4, "rank": 32, "dim": 8, "slots": [5, 0, -1, 19, 6], "cache_dtype": None,
                "slots_dtype": torch.int32, **CASES[case]}  # fmt: skip
     device = "cpu" if path == "torch" else device
@@ -100,9 +98,10 @@ def test_padding_writes_nothing_and_reads_no_slot(device: str) -> None:
     query = torch.zeros(2, 1, 24, device=device)
     table = torch.cat((torch.ones(4, 4), torch.zeros(4, 4)), dim=1).to(device)
     zeros = torch.zeros(2, dtype=torch.int32, device=device)
+    slots = torch.tensor([4, -1], dtype=torch.int32, device=device)
+    rotary, weight = torch.ones(2, 1, 8, device=device), torch.ones(16, device=device)
     for write in (write_latent_torch, write_latent_triton):
-        write(torch.ones(2, 1, 8, device=device), query, latent, zeros, table, cache,
-              torch.tensor([4, -1], dtype=torch.int32, device=device), torch.ones(16, device=device), 1e-6, True)  # fmt: skip
+        write(rotary, query, latent, zeros, table, cache, slots, weight, 1e-6, True)
         assert cache.isfinite().all() and cache[1, 0].ne(0).all()
 
 
