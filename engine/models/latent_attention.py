@@ -37,6 +37,7 @@ class LatentExpansion(nn.Module):
         self.head = head
 
     def choose(self, formats: Mapping[str, Format]) -> None:
+        self.formats = dict(formats)
         self.stored = Dequantized(self.shape, formats)
 
     def expected(self, part: str) -> dict[str, Stored]:
