@@ -21,7 +21,7 @@ def write_latent(
     rotary: torch.Tensor, query: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     cache: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, eps: float, interleaved: bool,
 ) -> None:  # fmt: skip
-    """query[..., R:] = rotary, rotated; cache slot slots[t] = [RMSNorm(latent[t, :R]) · weight | latent[t, R:] rotated].
+    """query[..., R:] = rotary, rotated; cache row slots[t] = [RMSNorm(latent[t, :R]) · weight | latent[t, R:], rotated]
 
     rotary [T, H, D], query [T, H, R + D], latent [T, R + D], of one dtype, last dimension contiguous (views into a
     product are fine). positions int32 [T] and cos_sin fp32 [max_pos, D] as in apply_rope_torch.
