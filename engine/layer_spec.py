@@ -76,8 +76,9 @@ class LatentAttentionSpec:
     value_dim: int
     rope: RopeConfig
     scale: float
-    bias: bool = False
+    bias: bool = False  # of the products down to the compressed query and key, and of the output
     window: int = 0
+    interleaved: bool = True  # pairs that are rotated together are neighbours in the file, not half a head apart
 
     @property
     def kv(self) -> KVSpec:

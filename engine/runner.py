@@ -215,17 +215,20 @@ class ModelRunner:
     # ---- cache and warm-up ----
 
     def bind_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
-        """Allocates the paged cache, (blocks, page, kv heads, head size) for K and for V of each layer; it comes with
-        the block tables that the rows have now."""
+        """Allocates the paged cache, (blocks, page, kv heads, head size) for K and for V of each layer, or for K alone
+        where V is a part of it; it comes with the block tables that the rows have now."""
         for layer in self.model.attention_layers():
             spec, shape = layer.spec, (num_blocks, self.block_size, layer.spec.num_kv_heads)
             keys = torch.zeros(*shape, spec.head_dim, dtype=dtype, device=self.device)
-            values = torch.zeros(*shape, spec.value_dim, dtype=dtype, device=self.device)
+            if spec.shared:
+                values = keys[..., : spec.value_dim]
+            else:
+                values = torch.zeros(*shape, spec.value_dim, dtype=dtype, device=self.device)
             layer.bind(PagedCache(keys, values, self.tables.block_tables[0]))
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one block over all layers."""
-        return sum(self.block_size * s.num_kv_heads * (s.head_dim + s.value_dim) * dtype.itemsize for s in self.specs)
+        return self.block_size * sum(spec.token_elements for spec in self.specs) * dtype.itemsize
 
     def row_bytes(self, max_model_len: int) -> int:
         """Bytes of the row tables that grow with the context: tokens, and a block table for each KV group."""

@@ -26,6 +26,8 @@ __all__ = [
 # Below this many gathered key elements (512 KB in fp32) one padded batch beats a loop over the requests; above it, the
 # loop's small buffers stay in the cache while the batch's big ones are paged in afresh at every call.
 _BATCH_ELEMENTS = 1 << 17
+# Rows (query tokens x heads) of which _attend_to_one_head has all scores at a time.
+_ONE_HEAD_ROWS = 4096
 
 
 def decode_attention(
@@ -169,6 +171,8 @@ def _attend_request(
             mask &= key_position > position - window
     if soft_cap or sinks is not None:
         return _attend_explicitly(query, key, value, mask, scoring)
+    if num_kv_heads == 1 and key_size != value_size and query_len > 1:
+        return _attend_to_one_head(query, key[:, 0], value[:, 0], scoring)
     if query_len == 1:  # the grouped heads become the rows of one small matrix
         packed = query.reshape(1, num_kv_heads, num_heads // num_kv_heads, key_size)
         result = scaled_dot_product_attention(
@@ -185,6 +189,30 @@ def _attend_request(
         enable_gqa=True,
     )
     return result[0].transpose(0, 1)
+
+
+def _attend_to_one_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Causal attention of all query heads to one key head, key [n, D] and value [n, Dv]: products of plain matrices.
+
+    scaled_dot_product_attention would repeat keys and values for every head, where both are of different sizes.
+    """
+    query_len, num_heads, key_size = query.shape
+    num_keys = len(key)
+    out = query.new_empty(query_len, num_heads, value.shape[1])
+    step = max(1, _ONE_HEAD_ROWS // num_heads)
+    for start in range(0, query_len, step):
+        part = query[start : start + step]
+        position = torch.arange(len(part), device=query.device)[:, None, None] + (num_keys - query_len + start)
+        seen = num_keys - query_len + start + len(part)
+        key_position = torch.arange(seen, device=query.device)
+        hidden = key_position > position
+        if scoring.window:
+            hidden |= key_position <= position - scoring.window
+        scores = torch.mm(part.reshape(-1, key_size), key[:seen].t()).float().mul_(scoring.scale)
+        scores.view(len(part), num_heads, seen).masked_fill_(hidden, float("-inf"))
+        weights = scores.softmax(-1).to(value.dtype)
+        torch.mm(weights, value[:seen], out=out[start : start + step].view(-1, value.shape[1]))
+    return out
 
 
 def _attend_explicitly(

@@ -61,6 +61,7 @@ def _decode_kernel(
     stride_value_block, stride_value_slot, stride_value_head, stride_out_token, stride_out_head,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY_LEN: tl.constexpr, PAGE: tl.constexpr,
     KEY_SIZE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    TAIL: tl.constexpr, TAIL_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SAME_STRIDES: tl.constexpr,
     SPLIT: tl.constexpr, ROW_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr, WAIT: tl.constexpr,
@@ -108,6 +109,13 @@ def _decode_kernel(
         mask=row_exists[:, None] & (key_column < KEY_SIZE)[None, :],
         other=0.0,
     )
+    if TAIL > 0:
+        tail_column = KEY_SIZE + tl.arange(0, TAIL_PAD)
+        query_tail = tl.load(
+            query_ptr + (token_index * stride_query_token + head * stride_query_head)[:, None] + tail_column[None, :],
+            mask=row_exists[:, None] & (tail_column < KEY_SIZE + TAIL)[None, :],
+            other=0.0,
+        )
 
     exp_scale = scale * LOG2E
     if SOFT_CAP > 0:
@@ -143,6 +151,13 @@ def _decode_kernel(
         else:
             key = tl.load(key_ptrs, mask=(key_column < KEY_SIZE)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        if TAIL > 0:
+            key_tail = tl.load(
+                key_ptr + key_offset[:, None] + tail_column[None, :],
+                mask=(tail_column < KEY_SIZE + TAIL)[None, :],
+                other=0.0,
+            )
+            scores = tl.dot(query_tail, tl.trans(key_tail.to(query.dtype)), scores, input_precision="ieee")
         if SOFT_CAP > 0:
             scores = soft_cap_scores(scores * scale, SOFT_CAP)
         visible = (key_position < end_key)[None, :]
@@ -158,11 +173,14 @@ def _decode_kernel(
         lane_sums = lane_sums * decay[:, None] + weights
         running_max = new_max
 
-        value_ptrs = value_ptr + value_offset[:, None] + value_column[None, :]
-        if VALUE_SIZE == VALUE_PAD:
-            value = tl.load(value_ptrs)
+        if TAIL > 0:
+            value = key
         else:
-            value = tl.load(value_ptrs, mask=(value_column < VALUE_SIZE)[None, :], other=0.0)
+            value_ptrs = value_ptr + value_offset[:, None] + value_column[None, :]
+            if VALUE_SIZE == VALUE_PAD:
+                value = tl.load(value_ptrs)
+            else:
+                value = tl.load(value_ptrs, mask=(value_column < VALUE_SIZE)[None, :], other=0.0)
         acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * decay[:, None], input_precision="ieee")
 
     running_sum = tl.sum(lane_sums, 1)
@@ -239,13 +257,28 @@ class DecodeTile:
     stages: int
 
 
+def tile_size(head_size: int) -> int:
+    """Under which head size tables of tiles have this one: latent attention's, of two tiles, is the largest."""
+    return min(max(triton.next_power_of_2(head_size), 64), 512) if head_size <= 512 else 576
+
+
 @lru_cache(maxsize=4096)
 def decode_tile(dtype: torch.dtype, head_size: int, num_requests: int) -> DecodeTile:
-    """The tile for this dtype and the larger of key and value size; above 256 it is that of 512."""
-    wanted = dtype.itemsize, min(max(triton.next_power_of_2(head_size), 64), 512)
+    """The tile for this dtype and the larger of key and value size."""
+    wanted = dtype.itemsize, tile_size(head_size)
     rows = (row for row in tile_table("decode") if (row["element_bytes"], row["head_size"]) == wanted)
     row = next(row for row in rows if fits(row["max_requests"], num_requests))
     return DecodeTile(row["block_n"], row["warps"], row["stages"])
+
+
+def key_tail(keys: torch.Tensor, values: torch.Tensor) -> int:
+    """Of keys whose first elements are the values: how many more they have. 0: values are loaded by themselves.
+
+    A key of latent attention, 512 + 64 elements, is loaded as two tiles, of which the first is the value as well. As
+    one tile it would be one of 1024, and the value another one.
+    """
+    size, alike = values.shape[3], keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
+    return keys.shape[3] - size if alike and size >= 16 and size & (size - 1) == 0 else 0
 
 
 @lru_cache
@@ -360,7 +393,7 @@ def decode_attention_triton(
             "create it with larger max_rows, max_query_len or heads"
         )
 
-    group = num_heads // num_kv_heads
+    group, tail = num_heads // num_kv_heads, key_tail(keys, values)
     tile_rows = group * query_len
     block_m = min(max(triton.next_power_of_2(tile_rows), 16), 64)
     row_blocks = triton.cdiv(tile_rows, block_m)
@@ -371,8 +404,9 @@ def decode_attention_triton(
         float(scoring.scale), min_split_tokens, table.stride(0),
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
         NUM_HEADS=num_heads, GROUP=group, QUERY_LEN=query_len, PAGE=page,
-        KEY_SIZE=key_size, KEY_PAD=max(triton.next_power_of_2(key_size), 16),
+        KEY_SIZE=key_size - tail, KEY_PAD=max(triton.next_power_of_2(key_size - tail), 16),
         VALUE_SIZE=value_size, VALUE_PAD=value_pad,
+        TAIL=tail, TAIL_PAD=max(triton.next_power_of_2(tail), 16),
         WINDOW=window, SOFT_CAP=float(scoring.soft_cap), HAS_SINKS=sinks is not None,
         SAME_STRIDES=keys.stride() == values.stride(),
         SPLIT=num_splits > 1, ROW_BLOCKS=row_blocks, BLOCK_M=block_m, BLOCK_N=block_n,

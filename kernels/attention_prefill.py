@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_decode import LOG2E, LOWEST, soft_cap_scores
+from .attention_decode import LOG2E, LOWEST, key_tail, soft_cap_scores, tile_size
 from .attention_inputs import PagedCache, RaggedBatch, Scoring
 from .tiles import fits, tile_table
 
@@ -23,6 +23,7 @@ def _prefill_kernel(
     stride_value_block, stride_value_slot, stride_value_head, stride_out_token, stride_out_head,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, REQUESTS_PAD: tl.constexpr,
     KEY_SIZE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    TAIL: tl.constexpr, TAIL_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SAME_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -63,6 +64,13 @@ def _prefill_kernel(
         mask=row_exists[:, None] & (key_column < KEY_SIZE)[None, :],
         other=0.0,
     )
+    if TAIL > 0:
+        tail_column = KEY_SIZE + tl.arange(0, TAIL_PAD)
+        query_tail = tl.load(
+            query_ptr + (token_index * stride_query_token + head * stride_query_head)[:, None] + tail_column[None, :],
+            mask=row_exists[:, None] & (tail_column < KEY_SIZE + TAIL)[None, :],
+            other=0.0,
+        )
 
     running_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -103,6 +111,13 @@ def _prefill_kernel(
         else:
             key = tl.load(key_ptrs, mask=(key_column < KEY_SIZE)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        if TAIL > 0:
+            key_tail = tl.load(
+                key_ptr + key_offset[:, None] + tail_column[None, :],
+                mask=(tail_column < KEY_SIZE + TAIL)[None, :],
+                other=0.0,
+            )
+            scores = tl.dot(query_tail, tl.trans(key_tail.to(query.dtype)), scores, input_precision="ieee")
         if SOFT_CAP > 0:
             scores = soft_cap_scores(scores * scale, SOFT_CAP)
         # Most tiles lie before the first row's position (and after the last row's window limit): every row sees all of
@@ -122,11 +137,14 @@ def _prefill_kernel(
         running_sum = running_sum * decay + tl.sum(weights, 1)
         running_max = new_max
 
-        value_ptrs = value_ptr + value_offset[:, None] + value_column[None, :]
-        if VALUE_SIZE == VALUE_PAD:
-            value = tl.load(value_ptrs)
+        if TAIL > 0:
+            value = key
         else:
-            value = tl.load(value_ptrs, mask=(value_column < VALUE_SIZE)[None, :], other=0.0)
+            value_ptrs = value_ptr + value_offset[:, None] + value_column[None, :]
+            if VALUE_SIZE == VALUE_PAD:
+                value = tl.load(value_ptrs)
+            else:
+                value = tl.load(value_ptrs, mask=(value_column < VALUE_SIZE)[None, :], other=0.0)
         acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * decay[:, None], input_precision="ieee")
 
     result = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
@@ -159,7 +177,7 @@ def prefill_tile(dtype: torch.dtype, head_size: int, num_rows: int) -> PrefillTi
 
     Small tiles fill the card with prompts of a thousand tokens, large ones are faster when there are more.
     """
-    tiles = _prefill_tiles(dtype.itemsize, min(max(triton.next_power_of_2(head_size), 64), 512))
+    tiles = _prefill_tiles(dtype.itemsize, tile_size(head_size))
     return next(tile for max_rows, tile in tiles if fits(max_rows, num_rows))
 
 
@@ -186,9 +204,14 @@ def prefill_attention_triton(
     if num_requests == 0 or batch.max_query_len == 0:
         return out
 
-    group = num_heads // num_kv_heads
+    group, tail = num_heads // num_kv_heads, key_tail(keys, values)
     tile = prefill_tile(query.dtype, max(key_size, value_size), batch.max_query_len * group)
-    block_m = max(block_m or tile.block_m, triton.next_power_of_2(group))
+    block_m = block_m or tile.block_m
+    if num_kv_heads == 1 and group > block_m and group % block_m == 0:
+        # More heads than a tile has rows: one key head is as good as several at the same place.
+        num_kv_heads, group = group // block_m, block_m
+        keys, values = (x.expand(-1, -1, num_kv_heads, -1) for x in (keys, values))
+    block_m = max(block_m, triton.next_power_of_2(group))
     num_places = num_tokens // (block_m // group) + num_requests
     _prefill_kernel[(num_places * num_kv_heads,)](
         out, query, keys, values, table, batch.rows, batch.seq_lens, batch.query_start,
@@ -196,8 +219,9 @@ def prefill_attention_triton(
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE=page,
         REQUESTS_PAD=16 if num_requests <= 16 else max(1024, triton.next_power_of_2(num_requests)),
-        KEY_SIZE=key_size, KEY_PAD=max(triton.next_power_of_2(key_size), 16),
+        KEY_SIZE=key_size - tail, KEY_PAD=max(triton.next_power_of_2(key_size - tail), 16),
         VALUE_SIZE=value_size, VALUE_PAD=max(triton.next_power_of_2(value_size), 16),
+        TAIL=tail, TAIL_PAD=max(triton.next_power_of_2(tail), 16),
         WINDOW=scoring.window, SOFT_CAP=float(scoring.soft_cap), HAS_SINKS=sinks is not None,
         SAME_STRIDES=keys.stride() == values.stride(),
         BLOCK_M=block_m, BLOCK_N=block_n or tile.block_n,

@@ -18,10 +18,10 @@ def apply_rope_torch(query: torch.Tensor, key: torch.Tensor, positions: torch.Te
     cos_sin fp32 [max_pos, rot_dim] = cat(cos, sin) of rot_dim/2 angles each. Pairs are (i, i + rot_dim/2), the NeoX
     order of Hugging Face's Llama; dimensions from rot_dim on are left alone (partial rotary).
     """
-    cos, sin = _look_up(cos_sin, positions)
+    cos, sin = look_up_angles(cos_sin, positions)
     both = _one_view(query, key)
     for heads in (query, key) if both is None else (both,):
-        _rotate(heads, heads, cos, sin)
+        rotate_pairs(heads, heads, cos, sin)
 
 
 def qk_norm_rope_torch(
@@ -32,10 +32,10 @@ def qk_norm_rope_torch(
 
     Nothing is rounded between norm and rotation.
     """
-    cos, sin = _look_up(cos_sin, positions)
+    cos, sin = look_up_angles(cos_sin, positions)
     for heads, weight in ((query, q_weight), (key, k_weight)):
         normed = normalize(heads.float(), weight, eps)
-        _rotate(normed, heads, cos, sin)
+        rotate_pairs(normed, heads, cos, sin)
         rot_dim = cos_sin.shape[1]
         if rot_dim < heads.shape[-1]:
             heads[..., rot_dim:] = normed[..., rot_dim:]
@@ -44,7 +44,7 @@ def qk_norm_rope_torch(
 _looked_up: tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
-def _look_up(cos_sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def look_up_angles(cos_sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [T, 1, rot/2] of these positions. All layers of a step ask for the same: the last answer is kept."""
     global _looked_up
     last = _looked_up
@@ -56,7 +56,7 @@ def _look_up(cos_sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tens
     return cos, sin
 
 
-def _rotate(source: torch.Tensor, target: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rotate_pairs(source: torch.Tensor, target: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     half = cos.shape[-1]
     first, second = source[..., :half].float(), source[..., half : 2 * half].float()
     rotated_first = (first * cos).addcmul_(second, sin, value=-1)

@@ -110,7 +110,8 @@ def test_an_image_has_its_version_and_labels(machine: Path) -> None:
     (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "__init__.py").read_text(), re.MULTILINE)
     (run,) = (line for line in said.splitlines() if line.startswith("1700000000 build "))
     for words in (
-        f"--build-arg VERSION={version} ", "--build-arg REVISION=0123abc-dirty ", f"-t example.com/team/vserve:{version} ",
+        f"--build-arg VERSION={version} ", "--build-arg REVISION=0123abc-dirty ",
+        f"-t example.com/team/vserve:{version} ",
         "--build-arg CREATED=2023-11-14T22:13:20Z ", "--build-arg PIP_EXTRA_INDEX_URL=https://x/cpu ",
         f"--iidfile dist/vserve-{version}.image ", "-t example.com/team/vserve:latest .",
     ):  # fmt: skip

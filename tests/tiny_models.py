@@ -13,13 +13,17 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LATENT = {  # keys of latent attention, of which none is as large as another; no layer has experts
+    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 99,
+}  # fmt: skip
 _TEXT = [
     "user assistant system the quick brown fox jumps over the lazy dog and then the other dog sleeps in the sun",
     "hello there, what is the answer to this question? the answer is that there are seven of them, not eleven",
@@ -69,6 +73,8 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     }
     if family == "mistral":
         values["sliding_window"] = None
+    if family.startswith("deepseek"):
+        values |= LATENT
     return AutoConfig.for_model(family, **(values | overrides))
 
 

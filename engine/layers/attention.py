@@ -52,7 +52,8 @@ class AttentionBatch:
 class Attention(nn.Module):
     """One layer: head norm where the family has one, rotary, the write into the cache, scaled dot-product attention.
 
-    q_norm and k_norm, both or neither: over each head, before the rotation.
+    q_norm and k_norm, both or neither: over each head, before the rotation. shared: the values are the first value_dim
+    elements of the keys, and stored once.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class Attention(nn.Module):
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         value_dim: int | None = None,
+        shared: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads, self.layer = num_heads, layer
         self.rotary, self.scoring, self.q_norm, self.k_norm = rotary, scoring, q_norm, k_norm
-        self.spec = KVSpec(num_kv_heads, head_dim, value_dim or head_dim, scoring.window)
+        self.spec = KVSpec(num_kv_heads, head_dim, value_dim or head_dim, scoring.window, shared)
         self.cache: PagedCache | None = None
         self.group = 0
 

@@ -14,6 +14,7 @@ from ..layers.rope import RotaryEmbedding
 from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
 from .attention_block import AttentionBlock
+from .latent_attention import LatentAttentionBlock
 from .mlp import MLP
 
 
@@ -23,8 +24,9 @@ def make_attention(
     layer: int,
     rotary: RotaryEmbedding,
     place: Placement,
-) -> AttentionBlock:
-    assert isinstance(spec, AttentionSpec), "there is no latent attention yet"
+) -> AttentionBlock | LatentAttentionBlock:
+    if isinstance(spec, LatentAttentionSpec):
+        return LatentAttentionBlock(spec, config, layer, rotary, place)
     return AttentionBlock(spec, config, layer, rotary, place)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..model_file import ModelError
+from .deepseek_v2 import DEEPSEEK_V2
+from .deepseek_v3 import DEEPSEEK_V3
 from .family import Family
 from .llama import LLAMA
 from .mistral import MISTRAL
@@ -13,7 +15,7 @@ from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 from .refused import refusal
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, DEEPSEEK_V2, DEEPSEEK_V3)
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 

@@ -7,6 +7,7 @@ from collections import Counter
 from ..layers.linear import Linear
 from ..layers.unquantized import Tied
 from ..memory import gib
+from ..models.latent_attention import LatentExpansion
 from ..models.model import Model
 from .method import Dequantized, Quantized
 
@@ -29,6 +30,12 @@ def describe(model: Model) -> dict[str, str | int]:
                 products["16-bit products, dequantised"] += 1
             plain += len(layer.shape.parts) - len(method.formats)
             size += sum(tensor.numel() * tensor.element_size() for tensor in method.parameters())
+        elif isinstance(layer, LatentExpansion):
+            formats.update(format.name for format in layer.formats.values())
+            if layer.formats:
+                products["numbers, dequantised"] += 1
+                size += sum(tensor.numel() * tensor.element_size() for tensor in layer.parameters())
+            plain += not layer.formats
         elif isinstance(layer, Linear) and not isinstance(layer.method, Tied):
             plain += len(layer.shape.parts)
     return {

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.kernels import attention
 from vserve.kernels.attention import (
     DecodeWorkspace,
     decode_attention,
@@ -397,14 +398,55 @@ def test_strided_caches(implementation: str, rng: torch.Generator, device: str) 
     check_prefill_and_last_tokens(batch, implementation)
 
 
+LATENT_CASES: dict[str, dict[str, Any]] = {
+    "two_tiles": {"size": 96, "value_size": 64},
+    "tail_not_power_of_two": {"size": 44, "value_size": 32},
+    "value_not_power_of_two": {"size": 96, "value_size": 48},
+    "value_is_all": {"size": 64, "value_size": 64},
+    "window": {"size": 48, "value_size": 32, "window": 24},
+    "sinks_and_cap": {"size": 48, "value_size": 32, "soft_cap": 5.0, "sinks": True},
+    "heads_beyond_a_tile": {"size": 48, "value_size": 32, "heads": 128},
+    "deepseek_lite": {"size": 576, "value_size": 512, "heads": 16, "lengths": [40, 17, 9]},
+    "deepseek": {"size": 576, "value_size": 512, "heads": 128, "lengths": [6, 5, 2]},
+}
+
+
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_values_within_keys(implementation: str, rng: torch.Generator, device: str) -> None:
-    """One tensor for both: of each key, the first elements are the value."""
+@pytest.mark.parametrize("case", LATENT_CASES)
+def test_values_within_keys(
+    case: str, implementation: str, rng: torch.Generator, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tensor for both, of one head: of each key, the first elements are the value (latent attention)."""
+    monkeypatch.setattr(attention, "_ONE_HEAD_ROWS", 20)  # the twin does a few tokens at a time
     device = "cpu" if implementation == "torch" else device
-    batch = make_batch(rng, device, torch.float32, [70, 20, 9], [20, 5, 1], kv_heads=1, size=96)
+    options = {"lengths": [70, 20, 9], "heads": 6, **LATENT_CASES[case]}
+    value_size = options.pop("value_size")
+    lengths = [*options.pop("lengths"), 0]
+    for dtype in DTYPES:
+        batch = make_batch(rng, device, dtype, lengths, [lengths[0] // 4, 5, 1, 0], kv_heads=1, behind=2, **options)
+        keys, table = batch.cache.keys, batch.cache.block_table
+        batch.cache = PagedCache(keys, keys[..., :value_size], table)
+        expected = reference_attention(batch)[:-2]
+        out = PREFILL[implementation](*batch.prefill, out=batch.poisoned_out)
+        assert_close(out[:-2], expected, dtype)
+        assert out[-2:].isnan().all(), "wrote rows that belong to no request"
+        last = batch.requests.query_start[1:].long() - 1
+        last_query, (_, *others) = batch.query[last], batch.decode()
+        out = last_query.new_full((*last_query.shape[:2], value_size), float("nan"))
+        DECODE[implementation](last_query, *others, out=out)
+        assert_close(out[:-1], expected[last.cpu()][:-1], dtype)
+        assert out[-1].isnan().all(), "wrote a row of padding"
+
+
+@pytest.mark.parametrize("num_splits", [2, 5])
+def test_split_decode_of_values_within_keys(num_splits: int, rng: torch.Generator, device: str) -> None:
+    batch, _ = decode_batch(rng, device, torch.float32, lengths=[150, 0, 40], heads=70, kv_heads=1, size=48)
     keys, table = batch.cache.keys, batch.cache.block_table
-    batch.cache = PagedCache(keys, keys[..., :64], table)
-    check_prefill_and_last_tokens(batch, implementation)
+    batch.cache = PagedCache(keys, keys[..., :32], table)
+    out = decode_attention_triton(
+        *batch.decode(), out=batch.poisoned_out, block_n=16, num_splits=num_splits, min_split_tokens=16
+    )
+    check_decode(batch, 1, out, torch.float32)
 
 
 def check_prefill_and_last_tokens(batch: Batch, implementation: str) -> None:
@@ -473,6 +515,50 @@ def test_decode_in_a_cuda_graph(rng: torch.Generator, device: str) -> None:
     out.fill_(float("nan"))
     graph.replay()
     check_decode(batch, 1, out, torch.bfloat16)
+
+
+_COMPILE_LATENT = """
+from vserve.kernels import pdl
+from vserve.kernels.attention_decode import decode_attention_triton
+from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention_prefill import prefill_attention_triton
+
+JITFunction.__getitem__ = warm_up_instead
+pdl.pdl_available = lambda device: True
+dtype, heads = getattr(torch, sys.argv[2]), int(sys.argv[1])
+query, keys = torch.empty(160, heads, 576, dtype=dtype), torch.empty(2, 16, 1, 576, dtype=dtype)
+cache = PagedCache(keys, keys[..., :512], torch.zeros(4, 64, dtype=torch.int32))
+ints = torch.zeros(5, dtype=torch.int32)
+decode_attention_triton(query[:4], cache, UniformBatch(ints[:4], ints[:4]), Scoring(0.1), num_splits=4)
+prefill_attention_triton(query, cache, RaggedBatch(ints[:4], ints[:4], ints, 999), Scoring(0.1))
+print(json.dumps({
+    name: {
+        **resources(kernel),
+        "shared": kernel.metadata.shared,
+        "lookahead": max(map(int, re.findall(r"cp\\.async\\.wait_group\\s+(\\d+)", kernel.asm["ptx"])), default=0),
+    }
+    for name, kernel in kernels.values()
+}))
+"""
+
+
+@pytest.mark.skipif(CUDA, reason="the other tests compile for this GPU")
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        (128, "bfloat16"),
+        pytest.param(16, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(128, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_latent_attention_compiles_for_hopper(heads: int, dtype: str, run_for_hopper: Callable[..., Any]) -> None:
+    """DeepSeek's rows of 512 + 64 elements: fit shared memory, hardly spill, and keep loads in flight."""
+    found = run_for_hopper(_COMPILE_LATENT, str(heads), dtype)
+    for name in ("_decode_kernel", "_prefill_kernel"):
+        assert found[name]["shared"] <= 227 * 1024
+        if dtype == "bfloat16":
+            assert found[name]["stack"] <= 128
+            assert found[name]["lookahead"] >= 2, f"{name} waits for every load it has just issued"
 
 
 _COMPILE = """

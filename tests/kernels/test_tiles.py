@@ -15,7 +15,7 @@ from vserve.kernels.attention_prefill import PrefillTile, prefill_tile
 
 FILES = sorted(tiles.FOLDER.glob("*.json"))
 TABLES = {"decode", "prefill", "small_linear_rows", "small_linear_fma", "small_linear_dot", "cublas", "linear_hopper"}
-CASES = [(element_bytes, size) for element_bytes in (2, 4) for size in (64, 128, 256, 512)]
+CASES = [(element_bytes, size) for element_bytes in (2, 4) for size in (64, 128, 256, 512, 576)]
 
 
 def power_of_two(number: int) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vserve.engine.layer_spec import KVSpec
+from vserve.engine.layer_spec import KVSpec, LatentAttentionSpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import choose_formats, count_parameters
 from vserve.engine.model_config import ModelConfig, ModelError, parse_model_config
@@ -22,7 +22,10 @@ FAMILIES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+NO_EXPERTS = {"first_k_dense_replace": 99}
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 # As published: keys of config.json of well-known checkpoints that this file's rules are about.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -58,9 +61,19 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, raw: dict[str, Any]) -> Path:
+    raw = NO_EXPERTS | raw if str(raw.get("model_type")).startswith("deepseek") else raw
     raw = {"architectures": [FAMILIES[raw["model_type"]]], **raw} if raw.get("model_type") in FAMILIES else raw
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
+
+
+def assert_latent_agrees(ours: LatentAttentionSpec, theirs: Any) -> None:
+    assert ours.q_rank == (theirs.q_lora_rank or 0)
+    assert ours.kv_rank == theirs.kv_lora_rank
+    assert (ours.nope_dim, ours.rope_dim) == (theirs.qk_nope_head_dim, theirs.qk_rope_head_dim)
+    assert ours.value_dim == theirs.v_head_dim
+    assert ours.bias == theirs.attention_bias
+    assert ours.interleaved == getattr(theirs, "rope_interleave", True)
 
 
 def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
@@ -70,6 +83,9 @@ def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
     for layer in ours.layers:
         assert layer.mlp.inner == theirs.intermediate_size
         assert layer.attention.num_heads == theirs.num_attention_heads
+        if isinstance(layer.attention, LatentAttentionSpec):
+            assert_latent_agrees(layer.attention, theirs)
+            continue
         assert layer.attention.num_kv_heads == theirs.num_key_value_heads
         dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         assert layer.attention.head_dim == dim
@@ -145,23 +161,32 @@ def test_qwen_windows(tmp_path: Path, family: str, keys: dict[str, Any]) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_biases_norms_and_parameter_count_match_transformers_model(family: str) -> None:
     for extra in ({}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24}):
-        raw = {"model_type": family, "vocab_size": 99, "intermediate_size": 40, **SMALL, **extra}
+        raw = {"model_type": family, "vocab_size": 99, "intermediate_size": 40, **SMALL, **extra, **NO_EXPERTS}
+        if family.startswith("deepseek"):
+            raw |= {"num_key_value_heads": 4, "q_lora_rank": 24 if extra else None}
         config = parse_model_config(raw)
         with torch.device("meta"):
             theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
         names = [name for name, _ in theirs.named_parameters()]
         for layer in config.layers:
             attention = layer.attention
+            assert layer.mlp.bias == any(name.endswith("up_proj.bias") for name in names)
+            if isinstance(attention, LatentAttentionSpec):
+                assert attention.bias == any(name.endswith("kv_a_proj_with_mqa.bias") for name in names)
+                continue
             assert attention.qkv_bias == any(name.endswith("q_proj.bias") for name in names)
             assert attention.output_bias == any(name.endswith("o_proj.bias") for name in names)
-            assert layer.mlp.bias == any(name.endswith("up_proj.bias") for name in names)
             assert bool(attention.qk_norm) == any("q_norm" in name for name in names)
         assert count_parameters(config) == sum(weight.numel() for weight in theirs.parameters())
         ours = CausalLM(config, Placement(torch.float16, torch.device("cpu")), max_len=8)
         for holder in choose_formats(ours):
             holder.create()
         assert count_parameters(config) == sum(weight.numel() for weight in ours.parameters())
-        assert ours.kv_specs() == [KVSpec(2, attention.head_dim, attention.head_dim, attention.window)] * 3
+        assert ours.kv_specs() == [attention.kv] * 3
+        if isinstance(attention, LatentAttentionSpec):
+            assert attention.kv == KVSpec(1, 512 + 64, 512, shared=True)
+        else:
+            assert attention.kv == KVSpec(2, attention.head_dim, attention.head_dim, attention.window)
 
 
 def test_every_family_is_tested_here() -> None:

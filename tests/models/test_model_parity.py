@@ -32,6 +32,8 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn of all": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7,
+        "mscale_all_dim": 0.9},
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -60,8 +62,26 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "window": {"use_sliding_window": True, "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"]},
     },
+    "deepseek_v2": {
+        "gqa": {},
+        "plain queries": {"q_lora_rank": None},
+        "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    },
+    "deepseek_v3": {
+        "gqa": {},
+        "plain queries": {"q_lora_rank": None},
+        "halves": {"rope_interleave": False, "attention_bias": True},
+        "wide values": {"v_head_dim": 40, "kv_lora_rank": 48},
+    },
 }  # fmt: skip
-CASES = [(family, rope, variant) for family in VARIANTS for rope in ROPES for variant in VARIANTS[family]]
+LATENT = ("deepseek_v2", "deepseek_v3")
+CASES = [
+    (family, rope, variant)
+    for family in VARIANTS
+    for rope in (("default", "yarn of all") if family in LATENT else ROPES)
+    for variant in VARIANTS[family]
+    if (family in LATENT) >= (rope == "yarn of all")
+]
 
 
 class PagedRunner:
@@ -81,6 +101,8 @@ class PagedRunner:
             # NaN: a key that is read without having been written must show.
             keys = torch.full((*shape, layer.spec.head_dim), torch.nan, dtype=model.place.dtype)
             values = torch.full((*shape, layer.spec.value_dim), torch.nan, dtype=model.place.dtype)
+            if layer.spec.shared:
+                values = keys[..., : layer.spec.value_dim]
             layer.bind(PagedCache(keys, values, self.table))
         self.computed = [0] * len(sequences)
         self.position_shift = 0  # a mutation: of decoded tokens
@@ -301,6 +323,21 @@ def _no_bias(runner: PagedRunner) -> None:
         layer.attention.qkv.method.__dict__["bias"] = None  # where keep_at_hand has put it
 
 
+def _other_pairs(runner: PagedRunner) -> None:
+    for layer in runner.model.layers:
+        layer.attention.spec = replace(layer.attention.spec, interleaved=False)
+
+
+def _no_temperature(runner: PagedRunner) -> None:
+    for layer in runner.model.attention_layers():
+        layer.scoring = replace(layer.scoring, scale=24**-0.5)
+
+
+def _no_latent_norm(runner: PagedRunner) -> None:
+    for layer in runner.model.layers:
+        layer.attention.kv_norm.weight.fill_(1.0)
+
+
 def _untied(runner: PagedRunner) -> None:
     head = runner.model.lm_head.method
     head.weight = torch.nn.Parameter(head.weight.roll(1, 0), requires_grad=False)
@@ -320,6 +357,10 @@ def _untied(runner: PagedRunner) -> None:
         ("qwen2", "default", "gqa", _no_bias),
         ("qwen3", "default", "biases", _no_bias),
         ("llama", "default", "tied", _untied),
+        ("deepseek_v2", "default", "gqa", _no_rope),
+        ("deepseek_v3", "default", "gqa", _other_pairs),
+        ("deepseek_v3", "yarn of all", "gqa", _no_temperature),
+        ("deepseek_v3", "default", "gqa", _no_latent_norm),
     ],
 )
 def test_mutations_are_noticed(

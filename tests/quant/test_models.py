@@ -59,6 +59,25 @@ def test_a_model_multiplies_by_what_its_codes_mean(
     assert told(said).startswith(f"quantization {said['method']}: ")
 
 
+@pytest.mark.parametrize("kind", ["fp8_blocks", "awq", "nf4"])
+def test_latent_attention_takes_its_expansion_apart_however_it_is_stored(
+    kind: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Blocks of 128 x 128 end within heads, and within what queries and keys have in one product."""
+    sizes = {"hidden_size": 160, "kv_lora_rank": 160, "q_lora_rank": 96, "qk_nope_head_dim": 64, "v_head_dim": 32}
+    folder = write(tiny_model("deepseek_v3", **sizes), tmp_path, kind)
+    model, twin = load(folder / "quantized"), load(folder / "twin")
+    expected = matrices(twin)
+    for name, found in matrices(model).items():
+        assert (found - expected[name]).norm() <= (5e-3 if kind == "awq" else 1e-6) * expected[name].norm(), name
+    for ours, theirs in zip(model.layers, twin.layers, strict=True):
+        for part in ("keys", "values"):
+            numbers = getattr(theirs.attention.expansion, part)
+            torch.testing.assert_close(getattr(ours.attention.expansion, part), numbers, rtol=1e-6, atol=1e-6)
+    said = describe(model)
+    assert (said["quantized"], said["unquantized"]) == (2 * 8, 1)
+
+
 @pytest.mark.parametrize(("asked", "error"), [("int8", 0.01), ("fp8", 0.05), ("int4", 0.13), ("bitsandbytes", 0.13)])
 def test_quantised_on_the_way_in(asked: str, error: float, tiny_model: Callable[..., Path]) -> None:
     model, plain = load(tiny_model("qwen3"), asked), load(tiny_model("qwen3"))

@@ -1,7 +1,7 @@
 """The wheel that one would publish, and its checksum: `make wheel`, or python tools/publish/wheel.py --out dist
 
-Built from the last commit, not from what lies around, with the commit's time on every file: the same commit and the same
-setuptools make the same bytes. A tag of that commit must be the version in __init__.py.
+Built from the last commit, not from what lies around, with the commit's time on every file: the same commit and the
+same setuptools make the same bytes. A tag of that commit must be the version in __init__.py.
 """
 
 from __future__ import annotations
