@@ -44,7 +44,8 @@ class Precompile:
         marker = _cache_folder() / f"vserve-{fingerprint(config)}"
         if marker.exists():
             return None
-        options = json.dumps(dataclasses.asdict(config))
+        # Arguments can be read by all who are on this machine: no secret goes with them, and no kernel needs one.
+        options = json.dumps(dataclasses.asdict(dataclasses.replace(config, prefix_cache_seed=None)))
         command = [sys.executable, "-m", "vserve.engine.precompile", options, str(count)]
         quiet = subprocess.DEVNULL
         started = cls([], marker)
@@ -107,7 +108,7 @@ def fingerprint(config: EngineConfig) -> str:
     with contextlib.suppress(OSError):  # the engine will say what is wrong with it
         digest.update((Path(config.hf_config_path or config.model) / "config.json").read_bytes())
     options = dataclasses.asdict(config)
-    for unrelated in ("model", "seed", "load_format", "revision", "download_dir", "backlog_steps"):
+    for unrelated in ("model", "seed", "load_format", "revision", "download_dir", "backlog_steps", "prefix_cache_seed"):
         options.pop(unrelated)
     digest.update(json.dumps(options, sort_keys=True).encode())
     return digest.hexdigest()[:32]

@@ -46,9 +46,10 @@ def _fit(
 ) -> Finding:
     """`folder` has the config.json; `size`: bytes of the weights, where they are not there too. Raises ModelError."""
     from ...engine.checkpoint import checkpoint_bytes
+    from ...engine.kv_layout import KVLayout
     from ...engine.memory import CPU_CACHE_BYTES
     from ...engine.overrides import read_model_config
-    from ...engine.resolved import choose_max_model_len
+    from ...engine.resolved import choose_max_model_len, default_limits
 
     config = read_model_config(folder, engine)
     size = checkpoint_bytes(folder) if size is None else size
@@ -59,7 +60,7 @@ def _fit(
         what, _, remedy = str(error).partition("; ")
         return Finding(FAIL, "model", what, remedy)
     item = _ITEM_BYTES.get(engine.dtype) or (config.dtype.itemsize if on_card else 4)
-    weights, token = _weight_bytes(config, item, size, on_card), _token_bytes(config, item)
+    weights = _weight_bytes(config, item, size, on_card)
     if config.quantization is not None:
         text += f", quantization {config.quantization.method}"
     if on_card and torch.cards:
@@ -74,12 +75,17 @@ def _fit(
         left = min(left, engine.kv_cache_memory_bytes)
     elif not on_card:
         left = min(left, CPU_CACHE_BYTES)
-    most = max(1, left // (token * engine.block_size) - 1) * engine.block_size  # of the blocks one is kept free
-    text += f"; a request of {length} tokens takes {gib(length * token)} of cache, and {gib(left)} are there at most"
+    card = torch.cards[0].total if on_card and torch.cards else 0
+    chunk = engine.max_num_batched_tokens or default_limits(card)[0]
+    layout = KVLayout.of([layer.attention.kv for layer in config.layers], engine.block_size, length)
+    block, blocks = layout.block_bytes(item), layout.request_blocks(length, chunk)
+    most = max(engine.block_size, layout.longest_request(left // block, chunk, length))
+    taken = gib(blocks * block)
+    text += f"; a request of {length} tokens takes {taken} of cache, and {gib(left)} are there at most"
     if length <= most:
         return Finding(OK, "model", text)
-    larger = "" if on_card or length * token > room - weights else (
-        f", or add --kv-cache-memory-bytes {(length + 2 * engine.block_size) * token}"
+    larger = "" if on_card or blocks * block > room - weights else (
+        f", or add --kv-cache-memory-bytes {(blocks + 2) * block}"
     )  # fmt: skip
     if engine.max_model_len is None:
         return Finding(WARN, "model", text, f"the context will be cut to some {most} tokens{larger}")
@@ -99,11 +105,6 @@ def _weight_bytes(config: ModelConfig, item: int, stored: int, on_card: bool) ->
     if isinstance(config.quantization, OnlineScheme):
         each = config.quantization.bytes_each
     return int((parameters - outside) * each + outside * item)
-
-
-def _token_bytes(config: ModelConfig, item: int) -> int:
-    """Of the cache."""
-    return sum(layer.attention.kv.token_elements * item for layer in config.layers)
 
 
 def _from_hub_cache(engine: EngineConfig) -> Path | None:

@@ -45,7 +45,7 @@ def test_hash_chain_is_sha256_of_parent_tokens_and_salt() -> None:
     tokens = [5, 0, 70_000, 1, 2, 3, 4, 2**31 - 1, 9]
     req = request(1, tokens, "pepper")
     kv.extend_hashes(req)
-    first = hashlib.sha256(kv.seed + struct.pack("<4i", *tokens[:4]) + b"salt" + b"pepper").digest()
+    first = hashlib.sha256(kv.seed + struct.pack("<4i", *tokens[:4]) + b"\x0a\0\0\0" + b"saltpepper").digest()
     second = hashlib.sha256(first + struct.pack("<4i", *tokens[4:8])).digest()
     assert req.block_hashes == [first, second]
 
@@ -76,8 +76,8 @@ def test_hashes_differ_by_salt_prefix_and_process() -> None:
 def test_row_35_a_forged_prompt_reuses_no_blocks() -> None:
     """Tokens that read like a salt, a salt that reads like tokens, and keys computed with everything but the secret."""
     kv = make(num_blocks=40)
-    head, salt = [1, 2, 3, 4], "twelve bytes"
-    forged = [*head, *struct.unpack("<4i", b"salt" + salt.encode())]
+    head, salt = [1, 2, 3, 4], "8 bytes."
+    forged = [*head, *struct.unpack("<4i", b"\x0c\0\0\0" + b"salt" + salt.encode())]
     assert admit(kv, request(1, [*head, *head, 9], salt)) == 9
     assert admit(kv, request(2, [*forged, 9])) == 9  # without a salt: the same bytes, in another place
     assert admit(kv, request(3, [*head, *head, 9])) == 5  # what 2 has in common with it, and nothing of 1
@@ -169,7 +169,7 @@ def test_resumed_request_does_not_count_as_query_again() -> None:
 
 # ---- tables ----
 def test_grow_is_all_or_nothing() -> None:
-    kv = make(num_blocks=5, num_groups=2)
+    kv = make(num_blocks=5, windows=(0, 0))
     req = request(1, range(4))
     assert admit(kv, req) == 4
     assert kv.grow(req, 4) == 0 and kv.grow(req, 9) == -1 and kv.num_free_blocks == 2
@@ -178,7 +178,7 @@ def test_grow_is_all_or_nothing() -> None:
 
 
 def test_hit_is_the_longest_that_all_groups_hold() -> None:
-    kv = make(num_blocks=40, num_groups=2)
+    kv = make(num_blocks=40, windows=(0, 0))
     first = request(1, range(13))
     admit(kv, first)
     assert set(blocks(kv, first, 0)).isdisjoint(blocks(kv, first, 1))
