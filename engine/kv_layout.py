@@ -18,6 +18,7 @@ from .kv_group import blocks_held, longest_request
 from .layer_spec import KVSpec
 
 MAX_GROUPS = 8  # each has a table a request, and costs the host time at every block
+WORTH_GROUPS = 0.05  # of the bytes: what more groups have to save
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class KVLayout:
 
     @classmethod
     def of(cls, specs: Sequence[KVSpec], block_size: int, max_model_len: int) -> KVLayout:
-        """The one in which a request of the whole context takes fewest bytes; of equals, that of fewest groups."""
+        """Of those in which a request of the whole context takes about the fewest bytes, the one of fewest groups."""
         specs = tuple(specs)
         kinds: dict[int, list[int]] = {}
         for index, spec in enumerate(specs):
@@ -52,7 +53,9 @@ class KVLayout:
             )
             if len(groups) <= MAX_GROUPS:
                 layouts.append(cls(specs, groups, block_size))
-        return min(layouts, key=lambda it: (it.request_blocks(max_model_len) * it.block_elements, len(it.groups)))
+        costs = [layout.request_blocks(max_model_len) * layout.block_elements for layout in layouts]
+        few = [pair for pair in zip(costs, layouts, strict=True) if pair[0] <= (1 + WORTH_GROUPS) * min(costs)]
+        return min(few, key=lambda pair: (len(pair[1].groups), pair[0]))[1]
 
     @property
     def windows(self) -> tuple[int, ...]:
