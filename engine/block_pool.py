@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .invariants import require
 
@@ -26,6 +26,8 @@ class BlockPool:
         self.refs[NULL_BLOCK] = 1
         self.keys: list[bytes | None] = [None] * num_blocks
         self.by_key: dict[bytes, int | dict[int, None]] = {}  # a dict is an ordered set of equal blocks
+        # Called with the key and the block when cached content is lost because its block is taken for a new owner.
+        self.evicted: Callable[[bytes, int], None] | None = None
         # The free list is a ring of pointers through these two lists. The null block is never free: it is the head.
         self.next = [*range(1, num_blocks), NULL_BLOCK]
         self.prev = [num_blocks - 1, *range(num_blocks - 1)]
@@ -125,8 +127,10 @@ class BlockPool:
         require(keyed == self.num_blocks - self.keys.count(None), "a block has a key the map does not know")
 
     def _renew(self, block: int) -> None:
-        if self.keys[block] is not None:
+        if (key := self.keys[block]) is not None:
             self.revoke(block)
+            if self.evicted is not None:
+                self.evicted(key, block)
         self.refs[block] = 1
 
     def _unlink(self, block: int) -> None:

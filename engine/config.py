@@ -109,6 +109,10 @@ def _rope_scaling(text: str) -> str | None:
     return 'its "rope_type" is missing, as in \'{"rope_type": "yarn", "factor": 4.0}\''
 
 
+def _no_text(text: str) -> str | None:
+    return None if text else "it is empty: give it a text, or leave it out"
+
+
 def _no_file(path: str) -> str | None:
     return "it is a file, give a folder" if os.path.isfile(os.path.expanduser(path)) else None
 
@@ -201,6 +205,11 @@ class EngineConfig:
         None, "number of blocks of the KV cache, whatever fits", group="cache", bounds=POSITIVE
     )
     enable_prefix_caching: bool = option(True, "reuse the cache blocks of equal prefixes", group="cache")
+    prefix_cache_seed: str | None = option(
+        None, "text that the keys of cached prefixes are made from: engines with the same one name equal blocks alike; "
+        "keep it secret, who knows it can compute keys (default: random)",
+        group="cache", secret=True, problem=_no_text,
+    )  # fmt: skip
     data_parallel_size: int = option(
         1, "engines with the same model, each on a card (or a share of the cores) of its own, behind one address",
         group="parallel", bounds=Bounds(1, 64), short="dp",
@@ -318,8 +327,9 @@ class SchedulerConfig:
     backlog_steps: int = 32  # in which a long queue of prompts should be worked off
     block_size: int = 16
     num_blocks: int = 1024  # the null block included
-    num_groups: int = 1
+    windows: tuple[int, ...] = (0,)  # of each KV group: tokens that it keeps of a request; 0: all
     enable_prefix_caching: bool = True
+    prefix_cache_seed: str = field(default="", repr=False)  # of the keys; "": a random secret
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
     depth: int = 1  # steps in flight

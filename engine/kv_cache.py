@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Mapping
 from hashlib import sha256
+from itertools import cycle
 
-from .block_pool import BlockPool
+from .block_pool import NULL_BLOCK, BlockPool
 from .config import SchedulerConfig
 from .invariants import require
+from .kv_group import KVGroup, longest_request
 from .request import Request
 
 Registered = list[tuple[int, bytes]]  # (block, key): what has to be revoked should the step fail
@@ -18,10 +20,11 @@ Registered = list[tuple[int, bytes]]  # (block, key): what has to be revoked sho
 class BlockTable:
     """The blocks of one request, in the order of its tokens; append-only, of one length in every KV group."""
 
-    __slots__ = ("groups", "num_registered")
+    __slots__ = ("groups", "left", "num_registered")
 
-    def __init__(self, groups: list[list[int]]) -> None:
+    def __init__(self, groups: list[list[int]], left: list[int]) -> None:
         self.groups = groups
+        self.left = left  # of each group: leading entries that are null, for no token to come sees those blocks
         self.num_registered = len(groups[0])  # leading blocks that can be found by others
 
 
@@ -30,24 +33,30 @@ class KVCacheManager:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
-        self.num_groups = config.num_groups
         self.caching = config.enable_prefix_caching
         self.pool = BlockPool(config.num_blocks)
-        self.max_tokens = (config.num_blocks - 1) // config.num_groups * config.block_size  # of one request alone
+        chunk, size = config.max_num_batched_tokens, config.block_size
+        self.groups = [KVGroup(i, window, size, chunk, self.pool) for i, window in enumerate(config.windows)]
+        self.num_groups = len(self.groups)
+        self.has_windows = any(config.windows)
+        # Of one request alone.
+        self.max_tokens = longest_request(config.windows, config.num_blocks, chunk, size, config.max_model_len)
         self.tables: dict[int, BlockTable] = {}  # by request id
         self.prefix_queries = 0  # tokens looked up; resumed requests would flatter the rate and are not counted
         self.prefix_hits = 0  # tokens found
         # A secret start of every chain: keys cannot be computed outside of this process (prefix-cache timing attacks).
-        self.seed = os.urandom(32)
-        self.group_suffixes = [b"" if group == 0 else group.to_bytes(2, "little") for group in range(config.num_groups)]
+        # Engines that are to know the same blocks by the same keys are given one secret.
+        given = config.prefix_cache_seed
+        self.seed = sha256(given.encode("utf-8", "surrogatepass")).digest() if given else os.urandom(32)
 
     @property
     def num_free_blocks(self) -> int:
         return self.pool.num_free
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold the tokens, all groups together."""
-        return -(-num_tokens // self.block_size) * self.num_groups
+    def num_blocks_missing(self, request: Request) -> int:
+        """Free blocks that a running request may still take until all its tokens are computed, at most."""
+        missing = max(0, -(-request.target // self.block_size) - len(self.tables[request.id].groups[0]))
+        return sum(min(missing, group.blocks_for(request.target)) for group in self.groups)
 
     def too_small(self, request: Request) -> str:
         """What to tell a request that the cache cannot hold even alone."""
@@ -57,8 +66,7 @@ class KVCacheManager:
     def extend_hashes(self, request: Request) -> None:
         """Hash the blocks that have filled since the last call: SHA-256 of (parent, int32 token ids, extra keys).
 
-        The extra key is the cache salt, in the first block only: the chain carries it on. Nothing to do without
-        prefix caching.
+        Each extra key comes behind its length. Nothing to do without prefix caching.
         """
         size, hashes, tokens = self.block_size, request.block_hashes, request.token_ids
         start, end = len(hashes), len(tokens) // size
@@ -68,11 +76,12 @@ class KVCacheManager:
         if sys.byteorder == "big":
             ids.byteswap()
         data, stride = ids.tobytes(), size * ids.itemsize
-        parent = hashes[-1] if hashes else self.seed
+        parent, extras = hashes[-1] if hashes else self.seed, extra_keys(request)
         for offset in range(0, len(data), stride):
             content = parent + data[offset : offset + stride]
-            if not hashes and request.cache_salt is not None:
-                content += b"salt" + request.cache_salt.encode("utf-8", "surrogatepass")
+            if extras:
+                for extra in extras.get(len(hashes), ()):
+                    content += len(extra).to_bytes(4, "little") + extra
             parent = sha256(content).digest()
             hashes.append(parent)
 
@@ -93,16 +102,19 @@ class KVCacheManager:
         num_new = min(remaining, budget)
         if num_new < remaining <= whole:
             return 0
-        free_hits = sum(1 for blocks in hits for block in blocks if pool.refs[block] == 0)
-        needed = self.num_blocks_for(num_tokens) - num_hits * self.num_groups + free_hits
-        if needed + promised > pool.num_free:
+        num_behind, needed = -(-num_tokens // size) - num_hits, promised
+        for group, blocks in zip(self.groups, hits, strict=True):
+            free_hits = sum(1 for block in blocks if pool.refs[block] == 0)
+            needed += min(num_behind + free_hits, group.blocks_for(num_tokens))
+        if needed > pool.num_free:
             return 0
-        for blocks in hits:
-            for block in blocks:
+        request.num_computed_tokens = num_computed = num_hits * size
+        left = [group.num_left(num_computed) for group in self.groups]
+        for blocks, start in zip(hits, left, strict=True):
+            for block in blocks[start:] if start else blocks:
                 pool.share(block)
-        self.tables[request.id] = BlockTable(hits)
-        request.num_computed_tokens = num_hits * size
-        self.grow(request, request.num_computed_tokens + num_new)
+        self.tables[request.id] = BlockTable(hits, left)
+        self.grow(request, num_computed + num_new)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
             if self.caching and read and request.first_scheduled is None:  # who starts over was counted before
@@ -111,11 +123,17 @@ class KVCacheManager:
         return num_new
 
     def grow(self, request: Request, num_tokens: int) -> int:
-        """Append blocks until the table holds `num_tokens`. Returns the entries appended; -1, nothing done: no room."""
-        groups, pool = self.tables[request.id].groups, self.pool
+        """Append blocks until the table holds `num_tokens`. Returns the entries appended; -1, with none: no room."""
+        table, pool = self.tables[request.id], self.pool
+        groups = table.groups
         missing = -(-num_tokens // self.block_size) - len(groups[0])
         if missing <= 0:
             return 0
+        if self.has_windows:
+            for place, group in enumerate(self.groups):
+                if group.window:
+                    left = group.leave_behind(groups[place], table.left[place], request.num_computed_tokens)
+                    table.left[place] = left
         if missing * self.num_groups > pool.num_free:
             return -1
         for blocks in groups:
@@ -129,8 +147,10 @@ class KVCacheManager:
         start, end = table.num_registered, min(num_tokens // self.block_size, len(hashes))
         if start >= end:
             return
-        for blocks, suffix in zip(table.groups, self.group_suffixes, strict=True):
-            pairs = [(block, key + suffix) for block, key in zip(blocks[start:end], hashes[start:end], strict=True)]
+        for blocks, group, left in zip(table.groups, self.groups, table.left, strict=True):
+            # A narrow window leaves a block behind before all its tokens are known: then nobody will find it.
+            first, suffix = max(start, left), group.suffix
+            pairs = [(block, key + suffix) for block, key in zip(blocks[first:end], hashes[first:end], strict=True)]
             for block, key in pairs:
                 self.pool.register(block, key)
             registered += pairs
@@ -154,8 +174,8 @@ class KVCacheManager:
     def distrust(self, request: Request) -> None:
         """Forget every block with the content of a request's, whether it still runs or not: it may be worthless."""
         for key in request.block_hashes:
-            for suffix in self.group_suffixes:
-                while (block := self.pool.find(key + suffix)) is not None:
+            for group in self.groups:
+                while (block := self.pool.find(key + group.suffix)) is not None:
                     self.pool.revoke(block)
 
     def free(self, request: Request) -> None:
@@ -182,10 +202,15 @@ class KVCacheManager:
             committed = min(request.num_computed_tokens, request.num_tokens) // self.block_size
             require(length * self.block_size >= request.num_computed_tokens, f"{request}: computed beyond its blocks")
             require(len(request.block_hashes) == request.num_tokens // self.block_size * self.caching, "hashes missing")
-            for blocks, suffix in zip(table.groups, self.group_suffixes, strict=True):
+            for blocks, group, left in zip(table.groups, self.groups, table.left, strict=True):
                 require(len(blocks) == length, "tables of the groups differ in length")
+                require(left <= group.num_left(request.num_computed_tokens), f"{request}: left behind too early")
+                require(length - left <= group.blocks_for(length * self.block_size), f"{request}: more than its window")
+                suffix = group.suffix
                 for index, block in enumerate(blocks):
-                    require(block != 0, "null block in a table")
+                    require((block == NULL_BLOCK) == (index < left), f"{request}: null block in a table, or none")
+                    if block == NULL_BLOCK:
+                        continue
                     refs[block] += 1
                     if (key := self.pool.keys[block]) is not None:
                         require(index < committed, f"{request}: block {index} registered before its tokens")
@@ -194,15 +219,25 @@ class KVCacheManager:
         require(refs == self.pool.refs, "reference counts differ from the tables")
 
     def _match(self, request: Request, max_blocks: int) -> list[list[int]]:
-        """The blocks of the longest prefix that every group holds, one list a group; at most `max_blocks` each."""
-        hits: list[list[int]] = [[] for _ in range(self.num_groups)]
-        for key in request.block_hashes[:max_blocks]:
-            found = []
-            for suffix in self.group_suffixes:
-                block = self.pool.find(key + suffix)
-                if block is None:
-                    return hits
-                found.append(block)
-            for blocks, block in zip(hits, found, strict=True):
-                blocks.append(block)
-        return hits
+        """The blocks of the longest prefix that every group holds, one list a group; at most `max_blocks` each.
+
+        Each group in turn shortens what the others have found, until all agree. Full groups come first, so that
+        windows are not looked for in all of a prompt that nobody has read.
+        """
+        keys = request.block_hashes[:max_blocks]
+        hits: list[list[int]] = [[] for _ in self.groups]
+        num_agreed = 0
+        for place in cycle(range(self.num_groups)):
+            hits[place] = self.groups[place].match(keys)
+            num_agreed = num_agreed + 1 if len(hits[place]) == len(keys) else 1
+            if num_agreed == self.num_groups:
+                return hits
+            keys = keys[: len(hits[place])]
+        raise AssertionError("no group")
+
+
+def extra_keys(request: Request) -> dict[int, tuple[bytes, ...]]:
+    """What tells blocks apart beside their tokens, by the index of the block from which on it does: the chain carries
+    it on. So far the cache salt, from the first block on."""
+    salt = request.cache_salt
+    return {} if salt is None else {0: (b"salt" + salt.encode("utf-8", "surrogatepass"),)}

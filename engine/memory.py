@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from .batch import Shape
 from .config import ConfigError, EngineConfig
 from .cpu_memory import machine_bytes, row_bytes, step_bytes
 from .host_memory import GIB, gib
+from .kv_layout import KVLayout
 from .models.model import Model
 from .request import SamplingParams
 from .runner import ModelRunner
@@ -36,6 +38,7 @@ class MemoryPlan:
     cache: int
     num_blocks: int  # the null block included
     max_model_len: int
+    layout: KVLayout
     notices: tuple[str, ...] = ()
 
     @property
@@ -43,8 +46,15 @@ class MemoryPlan:
         """Bytes beside the cache."""
         return self.weights + self.activations + self.graphs + self.other
 
-    def table(self, block_size: int) -> str:
-        usable = (self.num_blocks - 1) * block_size
+    @property
+    def num_tokens(self) -> int:
+        """Of context that the cache holds, in requests of full length: layers with a window keep no more of one."""
+        size = self.layout.block_size
+        length = -(-self.max_model_len // size) * size
+        return (self.num_blocks - 1) * length // self.layout.request_blocks(self.max_model_len)
+
+    def table(self) -> str:
+        blocks = f"{self.num_blocks - 1} blocks of {self.layout.block_size}"
         beside = (
             ("activations, at most", self.activations),
             ("CUDA graphs, about", self.graphs),
@@ -53,11 +63,22 @@ class MemoryPlan:
         rows = [
             ("weights", gib(self.weights)),
             *((name, gib(size)) for name, size in beside if size),  # on the CPU: no graphs
-            ("KV cache", f"{gib(self.cache)} = {self.num_blocks - 1} blocks of {block_size} = {usable} tokens"),
+            ("KV cache", f"{gib(self.cache)} = {blocks} = {self.num_tokens} tokens"),
+            *((("of layers", self._kept()),) if any(self.layout.windows) else ()),
             ("in all", f"{gib(self.needed + self.cache)} of {gib(self.budget)}"),
-            ("full-length requests", f"{usable / self.max_model_len:.1f} of {self.max_model_len} tokens"),
+            ("full-length requests", f"{self.num_tokens / self.max_model_len:.1f} of {self.max_model_len} tokens"),
         ]
         return "\n".join(f"  {name:<22}{value}" for name, value in rows)
+
+    def _kept(self) -> str:
+        groups = self.layout.groups
+        kept = [
+            f"{sum(len(group.layers) for group in groups if group.window == window)} keep "
+            + (f"the last {window} tokens" if window else "all tokens")
+            for window in dict.fromkeys(self.layout.windows)
+        ]
+        blocks = self.layout.request_blocks(self.max_model_len)
+        return f"{', '.join(kept)}: a request of full length takes {blocks} blocks"
 
 
 def weight_bytes(model: Model) -> int:
@@ -73,7 +94,8 @@ def plan_memory(
     graph_shapes: Sequence[Shape] = (),
 ) -> MemoryPlan:
     """Profiles the largest step, then sizes the cache. Raises ConfigError when not even a short context fits."""
-    block_bytes = runner.block_bytes(dtype)
+    layout, chunk = runner.layout, max_num_batched_tokens
+    block_bytes = layout.block_bytes(dtype.itemsize)
     weights = weight_bytes(runner.model)
     if runner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -90,9 +112,9 @@ def plan_memory(
     else:
         total = budget = machine_bytes()
         activations, graphs = step_bytes(runner.model.config, max_num_batched_tokens, runner.max_num_seqs), 0
-        other = row_bytes(runner.max_num_seqs, runner.max_model_len, config.block_size, runner.num_groups)
+        other = row_bytes(runner.max_num_seqs, runner.max_model_len, config.block_size, len(layout.groups))
         # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.
-        wanted = 2 * runner.max_num_seqs * -(-runner.max_model_len // config.block_size) * block_bytes
+        wanted = 2 * runner.max_num_seqs * layout.request_blocks(runner.max_model_len, chunk) * block_bytes
         available = min(CPU_CACHE_BYTES, wanted, budget - weights - activations - other)
         advice = "raise --kv-cache-memory-bytes"
     if config.kv_cache_memory_bytes is not None:
@@ -101,16 +123,18 @@ def plan_memory(
     num_blocks = max(0, available) // block_bytes
     fitted = config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None
     if runner.device.type == "cuda" and fitted:
-        num_blocks, given_back = _with_narrow_rows(runner, available, num_blocks, block_bytes)
+        num_blocks, given_back = _with_narrow_rows(runner, available, num_blocks, block_bytes, chunk)
         other -= given_back
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override + 1
         advice = f"raise --num-gpu-blocks-override (now {config.num_gpu_blocks_override})"
     cache = num_blocks * block_bytes
-    plan = MemoryPlan(total, budget, weights, activations, graphs, other, cache, num_blocks, runner.max_model_len)
+    plan = MemoryPlan(
+        total, budget, weights, activations, graphs, other, cache, num_blocks, runner.max_model_len, layout
+    )
     if runner.device.type == "cpu" and plan.needed + cache > budget:
         raise ConfigError(_too_large(config, plan, block_bytes))
-    return _fit(runner, config, advice, plan)
+    return _fit(runner, config, advice, plan, chunk)
 
 
 def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:
@@ -125,18 +149,23 @@ def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:
     )
 
 
-def _with_narrow_rows(runner: ModelRunner, available: int, num_blocks: int, block_bytes: int) -> tuple[int, int]:
+def _with_narrow_rows(
+    runner: ModelRunner, available: int, num_blocks: int, block_bytes: int, chunk: int
+) -> tuple[int, int]:
     """(blocks, bytes that the row tables give back to them) where the context has to be cut to what the cache holds.
 
     The tables are there while memory is planned, as wide as the whole context: 4 GiB for a million tokens and 1,024
     rows.
     """
-    most = -(-runner.max_model_len // runner.block_size)  # with one more, nothing would be cut
-    if num_blocks > most:
-        return num_blocks, 0
-    tables, beside = runner.row_bytes(runner.max_model_len), runner.row_bytes(runner.block_size)
-    grown = min(most, max(0, available + tables + beside) // (block_bytes + beside))
-    return (grown, tables - (grown - 1) * beside) if grown > num_blocks else (num_blocks, 0)
+    context = runner.max_model_len
+    tables = runner.row_bytes(context)
+
+    def rows(blocks: int) -> int:
+        return runner.row_bytes(min(context, runner.layout.longest_request(blocks, chunk, context)))
+
+    more = range(num_blocks + 1, num_blocks + tables // block_bytes + 2)
+    grown = num_blocks + bisect_right(more, available + tables, key=lambda blocks: blocks * block_bytes + rows(blocks))
+    return (grown, tables - rows(grown)) if grown > num_blocks else (num_blocks, 0)
 
 
 def _graph_bytes(runner: ModelRunner, shapes: Sequence[Shape], token_bytes: int, dtype: torch.dtype) -> int:
@@ -151,9 +180,9 @@ def _graph_bytes(runner: ModelRunner, shapes: Sequence[Shape], token_bytes: int,
     return kept + max(shape.tokens for shape in shapes) * token_bytes
 
 
-def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPlan) -> MemoryPlan:
+def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPlan, chunk: int) -> MemoryPlan:
     """Shrinks the context to what the cache holds, unless the user named a context: then that is an error."""
-    fits = (plan.num_blocks - 1) * config.block_size
+    fits = plan.layout.longest_request(plan.num_blocks, chunk, runner.max_model_len)
     if fits < min(config.block_size, runner.max_model_len):
         raise ConfigError(
             f"no memory is left for the KV cache: of {gib(plan.budget)}, weights take {gib(plan.weights)}, a step "

@@ -105,6 +105,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int  # usable ones, the null block not counted
+    num_kv_tokens: int  # of context that these hold, in requests of full length
     enable_prefix_caching: bool
     scheduling_policy: str
     max_logprobs: int  # -1: no limit

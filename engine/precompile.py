@@ -47,7 +47,8 @@ class Precompile:
         marker = kernel_cache() / f"vserve-{fingerprint(config)}"
         if marker.exists():
             return None
-        options = json.dumps(dataclasses.asdict(config))
+        # Arguments can be read by all who are on this machine: no secret goes with them, and no kernel needs one.
+        options = json.dumps(dataclasses.asdict(dataclasses.replace(config, prefix_cache_seed=None)))
         command = [sys.executable, "-m", "vserve.engine.precompile", options, str(count)]
         quiet = subprocess.DEVNULL
         started = cls([], marker)
@@ -105,7 +106,7 @@ def fingerprint(config: EngineConfig) -> str:
         described = read_config(Path(config.hf_config_path or config.model).expanduser())
         digest.update(json.dumps(described, sort_keys=True).encode())
     options = dataclasses.asdict(config)
-    for unrelated in ("model", "seed", "load_format", "revision", "download_dir", "backlog_steps"):
+    for unrelated in ("model", "seed", "load_format", "revision", "download_dir", "backlog_steps", "prefix_cache_seed"):
         options.pop(unrelated)
     digest.update(json.dumps(options, sort_keys=True).encode())
     return digest.hexdigest()[:32]

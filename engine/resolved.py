@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ class Resolved:
     max_model_len: int
     block_size: int
     enable_prefix_caching: bool
+    prefix_cache_seed: str = field(repr=False)  # "": a random one
     max_num_batched_tokens: int
     max_num_seqs: int
     max_mixed_tokens: int  # 0: max_num_batched_tokens
@@ -98,10 +99,11 @@ class Fitted(Resolved):
 
     plan: MemoryPlan
 
-    def scheduler_config(self, num_groups: int) -> SchedulerConfig:
+    def scheduler_config(self, windows: tuple[int, ...]) -> SchedulerConfig:
+        """`windows`: of the KV groups."""
         return SchedulerConfig(
             num_blocks=self.plan.num_blocks,
-            num_groups=num_groups,
+            windows=windows,
             policy=self.scheduling_policy,
             depth=STEPS_IN_FLIGHT[self.device.type],
             **self._named_as_in(SchedulerConfig),
@@ -117,6 +119,7 @@ class Fitted(Resolved):
             "kv_cache_memory_bytes": plan.cache,
             "num_gpu_blocks_override": plan.num_blocks - 1,
         }
+        del options["prefix_cache_seed"]  # a secret stays in this process
         if quantization:
             options["quantization"] = quantization["method"]
         return EngineInfo(
@@ -127,6 +130,7 @@ class Fitted(Resolved):
             max_num_batched_tokens=self.max_num_batched_tokens,
             block_size=self.block_size,
             num_blocks=plan.num_blocks - 1,
+            num_kv_tokens=plan.num_tokens,
             enable_prefix_caching=self.enable_prefix_caching,
             scheduling_policy=self.scheduling_policy,
             max_logprobs=self.max_logprobs,
@@ -165,6 +169,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
         "dtype": choose_dtype(config.dtype, model.dtype, device),
         "max_model_len": length,
         "max_logprobs": model.vocab_size if config.max_logprobs < 0 else config.max_logprobs,
+        "prefix_cache_seed": config.prefix_cache_seed or "",
         "max_num_batched_tokens": tokens,
         "max_num_seqs": seqs,
         "max_mixed_tokens": mixed,
@@ -179,11 +184,11 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
     return Resolved(**(asked | found))
 
 
-def default_limits(machine: Machine) -> tuple[int, int]:
-    """(max_num_batched_tokens, max_num_seqs)."""
-    if machine.device.type == "cpu":
+def default_limits(card_bytes: int) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs). `card_bytes`: 0 on the CPU."""
+    if not card_bytes:
         return 512, 16
-    return (8192, 1024) if machine.card_bytes >= 70e9 else (2048, 256)
+    return (8192, 1024) if card_bytes >= 70e9 else (2048, 256)
 
 
 def resolve_limits(config: EngineConfig, machine: Machine) -> tuple[int, int, tuple[str, ...], tuple[str, ...]]:
@@ -192,7 +197,7 @@ def resolve_limits(config: EngineConfig, machine: Machine) -> tuple[int, int, tu
     Returns (max_num_batched_tokens, max_num_seqs, which of them had to follow the other, notices). EngineConfig has
     refused two explicit settings that contradict each other.
     """
-    tokens, seqs = default_limits(machine)
+    tokens, seqs = default_limits(machine.card_bytes)
     tokens = config.max_num_batched_tokens or tokens
     seqs = config.max_num_seqs or seqs
     if seqs <= tokens:

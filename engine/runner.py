@@ -15,7 +15,8 @@ from ..kernels.attention import DecodeWorkspace
 from ..kernels.attention_inputs import PagedCache
 from .batch import WANTED, Batch, BatchBuilder, SampleBatch, Shape
 from .graphs import StepGraphs
-from .layer_spec import KVSpec
+from .kv_layout import KVLayout
+from .kv_storage import allocate
 from .mask import TokenMask
 from .models.model import Model
 from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs
@@ -104,8 +105,7 @@ class ModelRunner:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.specs: list[KVSpec] = model.kv_specs()
-        self.num_groups = 1
+        self.layout = KVLayout.of(model.kv_specs(), block_size, max_model_len)
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.workspace = self._make_workspace() if device.type == "cuda" else None
         self.graphs: StepGraphs | None = None
@@ -128,7 +128,7 @@ class ModelRunner:
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.tables = RowTables(self.max_num_seqs, max_model_len, max_blocks, self.num_groups, self.device)
+        self.tables = RowTables(self.max_num_seqs, max_model_len, max_blocks, len(self.layout.groups), self.device)
         self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
         self.sampler = Sampler(self.tables)
         # Beside these logits live the hidden states of the whole step, and no clone or counts as when sampling.
@@ -215,24 +215,15 @@ class ModelRunner:
     # ---- cache and warm-up ----
 
     def bind_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
-        """Allocates the paged cache, (blocks, page, kv heads, head size) for K and for V of each layer, or for K alone
-        where V is a part of it; it comes with the block tables that the rows have now."""
-        for layer in self.model.attention_layers():
-            spec, shape = layer.spec, (num_blocks, self.block_size, layer.spec.num_kv_heads)
-            keys = torch.zeros(*shape, spec.head_dim, dtype=dtype, device=self.device)
-            if spec.shared:
-                values = keys[..., : spec.value_dim]
-            else:
-                values = torch.zeros(*shape, spec.value_dim, dtype=dtype, device=self.device)
-            layer.bind(PagedCache(keys, values, self.tables.block_tables[0]))
-
-    def block_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one block over all layers."""
-        return self.block_size * sum(spec.token_elements for spec in self.specs) * dtype.itemsize
+        """Allocates the paged cache; each layer's comes with the block tables that the rows have now."""
+        layers, caches = self.model.attention_layers(), allocate(self.layout, num_blocks, dtype, self.device)
+        for index, group in enumerate(self.layout.groups):
+            for layer in group.layers:
+                layers[layer].bind(PagedCache(*caches[layer], self.tables.block_tables[index]), index)
 
     def row_bytes(self, max_model_len: int) -> int:
         """Bytes of the row tables that grow with the context: tokens, and a block table for each KV group."""
-        width = max_model_len + self.num_groups * -(-max_model_len // self.block_size)
+        width = max_model_len + len(self.layout.groups) * -(-max_model_len // self.block_size)
         return (self.max_num_seqs + 1) * width * 4
 
     def plan_graphs(self, max_decodes: int, max_mixed_tokens: int, large_mixed_tokens: tuple[int, ...]) -> StepGraphs:
@@ -279,7 +270,7 @@ class ModelRunner:
         rows = [NewRow(i, 0, bytes(4 * n), n, 0, sampling) for i, n in enumerate(lengths)]
         plan = StepPlan(
             -1, list(range(num_seqs)), lengths, [0] * num_seqs, list(range(num_seqs)), lengths.count(1), rows,
-            [[] for _ in range(self.num_groups)],
+            [[] for _ in self.layout.groups],
         )  # fmt: skip
         self.execute(plan)
         return self.sample().wait()

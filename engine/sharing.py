@@ -55,8 +55,7 @@ class Sharing:
             is_open = request.target - planned > 1 or planned < request.num_prompt_tokens
             self._open += is_open
             self._open_long += is_open and self._is_long(request)
-            held = len(kv.tables[request.id].groups[0]) * kv.num_groups
-            self.promised += max(0, kv.num_blocks_for(request.target) - held)
+            self.promised += kv.num_blocks_missing(request)
 
     def next(self, waiting: list[Entry]) -> int:
         """Place in the queue of who may begin; -1 for nobody. Short prompts pass long ones that have to wait."""

@@ -76,7 +76,7 @@ class Worker:
                 capture(self.runner, graphs, settings)
         self.runner.count_compilations()
         self.num_threads = None if machine.device.type == "cuda" else machine.cpu_threads
-        self.scheduler_config = settings.scheduler_config(self.runner.num_groups)
+        self.scheduler_config = settings.scheduler_config(self.runner.layout.windows)
         self.info = settings.info(self._seconds, quantization)
 
     @contextmanager
@@ -171,7 +171,7 @@ def take_memory(runner: ModelRunner, config: EngineConfig, settings: Resolved) -
     if fitted.max_model_len != settings.max_model_len:
         runner.make_rows(fitted.max_model_len)
     runner.bind_cache(plan.num_blocks, settings.dtype)
-    logger.info("memory:\n%s", plan.table(settings.block_size))
+    logger.info("memory:\n%s", plan.table())
     return fitted, graphs
 
 

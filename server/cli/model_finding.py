@@ -16,7 +16,7 @@ from .finding import FAIL, OK, WARN, Finding
 from .machine import Torch, gib
 
 if TYPE_CHECKING:
-    from ...engine.model_config import ModelConfig
+    pass
 
 HUB_TIMEOUT = 10.0  # seconds
 _WEIGHTS = (".safetensors", ".bin")  # of which the first that there is is loaded
@@ -47,10 +47,11 @@ def _fit(
     from torch import device
 
     from ...engine.checkpoint import checkpoint_bytes
+    from ...engine.kv_layout import KVLayout
     from ...engine.loader import count_parameters
     from ...engine.memory import CPU_CACHE_BYTES
     from ...engine.overrides import read_model_config
-    from ...engine.resolved import choose_dtype, choose_max_model_len
+    from ...engine.resolved import choose_dtype, choose_max_model_len, default_limits
     from ...engine.weight_size import smaller_weights, weight_size
 
     config = read_model_config(folder, engine)
@@ -63,7 +64,7 @@ def _fit(
         return Finding(FAIL, "model", what, remedy)
     dtype = choose_dtype(engine.dtype, config.dtype, device("cuda" if on_card else "cpu"))
     parameters = count_parameters(config)
-    weights, token = weight_size(config, parameters, dtype, size, on_card), _token_bytes(config, dtype.itemsize)
+    weights, item = weight_size(config, parameters, dtype, size, on_card), dtype.itemsize
     if config.quantization is not None:
         text += f", quantization {config.quantization.method}"
     if on_card and torch.cards:
@@ -79,21 +80,21 @@ def _fit(
         left = min(left, engine.kv_cache_memory_bytes)
     elif not on_card:
         left = min(left, CPU_CACHE_BYTES)
-    most = max(1, left // (token * engine.block_size) - 1) * engine.block_size  # of the blocks one is kept free
-    text += f"; a request of {length} tokens takes {gib(length * token)} of cache, and {gib(left)} are there at most"
+    card = torch.cards[0].total if on_card and torch.cards else 0
+    chunk = engine.max_num_batched_tokens or default_limits(card)[0]
+    layout = KVLayout.of([layer.attention.kv for layer in config.layers], engine.block_size, length)
+    block, blocks = layout.block_bytes(item), layout.request_blocks(length, chunk)
+    most = max(engine.block_size, layout.longest_request(left // block, chunk, length))
+    taken = gib(blocks * block)
+    text += f"; a request of {length} tokens takes {taken} of cache, and {gib(left)} are there at most"
     if length <= most:
         return Finding(OK, "model", text)
-    larger = "" if on_card or length * token > room - weights else (
-        f", or add --kv-cache-memory-bytes {(length + 2 * engine.block_size) * token}"
+    larger = "" if on_card or blocks * block > room - weights else (
+        f", or add --kv-cache-memory-bytes {(blocks + 2) * block}"
     )  # fmt: skip
     if engine.max_model_len is None:
         return Finding(WARN, "model", text, f"the context will be cut to some {most} tokens{larger}")
     return Finding(FAIL, "model", text, f"lower --max-model-len to {most} or less{larger}")
-
-
-def _token_bytes(config: ModelConfig, item: int) -> int:
-    """Of the cache."""
-    return sum(layer.attention.kv.token_elements * item for layer in config.layers)
 
 
 def _from_hub_cache(engine: EngineConfig) -> Path | None:

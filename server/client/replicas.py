@@ -104,7 +104,7 @@ class Replicas:
             raise AttributeError("no engine has been ready yet")
         return msgspec.structs.replace(
             known[0], max_num_seqs=sum(info.max_num_seqs for info in known),
-            num_blocks=sum(info.num_blocks for info in known),
+            num_blocks=sum(info.num_blocks for info in known), num_kv_tokens=sum(info.num_kv_tokens for info in known),
         )  # fmt: skip
 
     @property
@@ -303,7 +303,7 @@ class Replicas:
                     f"--data-parallel-size {len(infos)}: engine 0 runs on {infos[0].device}, but engine {index} on "
                     f"{info.device}: each needs a card of its own, lower it"
                 )
-        self._router = Router(len(infos), min(info.num_blocks * info.block_size for info in infos))
+        self._router = Router(len(infos), min(info.num_kv_tokens for info in infos))
         self._started = True
 
     def kill(self) -> None:

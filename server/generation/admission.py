@@ -144,7 +144,7 @@ class Admission:
     @property
     def capacity(self) -> int:
         """Tokens that run at once."""
-        return self.client.info.num_blocks * self.client.info.block_size
+        return self.client.info.num_kv_tokens
 
     def _full(self, what: str, option: str, queued: int, new: int, limit: int, wait: float) -> ApiError:
         self._rejected(f"queued_{what}")

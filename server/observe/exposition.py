@@ -240,6 +240,6 @@ def cache_settings(info: EngineInfo) -> dict[str, str]:
         "enable_prefix_caching": str(info.enable_prefix_caching),
         "cache_dtype": info.dtype,
         "kv_cache_memory_bytes": str(info.memory.get("kv_cache", 0)),
-        "kv_cache_size_tokens": str(info.num_blocks * info.block_size),
-        "kv_cache_max_concurrency": f"{info.num_blocks * info.block_size / info.max_model_len:.2f}",
+        "kv_cache_size_tokens": str(info.num_kv_tokens),
+        "kv_cache_max_concurrency": f"{info.num_kv_tokens / info.max_model_len:.2f}",
     }

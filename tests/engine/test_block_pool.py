@@ -164,3 +164,20 @@ def test_any_sequence_of_calls_against_plain_lists() -> None:
             for key in (b"a", b"b", b"c"):
                 assert (pool.find(key) is None) == (key not in keys.values()), f"seed {seed}"
             pool.check_invariants()
+
+
+def test_whoever_listens_is_told_what_is_lost() -> None:
+    """Cached content that goes because its block is taken: not what was never cached, nor what is revoked."""
+    pool, lost = BlockPool(4), []
+    pool.evicted = lambda key, block: lost.append((key, block, pool.find(key)))
+    one, two, three = pool.take_many(3)
+    pool.register(one, b"1")
+    pool.register(two, b"2")
+    pool.revoke(two)
+    pool.release([three, two, one])
+    assert lost == []
+    pool.share(one)
+    pool.release([one])
+    assert lost == [], "hit, and given back"
+    pool.take_many(3)
+    assert lost == [(b"1", one, None)]

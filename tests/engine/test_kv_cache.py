@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 
 import pytest
@@ -45,7 +46,7 @@ def test_hash_chain_is_sha256_of_parent_tokens_and_salt() -> None:
     tokens = [5, 0, 70_000, 1, 2, 3, 4, 2**31 - 1, 9]
     req = request(1, tokens, "pepper")
     kv.extend_hashes(req)
-    first = hashlib.sha256(kv.seed + struct.pack("<4i", *tokens[:4]) + b"salt" + b"pepper").digest()
+    first = hashlib.sha256(kv.seed + struct.pack("<4i", *tokens[:4]) + b"\x0a\0\0\0" + b"saltpepper").digest()
     second = hashlib.sha256(first + struct.pack("<4i", *tokens[4:8])).digest()
     assert req.block_hashes == [first, second]
 
@@ -76,8 +77,8 @@ def test_hashes_differ_by_salt_prefix_and_process() -> None:
 def test_row_35_a_forged_prompt_reuses_no_blocks() -> None:
     """Tokens that read like a salt, a salt that reads like tokens, and keys computed with everything but the secret."""
     kv = make(num_blocks=40)
-    head, salt = [1, 2, 3, 4], "twelve bytes"
-    forged = [*head, *struct.unpack("<4i", b"salt" + salt.encode())]
+    head, salt = [1, 2, 3, 4], "8 bytes."
+    forged = [*head, *struct.unpack("<4i", b"\x0c\0\0\0" + b"salt" + salt.encode())]
     assert admit(kv, request(1, [*head, *head, 9], salt)) == 9
     assert admit(kv, request(2, [*forged, 9])) == 9  # without a salt: the same bytes, in another place
     assert admit(kv, request(3, [*head, *head, 9])) == 5  # what 2 has in common with it, and nothing of 1
@@ -169,7 +170,7 @@ def test_resumed_request_does_not_count_as_query_again() -> None:
 
 # ---- tables ----
 def test_grow_is_all_or_nothing() -> None:
-    kv = make(num_blocks=5, num_groups=2)
+    kv = make(num_blocks=5, windows=(0, 0))
     req = request(1, range(4))
     assert admit(kv, req) == 4
     assert kv.grow(req, 4) == 0 and kv.grow(req, 9) == -1 and kv.num_free_blocks == 2
@@ -178,7 +179,7 @@ def test_grow_is_all_or_nothing() -> None:
 
 
 def test_hit_is_the_longest_that_all_groups_hold() -> None:
-    kv = make(num_blocks=40, num_groups=2)
+    kv = make(num_blocks=40, windows=(0, 0))
     first = request(1, range(13))
     admit(kv, first)
     assert set(blocks(kv, first, 0)).isdisjoint(blocks(kv, first, 1))
@@ -258,3 +259,179 @@ def test_invariants_notice_a_leak() -> None:
     kv.tables.clear()
     with pytest.raises(AssertionError, match="blocks are referenced"):
         kv.check_invariants({}, False)
+
+
+# ---- windows ----
+def compute(kv: KVCacheManager, req: Request, num_tokens: int, chunk: int) -> bool:
+    """Steps of up to `chunk` tokens, as the scheduler plans them; False where there is no room."""
+    kv.extend_hashes(req)
+    if req.id not in kv.tables and not admit(kv, req, chunk):
+        return False
+    while req.num_computed_tokens < num_tokens:
+        end = min(req.num_computed_tokens + chunk, num_tokens)
+        if kv.grow(req, end) < 0:
+            return False
+        kv.register(req, end, [])
+        req.num_computed_tokens = end
+    return True
+
+
+def windowed(*windows: int, chunk: int = 8, **options) -> KVCacheManager:
+    config = {"max_model_len": 1000, "max_num_seqs": 8, "block_size": 4, "num_blocks": 200} | options
+    return KVCacheManager(SchedulerConfig(max_num_batched_tokens=chunk, windows=windows, **config))
+
+
+def test_a_window_keeps_what_its_next_token_sees() -> None:
+    kv = windowed(0, 10)
+    req = request(1, range(100))
+    assert compute(kv, req, 100, chunk=8)
+    full, window = kv.tables[1].groups
+    assert len(full) == len(window) == 25 and 0 not in full
+    # The step of tokens 96 to 99 was planned when 96 were computed: token 96 sees tokens 87 to 96, and block 21 on.
+    assert [index for index, block in enumerate(window) if block] == [21, 22, 23, 24]
+    assert kv.num_free_blocks == 199 - 25 - 4
+    kv.check_invariants({1: req}, True)
+    kv.free(req)
+    assert kv.num_free_blocks == 199
+
+
+@pytest.mark.parametrize("windows", [(0, 10), (10,), (0, 10, 10), (0, 33, 1)])
+def test_more_contexts_fit_the_same_bytes_as_windows_say(windows: tuple[int, ...]) -> None:
+    """Within one page a sequence and window, of what the window itself takes."""
+    length, page, num_blocks = 400, 4, 1200
+    kv = windowed(*windows, chunk=4, num_blocks=num_blocks + 1, max_num_seqs=1000)
+    running = {}
+    for id in range(1000):
+        req = request(id, range(1000 * id, 1000 * id + length))
+        if not compute(kv, req, length, chunk=4):
+            break
+        running[id] = req
+    bound = sum(length // page if not window else -(-window // page) + 1 for window in windows)
+    transient = sum(1 for window in windows if window)  # of the one that did not fit
+    assert len(running) >= (num_blocks - transient) // bound > num_blocks // (len(windows) * length // page)
+    held = num_blocks - kv.num_free_blocks
+    assert held <= (len(running) + 1) * bound + transient
+
+
+def test_a_prefix_is_hit_when_windows_hold_its_end_alone() -> None:
+    kv = windowed(0, 9)  # the first token of a block sees two blocks before its own
+    first = request(1, range(40))
+    assert compute(kv, first, 40, chunk=4)
+    kv.free(first)
+    second = request(2, [*range(32), 77, 78])
+    assert compute(kv, second, 34, chunk=4) and second.num_cached_tokens == 32
+    assert [block == 0 for block in kv.tables[2].groups[1]] == [True] * 6 + [False] * 3
+    kv.check_invariants({2: second}, True)
+    kv.free(second)
+    kv.pool.revoke(kv.pool.find(first.block_hashes[6] + kv.groups[1].suffix))  # type: ignore[arg-type]
+    third = request(3, [*range(32), 77, 78])
+    assert compute(kv, third, 34, chunk=4) and third.num_cached_tokens == 24, "behind a gap the window is not whole"
+
+
+def longest_prefix(kv: KVCacheManager, keys: list[bytes]) -> int:
+    """By trying every length: all blocks of full groups, of windows those that the next token sees."""
+    size = kv.block_size
+    for length in range(len(keys), 0, -1):
+        if all(
+            kv.pool.find(keys[index] + group.suffix) is not None
+            for group in kv.groups
+            for index in range(length)
+            if not group.window or (index + 1) * size - 1 > length * size - group.window
+        ):
+            return length
+    return 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_hits_are_those_of_every_length_tried(seed: int) -> None:
+    """Requests come, grow, end and are distrusted at random, in a pool that is too small for what they leave."""
+    rng = random.Random(seed)
+    windows = rng.choice([(0, 5), (7,), (0, 9, 9), (0, 0, 3), (0, 14, 6, 1)])
+    kv = windowed(*windows, num_blocks=1 + 30 * len(windows), block_size=rng.choice([1, 2, 4]))
+    stems = [[rng.randrange(5) for _ in range(60)] for _ in range(2)]
+    running: dict[int, Request] = {}
+    lengths = set()
+    for id in range(600):
+        if running and rng.random() < 0.5:
+            req = running[rng.choice(list(running))]
+            if rng.random() < 0.5:
+                kv.free(running.pop(req.id))
+            elif rng.random() < 0.1:
+                kv.distrust(req)
+            else:
+                compute(kv, req, min(len(req.token_ids), req.num_computed_tokens + rng.randint(1, 8)), 8)
+        stem = rng.choice(stems)
+        req = request(id, [*stem[: rng.randint(1, 60)], *(rng.randrange(5) for _ in range(rng.randint(0, 3)))])
+        kv.extend_hashes(req)
+        limit = (len(req.token_ids) - 1) // kv.block_size
+        hits = kv._match(req, limit)
+        assert {len(blocks) for blocks in hits} == {longest_prefix(kv, req.block_hashes[:limit])}
+        lengths.add(len(hits[0]))
+        for group, blocks in zip(kv.groups, hits, strict=True):
+            for index, block in enumerate(blocks):
+                seen = not group.window or (index + 1) * kv.block_size - 1 > len(blocks) * kv.block_size - group.window
+                assert (block != 0) == seen
+                assert not seen or kv.pool.keys[block] == req.block_hashes[index] + group.suffix
+        if admit(kv, req, rng.randint(1, 8)):
+            running[id] = req
+        kv.check_invariants(running, True)
+    assert len(lengths) > 5
+    for req in running.values():
+        kv.free(req)
+    kv.check_invariants({}, True)
+    assert kv.num_free_blocks == kv.pool.num_blocks - 1
+
+
+def test_a_request_must_fit_with_the_steps_that_read_it() -> None:
+    assert windowed(0, 16, chunk=8, num_blocks=1 + 10 + 7).max_tokens == 40  # 16 - 1 + 8 tokens lie in up to 7 blocks
+    assert windowed(0, 16, chunk=8, num_blocks=1 + 10 + 6).max_tokens == 36
+    assert windowed(16, chunk=8, num_blocks=1 + 7).max_tokens == 1000, "a window slides on for ever"
+    assert windowed(16, chunk=8, num_blocks=1 + 6).max_tokens == 24
+    assert windowed(0, 0, num_blocks=1 + 11).max_tokens == 20
+
+
+def test_a_narrow_window_leaves_blocks_before_their_tokens_are_known() -> None:
+    """With two steps in flight the host does not know the last tokens, which a window of one has left behind."""
+    kv = windowed(0, 1, chunk=4)
+    req = request(1, range(3))
+    assert compute(kv, req, 3, chunk=4)
+    for end in (4, 5, 6):
+        assert kv.grow(req, end) >= 0
+        req.num_computed_tokens = end
+    for token in (7, 8, 9):
+        req.token_ids.append(token)
+        kv.extend_hashes(req)
+    assert kv.tables[1].groups[1][0] == 0
+    registered: list = []
+    kv.register(req, 6, registered)
+    assert [block for block, _ in registered] == [kv.tables[1].groups[0][0]]
+    kv.check_invariants({1: req}, True)
+
+
+# ---- keys ----
+def test_engines_with_one_seed_agree_on_keys() -> None:
+    def key(**options) -> bytes:
+        kv, req = make(**options), request(1, range(4), "salt")
+        kv.extend_hashes(req)
+        return req.block_hashes[0]
+
+    assert key(prefix_cache_seed="fleet") == key(prefix_cache_seed="fleet")
+    assert len({key(prefix_cache_seed="fleet"), key(prefix_cache_seed="other"), key(), key()}) == 4
+    assert "fleet" not in repr(make(prefix_cache_seed="fleet").seed)
+
+
+def test_extra_keys_tell_blocks_apart_from_theirs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make()
+
+    def hashes(*extras: bytes) -> list[bytes]:
+        monkeypatch.setattr("vserve.engine.kv_cache.extra_keys", lambda request: {1: extras} if extras else {})
+        req = request(1, range(12))
+        kv.extend_hashes(req)
+        return req.block_hashes
+
+    plain = hashes()
+    assert hashes() == plain
+    found = [hashes(b"a"), hashes(b"b"), hashes(b"a", b"b"), hashes(b"ab"), hashes(b"")]
+    assert all(other[0] == plain[0] for other in found), "what comes before is the same"
+    for index in (1, 2):
+        assert len({plain[index], *(other[index] for other in found)}) == 6

@@ -11,6 +11,8 @@ import torch
 import vserve.engine.cpu_memory as cpu_memory
 import vserve.engine.runner as runner_module
 from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.kv_layout import KVLayout
+from vserve.engine.layer_spec import KVSpec
 from vserve.engine.memory import plan_memory
 from vserve.engine.rows import RowTables
 from vserve.engine.runner import ModelRunner
@@ -23,12 +25,14 @@ BLOCK = 16 * 128 * 1024  # bytes: 16 tokens of an 8B model
 class Card:
     """80 GiB, of which the context's row tables and 20 GiB are taken."""
 
-    block_size, max_num_seqs, num_groups = 16, 1024, 1
+    block_size, max_num_seqs = 16, 1024
     device = SimpleNamespace(type="cuda")
     model = SimpleNamespace(parameters=list)
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_model_len: int) -> None:
         self.max_model_len = max_model_len
+        self.layout = KVLayout.of([KVSpec(8, 128, 128)] * 32, 16, max_model_len)
+        assert self.layout.block_bytes(2) == BLOCK
         free = 60 * GIB - self.row_bytes(max_model_len)
         for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -38,9 +42,6 @@ class Card:
 
     def row_bytes(self, max_model_len: int) -> int:
         return ModelRunner.row_bytes(self, max_model_len)  # type: ignore[arg-type]
-
-    def block_bytes(self, dtype: torch.dtype) -> int:
-        return BLOCK
 
     def dummy_step(self, *_: object) -> None: ...
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from vserve.engine.config import ConfigError, EngineConfig, SchedulerConfig
+from vserve.engine.kv_layout import KVLayout
+from vserve.engine.layer_spec import KVSpec
 from vserve.engine.memory import MemoryPlan
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.resolved import Machine, Resolved, resolve, step_limits
@@ -16,6 +18,7 @@ from vserve.kernels import linear_hopper
 
 CPU = Machine(torch.device("cpu"), "cpu", 0, 3)
 CARD = Machine(torch.device("cuda"), "H100", 80_000_000_000, 8)
+LAYOUT = KVLayout.of([KVSpec(1, 8, 8)], 16, 1000)
 SMALL_CARD = dataclasses.replace(CARD, card_bytes=24_000_000_000)
 
 
@@ -28,7 +31,7 @@ def model(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
 
 def plan(**changed: Any) -> MemoryPlan:
     sizes = {"total": 80, "budget": 72, "weights": 16, "activations": 2, "graphs": 1, "other": 3, "cache": 50}
-    return MemoryPlan(**(sizes | {"num_blocks": 101, "max_model_len": 1000} | changed))
+    return MemoryPlan(**(sizes | {"num_blocks": 101, "max_model_len": 1000, "layout": LAYOUT} | changed))
 
 
 def open_fields(resolved: Resolved) -> list[str]:
@@ -133,10 +136,10 @@ def test_what_memory_decides(model: ModelConfig) -> None:
     assert asked.max_model_len > 60
     fitted = asked.fitted(plan(max_model_len=60, notices=("context cut",)))
     assert not open_fields(fitted) and fitted.notices == ("context cut",)
-    scheduler = fitted.scheduler_config(num_groups=2)
+    scheduler = fitted.scheduler_config(windows=(0, 0))
     assert scheduler == SchedulerConfig(
         max_model_len=60, max_num_batched_tokens=9000, max_num_seqs=9000, max_mixed_tokens=1024,
-        large_mixed_tokens=asked.large_mixed_tokens, num_blocks=101, num_groups=2, depth=2,
+        large_mixed_tokens=asked.large_mixed_tokens, num_blocks=101, windows=(0, 0), depth=2,
     )  # fmt: skip
     info = fitted.info({"weights": 1.5}, {})
     assert info.fitted == ("max_model_len", "max_num_batched_tokens") and info.startup_seconds == {"weights": 1.5}
@@ -147,9 +150,8 @@ def test_what_memory_decides(model: ModelConfig) -> None:
     assert told["dtype"] == "bfloat16" and told["kv_cache_memory_bytes"] == 50 and told["device"] == "H100"
     left = {spec.name for spec in dataclasses.fields(EngineConfig)} - set(told)
     changes = {"hf_config_path", "hf_overrides", "quantization", "rope_theta", "rope_scaling", "disable_sliding_window"}
-    assert left == {"model", "revision", "download_dir", "gpu_memory_utilization", "engine_in_process"} | changes, (
-        "nothing that can be left open"
-    )
+    others = {"model", "revision", "download_dir", "gpu_memory_utilization", "engine_in_process", "prefix_cache_seed"}
+    assert left == others | changes, "nothing that can be left open, and no secret"
 
 
 def test_prompts_that_no_step_holds_are_said(model: ModelConfig) -> None:

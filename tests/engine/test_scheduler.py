@@ -226,7 +226,7 @@ def test_nothing_is_scheduled_past_a_sure_end(limit: dict[str, int]) -> None:
 
 
 def test_new_rows_and_block_writes_tell_the_device_what_changed() -> None:
-    engine = Engine(num_groups=2)
+    engine = Engine(windows=(0, 0))
     a = engine.add(1, range(6), temperature=0.5)
     plan = engine.schedule()
     tables = engine.scheduler.kv.tables

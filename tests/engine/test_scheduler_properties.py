@@ -11,7 +11,8 @@ import inspect
 import os
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from types import ModuleType
 
 import numpy as np
@@ -19,6 +20,7 @@ import pytest
 
 import vserve.engine.block_pool as block_pool_module
 import vserve.engine.kv_cache as kv_cache_module
+import vserve.engine.kv_group as kv_group_module
 import vserve.engine.prompt_results as prompt_results_module
 import vserve.engine.roster as roster_module
 import vserve.engine.scheduler as scheduler_module
@@ -38,6 +40,7 @@ PARTS = 5
 ROOMS = {
     "scheduler": scheduler_module,
     "kv_cache": kv_cache_module,
+    "kv_group": kv_group_module,
     "block_pool": block_pool_module,
     "prompt_results": prompt_results_module,
     "roster": roster_module,
@@ -245,12 +248,15 @@ class Device:
     def apply_diffs(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
             assert new.num_computed_tokens < len(unpack_tokens(new.token_ids))
-            self.rows[new.row] = Row(new, self.salts[new.request_id], self.config.num_groups)
+            self.rows[new.row] = Row(new, self.salts[new.request_id], len(self.config.windows))
         for group, writes in enumerate(plan.new_blocks):
             for write in writes:
-                table = self.rows[write.row].tables[group]
-                assert write.start == len(table) and 0 not in write.block_ids
+                row, window = self.rows[write.row], self.config.windows[group]
+                table = row.tables[group]
+                assert write.start == len(table)
                 table += write.block_ids
+                unseen = max(0, row.computed - window + 1) // self.config.block_size if window else 0
+                assert 0 not in table[unseen:], "a null block that is still seen"
 
     def check_shape(self, plan: StepPlan) -> None:
         assert len(set(plan.rows)) == len(plan.rows) == len(plan.num_tokens) == len(plan.num_computed)
@@ -265,18 +271,21 @@ class Device:
             for position in range(row.computed, row.computed + num_new):
                 state = row.states[position]  # IndexError: asked to compute a token that does not exist
                 spoilt = fails or row.tainted or state == GARBAGE
+                assert table[position // size], "writes into the null block"
                 self.cache[table[position // size]][position % size] = GARBAGE if spoilt else state + group
 
     def attend(self, row: Row, end: int) -> None:
         size = self.config.block_size
         for group, table in enumerate(row.tables):
             states = [state + group for state in row.states] if group else row.states
-            for index in range(-(-end // size)):
-                count = min(size, end - index * size)
-                seen, wanted = self.cache[table[index]], states[index * size : index * size + count]
-                if seen[:count] == wanted or row.tainted:
+            window = self.config.windows[group]
+            first = max(0, row.computed - window + 1) if window else 0  # that the step's first token sees
+            for index in range(first // size, -(-end // size)):
+                begin, stop = max(0, first - index * size), min(size, end - index * size)
+                seen, wanted = self.cache[table[index]][begin:stop], states[index * size + begin : index * size + stop]
+                if seen == wanted or row.tainted:
                     continue
-                assert GARBAGE in seen[:count], f"request {row.request_id} reads another prefix in block {table[index]}"
+                assert GARBAGE in seen, f"request {row.request_id} reads another prefix in block {table[index]}"
                 row.tainted = True
 
 
@@ -308,13 +317,16 @@ class Client:
         return b"%d" % {LAST: states[-1], CLS: states[1], MEAN: sum(states[1:])}[kind]
 
 
-def random_config(rng: random.Random) -> SchedulerConfig:
+def random_config(rng: random.Random, windowed: bool) -> SchedulerConfig:
     block_size = rng.choice([1, 2, 4, 8, 16])
-    num_groups = rng.choice([1, 1, 1, 1, 2])
+    windows = rng.choice([(0,), (0,), (0,), (0,), (0, 0)])
+    if windowed:
+        width = rng.choice([1, 2, 3, 5, 8, 13, 20])
+        windows = rng.choice([(width,), (0, width), (0, width), (0, width, width), (0, width + 6, width)])
     max_num_seqs = rng.choice([1, 2, 3, 4, 8])
     roomy = rng.random() < 0.3
     chunked = rng.random() < 0.75
-    return SchedulerConfig(
+    config = SchedulerConfig(
         max_model_len=rng.choice([4, 12, 24, 48, 48]),
         max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 2, 5, 12, 60]),
         max_num_seqs=max_num_seqs,
@@ -322,14 +334,20 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         large_mixed_tokens=(2 * mixed, 4 * mixed + 1) if mixed else (),
         backlog_steps=8 * max_num_seqs,
         block_size=block_size,
-        num_blocks=1 + num_groups * (rng.randint(20, 60) if roomy else rng.randint(1, 3 + 24 // block_size)),
-        num_groups=num_groups,
+        num_blocks=1 + len(windows) * (rng.randint(20, 60) if roomy else rng.randint(1, 3 + 24 // block_size)),
+        windows=windows,
         enable_prefix_caching=rng.random() < 0.75,
         enable_chunked_prefill=chunked,
         policy=rng.choice(["fcfs", "priority"]),
         depth=rng.randint(1, 3),
         **(random_sharing(rng) if chunked else {}),
     )
+    if not windowed or roomy:
+        return config
+    # Room for a request of some length, and not much more: windows want few blocks, but those of a whole step.
+    length = max(1, config.max_model_len - rng.choice([0, 0, 3, 30]))
+    alone = sum(most_held(length, window, config.max_num_batched_tokens, block_size) for window in windows)
+    return replace(config, num_blocks=1 + alone + rng.randint(0, 3 + 12 // block_size))
 
 
 def random_sharing(rng: random.Random) -> dict[str, int]:
@@ -345,13 +363,35 @@ def random_sharing(rng: random.Random) -> dict[str, int]:
     }
 
 
+@cache
+def most_held(num_tokens: int, window: int, chunk: int, size: int) -> int:
+    """Blocks that are seen or written in one step, of all steps that compute up to `chunk` tokens of so many."""
+    return max(
+        (computed + new - 1) // size - (max(0, computed - window + 1) // size if window else 0) + 1
+        for computed in range(num_tokens)
+        for new in range(1, min(chunk, num_tokens - computed) + 1)
+    )
+
+
+def capacity_of(config: SchedulerConfig) -> int:
+    """Tokens of a request alone; what is beyond the context does not matter."""
+    size, capacity = config.block_size, 0
+    while capacity < config.max_model_len:
+        longer = capacity + size
+        held = [most_held(longer, window, config.max_num_batched_tokens, size) for window in config.windows]
+        if sum(held) > config.num_blocks - 1:
+            break
+        capacity = longer
+    return capacity
+
+
 class Simulation:
-    def __init__(self, seed: int, *, check: bool = True, device: type[Device] = Device) -> None:
-        """`check` = assert the scheduler's own invariants, too."""
+    def __init__(self, seed: int, *, windowed: bool = False, check: bool = True, device: type[Device] = Device) -> None:
+        """`windowed`: some KV groups have windows. `check` = assert the scheduler's own invariants, too."""
         self.rng = rng = random.Random(seed)
-        self.config = config = random_config(rng)
+        self.config = config = random_config(rng, windowed)
         self.scheduler = Scheduler(config)
-        self.capacity = (config.num_blocks - 1) // config.num_groups * config.block_size
+        self.capacity = capacity_of(config)
         self.check = check
         self.salts: dict[int, str | None] = {}
         self.device = device(config, self.salts)
@@ -466,11 +506,8 @@ class Simulation:
         for request in ready:
             assert request.row in planned or request.status is Status.WAITING, f"{request} was ready, but left out"
         if plan.new_rows:
-            kv, size = scheduler.kv, self.config.block_size
-            wanted = [-(-request.num_tokens // size) for request in scheduler.roster.running.values()]
-            held = [len(kv.tables[id].groups[0]) for id in scheduler.roster.running]
-            missing = sum(max(0, w - h) for w, h in zip(wanted, held, strict=True))
-            assert missing * self.config.num_groups <= kv.num_free_blocks, (
+            missing = sum(map(self.missing_blocks, scheduler.roster.running.values()))
+            assert missing <= scheduler.kv.num_free_blocks, (
                 "admitted into blocks that others will need for their prompts"
             )
         new_ids = {new.row: new.request_id for new in plan.new_rows}
@@ -482,6 +519,9 @@ class Simulation:
         self.seen["overlapped decode"] += len(self.results) > 0 and plan.num_decodes > 0
         self.seen["shared step"] += scheduler.sharing is not None and sum(n > 1 for n in plan.num_tokens) > 1
         self.seen["hit"] += sum(new.num_computed_tokens > 0 for new in plan.new_rows)
+        hits = {write.row for writes in plan.new_blocks for write in writes if 0 in write.block_ids}
+        self.seen["window hit"] += len(hits)
+        self.seen["left behind"] += sum(sum(table.left) > 0 for table in scheduler.kv.tables.values())
         if rng.random() < self.fail_rate / 2:  # the launch raises: nothing of the plan reaches the device
             self.fail(plan.step, ids)
             return True
@@ -502,6 +542,17 @@ class Simulation:
             self.seen["pooled after chunks"] += plan.num_tokens[ids.index(request.id)] < request.num_prompt_tokens
         self.results.append((plan.step, ids if fails else [], result))
         return True
+
+    def missing_blocks(self, request: Request) -> int:
+        """Free ones that its prompt may still take: what windows leave behind comes back, unless others share it."""
+        kv, size, chunk = self.scheduler.kv, self.config.block_size, self.config.max_num_batched_tokens
+        missing = 0
+        for blocks, window in zip(kv.tables[request.id].groups, self.config.windows, strict=True):
+            to_come = max(0, -(-request.num_tokens // size) - len(blocks))
+            own = sum(kv.pool.refs[block] == 1 for block in blocks if block)
+            rounded = -(-request.num_tokens // size) * size
+            missing += max(0, min(to_come, most_held(rounded, window, chunk, size) - own)) if window else to_come
+        return missing
 
     def make_late_masks(self, rate: float) -> None:
         """What threads do meanwhile."""
@@ -624,14 +675,20 @@ def quiet(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("vserve.engine.guide.QUICK", float("inf"))
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_any_workload_gives_what_each_request_gets_alone(part: int) -> None:
-    num_steps, seen, seed = 0, Counter[str](), part * 1_000_000
-    while num_steps < TOTAL_STEPS / PARTS:
-        simulation = simulate(seed, 60)
+def simulate_many(first_seed: int, steps: float, **options) -> tuple[int, Counter[str]]:
+    """→ steps, at least so many, and how often what happened in them."""
+    num_steps, seen, seed = 0, Counter[str](), first_seed
+    while num_steps < steps:
+        simulation = simulate(seed, 60, **options)
         num_steps += simulation.scheduler.num_scheduled_steps
         seen += simulation.seen
         seed += 1
+    return num_steps, seen
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_any_workload_gives_what_each_request_gets_alone(part: int) -> None:
+    num_steps, seen = simulate_many(part * 1_000_000, TOTAL_STEPS / PARTS)
     rare = 0.5 * num_steps / 20_000  # every way through the scheduler was taken, not once but often
     for event, count in {
         "preemption": 400, "hit": 500, "mixed step": 500, "large step": 200, "overlapped decode": 2000,
@@ -639,6 +696,16 @@ def test_any_workload_gives_what_each_request_gets_alone(part: int) -> None:
         "abort": 100, "masked": 1000, "overlapped mask": 300, "scored": 500, "scored again": 8, "pooled": 500,
         "pooled again": 4, "pooled after chunks": 100,
         "postponed": 100, "shared step": 200,
+    }.items():  # fmt: skip
+        assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
+
+
+def test_any_workload_with_windows_gives_what_each_request_gets_alone() -> None:
+    num_steps, seen = simulate_many(7, TOTAL_STEPS / PARTS / 2, windowed=True)
+    rare = 0.5 * num_steps / 20_000
+    for event, count in {
+        "preemption": 200, "hit": 500, "left behind": 10_000, "window hit": 500, "mixed step": 500, "failed step": 100,
+        "overlapped decode": 2000, "postponed": 50, "pooled": 100, "stop": 500, "length": 500,
     }.items():  # fmt: skip
         assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
 
@@ -669,28 +736,40 @@ def caught(num_seeds: int, **options) -> str:
     """How the first of some workloads fails, the scheduler's own checks off; "" when none does."""
     for seed in range(num_seeds):
         try:
-            simulate(seed, 60, check=False, **options)
+            simulate(seed, 60, windowed=seed % 3 == 2, check=False, **options)
         except AssertionError as error:
             return str(error)
     return ""
 
 
-FORGET = "        if self.keys[block] is not None:\n            self.revoke"
+KEYED = "(key := self.keys[block]) is not None"
+FORGET = f"        if {KEYED}:\n            self.revoke"
+AGREED = "num_agreed + 1 if len(hits[place]) == len(keys) else 1"
+LEFT = "(num_computed_tokens - self.window + "
 REGISTRABLE = "min(num_tokens // self.block_size, len(hashes))"
-FIRST_CHUNK = "self.num_blocks_for(num_hits * size + num_new) -"
+FIRST_CHUNK = "num_behind, needed = -(-num_new // size)"
+BEHIND = "num_behind, needed = -(-num_tokens // size) - num_hits"
 ALL = "if True:\n"
 KEPT = "scores = request.prompt_logprobs"
 MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
     "hit up to the last token": ("kv_cache", "(num_tokens - 1) // size", "num_tokens // size"),
     "hash without its parent": ("kv_cache", "content = parent +", "content = self.seed +"),
-    "salt left out": ("kv_cache", "if not hashes and request.cache_salt is not None:", "if False:"),
-    "hits not counted as consumption": ("kv_cache", "* self.num_groups + free_hits", "* self.num_groups"),
-    "admitted on the first chunk": ("kv_cache", "self.num_blocks_for(num_tokens) -", FIRST_CHUNK),
+    "salt left out": ("kv_cache", "return {} if salt is None", "return {} if True"),
+    "hits not counted as consumption": ("kv_cache", "num_behind + free_hits", "num_behind"),
+    "admitted on the first chunk": ("kv_cache", BEHIND, FIRST_CHUNK),
     "hit blocks not referenced": ("kv_cache", "pool.share(block)", "pass"),
-    "hits unlike in the groups": ("kv_cache", "block = self.pool.find(key + suffix)", "block = self.pool.find(key)"),
+    "hits unlike in the groups": ("kv_group", "block = find(key + suffix)", "block = find(key)"),
     "keys never revoked": ("kv_cache", "if self.pool.keys[block] == key:", "if False:"),
+    "left behind too early": ("kv_group", LEFT + "1)", LEFT + "2)"),
+    "nothing left behind": ("kv_group", "if first <= left:", "if True:"),
+    "blocks left behind kept": ("kv_group", "self.pool.release(reversed(blocks[left:first]))", "pass"),
+    "a window's hit too short": ("kv_group", "self.num_seen = -(-(window - 1) //", "self.num_seen = ((window - 1) //"),
+    "a prefix across a gap": ("kv_group", "length, blocks = index, []", "pass"),
+    "groups that do not agree": ("kv_cache", AGREED, "num_agreed + 1"),
+    "chunks not counted": ("kv_group", "(window + chunk - 2)", "(window - 1)"),
+    "windows counted in full": ("kv_group", "return min(every,", "return max(every,"),
     "registered beyond what is computed": ("kv_cache", REGISTRABLE, "len(hashes)"),
-    "content forgotten too late": ("block_pool", FORGET, FORGET.replace("self.keys[block] is not None", "False")),
+    "content forgotten too late": ("block_pool", FORGET, FORGET.replace(KEYED, "False")),
     "shared blocks freed by one": ("block_pool", "            if refs[block]:\n", "            if refs[block] < 0:\n"),
     "registered before preemption is over": ("scheduler", "if request in step.scheduled:\n", "if True:\n"),
     "late keys not revoked": ("scheduler", "for planned in (failed, *later):", "for planned in (failed,):"),
@@ -735,6 +814,9 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(scheduler_module, "Step", broken.Step)
     elif room == "roster":
         monkeypatch.setattr(scheduler_module, "Roster", broken.Roster)
+    elif room == "kv_group":
+        monkeypatch.setattr(kv_cache_module, "KVGroup", broken.KVGroup)
+        monkeypatch.setattr(kv_cache_module, "longest_request", broken.longest_request)
     elif room == "kv_cache":
         monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)
     else:

@@ -10,6 +10,8 @@ import torch
 
 from vserve.engine import worker
 from vserve.engine.config import EngineConfig
+from vserve.engine.kv_layout import KVLayout
+from vserve.engine.layer_spec import KVSpec
 from vserve.engine.memory import MemoryPlan
 from vserve.engine.worker import Worker
 from vserve.kernels import linear_hopper
@@ -34,7 +36,7 @@ def test_names_the_options_that_were_fitted(tiny_model: Any, options: dict[str, 
 class Card:
     """A runner that only tells what is asked of it, and in which order."""
 
-    num_groups = 1
+    layout = SimpleNamespace(windows=(0,))
     device = SimpleNamespace(type="cuda")
 
     def __init__(self, calls: list[Any]) -> None:
@@ -59,7 +61,8 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(worker, "load_model", lambda *_, **options: calls.append("load_model"))
     monkeypatch.setattr(worker, "describe", lambda model: {})
     monkeypatch.setattr(worker, "ModelRunner", lambda model, **options: calls.append("runner") or Card(calls))
-    plan = MemoryPlan(80, 72, 16, 2, 1, 3, 50, 3, 32, ("context cut",))
+    layout = KVLayout.of([KVSpec(1, 8, 8)], 16, 32)
+    plan = MemoryPlan(80, 72, 16, 2, 1, 3, 50, 3, 32, layout, ("context cut",))
     monkeypatch.setattr(worker, "plan_memory", lambda *given: calls.append(("plan_memory", *given[1:])) or plan)
     config = EngineConfig(str(tiny_model("llama")), dtype="float16", enforce_eager=eager)
     made = Worker(config, lambda progress: calls.append(progress.phase), lambda: calls.append("before_memory"))

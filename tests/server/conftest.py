@@ -95,8 +95,8 @@ class ScriptedEngine:
         self.config = EngineConfig(model="test")
         self.info = EngineInfo(
             max_model_len=MAX_MODEL_LEN, vocab_size=320, max_num_seqs=64, max_num_batched_tokens=512, block_size=16,
-            num_blocks=100, enable_prefix_caching=True, scheduling_policy="fcfs", max_logprobs=20, dtype="float32",
-            device="cpu", memory={"weights": 10, "kv_cache": 20}, startup_seconds={"load": 1.5},
+            num_blocks=100, num_kv_tokens=1600, enable_prefix_caching=True, scheduling_policy="fcfs", max_logprobs=20,
+            dtype="float32", device="cpu", memory={"weights": 10, "kv_cache": 20}, startup_seconds={"load": 1.5},
             settings={"max_model_len": MAX_MODEL_LEN},
         )  # fmt: skip
         self.ready = True

@@ -22,7 +22,7 @@ from vserve.server.options.config import ServerConfig
 
 
 def admission(num_waiting: int = 0, **options: Any) -> Any:
-    info = SimpleNamespace(max_num_seqs=4, num_blocks=10, block_size=16)
+    info = SimpleNamespace(max_num_seqs=4, num_kv_tokens=160)
     client = SimpleNamespace(info=info, stats=EngineStats(num_waiting=num_waiting))
     counted: list[str] = []
     made: Any = Admission(client, ServerConfig(**options), counted.append, counted.append)  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ def test_a_long_list_of_embeddings_is_let_in_alone(
     monkeypatch.setattr(queue, "_max_requests", 1)
     monkeypatch.setattr(queue, "_max_tokens", 1)
     monkeypatch.setattr("vserve.server.api.embeddings.Embeddings._entry", lambda self, index, pieces: index)
-    engine.info = msgspec.structs.replace(engine.info, max_num_seqs=4, num_blocks=1)
+    engine.info = msgspec.structs.replace(engine.info, max_num_seqs=4, num_kv_tokens=16)
     answer = client.post("/v1/embeddings", {"input": ["a"] * 64})
     assert answer.status_code == 200 and len(answer.json()["data"]) == 64, answer.text
     assert queue.num_requests == queue.num_tokens == 0

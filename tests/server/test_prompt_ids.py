@@ -61,7 +61,7 @@ async def travel(token_ids: list[int], state: Any, info: Any, caching: bool) -> 
 @pytest.mark.alone
 def test_a_long_prompt_costs_five_milliseconds(app: Any, engine: Any, capsys: Any) -> None:
     info = msgspec.structs.replace(
-        engine.info, max_model_len=NUM_TOKENS + 64, vocab_size=VOCAB_SIZE, num_blocks=19_999
+        engine.info, max_model_len=NUM_TOKENS + 64, vocab_size=VOCAB_SIZE, num_kv_tokens=19_999 * 16
     )  # fmt: skip
     rng = random.Random(0)
     token_ids = [rng.randrange(VOCAB_SIZE) for _ in range(NUM_TOKENS)]

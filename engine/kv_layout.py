@@ -1,0 +1,84 @@
+"""Which layers share the blocks of the KV cache, and what a block holds: follows from what each layer keeps.
+
+A block belongs to one KV group, and has room for one page (block_size tokens) of each of its layers. Groups have
+equally many layers, or some places stay empty: the page of the layer at place i of every group lies in storage i, so
+that a block costs the same whichever group takes it, and one pool serves all.
+
+Layers are grouped by their window alone. Other head sizes, or values that are part of the keys, only change how a layer
+views its page, and where pages at one place differ in size, the smaller leave the rest of theirs empty. Whether that
+pays, or all layers are better off in one group that keeps what any of them needs, is counted in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .kv_group import blocks_held, longest_request
+from .layer_spec import KVSpec
+
+MAX_GROUPS = 8  # each has a table a request, and costs the host time at every block
+WORTH_GROUPS = 0.05  # of the bytes: what more groups have to save
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Layers that keep the same tokens of a request: the last `window`, or all (0)."""
+
+    window: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    specs: tuple[KVSpec, ...]  # of all layers
+    groups: tuple[GroupSpec, ...]  # those that keep all tokens first: a prefix is looked up in them first
+    block_size: int
+
+    @classmethod
+    def of(cls, specs: Sequence[KVSpec], block_size: int, max_model_len: int) -> KVLayout:
+        """Of those in which a request of the whole context takes about the fewest bytes, the one of fewest groups."""
+        specs = tuple(specs)
+        kinds: dict[int, list[int]] = {}
+        for index, spec in enumerate(specs):
+            kinds.setdefault(spec.window if spec.window < max_model_len else 0, []).append(index)
+        widest = 0 if 0 in kinds else max(kinds)
+        layouts = [cls(specs, (GroupSpec(widest, tuple(range(len(specs)))),), block_size)]
+        in_order = sorted(kinds, key=lambda window: (window > 0, -window))
+        for size in range(1, max(map(len, kinds.values())) + 1):
+            groups = tuple(
+                GroupSpec(window, tuple(kinds[window][first : first + size]))
+                for window in in_order
+                for first in range(0, len(kinds[window]), size)
+            )
+            if len(groups) <= MAX_GROUPS:
+                layouts.append(cls(specs, groups, block_size))
+        costs = [layout.request_blocks(max_model_len) * layout.block_elements for layout in layouts]
+        few = [pair for pair in zip(costs, layouts, strict=True) if pair[0] <= (1 + WORTH_GROUPS) * min(costs)]
+        return min(few, key=lambda pair: (len(pair[1].groups), pair[0]))[1]
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return tuple(group.window for group in self.groups)
+
+    @property
+    def places(self) -> list[list[int]]:
+        """The layers that share each storage, one of a group at most."""
+        most = max(len(group.layers) for group in self.groups)
+        return [[group.layers[i] for group in self.groups if i < len(group.layers)] for i in range(most)]
+
+    @property
+    def block_elements(self) -> int:
+        """Numbers in a block."""
+        return self.block_size * sum(max(self.specs[i].token_elements for i in place) for place in self.places)
+
+    def block_bytes(self, item_bytes: int) -> int:
+        return self.block_elements * item_bytes
+
+    def request_blocks(self, num_tokens: int, chunk: int = 1) -> int:
+        """That a request has at most when steps compute up to `chunk` of its tokens; 1: while it decodes."""
+        return sum(blocks_held(num_tokens, group.window, chunk, self.block_size) for group in self.groups)
+
+    def longest_request(self, num_blocks: int, chunk: int, max_model_len: int) -> int:
+        """Tokens of a request that so many blocks hold, the null block among them."""
+        return longest_request(self.windows, num_blocks, chunk, self.block_size, max_model_len)
