@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+MIXTURES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}  # → the key of how many experts there are
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -73,6 +74,10 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     }
     if family == "mistral":
         values["sliding_window"] = None
+    if family in MIXTURES:
+        values |= {"num_experts_per_tok": 3, MIXTURES[family]: 5}
+        if family != "mixtral":
+            values["moe_intermediate_size"] = 40
     if family.startswith("deepseek"):
         values |= LATENT
     return AutoConfig.for_model(family, **(values | overrides))

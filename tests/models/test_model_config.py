@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vserve.engine.layer_spec import KVSpec, LatentAttentionSpec
+from vserve.engine.layer_spec import KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import choose_formats, count_parameters
 from vserve.engine.model_config import ModelConfig, ModelError, parse_model_config
@@ -20,8 +20,10 @@ from vserve.engine.models.blocks import CausalLM
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
@@ -47,6 +49,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8,
         "num_hidden_layers": 28, "head_dim": 128, "tie_word_embeddings": True, "rope_scaling": None,
         "sliding_window": None, "rope_theta": 1000000, "max_position_embeddings": 40960, "dtype": "bfloat16"},
+    "Mixtral-8x7B-v0.1": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "rope_theta": 1000000.0, "torch_dtype": "bfloat16"},
+    "Qwen3-30B-A3B": {"model_type": "qwen3_moe", "head_dim": 128, "hidden_size": 2048, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
+        "rope_theta": 1000000.0, "max_position_embeddings": 40960, "max_window_layers": 48, "torch_dtype": "bfloat16"},
 }  # fmt: skip
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -67,6 +75,16 @@ def write(folder: Path, raw: dict[str, Any]) -> Path:
     return folder
 
 
+def assert_same_mlp(ours: MLPSpec | MoESpec, theirs: Any) -> None:
+    if isinstance(ours, MLPSpec):
+        assert ours.inner == theirs.intermediate_size
+        return
+    assert ours.inner == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert ours.routing.num_experts == getattr(theirs, "num_local_experts", None) or theirs.num_experts
+    assert ours.routing.top_k == theirs.num_experts_per_tok
+    assert ours.routing.renormalize == getattr(theirs, "norm_topk_prob", True)
+
+
 def assert_latent_agrees(ours: LatentAttentionSpec, theirs: Any) -> None:
     assert ours.q_rank == (theirs.q_lora_rank or 0)
     assert ours.kv_rank == theirs.kv_lora_rank
@@ -81,7 +99,7 @@ def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
     assert ours.hidden_size == theirs.hidden_size
     assert len(ours.layers) == theirs.num_hidden_layers
     for layer in ours.layers:
-        assert layer.mlp.inner == theirs.intermediate_size
+        assert_same_mlp(layer.mlp, theirs)
         assert layer.attention.num_heads == theirs.num_attention_heads
         if isinstance(layer.attention, LatentAttentionSpec):
             assert_latent_agrees(layer.attention, theirs)
@@ -170,7 +188,7 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         names = [name for name, _ in theirs.named_parameters()]
         for layer in config.layers:
             attention = layer.attention
-            assert layer.mlp.bias == any(name.endswith("up_proj.bias") for name in names)
+            assert getattr(layer.mlp, "bias", False) == any(name.endswith("up_proj.bias") for name in names)
             if isinstance(attention, LatentAttentionSpec):
                 assert attention.bias == any(name.endswith("kv_a_proj_with_mqa.bias") for name in names)
                 continue
