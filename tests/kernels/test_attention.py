@@ -438,7 +438,9 @@ def test_values_within_keys(
         assert out[-1].isnan().all(), "wrote a row of padding"
 
 
-@pytest.mark.parametrize(("requests", "heads", "splits"), [(1, 16, 64), (1, 128, 64), (16, 128, 8), (64, 128, 2), (64, 16, 4)])
+@pytest.mark.parametrize(
+    ("requests", "heads", "splits"), [(1, 16, 64), (1, 128, 64), (16, 128, 8), (64, 128, 2), (64, 16, 4)]
+)
 def test_latent_attention_is_split_for_the_programs_that_fit(
     requests: int, heads: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
