@@ -34,6 +34,7 @@ class Family:
     # Of its checkpoints, where they differ from llama's: see ModelConfig.
     names: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    drafts: str = ""  # the key of how many layers its checkpoints have behind the last one, which draft tokens
 
 
 def layer_count(raw: RawConfig) -> int:

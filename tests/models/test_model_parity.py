@@ -78,13 +78,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek_v2": {
         "gqa": {},
         "plain queries": {"q_lora_rank": None},
-        "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        "groups": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0, "attention_bias": True},
+        "dense": {"first_k_dense_replace": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     },
     "deepseek_v3": {
         "gqa": {},
-        "plain queries": {"q_lora_rank": None},
-        "halves": {"rope_interleave": False, "attention_bias": True},
-        "wide values": {"v_head_dim": 40, "kv_lora_rank": 48},
+        "plain queries": {"q_lora_rank": None, "first_k_dense_replace": 0},
+        "halves": {"rope_interleave": False, "attention_bias": True, "norm_topk_prob": False},
+        "wide values": {"v_head_dim": 40, "kv_lora_rank": 48, "n_group": 1, "topk_group": 1},
     },
 }  # fmt: skip
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -265,8 +266,8 @@ def test_products_that_add_to_the_residual(
     for plan in [["|", (1, 9), (0, 12)], [(0, 1), "|", (1, 7)], [(1, 1), "|", (0, 8)], [(1, 1), (0, 1), "|"]]:
         for which, first, logits in runner.step(plan, last_only=last_only):
             assert difference([logits], [oracle(folder)[which][first : first + len(logits)]]) < 2e-4
-    adding = (len(model.layers) + len(dense)) * (len(model.layers) - last_only) // len(model.layers)
-    # (the last layer goes on with two rows)
+    adds = [1 + (layer in dense) for layer in model.layers]
+    adding = sum(adds[:-1] if last_only else adds)  # the last layer goes on with two rows
     assert seen == [21] * adding + [9] * adding
 
 
@@ -348,6 +349,10 @@ def _no_temperature(runner: PagedRunner) -> None:
         layer.scoring = replace(layer.scoring, scale=24**-0.5)
 
 
+def _no_correction(runner: PagedRunner) -> None:
+    runner.model.layers[1].mlp.router.correction.zero_()
+
+
 def _no_latent_norm(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
         layer.attention.kv_norm.weight.fill_(1.0)
@@ -376,6 +381,7 @@ def _untied(runner: PagedRunner) -> None:
         ("deepseek_v3", "default", "gqa", _other_pairs),
         ("deepseek_v3", "yarn of all", "gqa", _no_temperature),
         ("deepseek_v3", "default", "gqa", _no_latent_norm),
+        ("deepseek_v3", "default", "wide values", _no_correction),
     ],
 )
 def test_mutations_are_noticed(
