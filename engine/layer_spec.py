@@ -122,7 +122,8 @@ class RoutingSpec:
     kept_groups: int = 1
     group_score: Literal["max", "top2"] = "max"  # a group's best expert, or the sum of its best two
     softmax_chosen: bool = False  # the weights are a softmax over what was chosen
-    renormalize: bool = False  # the weights are divided by their sum
+    renormalize: bool = False  # the weights are divided by their sum + epsilon
+    epsilon: float = 0.0
     factor: float = 1.0  # and multiplied by this
     fp32: bool = False  # the router's product is one of fp32 numbers
 
@@ -137,8 +138,12 @@ class MoESpec:
     shared_gate: bool = False  # the shared expert's result is multiplied by the sigmoid of one more product
     bias: bool = False  # of all products of the experts
     activation: Literal["silu", "clamped"] = "silu"  # clamped: gpt-oss's
-    # The file has all experts of a layer in one tensor: "stacked" [E, N, K], "transposed" [E, K, N].
+    limit: float = 7.0  # of the clamped activation
+    # The file has all experts of a layer in one tensor: "stacked" [E, N, K], "transposed" [E, K, N]. Its headers
+    # decide, this is for a model without files.
     stored: Literal["", "stacked", "transposed"] = ""
+    stacked_names: tuple[str, str] = ("gate_up_proj", "down_proj")  # behind the path of the experts
+    interleaved: bool = False  # where gate and up are one tensor: their rows in turn, not all of gate first
 
     @property
     def width(self) -> int:

@@ -23,6 +23,7 @@ from .model_config import ModelConfig
 from .model_file import ModelError, and_more, one_line
 from .model_path import cache_folder, find_model
 from .models.blocks import CausalLM
+from .models.mixture import with_stored_experts
 from .models.model import Model
 from .pickled import PATTERNS
 from .quant.format import FLOATS, Format, Scheme, Stored
@@ -118,6 +119,7 @@ def load_model(
         config = dataclasses.replace(config, tie_word_embeddings=True)
     if config.tie_word_embeddings and any(name.startswith("lm_head.") and name != "lm_head.weight" for name in headers):
         config = dataclasses.replace(config, tie_word_embeddings=False)  # it is quantised, so not the embedding's
+    config = with_stored_experts(config, {name: info.shape for name, info in headers.items()})
     with torch.no_grad():
         model = CausalLM(config, place, max_model_len)
         holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .layer_spec import FrameSpec, LayerSpec
 from .model_file import ModelError, is_gguf, read_config
+from .models.family import MAX_LAYERS, Family
 from .models.registry import find_family
 from .overrides import overridden
 from .quant.scheme import make_scheme, read_quantization
@@ -119,8 +120,15 @@ def _parse(raw: dict[str, Any], dtype: Any) -> ModelConfig:
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
         frame=family.frame(values),
         names=family.names,
-        ignored=family.ignored,
+        ignored=(*family.ignored, *_drafting_layers(family, values)),
     )
+
+
+def _drafting_layers(family: Family, raw: RawConfig) -> list[str]:
+    """What the names of layers begin with that draft further tokens, which is not done."""
+    count = (raw.optional_count(family.drafts) if raw.get(family.drafts) else 0) if family.drafts else 0
+    first = raw.count("num_hidden_layers")
+    return [f"model.layers.{first + index}." for index in range(min(count or 0, MAX_LAYERS))]
 
 
 def _dtype_name(raw: dict[str, Any]) -> str:

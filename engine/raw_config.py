@@ -16,6 +16,7 @@ class RawConfig:
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.values, self._defaults = values, defaults
+        self.default_theta: float = defaults.get("rope_theta", 10_000.0)
 
     def get(self, key: str) -> Any:
         default = self._defaults[key]

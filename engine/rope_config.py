@@ -35,7 +35,7 @@ class RopeConfig:
         return self.type in ("linear", "dynamic", "yarn")
 
 
-def read_rope(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
+def read_rope(raw: Mapping[str, Any], max_position: int, default_theta: float = 10_000.0) -> RopeConfig:
     """`rope_scaling` with `rope_theta` beside it (old), or `rope_parameters` with it inside (transformers 5)."""
     values = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
@@ -45,7 +45,7 @@ def read_rope(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
         raise ModelError(f"config.json: rope type {kind!r}, supported are {', '.join(ROPE_TYPES)}: use another model")
     if values.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported: use another model")
-    theta = number(values, "rope_theta", number(raw, "rope_theta", 10_000.0))
+    theta = number(values, "rope_theta", number(raw, "rope_theta", default_theta))
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind in ("linear", "dynamic"):

@@ -23,6 +23,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 
 MAX_SPLITS = 64
+LATENT_SHARE = 2  # a program that loads keys in two tiles takes as much of an SM as so many others
 MERGE_COLUMNS = 16  # of a value that one program merges: many small programs have all their loads in flight at once
 
 
@@ -378,8 +379,14 @@ def decode_attention_triton(
 
     tile = decode_tile(query.dtype, max(key_size, value_size), num_requests)
     block_n = block_n or tile.block_n
+    group, tail = num_heads // num_kv_heads, key_tail(keys, values)
+    tile_rows = group * query_len
+    block_m = min(max(triton.next_power_of_2(tile_rows), 16), 64)
+    row_blocks = triton.cdiv(tile_rows, block_m)
+    # Of latent attention's programs one or two fit on an SM, where choose_splits counts on four and more.
+    shares = num_kv_heads * row_blocks * LATENT_SHARE if tail else num_kv_heads
     default_splits, default_min_tokens = choose_splits(
-        num_requests, num_kv_heads, _num_sms(query.device), table.shape[1] * page
+        num_requests, shares, _num_sms(query.device), table.shape[1] * page
     )
     num_splits = num_splits or default_splits
     min_split_tokens = min_split_tokens or default_min_tokens
@@ -393,10 +400,6 @@ def decode_attention_triton(
             "create it with larger max_rows, max_query_len or heads"
         )
 
-    group, tail = num_heads // num_kv_heads, key_tail(keys, values)
-    tile_rows = group * query_len
-    block_m = min(max(triton.next_power_of_2(tile_rows), 16), 64)
-    row_blocks = triton.cdiv(tile_rows, block_m)
     value_pad = max(triton.next_power_of_2(value_size), 16)
     _decode_kernel[(num_kv_heads * row_blocks, num_requests, num_splits)](
         out, workspace.partial_out, workspace.partial_lse,

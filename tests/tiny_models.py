@@ -13,16 +13,18 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+MIXTURES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}  # → the key of how many experts there are
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LATENT = {  # keys of latent attention, of which none is as large as another; no layer has experts
+DEEPSEEK = {  # of latent attention's sizes none is as large as another; a dense layer, then experts
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 99,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
 _TEXT = [
     "user assistant system the quick brown fox jumps over the lazy dog and then the other dog sleeps in the sun",
@@ -73,8 +75,12 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     }
     if family == "mistral":
         values["sliding_window"] = None
+    if family in MIXTURES:
+        values |= {"num_experts_per_tok": 3, MIXTURES[family]: 5}
+        if family != "mixtral":
+            values["moe_intermediate_size"] = 40
     if family.startswith("deepseek"):
-        values |= LATENT
+        values |= DEEPSEEK
     return AutoConfig.for_model(family, **(values | overrides))
 
 
@@ -88,7 +94,7 @@ def tiny_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-        for name, weight in model.named_parameters():
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("bias"):
                 torch.nn.init.normal_(weight, 0.0, 0.5)
             elif "norm" in name:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from ...kernels.rope_kv import rope_write_kv
 from ..layer_spec import KVSpec
 from .norm import RMSNorm
 from .rope import RotaryEmbedding
+from .sinks import Sinks
 
 
 @dataclass(slots=True)
@@ -69,17 +70,21 @@ class Attention(nn.Module):
         k_norm: RMSNorm | None = None,
         value_dim: int | None = None,
         shared: bool = False,
+        sinks: Sinks | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.layer = num_heads, layer
         self.rotary, self.scoring, self.q_norm, self.k_norm = rotary, scoring, q_norm, k_norm
         self.spec = KVSpec(num_kv_heads, head_dim, value_dim or head_dim, scoring.window, shared)
+        self.sinks = sinks
         self.cache: PagedCache | None = None
         self.group = 0
 
     def bind(self, cache: PagedCache | None, group: int = 0) -> None:
         """Use this cache, with the block table of this KV group; None takes it away."""
         self.cache, self.group = cache, group
+        if self.sinks is not None:  # which are loaded by now
+            self.scoring = replace(self.scoring, sinks=self.sinks.weight)
 
     def forward(
         self,

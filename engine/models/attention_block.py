@@ -13,6 +13,7 @@ from ..layers.attention import Attention, AttentionBatch
 from ..layers.linear import Linear
 from ..layers.norm import Norm, RMSNorm, make_norm
 from ..layers.rope import RotaryEmbedding, halves_first
+from ..layers.sinks import Sinks
 from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
 
@@ -60,6 +61,7 @@ class AttentionBlock(nn.Module):
             Scoring(spec.scale or dim**-0.5, spec.window, spec.soft_cap),
             q_norm=fused_norms[0],
             k_norm=fused_norms[1],
+            sinks=Sinks(spec.num_heads, place) if spec.sinks else None,
         )
         self.output = Linear(
             spec.num_heads * dim,
@@ -76,6 +78,8 @@ class AttentionBlock(nn.Module):
         q_norm, k_norm = self.q_norm or self.attention.q_norm, self.k_norm or self.attention.k_norm
         if q_norm is not None and k_norm is not None:
             found |= {f"{prefix}.q_norm": (q_norm, ""), f"{prefix}.k_norm": (k_norm, "")}
+        if self.attention.sinks is not None:
+            found[prefix] = (self.attention.sinks, "")
         return found
 
     def forward(

@@ -15,6 +15,7 @@ from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
 from .attention_block import AttentionBlock
 from .latent_attention import LatentAttentionBlock
+from .mixture import Mixture
 from .mlp import MLP
 
 
@@ -30,9 +31,10 @@ def make_attention(
     return AttentionBlock(spec, config, layer, rotary, place)
 
 
-def make_mlp(spec: MLPSpec | MoESpec, hidden: int, place: Placement) -> MLP:
-    assert isinstance(spec, MLPSpec), "there are no mixtures yet"
-    return MLP(spec, hidden, place)
+def make_mlp(spec: MLPSpec | MoESpec, hidden: int, place: Placement) -> MLP | Mixture:
+    if isinstance(spec, MLPSpec):
+        return MLP(spec, hidden, place)
+    return Mixture(spec, hidden, place)
 
 
 class DecoderLayer(nn.Module):

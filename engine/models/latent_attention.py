@@ -110,9 +110,9 @@ class LatentAttentionBlock(nn.Module):
         }
 
     def forward(
-        self, x: Tensor, residual: Tensor, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None
     ) -> Tensor | None:
-        """→ what is to be added to residual; None: it has been."""
+        """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
         spec, num_tokens, row = self.spec, x.shape[0], self.attention.spec.head_dim
         latent = self.down(x)
         if self.q_norm is not None:

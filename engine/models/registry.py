@@ -11,11 +11,13 @@ from .deepseek_v3 import DEEPSEEK_V3
 from .family import Family
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
 from .refused import refusal
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, DEEPSEEK_V2, DEEPSEEK_V3)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 

@@ -84,3 +84,9 @@ class Engine:
 def engine(tiny_model) -> Engine:
     """The real engine over a tiny random Llama in float32."""
     return Engine(tiny_model("llama"))
+
+
+@pytest.fixture(scope="session")
+def mixture_engine(tiny_model) -> Engine:
+    """The same over a mixture of experts whose first layer is dense."""
+    return Engine(tiny_model("qwen3_moe", norm_topk_prob=True, mlp_only_layers=[0], num_hidden_layers=3))

@@ -223,3 +223,15 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(engine, monkeypatch)
     (first, second), _ = engine.run([([*good[:-1], 299], greedy())], [(good, greedy())])
     assert first[0].finish_reason == "error" and "injected" in first[0].error
     assert second[0].finish_reason == "length" and len(second[0].tokens) == LENGTH
+
+
+def test_a_mixture_too(mixture_engine):
+    """Who shares a step changes how many rows an expert gets, and nothing else: twelve at once, hardly any cache."""
+    batch = [(p, greedy() if i % 3 else seeded(i)) for i, p in enumerate(prompts(12))]
+    waves, _ = mixture_engine.run(*([request] for request in batch), enable_prefix_caching=False)
+    expected = [wave[0].tokens for wave in waves]
+    (answers,), stats = mixture_engine.run(
+        batch, num_gpu_blocks_override=16, max_model_len=160, max_num_batched_tokens=64
+    )
+    assert tokens(answers) == expected
+    assert stats.num_preemptions > 0

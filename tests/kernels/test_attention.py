@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels import attention
+from vserve.kernels import attention, attention_decode
 from vserve.kernels.attention import (
     DecodeWorkspace,
     decode_attention,
@@ -436,6 +436,30 @@ def test_values_within_keys(
         DECODE[implementation](last_query, *others, out=out)
         assert_close(out[:-1], expected[last.cpu()][:-1], dtype)
         assert out[-1].isnan().all(), "wrote a row of padding"
+
+
+@pytest.mark.parametrize(
+    ("requests", "heads", "splits"), [(1, 16, 64), (1, 128, 64), (16, 128, 8), (64, 128, 2), (64, 16, 4)]
+)
+def test_latent_attention_is_split_for_the_programs_that_fit(
+    requests: int, heads: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of DeepSeek's rows, one or two programs on each of 132 SMs."""
+    launched: list[tuple[int, int, int]] = []
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+            launched.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(attention_decode, "_decode_kernel", Recorded())
+    monkeypatch.setattr(attention_decode, "_merge_kernel", Recorded())
+    keys = torch.empty(2, 16, 1, 576, dtype=torch.bfloat16)
+    cache = PagedCache(keys, keys[..., :512], torch.zeros(requests, 512, dtype=torch.int32))
+    ints = torch.ones(requests, dtype=torch.int32)
+    query = torch.empty(requests, heads, 576, dtype=torch.bfloat16)
+    decode_attention_triton(query, cache, UniformBatch(ints, ints), Scoring(0.1))
+    assert launched[0] == (-(-heads // 64), requests, splits)
 
 
 @pytest.mark.parametrize("num_splits", [2, 5])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vserve.engine.layer_spec import KVSpec, LatentAttentionSpec
+from vserve.engine.layer_spec import KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import choose_formats, count_parameters
 from vserve.engine.model_config import ModelConfig, ModelError, parse_model_config
@@ -20,12 +20,13 @@ from vserve.engine.models.blocks import CausalLM
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-NO_EXPERTS = {"first_k_dense_replace": 99}
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 # As published: keys of config.json of well-known checkpoints that this file's rules are about.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -47,6 +48,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8,
         "num_hidden_layers": 28, "head_dim": 128, "tie_word_embeddings": True, "rope_scaling": None,
         "sliding_window": None, "rope_theta": 1000000, "max_position_embeddings": 40960, "dtype": "bfloat16"},
+    "Mixtral-8x7B-v0.1": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "rope_theta": 1000000.0, "torch_dtype": "bfloat16"},
+    "Qwen3-30B-A3B": {"model_type": "qwen3_moe", "head_dim": 128, "hidden_size": 2048, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
+        "rope_theta": 1000000.0, "max_position_embeddings": 40960, "max_window_layers": 48, "torch_dtype": "bfloat16"},
+    "DeepSeek-V2-Lite": {"model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "first_k_dense_replace": 1, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+        "q_lora_rank": None, "scoring_func": "softmax", "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+        "max_position_embeddings": 163840, "rope_theta": 10000, "rope_scaling": {"beta_fast": 32, "beta_slow": 1,
+            "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+            "type": "yarn"}, "vocab_size": 102400, "eos_token_id": 100001, "torch_dtype": "bfloat16"},
+    "DeepSeek-V3": {"model_type": "deepseek_v3", "num_experts_per_tok": 8, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "num_nextn_predict_layers": 1, "max_position_embeddings": 163840,
+        "rope_theta": 10000, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
+        "torch_dtype": "bfloat16"},
 }  # fmt: skip
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -61,10 +80,24 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, raw: dict[str, Any]) -> Path:
-    raw = NO_EXPERTS | raw if str(raw.get("model_type")).startswith("deepseek") else raw
+    raw = {"num_experts_per_tok": 6} | raw if raw.get("model_type") == "deepseek_v2" else raw  # which has no default
     raw = {"architectures": [FAMILIES[raw["model_type"]]], **raw} if raw.get("model_type") in FAMILIES else raw
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
+
+
+def assert_same_mlp(ours: MLPSpec | MoESpec, theirs: Any) -> None:
+    if isinstance(ours, MLPSpec):
+        assert ours.inner == theirs.intermediate_size
+        return
+    assert ours.inner == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert ours.routing.num_experts == getattr(theirs, "num_local_experts", None) or theirs.num_experts
+    assert ours.shared_inner == ours.inner * getattr(theirs, "n_shared_experts", 0)
+    assert ours.routing.factor == getattr(theirs, "routed_scaling_factor", 1.0)
+    if ours.routing.num_groups > 1:
+        assert (ours.routing.num_groups, ours.routing.kept_groups) == (theirs.n_group, theirs.topk_group)
+    assert ours.routing.top_k == theirs.num_experts_per_tok
+    assert ours.routing.renormalize == getattr(theirs, "norm_topk_prob", True)
 
 
 def assert_latent_agrees(ours: LatentAttentionSpec, theirs: Any) -> None:
@@ -81,7 +114,7 @@ def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
     assert ours.hidden_size == theirs.hidden_size
     assert len(ours.layers) == theirs.num_hidden_layers
     for layer in ours.layers:
-        assert layer.mlp.inner == theirs.intermediate_size
+        assert_same_mlp(layer.mlp, theirs)
         assert layer.attention.num_heads == theirs.num_attention_heads
         if isinstance(layer.attention, LatentAttentionSpec):
             assert_latent_agrees(layer.attention, theirs)
@@ -120,6 +153,36 @@ def test_defaults_of_missing_keys_are_transformers(tmp_path: Path, family: str) 
 def test_published_configs_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
     write(tmp_path, PUBLISHED[name])
     assert_agrees(ModelConfig.from_folder(tmp_path), AutoConfig.from_pretrained(tmp_path))
+
+
+def test_what_deepseek_v3_keeps_of_a_token() -> None:
+    """One row a layer: 512 elements that are key and value, and 64 that are rotated; 68.6 KiB in bf16, not 4,880."""
+    config = parse_model_config(PUBLISHED["DeepSeek-V3"])
+    assert {layer.attention.kv for layer in config.layers} == {KVSpec(1, 576, 512, shared=True)}
+    assert sum(2 * layer.attention.kv.token_elements for layer in config.layers) == 61 * 576 * 2 == 70272
+    expanded = 128 * (128 + 64 + 128)
+    assert 61 * expanded * 2 == 4880 << 10
+    assert config.layers[0].attention.scale == pytest.approx(192**-0.5 * 1.3688879454113936**2)
+    assert config.max_model_len == 163840
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("deepseek_v2", {}, "num_experts_per_tok is missing, to how many experts a token goes: add it"),
+        ("deepseek_v2", {"num_experts_per_tok": 2, "topk_method": "best"}, "topk_method is 'best', supported are"),
+        ("deepseek_v2", {"num_experts_per_tok": 2, "norm_topk_prob": True}, "norm_topk_prob is set, which is not"),
+        ("deepseek_v2", {"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63, rotary embedding needs an even one"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', supported is sigmoid"),
+        ("deepseek_v3", {"n_group": 3}, "256 experts are no 3 groups (n_group) of which 4 (topk_group) are chosen"),
+        ("deepseek_v3", {"first_k_dense_replace": "two"}, "first_k_dense_replace is 'two', a whole number belongs"),
+        ("deepseek_v3", {"n_shared_experts": "one"}, "n_shared_experts is 'one', a whole number belongs there"),
+    ],
+)
+def test_deepseek_configs_that_are_refused(family: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_model_config({"model_type": family, **keys})
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -161,23 +224,25 @@ def test_qwen_windows(tmp_path: Path, family: str, keys: dict[str, Any]) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_biases_norms_and_parameter_count_match_transformers_model(family: str) -> None:
     for extra in ({}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24}):
-        raw = {"model_type": family, "vocab_size": 99, "intermediate_size": 40, **SMALL, **extra, **NO_EXPERTS}
+        raw = {"model_type": family, "vocab_size": 99, "intermediate_size": 40, **SMALL, **extra}
         if family.startswith("deepseek"):
-            raw |= {"num_key_value_heads": 4, "q_lora_rank": 24 if extra else None}
+            raw |= {"num_key_value_heads": 4, "q_lora_rank": 24 if extra else None, "num_experts_per_tok": 4}
+            raw |= {"mlp_bias": False, "first_k_dense_replace": 2, "num_mtp_layers": 0}
         config = parse_model_config(raw)
         with torch.device("meta"):
             theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
         names = [name for name, _ in theirs.named_parameters()]
         for layer in config.layers:
             attention = layer.attention
-            assert layer.mlp.bias == any(name.endswith("up_proj.bias") for name in names)
+            assert getattr(layer.mlp, "bias", False) == any(name.endswith("up_proj.bias") for name in names)
             if isinstance(attention, LatentAttentionSpec):
                 assert attention.bias == any(name.endswith("kv_a_proj_with_mqa.bias") for name in names)
                 continue
             assert attention.qkv_bias == any(name.endswith("q_proj.bias") for name in names)
             assert attention.output_bias == any(name.endswith("o_proj.bias") for name in names)
             assert bool(attention.qk_norm) == any("q_norm" in name for name in names)
-        assert count_parameters(config) == sum(weight.numel() for weight in theirs.parameters())
+        corrections = [bias for name, bias in theirs.named_buffers() if name.endswith("correction_bias")]
+        assert count_parameters(config) == sum(weight.numel() for weight in (*theirs.parameters(), *corrections))
         ours = CausalLM(config, Placement(torch.float16, torch.device("cpu")), max_len=8)
         for holder in choose_formats(ours):
             holder.create()

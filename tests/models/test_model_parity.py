@@ -18,6 +18,7 @@ from vserve.engine.layers.unquantized import Unquantized
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
+from vserve.engine.models.mlp import MLP
 from vserve.kernels.attention_inputs import PagedCache
 
 PAGE = 4
@@ -48,11 +49,23 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "head_dim": {"head_dim": 24},
         "window": {"sliding_window": 8},
     },
+    "mixtral": {
+        "gqa": {},
+        "window": {"sliding_window": 8},
+        "one": {"num_local_experts": 4, "num_experts_per_tok": 1},
+    },
     "qwen2": {
         "gqa": {},
         "tied": {"tie_word_embeddings": True},
         "head_dim": {"head_dim": 24},
         "window": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 3},
+    },
+    "qwen3_moe": {
+        "gqa": {},
+        "renormalized": {"norm_topk_prob": True},
+        "dense": {"mlp_only_layers": [0], "num_hidden_layers": 3, "attention_bias": True},
+        "step": {"decoder_sparse_step": 2, "num_hidden_layers": 3, "tie_word_embeddings": True},
+        "window": {"use_sliding_window": True, "sliding_window": 8},
     },
     "qwen3": {
         "gqa": {},
@@ -65,13 +78,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek_v2": {
         "gqa": {},
         "plain queries": {"q_lora_rank": None},
-        "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        "groups": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0, "attention_bias": True},
+        "dense": {"first_k_dense_replace": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     },
     "deepseek_v3": {
         "gqa": {},
-        "plain queries": {"q_lora_rank": None},
-        "halves": {"rope_interleave": False, "attention_bias": True},
-        "wide values": {"v_head_dim": 40, "kv_lora_rank": 48},
+        "plain queries": {"q_lora_rank": None, "first_k_dense_replace": 0},
+        "halves": {"rope_interleave": False, "attention_bias": True, "norm_topk_prob": False},
+        "wide values": {"v_head_dim": 40, "kv_lora_rank": 48, "n_group": 1, "topk_group": 1},
     },
 }  # fmt: skip
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -237,8 +251,9 @@ def test_products_that_add_to_the_residual(
     """As on a GPU from some number of rows on, here from 9: steps with more and with fewer take turns."""
     folder = make(tiny_model, family)
     model = load(folder)
-    for layer in model.layers:
-        layer.attention.output.method.add_rows = layer.mlp.down.method.add_rows = 9
+    dense = [layer for layer in model.layers if isinstance(layer.mlp, MLP)]  # experts' results are added by the norm
+    for product in (*(layer.attention.output for layer in model.layers), *(layer.mlp.down for layer in dense)):
+        product.method.add_rows = 9
     multiply, seen = Unquantized.multiply, []
 
     def spy(method: Unquantized, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -251,7 +266,8 @@ def test_products_that_add_to_the_residual(
     for plan in [["|", (1, 9), (0, 12)], [(0, 1), "|", (1, 7)], [(1, 1), "|", (0, 8)], [(1, 1), (0, 1), "|"]]:
         for which, first, logits in runner.step(plan, last_only=last_only):
             assert difference([logits], [oracle(folder)[which][first : first + len(logits)]]) < 2e-4
-    adding = 2 * (len(model.layers) - last_only)  # the last layer goes on with two rows
+    adds = [1 + (layer in dense) for layer in model.layers]
+    adding = sum(adds[:-1] if last_only else adds)  # the last layer goes on with two rows
     assert seen == [21] * adding + [9] * adding
 
 
@@ -333,6 +349,10 @@ def _no_temperature(runner: PagedRunner) -> None:
         layer.scoring = replace(layer.scoring, scale=24**-0.5)
 
 
+def _no_correction(runner: PagedRunner) -> None:
+    runner.model.layers[1].mlp.router.correction.zero_()
+
+
 def _no_latent_norm(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
         layer.attention.kv_norm.weight.fill_(1.0)
@@ -361,6 +381,7 @@ def _untied(runner: PagedRunner) -> None:
         ("deepseek_v3", "default", "gqa", _other_pairs),
         ("deepseek_v3", "yarn of all", "gqa", _no_temperature),
         ("deepseek_v3", "default", "gqa", _no_latent_norm),
+        ("deepseek_v3", "default", "wide values", _no_correction),
     ],
 )
 def test_mutations_are_noticed(

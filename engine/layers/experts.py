@@ -1,0 +1,210 @@
+"""The experts of a mixture: many small gated MLPs, of which each token goes through a few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.moe import ExpertWeights, experts
+from ..layer_spec import MoESpec
+from ..quant.codes import Codes, decoded
+from ..quant.experts import QuantizedExperts
+from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
+from .staging import copy_weight
+from .weights import Placement, keep_at_hand
+
+PARTS = ("gate", "up", "down")
+STACKED = "stacked"  # the part of a file that has all experts in one tensor
+
+
+class ExpertsMethod(Protocol):
+    """How the experts' matrices are kept, and multiplied by: an nn.Module."""
+
+    def take(self, expert: int, part: str, matrix: Tensor | Codes) -> None:
+        """This rank's share of one matrix [N, K]; each comes once, from any thread."""
+        ...
+
+    def finish(self) -> None: ...
+
+    def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: tuple[Tensor | None, Tensor | None]) -> Tensor:
+        """As kernels.moe.experts; biases [E, 2I] and [E, H]."""
+        ...
+
+
+class Experts(nn.Module):
+    """Σ_k w_k · expert_k(x), every expert divided over the ranks like an MLP: gate and up by rows, down by columns."""
+
+    method: ExpertsMethod
+
+    def __init__(self, spec: MoESpec, hidden: int, place: Placement) -> None:
+        super().__init__()
+        self.spec, self.hidden, self.place = spec, hidden, place
+        self.num_experts = spec.routing.num_experts
+        self.span = place.span(spec.inner)  # (first, number) of each expert's gates that this rank has
+        self.formats: dict[str, Format] = {}
+        self.biases: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def weight_map(self, prefix: str) -> dict[str, tuple[Experts, str]]:
+        if self.spec.stored:
+            return {prefix: (self, STACKED)}
+        return {
+            f"{prefix}.{expert}.{part}_proj": (self, f"{expert}.{part}")
+            for expert in range(self.num_experts)
+            for part in PARTS
+        }
+
+    def choose(self, formats: Mapping[str, Format]) -> None:
+        self.formats = dict(formats)
+
+    def expected(self, part: str) -> dict[str, Stored]:
+        format = self.formats.get(part)
+        if part == STACKED:
+            return self._expected_stacked()
+        rows, columns = self._shape(part.partition(".")[2])
+        found = {"weight": Stored((rows, columns), FLOATS)} if format is None else format.expected(rows, columns)
+        return found | {"bias": Stored((rows,), FLOATS)} if self.spec.bias else found
+
+    def create(self) -> None:
+        inner, place = self.span[1], self.place
+        if self.spec.bias:
+            biases = place.empty(self.num_experts, 2 * inner), place.empty(self.num_experts, self.hidden)
+            self.gate_up_bias, self.down_bias = self.biases = biases
+        if self.formats and place.device.type == "cpu":
+            self.method = QuantizedExperts(self.num_experts, place, self._limit)
+        else:  # there is no product with codes on a GPU yet
+            self.method = UnquantizedExperts(self.num_experts, self.hidden, inner, place, self._limit)
+
+    def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        if part == STACKED:
+            self._load_stacked(tensors)
+            return
+        number, _, name = part.partition(".")
+        expert, format = int(number), self.formats.get(part)
+        if format is None:
+            self._take(expert, name, tensors["weight"])
+        else:
+            self._take(expert, name, decoded(format, tensors, *self._shape(name), self.place.device))
+        if self.spec.bias:
+            self._take_bias(expert, name, tensors["bias"])
+
+    def finish(self) -> None:
+        self.method.finish()
+        keep_at_hand(self)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        for expert in range(self.num_experts):
+            for name in PARTS:
+                shape = self._shape(name)
+                format = self.formats.get(f"{expert}.{name}") or self.formats.get(STACKED)
+                if format is None:
+                    matrix = self.place.empty(*shape).data
+                    self._take(expert, name, matrix.normal_(0.0, DUMMY_STD, generator=generator))
+                else:
+                    self._take(expert, name, format.dummy(*shape, generator))
+        for bias in self.biases:
+            if bias is not None:
+                bias.normal_(0.0, DUMMY_STD, generator=generator)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, hidden], ids int32 and weights fp32 [T, k] → [T, hidden], this rank's summand."""
+        return self.method.mix(x, ids, weights, self.biases)
+
+    @property
+    def _limit(self) -> float:
+        return self.spec.limit if self.spec.activation == "clamped" else 0.0
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        """[N, K] of the whole matrix."""
+        return (self.hidden, self.spec.inner) if name == "down" else (self.spec.inner, self.hidden)
+
+    def _take(self, expert: int, name: str, whole: Tensor | Codes) -> None:
+        start, size = self.span
+        if isinstance(whole, Tensor):
+            share: Tensor | Codes = whole.narrow(1 if name == "down" else 0, start, size)
+        elif name != "down":
+            share = whole.rows(start, size)
+        else:
+            share = whole if size == whole.shape[1] else whole.ordered().columns(start, size)
+        self.method.take(expert, name, share)
+
+    def _take_bias(self, expert: int, name: str, whole: Tensor) -> None:
+        gate_up, down = self.biases
+        assert gate_up is not None and down is not None
+        start, size = self.span
+        if name != "down":
+            gate_up[expert].narrow(0, size if name == "up" else 0, size).copy_(whole.narrow(0, start, size))
+        elif self.place.tp_rank == 0:
+            down[expert].copy_(whole)
+        else:
+            down[expert].zero_()  # the ranks' results are summed: only the first adds the bias
+
+    def _expected_stacked(self) -> dict[str, Stored]:
+        size, (first, second) = self.num_experts, self.spec.stacked_names
+        shapes = {first: (2 * self.spec.inner, self.hidden), second: (self.hidden, self.spec.inner)}
+        found = {}
+        for name, (rows, columns) in shapes.items():
+            shape = (rows, columns) if self.spec.stored == "stacked" else (columns, rows)
+            found[name] = Stored((size, *shape), FLOATS)
+            if self.spec.bias:
+                found[f"{name}_bias"] = Stored((size, rows), FLOATS)
+        return found
+
+    def _load_stacked(self, tensors: Mapping[str, Tensor]) -> None:
+        first, second = self.spec.stacked_names
+        format = self.formats.get(STACKED)
+        for expert in range(self.num_experts):
+            gate_up, down = (tensors[name][expert] for name in (first, second))
+            if self.spec.stored == "transposed":
+                gate_up, down = gate_up.t(), down.t()
+            for name, matrix in (*self._halves(gate_up), ("down", down)):
+                if format is None:
+                    self._take(expert, name, matrix)
+                else:
+                    self._take(expert, name, decoded(format, {"weight": matrix}, *self._shape(name), self.place.device))
+            if self.spec.bias:
+                biases = *self._halves(tensors[f"{first}_bias"][expert]), ("down", tensors[f"{second}_bias"][expert])
+                for name, bias in biases:
+                    self._take_bias(expert, name, bias)
+
+    def _halves(self, both: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Rows of gate and up of one tensor."""
+        gate, up = (both[::2], both[1::2]) if self.spec.interleaved else both.chunk(2)
+        yield "gate", gate
+        yield "up", up
+
+
+class UnquantizedExperts(nn.Module):
+    """The matrices as numbers in the activations' dtype, gate and up of an expert one matrix."""
+
+    def __init__(self, num_experts: int, hidden: int, inner: int, place: Placement, limit: float) -> None:
+        super().__init__()
+        self.inner, self.limit, self.dtype = inner, limit, place.dtype
+        self.gate_up = _empty(place, num_experts, 2 * inner, hidden)
+        self.down = _empty(place, num_experts, hidden, inner)
+
+    def take(self, expert: int, part: str, matrix: Tensor | Codes) -> None:
+        if isinstance(matrix, Codes):
+            matrix = matrix.numbers(self.dtype)
+        if part == "down":
+            target = self.down[expert]
+        else:
+            target = self.gate_up[expert].narrow(0, self.inner if part == "up" else 0, self.inner)
+        copy_weight(target, matrix)
+
+    def finish(self) -> None:
+        keep_at_hand(self)
+
+    def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: tuple[Tensor | None, Tensor | None]) -> Tensor:
+        return experts(x, ids, weights, ExpertWeights(self.gate_up, self.down, *biases), self.limit)
+
+
+def _empty(place: Placement, num_experts: int, rows: int, columns: int) -> nn.Parameter:
+    """[E, N, K]; on the CPU stored column by column, where a product with one row streams through the matrix."""
+    if place.device.type != "cpu":
+        return place.empty(num_experts, rows, columns)
+    weight = place.empty(num_experts, columns, rows)
+    weight.data = weight.data.transpose(1, 2)
+    return weight

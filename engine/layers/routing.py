@@ -1,0 +1,90 @@
+"""The router of a mixture: one small product, whose result says which experts a token goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...kernels.moe_route import Routing, route
+from ..layer_spec import RoutingSpec
+from ..quant.codes import decoded
+from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
+from .weights import Placement, frozen, keep_at_hand
+
+CORRECTION = "e_score_correction_bias"
+
+
+class Router(nn.Module):
+    """x [T, hidden] → experts int32 [T, k] and weights fp32 [T, k]. Every rank holds and computes all of it.
+
+    Logits are fp32 sums, never rounded: near ties would send tokens to other experts. The correction is fp32 in every
+    model: of 256 experts, many differ by less than bf16 can say.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    correction: nn.Parameter | None
+
+    def __init__(self, spec: RoutingSpec, hidden: int, place: Placement) -> None:
+        super().__init__()
+        self.spec, self.hidden, self.place = spec, hidden, place
+        self.dtype = torch.float32 if spec.fp32 or place.device.type == "cpu" else place.dtype
+        self.how = Routing(
+            spec.top_k, spec.score, spec.num_groups, spec.kept_groups, spec.group_score, spec.softmax_chosen,
+            spec.renormalize, spec.epsilon, spec.factor,
+        )  # fmt: skip
+
+    def choose(self, formats: Mapping[str, Format]) -> None:
+        self._format = formats.get("")
+
+    def expected(self, part: str) -> dict[str, Stored]:
+        size = self.spec.num_experts
+        found = {"weight": Stored((size, self.hidden), FLOATS)}
+        if self._format is not None:
+            found = dict(self._format.expected(size, self.hidden))
+        if self.spec.bias:
+            found["bias"] = Stored((size,), FLOATS)
+        if self.spec.correction:
+            found[CORRECTION] = Stored((size,), FLOATS)
+        return found
+
+    def create(self) -> None:
+        size, device = self.spec.num_experts, self.place.device
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+            return frozen(torch.empty(shape, dtype=dtype, device=device))
+
+        self.weight = empty(size, self.hidden, dtype=self.dtype)
+        self.bias = empty(size) if self.spec.bias else None
+        self.correction = empty(size) if self.spec.correction else None
+
+    def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        if self._format is None:
+            self.weight.copy_(tensors["weight"])
+        else:
+            codes = decoded(self._format, tensors, self.spec.num_experts, self.hidden, self.place.device)
+            self.weight.copy_(codes.dequantize())
+        if self.bias is not None:
+            self.bias.copy_(tensors["bias"])
+        if self.correction is not None:
+            self.correction.copy_(tensors[CORRECTION])
+
+    def finish(self) -> None:
+        keep_at_hand(self)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.weight.normal_(0.0, DUMMY_STD, generator=generator)
+        for vector in (self.bias, self.correction):
+            if vector is not None:
+                vector.normal_(0.0, DUMMY_STD, generator=generator)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.weight.dtype == torch.float32:
+            logits = functional.linear(x.float(), self.weight, self.bias)
+        else:
+            logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+            logits = logits if self.bias is None else logits.add_(self.bias)
+        return route(logits, self.how, self.correction)

@@ -1,0 +1,66 @@
+"""A mixture of experts in the place of a layer's MLP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..layer_spec import LayerSpec, MLPSpec, MoESpec
+from ..layers.experts import Experts
+from ..layers.linear import Linear
+from ..layers.routing import Router
+from ..layers.weights import Placement, WeightMap
+from ..model_config import ModelConfig
+from .mlp import MLP
+
+
+class Mixture(nn.Module):
+    """Σ_k w_k · expert_k(x) of the experts that the router chooses, and a shared one for all tokens."""
+
+    def __init__(self, spec: MoESpec, hidden: int, place: Placement) -> None:
+        super().__init__()
+        self.router = Router(spec.routing, hidden, place)
+        self.experts = Experts(spec, hidden, place)
+        self.shared = MLP(MLPSpec(spec.shared_inner), hidden, place) if spec.shared_inner else None
+        self.shared_gate = Linear(hidden, {"out": 1}, place=place) if spec.shared_gate else None
+
+    def weight_map(self, prefix: str) -> WeightMap:
+        found: WeightMap = {f"{prefix}.router": (self.router, ""), **self.experts.weight_map(f"{prefix}.experts")}
+        if self.shared is not None:
+            found |= self.shared.weight_map(f"{prefix}.shared_expert")
+        if self.shared_gate is not None:
+            found[f"{prefix}.shared_expert_gate"] = (self.shared_gate, "out")
+        return found
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """→ what is to be added to residual."""
+        total: Tensor = self.experts(x, *self.router(x))
+        if self.shared is not None:
+            beside = self.shared(x, None)
+            total += beside if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * beside
+        return total
+
+
+def with_stored_experts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    """The same with experts as the checkpoint has them, whose tensors' names and shapes are given: a tensor an expert,
+    or one of all, in either direction. Libraries have changed their minds about it."""
+    single = any(re.search(r"\.experts\.\d+\.", name) for name in shapes)
+
+    def as_stored(spec: MoESpec) -> MoESpec:
+        if single:
+            return replace(spec, stored="")
+        found = next((shape for name, shape in shapes.items() if name.endswith(f".{spec.stacked_names[0]}")), ())
+        rows, columns = 2 * spec.inner, config.hidden_size
+        if found[1:] == (rows, columns) and not (rows == columns and spec.stored):
+            return replace(spec, stored="stacked")
+        return replace(spec, stored="transposed") if found[1:] == (columns, rows) else spec
+
+    def layer_as_stored(layer: LayerSpec) -> LayerSpec:
+        return replace(layer, mlp=as_stored(layer.mlp)) if isinstance(layer.mlp, MoESpec) else layer
+
+    known = {layer: layer_as_stored(layer) for layer in set(config.layers)}  # of many layers, few differ
+    return replace(config, layers=tuple(known[layer] for layer in config.layers))

@@ -1,0 +1,60 @@
+"""Experts whose matrices keep the codes that the checkpoint has, multiplied on the CPU."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.moe import gated, sum_of_experts
+from ..layers.weights import Placement
+from .codes import Codes, joined
+from .matrix import FloatMatrix, make_matrix
+
+
+class QuantizedExperts(nn.Module):
+    """Two products an expert: gate and up are one matrix where they are stored alike, as in Quantized."""
+
+    def __init__(self, num_experts: int, place: Placement, limit: float) -> None:
+        super().__init__()
+        self.place, self.limit = place, limit
+        self.gate_up = nn.ModuleList(nn.ModuleList() for _ in range(num_experts))
+        self.down = nn.ModuleList(nn.ModuleList() for _ in range(num_experts))
+        self._halves: dict[int, dict[str, Tensor | Codes]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, expert: int, part: str, matrix: Tensor | Codes) -> None:
+        """Whoever brings the second half of gate and up makes their matrix."""
+        if isinstance(matrix, Tensor):
+            matrix = matrix.to(self.place.device, self.place.dtype)
+        if part == "down":
+            self._make(self.down, expert, [matrix])
+            return
+        with self._lock:
+            halves = self._halves.setdefault(expert, {})
+            halves[part] = matrix
+            if len(halves) < 2:
+                return
+            del self._halves[expert]
+        self._make(self.gate_up, expert, [halves["gate"], halves["up"]])
+
+    def finish(self) -> None:
+        both = zip(self.gate_up.children(), self.down.children(), strict=True)
+        self._products = [(tuple(first.children()), tuple(second.children())) for first, second in both]
+
+    def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: tuple[Tensor | None, Tensor | None]) -> Tensor:
+        def product(matrices: tuple[nn.Module, ...], rows: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+            results = [matrix(rows, rows.dtype) for matrix in matrices]
+            y: Tensor = results[0] if len(results) == 1 else torch.cat(results, dim=1)
+            return y if bias is None else y.add_(bias[expert])
+
+        def mlp(expert: int, rows: Tensor) -> Tensor:
+            first, second = self._products[expert]
+            return product(second, gated(product(first, rows, biases[0], expert), self.limit), biases[1], expert)
+
+        return sum_of_experts(x, ids, weights, mlp)
+
+    def _make(self, matrices: nn.ModuleList, expert: int, parts: list[Tensor | Codes]) -> None:
+        made = (make_matrix(part) if isinstance(part, Codes) else FloatMatrix(part) for part in joined(parts))
+        matrices[expert] = nn.ModuleList(made)

@@ -1,0 +1,75 @@
+"""The MLPs of a mixture of experts: each token goes through the few that were chosen for it (route in moe_route.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class ExpertWeights(NamedTuple):
+    """All experts of a layer. I: inner width, H: hidden width; the last dimensions may have any strides on a CPU."""
+
+    gate_up: torch.Tensor  # [E, 2I, H]: rows of gate, then those of up
+    down: torch.Tensor  # [E, H, I]
+    gate_up_bias: torch.Tensor | None = None  # [E, 2I]
+    down_bias: torch.Tensor | None = None  # [E, H]
+
+
+def experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, matrices: ExpertWeights, limit: float = 0.0
+) -> torch.Tensor:
+    """Σ_k weights[t, k] · down_e(act(gate_e x_t) · up_e x_t) with e = ids[t, k], for x [T, H] → [T, H] in x's dtype.
+
+    ids int32 [T, k], those of a token all different; weights fp32 [T, k]. Sums are made in fp32, in an order that is
+    always the same. limit 0: act is silu; else gpt-oss's activation, clamped there (`gated`).
+    """
+    return experts_torch(x, ids, weights, matrices, limit)
+
+
+def experts_torch(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, matrices: ExpertWeights, limit: float = 0.0
+) -> torch.Tensor:
+    gate_up, down, gate_up_bias, down_bias = matrices
+
+    def apply(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        inner = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        return F.linear(gated(inner, limit), down[expert], None if down_bias is None else down_bias[expert])
+
+    return sum_of_experts(x, ids, weights, apply)
+
+
+def gated(x: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
+    """x [T, 2I] = cat(gate, up) → [T, I] in its dtype, computed in fp32: silu(gate) · up; with a limit gpt-oss's
+    g · σ(1.702 g) · (u + 1), where g = min(gate, limit) and u = clamp(up, ±limit)."""
+    gate, up = x.float().chunk(2, dim=-1)
+    if limit:
+        gate = gate.clamp(max=limit)
+        product = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-limit, limit) + 1)
+    else:
+        product = F.silu(gate) * up
+    return product.to(x.dtype)
+
+
+def sum_of_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, apply: Callable[[int, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """As `experts`, on the CPU, where `apply` is one expert's MLP: (expert, rows [n, H]) → [n, H].
+
+    Only experts that were chosen are touched, and added in their order: whatever company a token has.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if len(x) == 1:
+        for expert, weight in sorted(zip(ids[0].tolist(), weights[0].tolist(), strict=True)):
+            total.add_(apply(expert, x), alpha=weight)
+        return total.to(x.dtype)
+    pairs = ids.flatten().argsort(stable=True)  # (token, place among its k) as one number, by expert
+    tokens, shares = pairs // ids.shape[1], weights.flatten()[pairs, None]
+    ends = torch.bincount(ids.flatten(), minlength=1).cumsum(0).tolist()
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if start < end:
+            chosen = tokens[start:end]
+            total.index_add_(0, chosen, apply(expert, x[chosen]).float() * shares[start:end])
+    return total.to(x.dtype)
