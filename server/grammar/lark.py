@@ -102,8 +102,8 @@ class _Writer:
         before, after, rest = (grammar.get(name, "") for name in ("before", "after", "rest"))
         separator, required, texts = json.dumps(grammar["separator"]), grammar["required"], grammar.get("texts", ())
         if grammar.get("any"):
-            name, value = ({"type": "until", "value": end} for end in (grammar["sign"], after))
-            return f"({json.dumps(before)} {self._expression(name)} {self._expression(value)} {json.dumps(rest)})*"
+            key, text = (self._expression({"type": "until", "value": end}) for end in (grammar["sign"], after))
+            return f"({json.dumps(before)} {key} {text} {json.dumps(rest)})*"
         said = {}
         for name, schema in grammar["properties"].items():
             if name in texts:
@@ -125,8 +125,7 @@ class _Writer:
         if unknown := [name for name in rules if name in LLGUIDANCE - _OF_TEXTS]:
             raise SchemaError(f"the keyword {unknown[0]!r} is not supported for texts in this model's tool calls.")
         if options := rules.get("enum", [rules["const"]] if "const" in rules else []):
-            said = [json.dumps(option + end) for option in options if isinstance(option, str)]
-            return self._rule(" | ".join(said))
+            return self._rule(" | ".join(json.dumps(option + end) for option in options if isinstance(option, str)))
         if not rules.keys() & _OF_TEXTS - {"type"}:
             return self._expression({"type": "until", "value": end})
         shortest, longest = rules.get("minLength", 0), rules.get("maxLength", "")
