@@ -35,6 +35,9 @@ logger = logging.getLogger("vserve")
 LAST_BYTES = 2.0  # seconds that answers get to leave when nothing more is computed for them
 # Ctrl-C under make or a shell script arrives twice, from the terminal and from the parent: that is one signal.
 SAME_SIGNAL = 0.5
+# The compiler of grammars is loaded in the first moment without a request, or so long after the start without one.
+QUIET = 0.5  # seconds
+WITHOUT_QUIET = 30.0
 
 
 class Server(uvicorn.Server):
@@ -99,7 +102,9 @@ class Service:
                 seconds = time.monotonic() - self._started
                 chats = app.state.server.model.tokenizer.has_chat_template
                 self._reporter.ready(self.client.info, self.config, self.sock, seconds, chats)
+                warming = asyncio.create_task(self._warm())
                 await serving
+                warming.cancel()
         finally:
             for watchdog in watching:
                 watchdog.cancel()
@@ -166,6 +171,19 @@ class Service:
         engine = self.client.config
         model = load_text_model(engine.model, self.config, engine, lambda folder: check_described(folder, engine))
         return create_app(self.client, self.config, model, sources=self.sources)
+
+    async def _warm(self) -> None:
+        """Loads what the first structured output would wait for, without being in the way of the first answers."""
+        assert self.app is not None
+        if not self.config.warm_grammars:
+            return
+        deadline = time.monotonic() + WITHOUT_QUIET
+        quiet_since = time.monotonic()
+        while time.monotonic() < min(deadline, quiet_since + QUIET):
+            await asyncio.sleep(QUIET / 5)
+            if self._num_running:
+                quiet_since = time.monotonic()
+        await self.app.state.server.grammars.warm()
 
     # ---- end ----
 

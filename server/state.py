@@ -67,7 +67,7 @@ class ServerState:
 
     @cached_property
     def grammars(self) -> GrammarService:
-        """Made when the first request asks for structured output: until then none of it is loaded."""
+        """Made by the first request for structured output, or once the server is idle: the start does not load it."""
         from .grammar.service import GrammarService
 
         service = GrammarService(self.client, self.model, timeout=self.config.grammar_compile_timeout)

@@ -102,8 +102,8 @@ class _Writer:
         before, after, rest = (grammar.get(name, "") for name in ("before", "after", "rest"))
         separator, required, texts = json.dumps(grammar["separator"]), grammar["required"], grammar.get("texts", ())
         if grammar.get("any"):
-            word, text = (self._expression({"type": "until", "value": end}) for end in (grammar["sign"], after))
-            return f"({json.dumps(before)} {word} {text} {json.dumps(rest)})*"
+            key, text = (self._expression({"type": "until", "value": end}) for end in (grammar["sign"], after))
+            return f"({json.dumps(before)} {key} {text} {json.dumps(rest)})*"
         said = {}
         for name, schema in grammar["properties"].items():
             if name in texts:

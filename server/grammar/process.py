@@ -1,4 +1,4 @@
-"""The compiler of grammars as the API process sees it: started when first needed, started again when it dies."""
+"""The compiler of grammars as the API process sees it: started with its first job, started again when it dies."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CompilerProcess:
 
     async def _start(self) -> None:
         """Starts the process and tells it everything that waits."""
-        logger.info("starting the grammar compiler; the first structured outputs wait some seconds for it")
+        logger.info("starting the grammar compiler; structured outputs wait some seconds for it")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         # One thread: the process forks.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ from ..histogram import COMPILE, Histogram
 from ..text.tokenizer import TextModel
 from .constraint import Compiled, Constraint
 from .process import CompilerError, CompilerProcess
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Constraint", "GrammarService"]
 
@@ -165,19 +168,32 @@ class GrammarService:
         task.add_done_callback(lambda _: self._compiled(entry))
         return entry
 
-    async def _compile(self, constraint: Constraint) -> Compiled:
+    async def warm(self) -> None:
+        """Has the libraries loaded in the compiler and in the engine, before anybody waits for them."""
+        if (compiler := await self._started_compiler()) is not None:
+            with contextlib.suppress(CompilerError):  # who asks for a grammar hears of it
+                await compiler.compile(Constraint("json_object", "{}"))
+                logger.info("structured outputs no longer wait for the grammar compiler")
+
+    async def _started_compiler(self) -> CompilerProcess | None:
+        """None where no structured output can end."""
         if self._vocabulary is None:
             self._vocabulary = asyncio.create_task(
                 asyncio.to_thread(vocabulary, self._model, self._client.info.vocab_size)
             )
         words = await asyncio.shield(self._vocabulary)
         if not words.stop_token_ids:
-            return Compiled(0, error="this model has no end-of-text token, with which a structured output ends.")
+            return None
         if self._compiler is None:
             self._compiler = CompilerProcess(words, self._timeout)
             with contextlib.suppress(EngineDeadError):
                 self._tell_vocabulary(words)  # early: the engine loads the libraries meanwhile
-        return await self._compiler.compile(constraint)
+        return self._compiler
+
+    async def _compile(self, constraint: Constraint) -> Compiled:
+        if (compiler := await self._started_compiler()) is None:
+            return Compiled(0, error="this model has no end-of-text token, with which a structured output ends.")
+        return await compiler.compile(constraint)
 
     def _compiled(self, entry: _Entry) -> None:
         if entry.compiling.cancelled() or entry.compiling.exception() is not None:

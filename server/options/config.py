@@ -58,6 +58,10 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig):
         group="server",
         bounds=Bounds(0.1, 3600, unit="seconds"),
     )
+    warm_grammars: bool = option(
+        True, "load the compiler of grammars once the server is ready and idle, in a process of its own; off: when the "
+        "first structured output is asked for, which then waits some seconds", group="server",
+    )  # fmt: skip
     response_store_size: int = option(
         1024,
         "how many responses of /v1/responses, and how many stored chats, are kept for those who ask for them; 0: none",

@@ -97,6 +97,8 @@ def _message(raw: Any, where: str) -> dict[str, Any]:
     # An answer that called a tool or was refused has no text.
     spoken = content is not None or not (len(message) > 1 and role == "assistant")
     message["content"] = _content(content, role, f"{where}.content") if spoken else message.get("refusal", "")
+    if "reasoning" in message and not message["content"]:
+        message["thinking"] = message["reasoning"]  # gpt-oss's name, whose template accepts it beside no text
     return message
 
 

@@ -22,9 +22,10 @@ from ..options.config import ServerConfig
 from ..parsers.formats import Formats, choose
 from .conversation import with_ids
 from .defaults import read_defaults, read_described
-from .files import read_tokenizer, template_dict
+from .files import TokenizerFiles, read_tokenizer, template_dict
 from .gguf_tokenizer import read_gguf_tokenizer
 from .pooling import PoolingDefaults, read_pooling
+from .sentencepiece import read_sentencepiece
 from .spelled import MARK, Spellings, pieces, restored
 from .template import ChatTemplate, check_variables, read_template, request_template
 from .trial import is_panic, try_out
@@ -314,14 +315,7 @@ def _formats(tokenizer: Tokenizer, model_type: str | None, config: ServerConfig)
 def _load_tokenizer(source: str, folder: Path) -> Tokenizer:
     """`folder`: or a GGUF file."""
     if is_gguf(folder):
-        inside = read_gguf_tokenizer(read_gguf(folder))
-
-        def wrapped() -> Any:
-            from transformers import PreTrainedTokenizerFast  # slow to import
-
-            return PreTrainedTokenizerFast(tokenizer_object=inside.core, **inside.special_tokens)
-
-        return Tokenizer(inside.core, inside.special_tokens, inside.templates, wrapped)
+        return _put_together(read_gguf_tokenizer(read_gguf(folder)))
 
     def load_hf() -> Any:
         from transformers import AutoTokenizer  # slow to import
@@ -332,6 +326,8 @@ def _load_tokenizer(source: str, folder: Path) -> Tokenizer:
         files = read_tokenizer(folder)
         if files is not None:
             return Tokenizer(files.core, files.special_tokens, files.templates, load_hf)
+        if (files := read_sentencepiece(folder)) is not None:
+            return _put_together(files)
         if not any(file.name not in _SETTINGS for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
             raise FileNotFoundError(f"there is no tokenizer.json in {folder}: copy it there")
         logger.debug("the tokenizer of %s is left to transformers", source)
@@ -347,6 +343,17 @@ def _load_tokenizer(source: str, folder: Path) -> Tokenizer:
             "name a tokenizer that has one with --tokenizer"
         )
     return Tokenizer(core, dict(hf.special_tokens_map), template_dict(hf.chat_template), lambda: hf)
+
+
+def _put_together(files: TokenizerFiles) -> Tokenizer:
+    """Of what transformers cannot read by itself."""
+
+    def wrapped() -> Any:
+        from transformers import PreTrainedTokenizerFast  # slow to import
+
+        return PreTrainedTokenizerFast(tokenizer_object=files.core, **files.special_tokens)
+
+    return Tokenizer(files.core, files.special_tokens, files.templates, wrapped)
 
 
 def _folder(name: str, revision: str | None, cache: str | None) -> Path:

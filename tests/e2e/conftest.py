@@ -79,6 +79,9 @@ def gone(pid: int) -> bool:
         return True
 
 
+QUIET = {"VSERVE_WARM_GRAMMARS": "false"}  # five seconds of a core for each server that few of them need
+
+
 def launch(*arguments: str, port: int = 0, env: dict[str, str] | None = None, code: str | None = None) -> ServerProcess:
     """A server that has been started, no more; `url` is known where `port` is. `code`: a program in place
     of the command.
@@ -87,7 +90,7 @@ def launch(*arguments: str, port: int = 0, env: dict[str, str] | None = None, co
     command = [sys.executable, *program, *arguments, "--device", "cpu", "--cpu-threads", "1"]
     process = subprocess.Popen(
         [*command, "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, **(env or {})},
+        env={**QUIET, **os.environ, **(env or {})},
     )  # fmt: skip
     server = ServerProcess(process, f"http://127.0.0.1:{port}")
     server.reader = threading.Thread(target=lambda: server.stderr.extend(process.stderr or ()), daemon=True)

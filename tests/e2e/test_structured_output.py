@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -76,6 +78,29 @@ def test_the_demo_model_answers_in_the_shape_asked_for(demo: str) -> None:
         (choice,) = answer["choices"]
         assert choice["finish_reason"] == "stop"
         jsonschema.validate(json.loads(choice["message"]["content"]), CAPITAL)
+
+
+def test_the_first_structured_output_does_not_wait_for_the_compiler(
+    serve: Callable[..., Any], until: Callable[..., None], is_gone: Callable[[int], bool]
+) -> None:
+    with serve("--served-model-name", "demo", env={"VSERVE_WARM_GRAMMARS": "true"}) as server:
+        task = Path(f"/proc/{server.process.pid}/task/{server.process.pid}")
+
+        def seconds(**body: Any) -> float:
+            started = time.monotonic()
+            chat(server.url, max_tokens=4, temperature=0, **body)
+            return time.monotonic() - started
+
+        until(lambda: "structured outputs no longer wait" in "".join(server.stderr))
+        seconds()
+        plain = min(seconds() for _ in range(3))
+        first = seconds(response_format=json_schema(CAPITAL))
+        # Somebody else may have the cores: another schema is as new to the compiler.
+        again = seconds(response_format=json_schema(CAPITAL | {"title": "again"}))
+        assert min(first, again) <= plain + 0.5, (first, again, plain)
+        children = [int(pid) for pid in (task / "children").read_text().split()]
+        assert len(children) == 2  # the engine and the compiler
+    assert all(map(is_gone, children))
 
 
 def test_streamed_and_whole_are_the_same(demo: str) -> None:

@@ -534,6 +534,93 @@ def test_a_model_whose_markers_are_special_tokens(
     assert whole(client)["message"]["content"] == 'Well.search{"q": "x"}'  # as ever, where no tool is offered
 
 
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+HARMONY_TEMPLATE = (
+    "{% for m in messages %}{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    "{% endif %}{% for c in m.tool_calls or [] %}<|start|>assistant to=functions.{{ c.function.name }}"
+    "<|channel|>commentary json<|message|>{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
+    "{% if m.content %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_the_channels_of_gpt_oss(
+    engine: Any, model_folder: Path, tmp_path: Path, new_client: Any, grammars: Grammars, size: int
+) -> None:
+    model = model_with(model_folder, tmp_path, HARMONY_TEMPLATE, HARMONY, True)
+    assert model.formats.tools is not None and model.formats.reasoning is not None
+    assert (model.formats.tools.name, model.formats.reasoning.name) == ("openai", "openai_gptoss")
+    client = new_client(model=model)
+    client.app.state.server.grammars = grammars
+
+    def says(text: str) -> None:
+        ids = [*model.tokenizer.encode(text, False), 2]
+        engine.script = lambda request: [ids[at : at + size] for at in range(0, len(ids), size)]
+
+    says("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>It is 12.")
+    for said in (whole(client)["message"], put_together(events(client))[0]):
+        assert (said["reasoning"], said["content"]) == ("Hm.", "It is 12.")
+    assert engine.submitted[-1].sampling.thinking is None
+    usage = client.chat().json()["usage"]
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
+
+    says(
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.search "
+        '<|constrain|>json<|message|>{"q": "x"}'
+    )
+    for choice in (whole(client, tools=TOOLS), None):
+        said, reason = (
+            (choice["message"], choice["finish_reason"]) if choice else put_together(events(client, tools=TOOLS))
+        )
+        assert said["reasoning"] == "Hm." and said["content"] is None and reason == "tool_calls"
+        assert without_ids(said["tool_calls"]) == [{"name": "search", "arguments": '{"q": "x"}'}]
+    # The grammar of calls has the thoughts in it; another one begins with the text.
+    assert engine.submitted[-1].sampling.grammar == "key" and engine.submitted[-1].sampling.thinking is None
+    whole(client, response_format={"type": "json_object"})
+    final = tuple(model.tokenizer.encode("<|channel|>final<|message|>", False))
+    assert engine.submitted[-1].sampling.thinking == Thinking(-1, final, True, None)
+    answer = client.chat(tools=TOOLS, thinking_token_budget=5)
+    assert answer.status_code == 400 and "'thinking_token_budget' with 'tools'" in answer.json()["error"]["message"]
+
+    call = {"id": "a", "type": "function", "function": {"name": "search", "arguments": '{"q": "x"}'}}
+    history = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "12"},
+    ]
+    whole(client, messages=history, tools=TOOLS)
+    prompt = model.tokenizer.core.decode(engine.submitted[-1].token_ids, skip_special_tokens=False)
+    assert "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.search<|channel|>" in prompt
+
+
+def test_what_stands_around_an_answer_is_left_out_where_thinking_is_off(
+    engine: Any, model_folder: Path, tmp_path: Path, new_client: Any
+) -> None:
+    template = "{{ messages[0].content.split('<answer>')[0] }}<think>\n\n</think>\n"
+    model = model_with(model_folder, tmp_path, template, (), True)
+    assert model.formats.reasoning is not None and model.formats.reasoning.name == "hunyuan_a13b"
+    ids = [*model.tokenizer.encode("<answer>\nYes.\n</answer>", False), 2]
+    engine.script = lambda request: [[token] for token in ids]
+    assert whole(new_client(model=model))["message"]["content"] == "Yes."
+
+
+def test_calls_of_kimi_have_their_own_ids(
+    engine: Any, model_folder: Path, tmp_path: Path, new_client: Any, grammars: Grammars
+) -> None:
+    template = "{% for t in tools or [] %}<|tool_calls_section_begin|>{% endfor %}{{ messages[0].content }}"
+    model = model_with(model_folder, tmp_path, template, (), True)
+    client = new_client(model=model)
+    client.app.state.server.grammars = grammars
+    text = '<|tool_calls_section_begin|><|tool_call_begin|>functions.search:4<|tool_call_argument_begin|>{"q": "x"}'
+    ids = [*model.tokenizer.encode(text + "<|tool_call_end|><|tool_calls_section_end|>", False), 2]
+    engine.script = lambda request: [[token] for token in ids]
+    for said in (whole(client, tools=TOOLS)["message"], put_together(events(client, tools=TOOLS))[0]):
+        assert said["tool_calls"] == [
+            {"id": "functions.search:4", "type": "function", "function": {"name": "search", "arguments": '{"q": "x"}'}}
+        ]
+
+
 def test_ids_in_the_history_are_those_that_the_template_accepts(speaking_model: TextModel) -> None:
     tokenizer = speaking_model.tokenizer.with_template(
         "{{ messages[0].tool_calls[0].id }}/{{ messages[1].tool_call_id }}"
@@ -561,7 +648,9 @@ def test_options_name_the_formats(model_folder: Path, tmp_path: Path) -> None:
     assert formats(tool_call_parser="mistral", reasoning_parser="deepseek_r1") == ("mistral", "think")
     assert formats(tool_call_parser="none", reasoning_parser="none") == (None, None)
     assert formats(enable_auto_tool_choice=False, enable_reasoning=False) == (None, None)
-    with pytest.raises(ConfigError, match="--tool-call-parser is 'x': choose one of auto, none, hermes"):
+    with pytest.raises(
+        ConfigError, match="--tool-call-parser is 'x': choose one of auto, none, deepseek_v3, deepseek_v31"
+    ):
         formats(tool_call_parser="x")
 
 
