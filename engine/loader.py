@@ -112,6 +112,7 @@ def load_model(
             f"config.json describes {described:,} parameters, the weights have {stored:,} bytes: they are "
             "not of one model, download both again"
         )
+    config = _named_as_stored(config, headers)
     bare = "embed_tokens.weight" in headers  # saved without its head, as embedding models are
     prefix = "model." if bare else ""  # what the names lack at their beginning
     if bare and not config.tie_word_embeddings:
@@ -137,6 +138,15 @@ def load_model(
     if config.quantization is not None:
         _give_back()
     return model.requires_grad_(False).eval()
+
+
+def _named_as_stored(config: ModelConfig, headers: dict[str, TensorInfo]) -> ModelConfig:
+    """With those of the names that checkpoints of this architecture may have which this one has."""
+    for names in config.other_names:
+        other = dataclasses.replace(config, names=names)
+        if any(name.startswith(other.named("model.embed_tokens.")) for name in headers):
+            return other
+    return config
 
 
 def _give_back() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .layer_spec import FrameSpec, LayerSpec
 from .model_file import ModelError, is_gguf, read_config
-from .models.family import MAX_LAYERS, Family
+from .models.family import MAX_LAYERS, Family, Names
 from .models.registry import find_family
 from .overrides import overridden
 from .quant.scheme import make_scheme, read_quantization
@@ -39,8 +39,8 @@ class ModelConfig:
     dtype: torch.dtype  # of the checkpoint
     eos_token_ids: tuple[int, ...]
     frame: FrameSpec = field(default_factory=FrameSpec)
-    # Pieces of our names (llama's) → of the checkpoint's, each put into what those before it have made of a name.
-    names: tuple[tuple[str, str], ...] = ()
+    names: Names = ()  # of the checkpoint, where they are not llama's
+    other_names: tuple[Names, ...] = ()  # that checkpoints of the same architecture have, too
     ignored: tuple[str, ...] = ()  # beginnings of names in the checkpoint that nothing needs
     longest: int = 0  # tokens that a context may have at most, 0: as many as the positions allow
     quantization: Scheme | None = None  # how the checkpoint stores what it has quantised
@@ -104,6 +104,11 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
 
 def _parse(raw: dict[str, Any], dtype: Any) -> ModelConfig:
     family = find_family(raw)
+    inner = raw.get(family.nested) or {}
+    if not isinstance(inner, dict):
+        raise ModelError(f"config.json: {family.nested} is {inner!r:.60}, an object belongs there: correct the file")
+    # Options change the outer object: what it says counts.
+    raw = {**inner, **{key: value for key, value in raw.items() if value is not None or key not in inner}}
     if raw.get("is_causal") is False:
         raise ModelError("config.json: is_causal is false, only causal attention is supported: use another model")
     values = RawConfig(raw, family.defaults)
@@ -120,6 +125,7 @@ def _parse(raw: dict[str, Any], dtype: Any) -> ModelConfig:
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
         frame=family.frame(values),
         names=family.names,
+        other_names=family.other_names,
         ignored=(*family.ignored, *_drafting_layers(family, values)),
     )
 

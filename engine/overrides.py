@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # What is read of any config.json, here and by the server; families read more.
 _KEYS = frozenset((
     "architectures", "dtype", "is_causal", "model_type", "original_max_position_embeddings", "partial_rotary_factor",
-    "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype",
+    "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "text_config", "torch_dtype",
 ))  # fmt: skip
 _ROPE = ("rope_scaling", "rope_parameters")  # transformers before 5, and since
 

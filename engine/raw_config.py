@@ -37,6 +37,11 @@ class RawConfig:
         """A number above 0; null is the default. Raises ModelError."""
         return number(self.values, key, self._defaults[key])
 
+    def optional_number(self, key: str) -> float | None:
+        """A number above 0, or null. Raises ModelError."""
+        value = self.get(key)
+        return None if value is None else number({key: value}, key)
+
 
 def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """A number above 0 of some object in config.json. Raises ModelError, without a default also where it is missing."""

@@ -13,19 +13,46 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-MIXTURES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}  # → the key of how many experts there are
+DEEPSEEK = {  # of latent attention's sizes none is as large as another; a dense layer, then experts
+    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+# Keys of config.json beside those of all: what a family needs to be small, or would not show.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 4.0},
+    "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 24, "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": {},
+    "glm": {},
+    "glm4": {},
+    "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
+        "attention_multiplier": 0.15},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25, "sliding_window": 8, "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "seed_oss": {},
+    "exaone4": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
+    "mixtral": {"num_experts_per_tok": 3, "num_local_experts": 5},
+    "qwen3_moe": {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40},
+}  # fmt: skip
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-DEEPSEEK = {  # of latent attention's sizes none is as large as another; a dense layer, then experts
-    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, "n_routed_experts": 8,
-    "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
-}  # fmt: skip
 _TEXT = [
     "user assistant system the quick brown fox jumps over the lazy dog and then the other dog sleeps in the sun",
     "hello there, what is the answer to this question? the answer is that there are seven of them, not eleven",
@@ -73,15 +100,16 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         "eos_token_id": SPECIAL.index("<|im_end|>"),
         "pad_token_id": SPECIAL.index("<|endoftext|>"),
     }
-    if family == "mistral":
-        values["sliding_window"] = None
-    if family in MIXTURES:
-        values |= {"num_experts_per_tok": 3, MIXTURES[family]: 5}
-        if family != "mixtral":
-            values["moe_intermediate_size"] = 40
-    if family.startswith("deepseek"):
-        values |= DEEPSEEK
-    return AutoConfig.for_model(family, **(values | overrides))
+    if family == "gemma3":  # text beside pictures
+        text = {**values, **FAMILIES["gemma3_text"], **overrides}
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 14}  # fmt: skip
+        ends = {key: text.pop(key) for key in ("tie_word_embeddings", "eos_token_id", "pad_token_id", "bos_token_id")}
+        return AutoConfig.for_model(
+            family, text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299,
+            boi_token_index=298, eoi_token_index=297, **ends,
+        )  # fmt: skip
+    return AutoConfig.for_model(family, **(values | FAMILIES[family] | overrides))
 
 
 def tiny_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Path:

@@ -42,8 +42,9 @@ def halves_first(head_dim: int, rotary_dim: int) -> Tensor:
 
 def inverse_frequencies(rope: RopeConfig, dim: int, max_len: int) -> tuple[Tensor, float]:
     """Frequencies in radians a position, fp32 [dim / 2] on the CPU, and the factor on cosine and sine (yarn's
-    temperature). `max_len` fixes the base of the dynamic type: a key rotated once stays in the cache, so the
-    frequencies cannot follow the sequence's length as they do in transformers."""
+    temperature). `max_len` fixes the base of the dynamic type, and which factors longrope has (Ding et al.,
+    arXiv:2402.13753): a key rotated once stays in the cache, so the frequencies cannot follow the sequence's length as
+    they do in transformers."""
     base = rope.theta
     if rope.type == "dynamic":  # NTK-aware scaling, by reddit users bloc97 and emozilla
         length = max(max_len, rope.original_length)
@@ -53,6 +54,9 @@ def inverse_frequencies(rope: RopeConfig, dim: int, max_len: int) -> tuple[Tenso
         return 1.0 / powers / rope.factor, 1.0
     if rope.type == "llama3":
         return _llama3(rope, 1.0 / powers), 1.0
+    if rope.type == "longrope":
+        factors = rope.long_factor if max_len > rope.original_length else rope.short_factor
+        return 1.0 / (torch.tensor(factors, device="cpu") * powers), _longrope_magnitude(rope)
     if rope.type == "yarn":
         return _yarn(rope, powers, dim), _yarn_magnitude(rope)
     return 1.0 / powers, 1.0
@@ -95,3 +99,9 @@ def _yarn_magnitude(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
     return magnitude(1.0)
+
+
+def _longrope_magnitude(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_length)) if rope.factor > 1 else 1.0

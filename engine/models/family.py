@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..layer_spec import AttentionSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec
+from ..layer_spec import Activation, AttentionSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec
 from ..model_file import ModelError
 from ..raw_config import RawConfig
-from ..rope_config import read_rope
+from ..rope_config import RopeConfig, read_rope, rotated_share
 
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096  # of a layer
 MAX_CHOSEN = 64  # by a token
+SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}  # config.json's hidden_act → ours
+# Pieces of our names (llama's) → of a checkpoint's, each put into what those before it have made of a name.
+Names = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,11 @@ class Family:
     frame: Callable[[RawConfig], FrameSpec] = lambda raw: FrameSpec()
     norm_eps: str = "rms_norm_eps"  # its key
     # Of its checkpoints, where they differ from llama's: see ModelConfig.
-    names: tuple[tuple[str, str], ...] = ()
+    names: Names = ()
+    other_names: tuple[Names, ...] = ()
     ignored: tuple[str, ...] = ()
     drafts: str = ""  # the key of how many layers its checkpoints have behind the last one, which draft tokens
+    nested: str = ""  # the key of the object in config.json that describes the decoder
 
 
 def layer_count(raw: RawConfig) -> int:
@@ -44,8 +49,14 @@ def layer_count(raw: RawConfig) -> int:
     return layers
 
 
-def attention_spec(raw: RawConfig, *, bias: bool = False) -> AttentionSpec:
-    """Of all layers, as far as they are alike. bias: of q, k, v and the output."""
+def attention_spec(
+    raw: RawConfig, *, bias: bool = False, rope: RopeConfig | None = None, rotated: float | None = None
+) -> AttentionSpec:
+    """Of all layers, as far as they are alike.
+
+    bias: of q, k, v and the output. rope: None: as config.json has it for all layers. rotated: the part of a head that
+    is rotated where config.json does not say it; None: these models know no other than all.
+    """
     hidden, heads = raw.count("hidden_size"), raw.count("num_attention_heads")
     kv_heads = raw.optional_count("num_key_value_heads") or heads
     head_dim = raw.optional_count("head_dim") or hidden // heads
@@ -56,15 +67,69 @@ def attention_spec(raw: RawConfig, *, bias: bool = False) -> AttentionSpec:
         )
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim is {head_dim}, rotary embedding needs an even one: correct the file")
-    rope = read_rope(raw.values, raw.count("max_position_embeddings"), raw.default_theta)
-    return AttentionSpec(heads, kv_heads, head_dim, rope, qkv_bias=bias, output_bias=bias)
+    share = rotated_share(raw.values, rotated or 1.0)
+    if rotated is None and share != 1.0:
+        raise ModelError(
+            f"config.json: partial_rotary_factor is {share:g}, other than 1 is not supported for this architecture: "
+            "use another model"
+        )
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ModelError(
+            f"config.json: partial_rotary_factor {share:g} of a head of {head_dim} is {rotary_dim}, an even number up "
+            f"to {head_dim} is needed: correct the file"
+        )
+    rope = rope or read_rope(raw.values, raw.count("max_position_embeddings"), raw.default_theta)
+    for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+        if rope.type == "longrope" and len(factors) != rotary_dim // 2:
+            raise ModelError(
+                f"config.json: {name} has {len(factors)} entries, {rotary_dim // 2} pairs of elements are rotated: "
+                "correct the file"
+            )
+    return AttentionSpec(
+        heads, kv_heads, head_dim, rope, qkv_bias=bias, output_bias=bias,
+        rotated=0 if rotary_dim == head_dim else rotary_dim,
+    )  # fmt: skip
 
 
-def mlp_spec(raw: RawConfig, *, bias: bool = False) -> MLPSpec:
-    activation = raw.get("hidden_act") or "silu"
-    if activation not in ("silu", "swish"):
-        raise ModelError(f"config.json: hidden_act is {activation!r}, supported is silu: use another model")
-    return MLPSpec(raw.count("intermediate_size"), bias)
+def windows_of(raw: RawConfig, full_every: int) -> tuple[int, ...]:
+    """Of each layer, 0: none. Where layer_types does not say it, every full_every-th layer has none."""
+    window = raw.optional_count("sliding_window") or 0
+    return named_windows(raw, window) or tuple(
+        0 if (index + 1) % full_every == 0 else window for index in range(layer_count(raw))
+    )
+
+
+def named_windows(raw: RawConfig, window: int, keys: str = "sliding_window") -> tuple[int, ...] | None:
+    """Of each layer that layer_types names, 0: none; None: it is left out. keys: what makes `window` more than 0."""
+    layer_types, num_layers = raw.get("layer_types"), layer_count(raw)
+    if layer_types is None:
+        return None
+    if len(layer_types) != num_layers:
+        raise ModelError(
+            f"config.json: layer_types has {len(layer_types)} entries for {num_layers} layers: correct the file"
+        )
+    for name in layer_types:
+        if name not in ("full_attention", "sliding_attention"):
+            raise ModelError(
+                f"config.json: layer type {name!r} is not supported (full_attention, sliding_attention are): "
+                "use another model"
+            )
+    if "sliding_attention" in layer_types and not window:
+        raise ModelError(f"config.json: layer_types has sliding_attention but no window is on: set {keys}")
+    return tuple(window if name == "sliding_attention" else 0 for name in layer_types)
+
+
+def mlp_spec(
+    raw: RawConfig, key: str = "hidden_act", *, bias: bool = False, activations: Mapping[str, Activation] = SILU
+) -> MLPSpec:
+    """bias: of all products. activations: those that are run here, by their names in config.json."""
+    name = raw.get(key) or "silu"
+    if name not in activations:
+        known = [known for known in activations if known != "swish"]
+        verb = "is" if len(known) == 1 else "are"
+        raise ModelError(f"config.json: {key} is {name!r}, supported {verb} {', '.join(known)}: use another model")
+    return MLPSpec(raw.count("intermediate_size"), bias, activations[name])
 
 
 def expert_counts(raw: RawConfig, *keys: str) -> tuple[int, int]:

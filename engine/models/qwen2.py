@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..layer_spec import AttentionSpec, LayerSpec
-from ..model_file import ModelError
 from ..raw_config import RawConfig
 from . import llama
-from .family import Family, attention_spec, layer_count, mlp_spec
+from .family import Family, attention_spec, layer_count, mlp_spec, named_windows
 
 DEFAULTS: dict[str, Any] = {
     **llama.DEFAULTS,
@@ -41,26 +40,10 @@ def _windows(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     window = raw.optional_count("sliding_window") or 0
     if not raw.get("use_sliding_window"):
         window = 0
-    layer_types = raw.get("layer_types")
-    if layer_types is None:
-        first = raw.get("max_window_layers")
-        return tuple(window if index >= first else 0 for index in range(num_layers))
-    if len(layer_types) != num_layers:
-        raise ModelError(
-            f"config.json: layer_types has {len(layer_types)} entries for {num_layers} layers: correct the file"
-        )
-    for name in layer_types:
-        if name not in ("full_attention", "sliding_attention"):
-            raise ModelError(
-                f"config.json: layer type {name!r} is not supported (full_attention, sliding_attention are): "
-                "use another model"
-            )
-    if "sliding_attention" in layer_types and not window:
-        raise ModelError(
-            "config.json: layer_types has sliding_attention but no window is on: set use_sliding_window and "
-            "sliding_window"
-        )
-    return tuple(window if name == "sliding_attention" else 0 for name in layer_types)
+    first = raw.get("max_window_layers")
+    return named_windows(raw, window, "use_sliding_window and sliding_window") or tuple(
+        window if index >= first else 0 for index in range(num_layers)
+    )
 
 
 QWEN2 = Family("Qwen2ForCausalLM", "qwen2", DEFAULTS, layers)

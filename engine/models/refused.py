@@ -60,8 +60,9 @@ _BEGINNINGS = {
         ),
         _ENCODER_DECODER,
     ),
-    # They begin like others, and are decoders.
+    # They begin or end like others, and are decoders.
     "Ernie4_5": "",
+    "Gemma3ForConditionalGeneration": "",  # of which the decoder is served
     "ModernBertDecoder": "",
 }  # fmt: skip
 _ENDINGS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vserve.engine.layer_spec import KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
+from vserve.engine.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import choose_formats, count_parameters
 from vserve.engine.model_config import ModelConfig, ModelError, parse_model_config
@@ -26,6 +27,21 @@ FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "phi3": "Phi3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
 }
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 # As published: keys of config.json of well-known checkpoints that this file's rules are about.
@@ -66,7 +82,67 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 10000, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
             "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
         "torch_dtype": "bfloat16"},
+    "gemma-7b": {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "rope_theta": 10000.0,
+        "num_hidden_layers": 28, "eos_token_id": 1, "torch_dtype": "bfloat16"},
+    "gemma-2-9b": {"model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 4096,
+        "query_pre_attn_scalar": 256, "sliding_window_size": 4096, "cache_implementation": "hybrid"},
+    "gemma-2-27b": {"model_type": "gemma2", "hidden_size": 4608, "head_dim": 128, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "query_pre_attn_scalar": 144, "sliding_window": 4096, "num_hidden_layers": 46},
+    "gemma-3-1b": {"model_type": "gemma3_text", "hidden_size": 1152, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "intermediate_size": 6912, "sliding_window": 512, "sliding_window_pattern": 6, "rope_theta": 1000000,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "max_position_embeddings": 32768, "vocab_size": 262144,
+        "eos_token_id": [1, 106]},
+    "gemma-3-27b": {"model_type": "gemma3", "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "text_config":
+        {"model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
+         "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168,
+         "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}},
+    "Phi-3-mini-4k": {"model_type": "phi3", "sliding_window": 2047, "original_max_position_embeddings": 4096,
+        "num_key_value_heads": 32, "rope_scaling": None},
+    "Phi-3-mini-128k": {"model_type": "phi3", "max_position_embeddings": 131072, "sliding_window": 262144,
+        "original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope", "long_factor":
+            [1.5 + i for i in range(48)], "short_factor": [1.0 + i / 50 for i in range(48)]}},
+    "Phi-4-mini": {"model_type": "phi3", "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 200064,
+        "partial_rotary_factor": 0.75, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+        "tie_word_embeddings": True, "rope_scaling": {"type": "longrope", "long_factor":
+            [1.5 + i for i in range(48)], "short_factor": [1.0] * 48}},
+    "phi-4": {"model_type": "phi3", "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 10,
+        "max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "rope_theta": 250000,
+        "rope_scaling": None, "sliding_window": None, "num_hidden_layers": 40, "eos_token_id": 100265},
+    "glm-4-9b-chat-hf": {"model_type": "glm", "rope_theta": 10000.0, "num_key_value_heads": 4},
+    "GLM-4-32B-0414": {"model_type": "glm4", "hidden_size": 6144, "num_attention_heads": 48, "num_key_value_heads": 8,
+        "attention_bias": False, "partial_rotary_factor": 0.5, "max_position_embeddings": 32768,
+        "eos_token_id": [151329, 151336, 151338], "rms_norm_eps": 1e-5},
+    "granite-3.3-8b": {"model_type": "granite", "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22, "logits_scaling": 16.0, "num_key_value_heads": 8, "rope_theta": 10000000.0,
+        "rope_scaling": None, "tie_word_embeddings": True, "max_position_embeddings": 131072},
+    "c4ai-command-r-v01": {"model_type": "cohere", "logit_scale": 0.0625, "rope_theta": 8000000.0,
+        "max_position_embeddings": 8192, "model_max_length": 131072, "num_key_value_heads": 64},
+    "c4ai-command-r7b": {"model_type": "cohere2", "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128,
+        "num_key_value_heads": 8, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 50000,
+        "logit_scale": 0.25, "max_position_embeddings": 8192, "layer_switch": 4, "order_of_interleaved_layers":
+        "local_attn_first", "rotary_pct": 1.0, "use_embedding_sharing": True},
+    "OLMo-2-7B": {"model_type": "olmo2", "vocab_size": 100352, "rope_theta": 500000, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6, "num_key_value_heads": 32, "rope_scaling": None, "eos_token_id": 100257},
+    "Olmo-3-7B": {"model_type": "olmo3", "vocab_size": 100278, "rope_theta": 500000, "max_position_embeddings": 65536,
+        "sliding_window": 4096, "rms_norm_eps": 1e-6, "rope_scaling": {"attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+            "rope_type": "yarn"}},
+    "SmolLM3-3B": {"model_type": "smollm3", "rope_theta": 5000000.0, "max_position_embeddings": 65536,
+        "no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36, "use_sliding_window": False,
+        "sliding_window": None, "eos_token_id": 128012},
+    "Seed-OSS-36B": {"model_type": "seed_oss", "hidden_size": 5120, "rope_theta": 10000000.0, "rope_scaling":
+        {"rope_type": "default"}, "attention_out_bias": False, "attention_bias": True},
+    "EXAONE-4.0-32B": {"model_type": "exaone4", "hidden_size": 5120, "num_attention_heads": 40, "head_dim": 128,
+        "num_key_value_heads": 8, "num_hidden_layers": 64, "sliding_window": 4096, "sliding_window_pattern": "LLLG",
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16, "max_position_embeddings": 131072,
+        "rope_theta": 1000000, "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
+    "EXAONE-4.0-1.2B": {"model_type": "exaone4", "hidden_size": 2048, "sliding_window": None, "num_hidden_layers": 30,
+        "num_key_value_heads": 8, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 30},
 }  # fmt: skip
+# What their max_model_len is, where it is not max_position_embeddings.
+LONGEST = {"Qwen2.5-7B": 131072}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -109,7 +185,8 @@ def assert_latent_agrees(ours: LatentAttentionSpec, theirs: Any) -> None:
     assert ours.interleaved == getattr(theirs, "rope_interleave", True)
 
 
-def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
+def assert_agrees(ours: ModelConfig, whole: Any) -> None:
+    theirs = whole.get_text_config()
     assert ours.vocab_size == theirs.vocab_size
     assert ours.hidden_size == theirs.hidden_size
     assert len(ours.layers) == theirs.num_hidden_layers
@@ -122,25 +199,39 @@ def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
         assert layer.attention.num_kv_heads == theirs.num_key_value_heads
         dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         assert layer.attention.head_dim == dim
-    assert ours.norm_eps == theirs.rms_norm_eps
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.norm_eps == (getattr(theirs, "rms_norm_eps", None) or theirs.layer_norm_eps)
+    assert ours.tie_word_embeddings == whole.tie_word_embeddings
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    eos = theirs.eos_token_id
+    eos = getattr(whole, "eos_token_id", None) or theirs.eos_token_id
     assert ours.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
-    if theirs.dtype is not None:
-        assert ours.dtype == theirs.dtype
-    window = getattr(theirs, "sliding_window", None) or 0
+    if whole.dtype is not None:
+        assert ours.dtype == whole.dtype
+    window = (getattr(theirs, "sliding_window", None) or 0) if getattr(theirs, "use_sliding_window", True) else 0
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     windows = [layer.attention.window for layer in ours.layers]
     assert windows == [window if kind == "sliding_attention" else 0 for kind in types]
-    rope = theirs.rope_parameters
-    assert ours.layers[0].attention.rope.type == rope["rope_type"]
-    assert ours.layers[0].attention.rope.theta == rope["rope_theta"]
+    for layer, kind in zip(ours.layers, types, strict=True):
+        if layer.attention.rope is not None:
+            assert_rotated_alike(layer.attention, theirs.rope_parameters.get(kind, theirs.rope_parameters))
+    rotated = [layer.attention.rope is not None for layer in ours.layers]
+    if theirs.model_type in ("cohere2", "exaone4") and window:
+        assert rotated == [kind == "sliding_attention" for kind in types]
+    else:
+        assert rotated == [bool(there) for there in getattr(theirs, "no_rope_layers", [1] * len(rotated))]
+
+
+def assert_rotated_alike(attention: AttentionSpec | LatentAttentionSpec, theirs: dict[str, Any]) -> None:
+    rope = attention.rope
+    assert rope is not None and (rope.type, rope.theta) == (theirs["rope_type"], theirs["rope_theta"])
+    if isinstance(attention, AttentionSpec):
+        assert attention.rotary_dim == int(attention.head_dim * theirs.get("partial_rotary_factor", 1.0))
     for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim"):
-        if rope.get(name) is not None:
-            assert getattr(ours.layers[0].attention.rope, name) == rope[name], name
-    if "original_max_position_embeddings" in rope:
-        assert ours.layers[0].attention.rope.original_length == rope["original_max_position_embeddings"]
+        if theirs.get(name) is not None:
+            assert getattr(rope, name) == theirs[name], name
+    for name in ("short_factor", "long_factor"):
+        assert getattr(rope, name) == tuple(theirs.get(name, ())), name
+    if "original_max_position_embeddings" in theirs:
+        assert rope.original_length == theirs["original_max_position_embeddings"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,7 +243,18 @@ def test_defaults_of_missing_keys_are_transformers(tmp_path: Path, family: str) 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
     write(tmp_path, PUBLISHED[name])
-    assert_agrees(ModelConfig.from_folder(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    ours = ModelConfig.from_folder(tmp_path)
+    assert_agrees(ours, AutoConfig.from_pretrained(tmp_path))
+    assert ours.max_model_len == LONGEST.get(name, ours.max_position_embeddings)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_transformers_makes_of_them_reads_the_same(tmp_path: Path, name: str) -> None:
+    """Both dialects: as published, and as transformers writes it today."""
+    write(tmp_path, PUBLISHED[name])
+    old = ModelConfig.from_folder(tmp_path)
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert replace(ModelConfig.from_folder(tmp_path), dtype=old.dtype) == old
 
 
 def test_what_deepseek_v3_keeps_of_a_token() -> None:
@@ -187,7 +289,7 @@ def test_deepseek_configs_that_are_refused(family: str, keys: dict[str, Any], me
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "rope_scaling with type"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "glm4", "cohere2"])
 def test_rope_spellings(tmp_path: Path, family: str, spelling: str, rope: str) -> None:
     values = dict(ROPES[rope])
     raw: dict[str, Any] = {"model_type": family, "max_position_embeddings": 65536}
@@ -203,6 +305,13 @@ def test_rope_spellings(tmp_path: Path, family: str, spelling: str, rope: str) -
     assert config.layers[0].attention.rope.theta == 50000.0
     lengths = {"linear": 4 * 65536, "dynamic": 2 * 65536, "yarn": 4 * 32768, "yarn-tuned": 4 * 65536}
     assert config.max_model_len == lengths.get(rope, 65536)
+
+
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_names_that_longrope_had(tmp_path: Path, name: str) -> None:
+    raw = PUBLISHED["Phi-3-mini-128k"]
+    old = raw | {"rope_scaling": raw["rope_scaling"] | {"type": name}}
+    assert parse_model_config(old) == parse_model_config(raw)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -224,13 +333,15 @@ def test_qwen_windows(tmp_path: Path, family: str, keys: dict[str, Any]) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_biases_norms_and_parameter_count_match_transformers_model(family: str) -> None:
     for extra in ({}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24}):
-        raw = {"model_type": family, "vocab_size": 99, "intermediate_size": 40, **SMALL, **extra}
+        raw = {"model_type": family, "vocab_size": 99, "intermediate_size": 40, "pad_token_id": None, **SMALL, **extra}
         if family.startswith("deepseek"):
             raw |= {"num_key_value_heads": 4, "q_lora_rank": 24 if extra else None, "num_experts_per_tok": 4}
             raw |= {"mlp_bias": False, "first_k_dense_replace": 2, "num_mtp_layers": 0}
+        if family == "gemma3":
+            raw = {"model_type": family, "text_config": {**raw, "model_type": "gemma3_text"}}
         config = parse_model_config(raw)
         with torch.device("meta"):
-            theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+            theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw).get_text_config())
         names = [name for name, _ in theirs.named_parameters()]
         for layer in config.layers:
             attention = layer.attention
@@ -238,7 +349,7 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
             if isinstance(attention, LatentAttentionSpec):
                 assert attention.bias == any(name.endswith("kv_a_proj_with_mqa.bias") for name in names)
                 continue
-            assert attention.qkv_bias == any(name.endswith("q_proj.bias") for name in names)
+            assert attention.qkv_bias == any(name.endswith(("q_proj.bias", "qkv_proj.bias")) for name in names)
             assert attention.output_bias == any(name.endswith("o_proj.bias") for name in names)
             assert bool(attention.qk_norm) == any("q_norm" in name for name in names)
         corrections = [bias for name, bias in theirs.named_buffers() if name.endswith("correction_bias")]
@@ -247,7 +358,7 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         for holder in choose_formats(ours):
             holder.create()
         assert count_parameters(config) == sum(weight.numel() for weight in ours.parameters())
-        assert ours.kv_specs() == [attention.kv] * 3
+        assert ours.kv_specs() == [layer.attention.kv for layer in config.layers]
         if isinstance(attention, LatentAttentionSpec):
             assert attention.kv == KVSpec(1, 512 + 64, 512, shared=True)
         else:
@@ -289,12 +400,44 @@ def test_dtype_of_a_silent_config_is_that_of_the_weights(tmp_path: Path, tiny_mo
         ({"architectures": None, "model_type": None}, "architecture unnamed is not supported: serve one of Llama"),
         ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', supported is silu: use another model"),
         (
+            {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "silu"},
+            "supported are gelu_pytorch_tanh, gelu_new: use",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "xpos", "factor": 4}},
+            "config.json: rope type 'xpos', supported are default, linear, dynamic, yarn, llama3, longrope: use",
+        ),
+        (
             {"rope_scaling": {"rope_type": "longrope", "factor": 4}},
-            "config.json: rope type 'longrope', supported are default, linear, dynamic, yarn, llama3: use another",
+            "config.json: short_factor is None, a list of numbers belongs there: correct the file",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4, "short_factor": [1, 2], "long_factor": [1, 2]}},
+            "config.json: short_factor has 2 entries, 64 pairs of elements are rotated: correct the file",
         ),
         ({"rope_scaling": {"type": "linear"}}, "config.json: factor is None, a number above 0 belongs there: correct"),
         ({"rope_parameters": {"full_attention": {}}}, "rope parameters that differ by layer are not supported"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not supported: use another model"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, other than 1 is not supported for this"),
+        (
+            {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.51, "head_dim": 128},
+            "config.json: partial_rotary_factor 0.51 of a head of 128 is 65, an even number up to 128 is needed",
+        ),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 3},
+            "config.json: text_config is 3, an object belongs there: correct the file",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            "use_bidirectional_attention is true, only causal attention is supported: use another model",
+        ),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
+            "no_rope_layers has 1 entries for 36 layers: correct the file",
+        ),
+        (
+            {"architectures": ["GraniteForCausalLM"], "residual_multiplier": "x"},
+            "residual_multiplier is 'x', a number above 0 belongs there: correct the file",
+        ),
         (
             {"num_key_value_heads": 3},
             "num_attention_heads 32 is no multiple of num_key_value_heads 3: correct the file",
