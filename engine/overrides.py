@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .config import ConfigError, EngineConfig
 from .model_file import ModelError
 from .models.registry import FAMILIES
+from .rope_config import FULL, SLIDING
 
 if TYPE_CHECKING:
     from .model_config import ModelConfig
@@ -55,18 +56,31 @@ def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def _rope(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary parameters in one object; None where no change is of them."""
+    """The rotary parameters in one object; None where no change is of them.
+
+    Where they differ by layer, those of layers without a window change, unless the change names others.
+    """
     if not any(key in changes for key in (*_ROPE, "rope_theta")):
         return None
+    nested = raw.get("text_config") if "rope_parameters" not in raw and "rope_scaling" not in raw else None
+    raw = {**nested, **raw} if isinstance(nested, dict) else raw
     before = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    asked: Any = next((changes[key] for key in _ROPE if key in changes), {})
-    if asked is not None and not isinstance(asked, dict):
-        raise ConfigError(f"--hf-overrides has rotary parameters {asked!r:.60}: they are a JSON object")
-    kept = before if asked is not None and not {"rope_type", "type"} & asked.keys() else {}
-    rope = {**kept, **(asked or {})}
-    bases = (changes, asked or {}, before, raw)
+    if isinstance(inner := before.get(FULL), dict) and not {FULL, SLIDING} & _asked(changes).keys():
+        return {**before, FULL: _rope({"rope_parameters": inner}, changes)}
+    asked = _asked(changes)
+    removed = any(key in changes and changes[key] is None for key in _ROPE)
+    kept = before if not removed and not {"rope_type", "type"} & asked.keys() else {}
+    rope = {**kept, **asked}
+    bases = (changes, asked, before, raw)
     base = next((values["rope_theta"] for values in bases if values.get("rope_theta") is not None), None)
     return rope if base is None else rope | {"rope_theta": base}
+
+
+def _asked(changes: Mapping[str, Any]) -> dict[str, Any]:
+    asked = next((changes[key] for key in _ROPE if key in changes), None)
+    if asked is not None and not isinstance(asked, dict):
+        raise ConfigError(f"--hf-overrides has rotary parameters {asked!r:.60}: they are a JSON object")
+    return asked or {}
 
 
 def _merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

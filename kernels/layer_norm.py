@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .norm import rms_scale, row_layout, row_tile
+from .norm import add_scaled_torch, rms_scale, row_layout, row_tile
 from .pdl import pdl_options
 
 
@@ -56,7 +56,7 @@ def add_layer_norm_torch(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    residual.add_(x, alpha=scale)
+    add_scaled_torch(x, residual, scale)
     return layer_norm_torch(residual, weight, bias, eps), residual
 
 

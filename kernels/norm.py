@@ -44,8 +44,16 @@ def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch
 def add_rms_norm_torch(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    residual.add_(x, alpha=scale)
+    add_scaled_torch(x, residual, scale)
     return normalize(residual.float(), weight, eps).to(x.dtype), residual
+
+
+def add_scaled_torch(x: torch.Tensor, residual: torch.Tensor, scale: float) -> None:
+    """residual += scale · x, rounded once."""
+    if scale == 1.0:
+        residual.add_(x)
+    else:
+        residual.copy_(residual.float().add(x, alpha=scale))
 
 
 def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -89,18 +89,25 @@ def check_waiting(ptx: str, name: str, pdl: bool) -> None:
     assert "griddepcontrol" not in after
     assert not re.search(r"(ld|st)\.global", start), f"{name} reads or writes before it lets the next kernel start"
     assert not re.search(r"st\.global|\b(ret|exit);", start + before), f"{name} writes or exits before it has waited"
-    assert name == "_rms_norm_kernel" or "ld.global" not in before, f"{name} reads before it has waited"
+    assert name in ("_rms_norm_kernel", "_layer_norm_kernel") or "ld.global" not in before, (
+        f"{name} reads before it has waited"
+    )
 
 
 def launch_dependent_kernels() -> None:
     """What a decode step is made of, but for the products and attention (test_attention.py)."""
-    from vserve.kernels import activation, argmax, norm, rope_kv
+    from vserve.kernels import activation, argmax, layer_norm, norm, rope_kv
 
     for size in (896, 4096, 16384):
         norm.add_rms_norm_triton(bf16(3, size), bf16(3, size), bf16(size), 1e-6)
     norm.rms_norm_triton(bf16(3, 4096), bf16(4096), 1e-6)
     norm.rms_norm_triton(bf16(3, 6144).view(3, 48, 128)[:, :32], bf16(128), 1e-6)
     norm.rms_norm_triton(torch.zeros(3, 2880), torch.zeros(2880), 1e-6)
+    norm.add_rms_norm_triton(bf16(3, 4096), bf16(3, 4096), torch.zeros(4096), 1e-6, 0.22)
+
+    layer_norm.add_layer_norm_triton(bf16(3, 8192), bf16(3, 8192), bf16(8192), None, 1e-5)
+    layer_norm.layer_norm_triton(bf16(3, 4096), bf16(4096), bf16(4096), 1e-5)
+    layer_norm.layer_norm_triton(bf16(3, 6144).view(3, 48, 128)[:, :32], bf16(32, 128), None, 1e-5)
 
     activation.silu_mul_triton(bf16(3, 28672))
     activation.gelu_tanh_mul_triton(bf16(3, 28672))

@@ -83,6 +83,18 @@ def test_add_rms_norm(path: str, dtype: torch.dtype, shape: tuple[int, int], dev
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_added_can_be_scaled(path: str, dtype: torch.dtype, device: str, rng: torch.Generator) -> None:
+    x = torch.randn(7, 96, generator=rng).to(dtype).to(device)
+    residual = (torch.randn(7, 96, generator=rng) * 5).to(dtype).to(device)
+    weight = torch.randn(96, generator=rng).to(device)  # of norms that are stored less one: fp32 beside any dtype
+    total = (residual.double() + 0.22 * x.double()).to(dtype)
+    normed, result = function("add_rms_norm", path)(x, residual, weight, 1e-5, 0.22)
+    torch.testing.assert_close(result, total, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    close(normed, oracle(result, weight, 1e-5))
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_residual_of_another_dtype(path: str, device: str, rng: torch.Generator) -> None:
     x = torch.randn(4, 64, generator=rng).half().to(device)
     residual = torch.randn(4, 64, generator=rng).to(device)

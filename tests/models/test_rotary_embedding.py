@@ -61,6 +61,23 @@ def test_dynamic_base_follows_the_longest_context(max_len: int) -> None:
     assert magnitude == 1.0
 
 
+@pytest.mark.parametrize("extra", [{}, {"attention_factor": 1.3}, {"factor": 1.0}], ids=str)
+@pytest.mark.parametrize("max_len", [100, 4096, 4097, 131072])
+def test_longrope_is_fixed_by_the_longest_context(max_len: int, extra: dict[str, float]) -> None:
+    """What transformers has for a sequence of max_len tokens: 96 of 128 elements are rotated."""
+    factors = {"short_factor": [1.0 + i / 50 for i in range(48)], "long_factor": [1.5 + i for i in range(48)]}
+    raw = {
+        "model_type": "phi3", "num_attention_heads": 24, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "partial_rotary_factor": 0.75, "rope_scaling": {"type": "longrope", **factors, **extra},
+    }  # fmt: skip
+    attention = parse_model_config(raw).layers[0].attention
+    assert attention.rotary_dim == 96 and attention.rope is not None
+    expected, magnitude = ROPE_INIT_FUNCTIONS["longrope"](AutoConfig.for_model(**raw), torch.device("cpu"), max_len)
+    found, ours = inverse_frequencies(attention.rope, 96, max_len)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert ours == pytest.approx(magnitude)
+
+
 def test_layers_of_each_head_size_have_their_table() -> None:
     config = parse_model_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 9})
     layers = tuple(

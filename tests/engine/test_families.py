@@ -1,0 +1,41 @@
+"""Families whose layers differ from llama's in the real engine: transformers' tokens in company (fp32, CPU)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from vserve.engine.request import SamplingParams
+
+LENGTH = 10
+MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
+FAMILIES = ("gemma2", "gemma3", "phi3", "glm4", "granite", "cohere2", "olmo3", "smollm3")
+
+
+@pytest.fixture(params=FAMILIES)
+def engine_of_family(request, tiny_model, engine):
+    return type(engine)(tiny_model(request.param))
+
+
+def test_twelve_at_once_in_a_tiny_cache_are_transformers_tokens(engine_of_family) -> None:
+    """Prompts longer than the windows, in chunks, with preemptions; prompts are scored, too."""
+    prompts = [[random.randrange(5, 290) for _ in range(random.randint(3, 60))] for _ in range(12)]
+    sampling = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+    (answers,), stats = engine_of_family.run(
+        [(prompt, sampling) for prompt in prompts], max_num_batched_tokens=48, max_num_seqs=12, max_model_len=128,
+        num_gpu_blocks_override=16, block_size=8, enable_prefix_caching=False,
+    )  # fmt: skip
+    assert stats.num_preemptions > 0
+    oracle = AutoModelForCausalLM.from_pretrained(engine_of_family.folder, dtype=torch.float32).eval()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        whole = [*prompt, *answer.tokens]
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([whole])).logits[0].log_softmax(-1)
+        for row, token in zip(expected[len(prompt) - 1 : -1], answer.tokens, strict=True):
+            assert row[token] > row.max() - MARGIN
+        found = [*answer.prompt_logprobs, *answer.logprobs]
+        for row, token, scored in zip(expected[:-1], whole[1:], found, strict=True):
+            assert scored.logprob == pytest.approx(row[token].item(), abs=MARGIN)
