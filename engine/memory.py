@@ -64,7 +64,7 @@ class MemoryPlan:
             ("weights", gib(self.weights)),
             *((name, gib(size)) for name, size in beside if size),  # on the CPU: no graphs
             ("KV cache", f"{gib(self.cache)} = {blocks} = {self.num_tokens} tokens"),
-            *((("of layers", self._kept()),) if any(self.layout.windows) else ()),
+            *((("KV groups", self._kept()),) if any(self.layout.windows) else ()),
             ("in all", f"{gib(self.needed + self.cache)} of {gib(self.budget)}"),
             ("full-length requests", f"{self.num_tokens / self.max_model_len:.1f} of {self.max_model_len} tokens"),
         ]
@@ -73,12 +73,12 @@ class MemoryPlan:
     def _kept(self) -> str:
         groups = self.layout.groups
         kept = [
-            f"{sum(len(group.layers) for group in groups if group.window == window)} keep "
+            f"{sum(len(group.layers) for group in groups if group.window == window)} layers keep "
             + (f"the last {window} tokens" if window else "all tokens")
             for window in dict.fromkeys(self.layout.windows)
         ]
         blocks = self.layout.request_blocks(self.max_model_len)
-        return f"{', '.join(kept)}: a request of full length takes {blocks} blocks"
+        return f"{', '.join(kept)}; tokens are those of full-length requests, {blocks} blocks each"
 
 
 def weight_bytes(model: Model) -> int:

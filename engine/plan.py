@@ -19,7 +19,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockWrite(msgspec.Struct, frozen=True, array_like=True):
-    """Block ids appended to a row's table from entry `start` on."""
+    """Block ids appended to a row's table from entry `start` on; entries before the first of a row are never read."""
 
     row: int
     start: int

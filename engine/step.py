@@ -60,8 +60,9 @@ class Step:
         ]
         new_blocks: list[list[BlockWrite]] = [[] for _ in range(kv.num_groups)]
         for request, count in self.appended.items():
-            for writes, blocks in zip(new_blocks, kv.tables[request.id].groups, strict=True):
-                start = len(blocks) - count
+            table = kv.tables[request.id]
+            for writes, blocks, left in zip(new_blocks, table.groups, table.left, strict=True):
+                start = max(len(blocks) - count, left)  # of a hit, what a window does not see is not worth sending
                 writes.append(BlockWrite(row_of(request), start, blocks[start:]))
         rows: list = []  # of int, every scheduled request has a row; the type checker is not worth a call each
         num_tokens, num_computed, sampled = [], [], []

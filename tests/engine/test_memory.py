@@ -142,3 +142,42 @@ def test_the_plan_on_the_cpu_counts_rows_and_steps(tiny_model) -> None:
     assert rows <= memory["other"] <= rows * 1.05
     logits = 5000 * worker.runner.model.config.vocab_size * 4
     assert logits < memory["activations"] < 10 * logits
+
+
+WINDOWS = {
+    "use_sliding_window": True, "sliding_window": 20, "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+
+
+def test_windows_make_room_for_longer_contexts(tiny_model, caplog) -> None:
+    """Of the same bytes; and what is told is what was counted."""
+    caplog.set_level("INFO", "vserve.engine.worker")
+    options = {"kv_cache_memory_bytes": 400_000, "max_num_batched_tokens": 32}
+    token = 2 * 2 * 16 * 4  # bytes of a layer
+    every = on_cpu(tiny_model("qwen3", num_hidden_layers=6), **options)
+    assert every.info.max_model_len == every.info.num_kv_tokens == (400_000 // (16 * 6 * token) - 1) * 16 == 240
+    worker = on_cpu(tiny_model("qwen3", **WINDOWS), **options)
+    info, layout = worker.info, worker.runner.layout
+    assert worker.scheduler_config.windows == layout.windows == (0, 20, 20)
+    assert info.memory["kv_cache"] == (info.num_blocks + 1) * 16 * 2 * token <= 400_000
+    assert info.max_model_len == 512, "all of it, in the bytes that held less than half"
+    # 32 blocks of the full layers, and of each group with windows the 19 tokens before a token and that token: 3
+    assert info.num_kv_tokens == info.num_blocks * 512 // 38
+    assert "2 layers keep all tokens, 4 layers keep the last 20 tokens; " in caplog.text
+    assert f"{info.num_blocks} blocks of 16 = {info.num_kv_tokens} tokens" in caplog.text
+    caches = {layer.cache.keys.data_ptr() for layer in worker.runner.model.attention_layers()}
+    assert len(caches) == 2, "three layers share each"
+    assert [layer.group for layer in worker.runner.model.attention_layers()] == [1, 1, 0, 2, 2, 0]
+
+
+def test_what_windows_need_while_a_prompt_is_read_is_counted(tiny_model) -> None:
+    """A step's tokens are kept beside the window: with larger steps the same cache holds shorter requests."""
+    folder, longest = tiny_model("qwen3", **WINDOWS), []
+    for tokens in (32, 256):
+        longest.append(on_cpu(folder, num_gpu_blocks_override=30, max_num_batched_tokens=tokens).info.max_model_len)
+    assert longest == [(30 - 2 * 5) * 16, 30 // 3 * 16]
+    with pytest.raises(ConfigError, match="--max-model-len 200 does not fit: the KV cache holds 160 tokens"):
+        on_cpu(folder, num_gpu_blocks_override=30, max_num_batched_tokens=256, max_model_len=200)
+    served = on_cpu(tiny_model("mistral", sliding_window=20), num_gpu_blocks_override=30, max_num_batched_tokens=64)
+    assert served.info.max_model_len == 512 and served.info.num_kv_tokens > 30 * 16

@@ -160,3 +160,19 @@ def test_prompts_that_no_step_holds_are_said(model: ModelConfig) -> None:
     assert not asked.fitted(plan(max_model_len=2000)).notices
     (notice,) = asked.fitted(plan(max_model_len=2001)).notices
     assert "prompts are limited to max_num_batched_tokens=2000; raise it to 2001" in notice
+
+
+def test_the_seed_of_the_prefix_cache_reaches_the_scheduler_and_nobody_else(model: ModelConfig) -> None:
+    model = dataclasses.replace(model, dtype=torch.bfloat16)
+    fitted = resolve(EngineConfig("m", prefix_cache_seed="of the fleet"), model, CARD).fitted(plan())
+    assert fitted.scheduler_config((0,)).prefix_cache_seed == "of the fleet"
+    told = (
+        fitted,
+        fitted.scheduler_config((0,)),
+        fitted.info({}, {}),
+        EngineConfig("m", prefix_cache_seed="of the fleet"),
+    )
+    assert "of the fleet" not in repr(told)
+    assert resolve(EngineConfig("m"), model, CARD).prefix_cache_seed == ""
+    with pytest.raises(ConfigError, match="--prefix-cache-seed: it is empty: give it a text, or leave it out"):
+        EngineConfig("m", prefix_cache_seed="")

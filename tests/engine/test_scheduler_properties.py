@@ -253,8 +253,10 @@ class Device:
             for write in writes:
                 row, window = self.rows[write.row], self.config.windows[group]
                 table = row.tables[group]
-                assert write.start == len(table)
-                table += write.block_ids
+                gap = write.start - len(table)
+                assert gap == 0 or (gap > 0 and window and not table), "block numbers are missing"
+                table += [0] * gap + write.block_ids
+                assert 0 not in write.block_ids
                 unseen = max(0, row.computed - window + 1) // self.config.block_size if window else 0
                 assert 0 not in table[unseen:], "a null block that is still seen"
 
@@ -519,7 +521,8 @@ class Simulation:
         self.seen["overlapped decode"] += len(self.results) > 0 and plan.num_decodes > 0
         self.seen["shared step"] += scheduler.sharing is not None and sum(n > 1 for n in plan.num_tokens) > 1
         self.seen["hit"] += sum(new.num_computed_tokens > 0 for new in plan.new_rows)
-        hits = {write.row for writes in plan.new_blocks for write in writes if 0 in write.block_ids}
+        new = {new.row for new in plan.new_rows}
+        hits = {write.row for writes in plan.new_blocks for write in writes if write.start and write.row in new}
         self.seen["window hit"] += len(hits)
         self.seen["left behind"] += sum(sum(table.left) > 0 for table in scheduler.kv.tables.values())
         if rng.random() < self.fail_rate / 2:  # the launch raises: nothing of the plan reaches the device

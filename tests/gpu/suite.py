@@ -83,7 +83,14 @@ GROUPS: dict[str, list[list[Part]]] = {
         [tests("steps", "tests/gpu/test_steps.py", workers=max(1, min(6, CORES // 3)), share="load")],
         [noticing("the noticing model")],
         [fault(kind) for kind in ("cell", "table", "stale")],
-        [tests("engine", "tests/gpu/test_engine_gpu.py", "tests/gpu/test_request_parameters_gpu.py")],
+        [
+            tests(
+                "engine",
+                "tests/gpu/test_engine_gpu.py",
+                "tests/gpu/test_windows_gpu.py",
+                "tests/gpu/test_request_parameters_gpu.py",
+            )
+        ],
         [tests("the 8B shape", "tests/gpu/test_serve_8b.py")],
     ],
     "soak": [[noticing("soak", "--soak=480")]],

@@ -95,7 +95,8 @@ def make_batch(
     """Requests of the given context and query lengths; `before` and `behind`: query tokens that belong to none of them.
 
     The query is a slice of a fused qkv product; blocks are shuffled over the cache, requests over the rows of the
-    table; unused cache slots and unused table entries (block 0) hold NaN.
+    table; unused cache slots and unused table entries (block 0) hold NaN. So does what lies before the window of a
+    request's first query token: its blocks have been given back, and belong to others, or are the null block.
     """
     value_size = value_size or size
     num_tokens = before + sum(query_lens) + behind
@@ -110,13 +111,16 @@ def make_batch(
     table = torch.zeros(num_rows, max([*blocks_each, 1]) + 2, dtype=torch.int32)
     key_cache = torch.full((num_blocks, page, kv_heads, size), float("nan"))
     value_cache = torch.full((num_blocks, page, kv_heads, value_size), float("nan"))
-    for row, length, count in zip(rows.tolist(), lengths, blocks_each, strict=True):
+    for row, length, query_len, count in zip(rows.tolist(), lengths, query_lens, blocks_each, strict=True):
         blocks = [block_ids.pop() for _ in range(count)]
-        table[row, :count] = torch.tensor(blocks, dtype=torch.int32)
+        first = max(0, length - query_len - window + 1) if window else 0
         for index, block in enumerate(blocks):
             used = min(length - index * page, page)
             key_cache[block, :used] = torch.randn(used, kv_heads, size, generator=rng) * spread
             value_cache[block, :used] = torch.randn(used, kv_heads, value_size, generator=rng)
+            unseen = max(0, first - index * page)
+            key_cache[block, :unseen] = value_cache[block, :unseen] = float("nan")
+            table[row, index] = block if unseen < page or index % 2 else 0
     query_start = torch.tensor([0, *query_lens]).cumsum(0) + before
     return Batch(
         query,

@@ -147,6 +147,16 @@ def test_whether_a_context_fits(healthy: Any, tmp_path: Path) -> None:
     assert found.status == "FAIL" and "--kv-cache-memory-bytes" not in found.remedy
 
 
+def test_windows_take_less_of_the_cache(healthy: Any, tiny_model: Any) -> None:
+    """Doctor says what the engine will find: see test_memory.py."""
+    windows = {"use_sliding_window": True, "sliding_window": 20,
+               "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}  # fmt: skip
+    options = {"max_model_len": 512, "kv_cache_memory_bytes": 400_000, "max_num_batched_tokens": 32}
+    assert examine(tiny_model("qwen3", num_hidden_layers=6, **windows), **options)["model"].status == "ok"
+    found = examine(tiny_model("qwen3", num_hidden_layers=6), **options)["model"]
+    assert found.status == "FAIL" and "lower --max-model-len to 240 or less" in found.remedy
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The demo model as `org/tiny` on a hub of this machine, and the paths that were asked for."""
