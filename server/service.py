@@ -175,7 +175,7 @@ class Service:
     async def _warm(self) -> None:
         """Loads what the first structured output would wait for, without being in the way of the first answers."""
         assert self.app is not None
-        if not self.config.warm_grammars:
+        if not self.config.warm_grammars or self.config.skip_tokenizer_init:
             return
         deadline = time.monotonic() + WITHOUT_QUIET
         quiet_since = time.monotonic()

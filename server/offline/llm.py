@@ -198,8 +198,11 @@ class LLM:
         return self._run(pairs, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers."""
-        return self.model.tokenizer.hf
+        """The tokenizer of transformers. Raises ValueError where there is none."""
+        try:
+            return self.model.tokenizer.hf
+        except ApiError as error:
+            raise ValueError(error.message) from None
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json sets, and our defaults for the rest."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from tokenizers import Encoding, decoders
+from tokenizers import Encoding, decoders, models
 from tokenizers import Tokenizer as FastTokenizer
 
 from ...engine.config import ConfigError, EngineConfig
@@ -42,6 +42,8 @@ BATCH = 4096  # pieces of a text at a time: what the library makes of one takes 
 
 class Tokenizer:
     """Text to token ids and back. Safe to use from several threads: the Rust tokenizer is never reconfigured."""
+
+    missing = False  # there is none, only token ids
 
     def __init__(
         self,
@@ -112,6 +114,10 @@ class Tokenizer:
             return self.core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
             raise _unreadable(error) from None
+
+    def encode_prompts(self, texts: list[str]) -> list[list[int]]:
+        """Several at once, with special tokens around each."""
+        return [one.ids for one in self.core.encode_batch_fast(texts, add_special_tokens=True)]
 
     def count(self, text: str) -> int:
         """How many tokens a text is, without special ones around it."""
@@ -198,6 +204,38 @@ class Tokenizer:
         check_variables(kwargs)
 
 
+class NoTokenizer(Tokenizer):
+    """Prompts are token ids, and so are answers."""
+
+    missing = True
+
+    def __init__(self) -> None:
+        super().__init__(FastTokenizer(models.BPE()), {}, {}, no_text)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        no_text()
+
+    def encode_prompts(self, texts: list[str]) -> list[list[int]]:
+        return no_text() if texts else []
+
+    def count(self, text: str) -> int:
+        no_text()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def template(self, tools: bool = False) -> ChatTemplate:
+        no_text("messages")
+
+
+def no_text(param: str = "prompt") -> NoReturn:
+    """Raises ApiError (400)."""
+    raise bad_request(
+        "This server has no tokenizer (--skip-tokenizer-init): give token ids to /v1/completions or /v1/embeddings, "
+        "and read 'token_ids' of the answer.", param, "no_tokenizer",
+    )  # fmt: skip
+
+
 def _unreadable(error: BaseException) -> BaseException:
     if is_panic(error):
         return bad_request(f"The tokenizer cannot read this text ({shorten(str(error))}).", "prompt")
@@ -252,7 +290,10 @@ def load_text_model(
     source = config.tokenizer or model
     revision = config.tokenizer_revision or (engine.revision if source == model else None)
     same = source == model and revision == engine.revision
-    tokenizer = _load_tokenizer(source, folder if same else _folder(source, revision, cache))
+    if config.skip_tokenizer_init:
+        tokenizer: Tokenizer = NoTokenizer()
+    else:
+        tokenizer = _load_tokenizer(source, folder if same else _folder(source, revision, cache))
     tokenizer.users_speak_tokens = config.parse_user_special_tokens
     try_out(tokenizer.core)
     _ = tokenizer.largest_id  # no request shall wait for it
