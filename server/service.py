@@ -165,7 +165,7 @@ class Service:
         from ..engine.overrides import check_described  # before the tokenizer: what breaks config.json may break both
         from .app import create_app
         from .text.detokenizer import Detokenizer
-        from .text.tokenizer import load_text_model
+        from .text.model import load_text_model
 
         faults.arm(Detokenizer, "feed", "detokenize")
         engine = self.client.config

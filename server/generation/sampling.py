@@ -12,7 +12,8 @@ import msgspec
 from ...engine.messages import EngineInfo
 from ...engine.request import SamplingParams, unknown_token
 from ..errors import bad_request, context_length_exceeded, unsupported
-from ..text.tokenizer import TextModel, Tokenizer
+from ..text.model import TextModel
+from ..text.tokenizer import Tokenizer
 from ..wire.embeddings import EmbeddingRequest
 from ..wire.requests import MAX_CHOICES, ChatRequest, CompletionRequest
 from .choice import Prompt, Repetition, TextOptions

@@ -22,8 +22,8 @@ from ..generation.sampling import resolve, text_options
 from ..grammar.tools import definitions
 from ..observe.preemptions import Preemptions
 from ..options.keywords import from_keywords, in_keywords
+from ..text.model import TextModel, load_text_model
 from ..text.spelled import unmarked
-from ..text.tokenizer import TextModel, load_text_model
 from ..wire.requests import ChatRequest, CompletionRequest
 from .embed_all import embed_all
 from .generate_all import generate_all

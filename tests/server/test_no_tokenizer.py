@@ -11,7 +11,7 @@ import pytest
 from vserve.engine.config import ConfigError
 from vserve.server.offline.prompt_like import tokenised
 from vserve.server.options.config import ServerConfig
-from vserve.server.text.tokenizer import TextModel, load_text_model
+from vserve.server.text.model import TextModel, load_text_model
 
 
 @pytest.fixture
