@@ -43,7 +43,7 @@ from .openapi import DOCS, add_openapi
 from .options.config import ServerConfig
 from .options.http import json_list
 from .state import ServerState
-from .text.tokenizer import TextModel
+from .text.model import TextModel
 
 
 def create_app(

@@ -165,7 +165,7 @@ class Service:
         from ..engine.overrides import check_described  # before the tokenizer: what breaks config.json may break both
         from .app import create_app
         from .text.detokenizer import Detokenizer
-        from .text.tokenizer import load_text_model
+        from .text.model import load_text_model
 
         faults.arm(Detokenizer, "feed", "detokenize")
         engine = self.client.config
@@ -175,7 +175,7 @@ class Service:
     async def _warm(self) -> None:
         """Loads what the first structured output would wait for, without being in the way of the first answers."""
         assert self.app is not None
-        if not self.config.warm_grammars:
+        if not self.config.warm_grammars or self.config.skip_tokenizer_init:
             return
         deadline = time.monotonic() + WITHOUT_QUIET
         quiet_since = time.monotonic()

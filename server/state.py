@@ -27,7 +27,7 @@ from .observe.metrics import Metrics
 from .observe.request_log import RequestLog
 from .options.config import ServerConfig
 from .text.encoding import Encoder
-from .text.tokenizer import TextModel
+from .text.model import TextModel
 
 if TYPE_CHECKING:
     from .grammar.service import GrammarService

@@ -22,7 +22,7 @@ from ..generation.choice import Choice, Delta, Prompt, TextOptions
 from ..generation.generation import Generation
 from ..generation.logprobs import LogprobFormat, PromptReport, prompt_report
 from ..generation.quota import Charge
-from ..generation.sampling import resolve, resolving_size, text_options
+from ..generation.sampling import answer_in_ids, resolve, resolving_size, text_options
 from ..generation.speech import Speech
 from ..state import ServerState
 from ..wire.embeddings import EmbeddingRequest
@@ -135,7 +135,7 @@ class Generating(Dialect):
             body.stream_options = StreamOptions.model_validate({**asked, "include_usage": True})
         self.streams = bool(body.stream)
         self.n = body.n or 1
-        self.text = text_options(body)
+        self.text = answer_in_ids(body) if self.server.model.tokenizer.missing else text_options(body)
 
     @abstractmethod
     async def tokens(self) -> list[list[int]]:

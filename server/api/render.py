@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from ..generation.sampling import described
 from ..state import ServerState
 from ..text.encoding import Encoder
+from ..text.tokenizer import no_text
 from ..wire.requests import ChatRequest, CompletionRequest
 from .completions import Completion
 from .read import read_request
@@ -66,6 +67,8 @@ async def tokenizer_info(request: Request) -> Response:
     server = ServerState.of(request)
     max_model_len = server.engine_info().max_model_len
     tokenizer = server.model.tokenizer
+    if tokenizer.missing:
+        no_text("tokenizer_info")
 
     def answer() -> Response:
         added = {

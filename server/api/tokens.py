@@ -14,6 +14,7 @@ from ..http.disconnect import unless_disconnected
 from ..state import INLINE_CHARACTERS, ServerState
 from ..text.encoding import Encoder
 from ..text.spelled import unmarked
+from ..text.tokenizer import no_text
 from ..wire.requests import ChatRequest
 from ..wire.tokens import DetokenizeRequest, TokenizeRequest
 from .ignored import ignored_headers
@@ -60,6 +61,8 @@ async def detokenize(request: Request) -> Response:
     server = ServerState.of(request)
     server.model_name(body.model)
     info = server.engine_info()
+    if server.model.tokenizer.missing:
+        no_text("tokens")
     core, skip = server.model.tokenizer.core, bool(body.skip_special_tokens)
 
     def work() -> Response:

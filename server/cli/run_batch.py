@@ -198,7 +198,7 @@ async def _ask(http: httpx.AsyncClient, line: Line) -> dict[str, Any]:
 async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncIterator[httpx.AsyncClient]:
     from ..app import create_app
     from ..client.replicas import make_client
-    from ..text.tokenizer import load_text_model
+    from ..text.model import load_text_model
     from .progress import ProgressLine
 
     # The batch waits in one line: nobody is turned away.

@@ -11,7 +11,8 @@ from ...engine.request import Pooling, SamplingParams
 from ..client.mailbox import MailboxLike
 from ..errors import bad_request, context_length_exceeded, unsupported
 from ..text.detokenizer import Detokenizer, NoText
-from ..text.tokenizer import TextModel, Tokenizer
+from ..text.model import TextModel
+from ..text.tokenizer import Tokenizer
 from ..wire.embeddings import EmbeddingRequest
 from .choice import Choice, Delta, Prompt, TextOptions
 from .sampling import prompt_ids, truncated

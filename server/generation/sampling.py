@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,7 +12,8 @@ import msgspec
 from ...engine.messages import EngineInfo
 from ...engine.request import SamplingParams, unknown_token
 from ..errors import bad_request, context_length_exceeded, unsupported
-from ..text.tokenizer import TextModel, Tokenizer
+from ..text.model import TextModel
+from ..text.tokenizer import Tokenizer
 from ..wire.embeddings import EmbeddingRequest
 from ..wire.requests import MAX_CHOICES, ChatRequest, CompletionRequest
 from .choice import Prompt, Repetition, TextOptions
@@ -32,6 +34,8 @@ def resolve(
     `default_max_tokens`: where the request sets none; None = what is left of the context.
     """
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if model.tokenizer.missing:
+        refuse_text(request)
     base = _sampling(request, model, info)
     if (request.n or 1) * len(prompts) > MAX_CHOICES:
         raise bad_request(f"{len(prompts)} prompts times n {request.n} is more than {MAX_CHOICES} choices.", "n")
@@ -123,6 +127,21 @@ def text_options(request: ChatRequest | CompletionRequest) -> TextOptions:
         repetition=repetition,
         prompt_only=request.prompt_only,
     )
+
+
+def answer_in_ids(request: ChatRequest | CompletionRequest) -> TextOptions:
+    """Where there is no tokenizer."""
+    request.return_token_ids = request.return_tokens_as_token_ids = True
+    return replace(text_options(request), detokenize=False)
+
+
+def refuse_text(request: ChatRequest | CompletionRequest) -> None:
+    """Raises ApiError (400) for what nobody can follow without a tokenizer."""
+    constraint = request.constraint[0] if request.constraint else ""
+    for name, value in (("stop", request.stop), ("bad_words", request.bad_words), (constraint, constraint)):
+        if value:
+            remedy = "; use 'stop_token_ids'" if name == "stop" else ""
+            raise bad_request(f"'{name}' needs a tokenizer, and this server has none{remedy}.", name, "no_tokenizer")
 
 
 def truncated(

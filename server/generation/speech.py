@@ -17,7 +17,8 @@ from ..grammar.tools import ToolUse
 from ..parsers.formats import ReasoningFormat, ToolFormat
 from ..parsers.json_list import GENERIC
 from ..parsers.reader import Reader, Reading, new_id
-from ..text.tokenizer import TextModel, Tokenizer
+from ..text.model import TextModel
+from ..text.tokenizer import Tokenizer
 from ..wire.requests import ChatRequest
 from .choice import Prompt, ReadOptions, TextOptions
 from .prompt import turns_off_thinking

@@ -15,7 +15,7 @@ from ...engine.messages import AddGrammar, DropGrammars, EngineInfo, SetVocabula
 from ..client.mailbox import EngineDeadError
 from ..errors import ApiError, bad_request
 from ..histogram import COMPILE, Histogram
-from ..text.tokenizer import TextModel
+from ..text.model import TextModel
 from .constraint import Compiled, Constraint
 from .process import CompilerError, CompilerProcess
 

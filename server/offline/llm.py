@@ -22,8 +22,8 @@ from ..generation.sampling import resolve, text_options
 from ..grammar.tools import definitions
 from ..observe.preemptions import Preemptions
 from ..options.keywords import from_keywords, in_keywords
+from ..text.model import TextModel, load_text_model
 from ..text.spelled import unmarked
-from ..text.tokenizer import TextModel, load_text_model
 from ..wire.requests import ChatRequest, CompletionRequest
 from .embed_all import embed_all
 from .generate_all import generate_all
@@ -198,8 +198,11 @@ class LLM:
         return self._run(pairs, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers."""
-        return self.model.tokenizer.hf
+        """The tokenizer of transformers. Raises ValueError where there is none."""
+        try:
+            return self.model.tokenizer.hf
+        except ApiError as error:
+            raise ValueError(error.message) from None
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json sets, and our defaults for the rest."""

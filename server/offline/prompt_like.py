@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict, cast
 
+from ..errors import ApiError
 from ..text.tokenizer import Tokenizer
 from ..wire.fields import are_integers
 
@@ -29,8 +30,11 @@ def tokenised(prompts: PromptLike | Sequence[PromptLike], tokenizer: Tokenizer) 
     """(text where there is one, token ids) of each prompt. Raises ValueError."""
     parsed = [_parse_prompt(prompt, i) for i, prompt in enumerate(_as_list(prompts))]
     texts = [text for text, token_ids in parsed if token_ids is None and text is not None]
-    encoded = iter(tokenizer.core.encode_batch_fast(texts, add_special_tokens=True))
-    return [(text, next(encoded).ids if token_ids is None else token_ids) for text, token_ids in parsed]
+    try:
+        encoded = iter(tokenizer.encode_prompts(texts))
+    except ApiError as error:
+        raise ValueError(error.message) from None
+    return [(text, next(encoded) if token_ids is None else token_ids) for text, token_ids in parsed]
 
 
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:

@@ -46,6 +46,9 @@ class TextConfig:
     tokenizer_revision: str | None = option(
         None, "branch, tag or commit of a tokenizer taken from the hub (default: --revision)", group="text"
     )
+    skip_tokenizer_init: bool = option(
+        False, "load no tokenizer: prompts are token ids, and so are answers; there is no chat", group="text"
+    )
     chat_template: str | None = option(
         None, "Jinja chat template, or the file that has it (default: the tokenizer's)", group="text"
     )
@@ -97,6 +100,10 @@ class TextConfig:
             raise ConfigError(
                 f"--chat-template {template[:200]!r} is no file: give the path of a Jinja template, or its text"
             )
+        for name in ("tokenizer", "chat_template"):
+            if self.skip_tokenizer_init and getattr(self, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} has no meaning with --skip-tokenizer-init: leave one of them out")
         path = os.path.expanduser(self.tokenizer or ".")
         known = os.path.isdir(path) or is_gguf(Path(path))
         if not known and (os.path.exists(path) or not is_hub_name(path)):

@@ -44,8 +44,6 @@ _ROWS = (
     ("calculate-kv-scales", "", False, ANY, "the cache is not quantized"),
     ("code-revision", "", True, ANY, "no code of a model's folder ever runs here"),
     ("tokenizer-mode", "", True, "auto hf", "tokenizers are read from tokenizer.json: leave it out"),
-    ("skip-tokenizer-init", "", False, OFF, "a server without a tokenizer is not built: leave it out, prompts may be "
-     "token ids all the same"),
     ("config-format", "", True, "auto hf", "models are read from config.json and safetensors: leave it out"),
     ("model-impl", "", True, "auto vllm", "the models are vserve's own: leave it out"),
     ("task", "", True, "auto generate embed embedding", "generation and embeddings are served, of every model at once"),

@@ -281,7 +281,7 @@ def live(model: Path, **options: object) -> Iterator[str]:
     from vserve.server.app import create_app
     from vserve.server.client.engine_client import EngineClient
     from vserve.server.options.config import ServerConfig
-    from vserve.server.text.tokenizer import load_text_model
+    from vserve.server.text.model import load_text_model
 
     started: dict[str, object] = {}
     ready = threading.Event()

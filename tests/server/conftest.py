@@ -28,7 +28,7 @@ from vserve.server.app import create_app
 from vserve.server.client.engine_client import EngineDeadError, Mailbox
 from vserve.server.client.routing import ANYWHERE, Route
 from vserve.server.options.config import ServerConfig
-from vserve.server.text.tokenizer import TextModel, load_text_model
+from vserve.server.text.model import TextModel, load_text_model
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'developer' %}{{ raise_exception('no developers here') }}"

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.detokenizer import MAX_PENDING, Detokenizer, StopStrings, TightDetokenizer
-from vserve.server.text.tokenizer import TextModel, Tokenizer, load_text_model
+from vserve.server.text.model import TextModel, load_text_model
+from vserve.server.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from vserve import LLM
 from vserve.engine.config import ConfigError
 from vserve.engine.messages import RequestOutput
 from vserve.server.options.config import ServerConfig
-from vserve.server.text.tokenizer import load_text_model
+from vserve.server.text.model import load_text_model
 
 MAX_MODEL_LEN = 128
 

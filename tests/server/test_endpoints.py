@@ -11,7 +11,7 @@ import vserve
 from vserve.engine.messages import Progress
 from vserve.server import openapi
 from vserve.server.options.config import ServerConfig
-from vserve.server.text.tokenizer import load_text_model
+from vserve.server.text.model import load_text_model
 
 
 def test_chat_body(client: Any, text_model: Any, engine: Any) -> None:

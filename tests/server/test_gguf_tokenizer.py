@@ -30,7 +30,7 @@ from vserve.server.options.config import ServerConfig
 from vserve.server.text.detokenizer import Detokenizer
 from vserve.server.text.files import read_tokenizer
 from vserve.server.text.gguf_tokenizer import read_gguf_tokenizer
-from vserve.server.text.tokenizer import load_text_model
+from vserve.server.text.model import load_text_model
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 TEXTS = [

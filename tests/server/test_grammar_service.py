@@ -19,7 +19,7 @@ from vserve.engine.messages import AddGrammar, DropGrammars, SetVocabulary
 from vserve.server.errors import ApiError
 from vserve.server.grammar.service import Constraint, GrammarService
 from vserve.server.options.config import ServerConfig
-from vserve.server.text.tokenizer import load_text_model
+from vserve.server.text.model import load_text_model
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 

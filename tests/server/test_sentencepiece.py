@@ -12,8 +12,9 @@ import pytest
 
 from vserve.engine.config import ConfigError
 from vserve.server.options.config import ServerConfig
+from vserve.server.text.model import load_text_model
 from vserve.server.text.sentencepiece import build, parse
-from vserve.server.text.tokenizer import Tokenizer, load_text_model
+from vserve.server.text.tokenizer import Tokenizer
 
 UNIGRAM, BPE, WORD = 1, 2, 3
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

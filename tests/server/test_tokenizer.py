@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from vserve.engine.config import ConfigError
 from vserve.server.errors import ApiError
 from vserve.server.options.config import ServerConfig
-from vserve.server.text.tokenizer import TextModel, load_text_model
+from vserve.server.text.model import TextModel, load_text_model
 
 MESSAGES = [{"role": "user", "content": "Hello, how are you?"}]
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from vserve.engine.config import ConfigError
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.files import read_tokenizer
-from vserve.server.text.tokenizer import load_text_model
+from vserve.server.text.model import load_text_model
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 CORPUS = [
@@ -226,7 +226,7 @@ from vserve.server.cli import serve
 from vserve.engine.config import ConfigError
 from vserve.server.options.config import ServerConfig
 from vserve.server.client.engine_client import EngineClient
-from vserve.server.text.tokenizer import load_text_model
+from vserve.server.text.model import load_text_model
 model = load_text_model({str(DEMO)!r}, ServerConfig())
 model.tokenizer.render([{{"role": "user", "content": "Hi"}}], {{}})
 print(sorted({{"torch", "transformers", "triton", "huggingface_hub", "xgrammar", "llguidance"}} & set(sys.modules)))

@@ -18,7 +18,7 @@ from vserve.server.app import create_app
 from vserve.server.errors import bad_request
 from vserve.server.grammar.service import vocabulary
 from vserve.server.options.config import ServerConfig
-from vserve.server.text.tokenizer import TextModel, load_text_model
+from vserve.server.text.model import TextModel, load_text_model
 
 WEATHER = {
     "type": "function",

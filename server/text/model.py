@@ -1,0 +1,195 @@
+"""What the server knows of a model besides what the engine says: its tokenizer, and what its folder says of answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from ...engine.config import ConfigError, EngineConfig
+from ...engine.gguf_file import read_gguf
+from ...engine.model_file import is_gguf
+from ...engine.model_path import cache_folder, find_model
+from ...engine.overrides import overridden, overrides
+from ..errors import ApiError, shorten
+from ..options.config import ServerConfig
+from ..parsers.formats import Formats, choose
+from .defaults import read_defaults, read_described
+from .files import TokenizerFiles, read_tokenizer, template_dict
+from .gguf_tokenizer import read_gguf_tokenizer
+from .pooling import PoolingDefaults, read_pooling
+from .sentencepiece import read_sentencepiece
+from .template import read_template
+from .tokenizer import NoTokenizer, Tokenizer
+from .trial import try_out
+
+logger = logging.getLogger(__name__)
+
+# Of a model on the hub, what there is besides weights.
+_TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*"]
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "merges.txt")  # one of them, whatever the kind
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # without one of those: nothing
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """What the server knows of the model besides what the engine says: names, text, defaults."""
+
+    names: tuple[str, ...]  # that requests may use; the first one is in the answers
+    root: str  # as given on the command line
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    defaults: dict[str, float]  # of sampling, where the model's folder sets them
+    max_new_tokens: int | None = None  # no answer is longer, where the model's folder says so
+    default_sources: dict[str, str] = field(default_factory=dict)  # where each default is from
+    formats: Formats = field(default_factory=Formats)  # of tool calls and reasoning
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)  # of embeddings
+    any_whitespace: bool = True  # False: structured JSON is in one line, whatever a request says
+    additional_properties: bool = True  # False: objects have what their schema lists, whatever a request says
+
+
+def load_text_model(
+    model: str,
+    config: ServerConfig,
+    engine: EngineConfig | None = None,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> TextModel:
+    """Reads tokenizer, chat template and generation_config.json. Raises ConfigError with the remedy.
+
+    `model`: a folder, or a name on the hub; `engine`: what else was said of it. `check` is called with the folder
+    before the tokenizer is read.
+    """
+    engine = engine or EngineConfig(model)
+    cache = cache_folder(engine.download_dir)
+    folder = _folder(model, engine.revision, cache)
+    check(folder)
+    described = _described(folder, engine)
+    source = config.tokenizer or model
+    revision = config.tokenizer_revision or (engine.revision if source == model else None)
+    same = source == model and revision == engine.revision
+    if config.skip_tokenizer_init:
+        tokenizer: Tokenizer = NoTokenizer()
+    else:
+        tokenizer = _load_tokenizer(source, folder if same else _folder(source, revision, cache))
+    tokenizer.users_speak_tokens = config.parse_user_special_tokens
+    try_out(tokenizer.core)
+    _ = tokenizer.largest_id  # no request shall wait for it
+    if config.chat_template is not None:
+        try:
+            tokenizer = tokenizer.with_template(read_template(config.chat_template))
+            tokenizer.template()
+        except (ApiError, ValueError) as error:
+            raise ConfigError(f"{error}" if "--chat-template" in str(error) else f"--chat-template: {error}") from None
+    elif tokenizer.has_chat_template:
+        try:
+            tokenizer.template()
+        except ApiError as error:
+            logger.warning("%s Chats will be refused; name another template with --chat-template", error.message)
+    defaults = read_defaults(folder, config, tokenizer.eos_token_id, described.get("eos_token_id"))
+    formats = _formats(tokenizer, described.get("model_type"), config)
+    if formats.tools is not None:
+        tokenizer.history_id = formats.tools.history_id
+    structured = config.structured_outputs()
+    return TextModel(
+        names=config.served_model_name or (model,),
+        root=model,
+        tokenizer=tokenizer,
+        eos_token_ids=defaults.eos_token_ids,
+        defaults=defaults.sampling,
+        max_new_tokens=defaults.max_new_tokens,
+        default_sources=defaults.sources,
+        formats=formats,
+        pooling=replace(read_pooling(folder, *config.pooler()), longest=config.embed_limit()),
+        any_whitespace=not structured.get("disable_any_whitespace"),
+        additional_properties=not structured.get("disable_additional_properties"),
+    )
+
+
+def _described(folder: Path, engine: EngineConfig) -> dict[str, Any]:
+    """What config.json says, as the engine's options have it. Raises ConfigError."""
+    other = engine.hf_config_path
+    source = folder if other is None else _folder(other, None, cache_folder(engine.download_dir))
+    return overridden(read_described(source, "config.json"), overrides(engine))
+
+
+def _formats(tokenizer: Tokenizer, model_type: str | None, config: ServerConfig) -> Formats:
+    """Raises ConfigError for names that no parser has."""
+    try:
+        template, tool_template = tokenizer.template().source, tokenizer.template(tools=True).source
+    except ApiError:  # completions are possible
+        template = tool_template = ""
+    tools = config.tool_call_parser if config.enable_auto_tool_choice else "none"
+    reasoning = config.reasoning_parser if config.enable_reasoning else "none"
+    try:
+        formats = choose(template, tool_template, model_type, tools, reasoning)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for what, format in (("tool calls", formats.tools), ("reasoning", formats.reasoning)):
+        if format is not None:
+            logger.info("the format of this model's %s: %s", what, format.name)
+    return formats
+
+
+def _load_tokenizer(source: str, folder: Path) -> Tokenizer:
+    """`folder`: or a GGUF file."""
+    if is_gguf(folder):
+        return _put_together(read_gguf_tokenizer(read_gguf(folder)))
+
+    def load_hf() -> Any:
+        from transformers import AutoTokenizer  # slow to import
+
+        return AutoTokenizer.from_pretrained(str(folder))
+
+    try:
+        files = read_tokenizer(folder)
+        if files is not None:
+            return Tokenizer(files.core, files.special_tokens, files.templates, load_hf)
+        if (files := read_sentencepiece(folder)) is not None:
+            return _put_together(files)
+        if not any(file.name not in _SETTINGS for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
+            raise FileNotFoundError(f"there is no tokenizer.json in {folder}: copy it there")
+        logger.debug("the tokenizer of %s is left to transformers", source)
+        hf = load_hf()
+    except Exception as error:  # transformers and tokenizers raise whatever the broken file provokes
+        raise ConfigError(
+            f"cannot load the tokenizer of {source!r} ({shorten(str(error), 200)}); name another with --tokenizer"
+        ) from error
+    core = getattr(hf, "backend_tokenizer", None)
+    if not isinstance(core, FastTokenizer):
+        raise ConfigError(
+            f"the tokenizer ({type(hf).__name__}) has no fast form: add a tokenizer.json to the model's folder, or "
+            "name a tokenizer that has one with --tokenizer"
+        )
+    return Tokenizer(core, dict(hf.special_tokens_map), template_dict(hf.chat_template), lambda: hf)
+
+
+def _put_together(files: TokenizerFiles) -> Tokenizer:
+    """Of what transformers cannot read by itself."""
+
+    def wrapped() -> Any:
+        from transformers import PreTrainedTokenizerFast  # slow to import
+
+        return PreTrainedTokenizerFast(tokenizer_object=files.core, **files.special_tokens)
+
+    return Tokenizer(files.core, files.special_tokens, files.templates, wrapped)
+
+
+def _folder(name: str, revision: str | None, cache: str | None) -> Path:
+    """Where a model's small files are. Raises ConfigError."""
+    if (folder := find_model(name)) is not None:
+        return folder
+    import huggingface_hub  # slow, and not needed for a folder
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=_TEXT_FILES)
+        )
+    except Exception as error:  # network, name, licence, disk
+        raise ConfigError(
+            f"cannot get {name} from the hub ({type(error).__name__}: {shorten(str(error), 200)}): "
+            "check name, network and HF_TOKEN, or pass a folder"
+        ) from error
