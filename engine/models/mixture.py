@@ -36,12 +36,15 @@ class Mixture(nn.Module):
             found[f"{prefix}.shared_expert_gate"] = (self.shared_gate, "out")
         return found
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """→ what is to be added to residual."""
-        total: Tensor = self.experts(x, *self.router(x))
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+        """→ what is to be added to residual, which is left as it is."""
+        beside = None
         if self.shared is not None:
             beside = self.shared(x, None)
-            total += beside if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * beside
+            if self.shared_gate is not None:
+                beside *= torch.sigmoid(self.shared_gate(x))
+        ids, weights = self.router(x)
+        total: Tensor = self.experts(x, ids, weights, beside)
         return total
 
 
