@@ -13,8 +13,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-MIXTURES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}  # → the key of how many experts there are
+FAMILIES = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe",
+    "granitemoeshared", "deepseek_v2", "deepseek_v3",
+)  # fmt: skip
+# → the key of how many experts there are
+MIXTURES = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts",
+    "olmoe": "num_experts", "granitemoe": "num_local_experts", "granitemoeshared": "num_local_experts"}  # fmt: skip
+_GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -77,8 +83,15 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         values["sliding_window"] = None
     if family in MIXTURES:
         values |= {"num_experts_per_tok": 3, MIXTURES[family]: 5}
-        if family != "mixtral":
+        if family.startswith("qwen"):
             values["moe_intermediate_size"] = 40
+        if family == "qwen2_moe":
+            values["shared_expert_intermediate_size"] = 56
+        if family.startswith("granite"):
+            values |= _GRANITE
+            del values["head_dim"]
+        if family == "granitemoeshared":
+            values["shared_intermediate_size"] = 56
     if family.startswith("deepseek"):
         values |= DEEPSEEK
     return AutoConfig.for_model(family, **(values | overrides))

@@ -25,7 +25,9 @@ class Mixture(nn.Module):
         super().__init__()
         self.router = Router(spec.routing, hidden, place)
         self.experts = Experts(spec, hidden, place)
-        self.shared = MLP(MLPSpec(spec.shared_inner), hidden, place) if spec.shared_inner else None
+        self.shared = (
+            MLP(MLPSpec(spec.shared_inner, fused=spec.shared_fused), hidden, place) if spec.shared_inner else None
+        )
         self.shared_gate = Linear(hidden, {"out": 1}, place=place) if spec.shared_gate else None
 
     def weight_map(self, prefix: str) -> WeightMap:

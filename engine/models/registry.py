@@ -9,15 +9,21 @@ from ..model_file import ModelError
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3
 from .family import Family
+from .granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .olmoe import OLMOE
 from .qwen2 import QWEN2
+from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
 from .refused import refusal
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
+FAMILIES = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, DEEPSEEK_V2,
+    DEEPSEEK_V3,
+)  # fmt: skip
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 
