@@ -43,6 +43,7 @@ class AttentionSpec:
     qk_norm: Literal["", "head", "each", "width"] = ""
     scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
     soft_cap: float = 0.0  # scores become cap · tanh(score / cap); 0: they do not
+    clip: float = 0.0  # queries, keys and values are clamped to ±clip before the rotation; 0: they are not
     sinks: bool = False  # a learned logit a head in the softmax's denominator
     fused: bool = False  # the file has q, k and v in one matrix, in this order
     rotated: int = 0  # elements of a head that are rotated, from its first on; 0: all
@@ -136,6 +137,7 @@ class MoESpec:
     routing: RoutingSpec
     shared_inner: int = 0
     shared_gate: bool = False  # the shared expert's result is multiplied by the sigmoid of one more product
+    shared_fused: bool = False  # the file has its gate and up in one matrix
     bias: bool = False  # of all products of the experts
     activation: Literal["silu", "clamped"] = "silu"  # clamped: gpt-oss's
     limit: float = 7.0  # of the clamped activation

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .moe_triton import experts_triton
+
 
 class ExpertWeights(NamedTuple):
-    """All experts of a layer. I: inner width, H: hidden width; the last dimensions may have any strides on a CPU."""
+    """All experts of a layer. I: inner width, H: hidden width."""
 
     gate_up: torch.Tensor  # [E, 2I, H]: rows of gate, then those of up
     down: torch.Tensor  # [E, H, I]
@@ -19,26 +21,39 @@ class ExpertWeights(NamedTuple):
 
 
 def experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, matrices: ExpertWeights, limit: float = 0.0
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    matrices: ExpertWeights,
+    limit: float = 0.0,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Σ_k weights[t, k] · down_e(act(gate_e x_t) · up_e x_t) with e = ids[t, k], for x [T, H] → [T, H] in x's dtype.
 
     ids int32 [T, k], those of a token all different; weights fp32 [T, k]. Sums are made in fp32, in an order that is
-    always the same. limit 0: act is silu; else gpt-oss's activation, clamped there (`gated`).
+    always the same. limit 0: act is silu; else gpt-oss's activation, clamped there (`gated`). beside [T, H] is added.
+    The matrices' last dimensions are contiguous on a GPU, x's always.
     """
-    return experts_torch(x, ids, weights, matrices, limit)
+    if x.is_cuda:
+        return experts_triton(x, ids, weights, *matrices, limit=limit, beside=beside)
+    return experts_torch(x, ids, weights, matrices, limit, beside)
 
 
 def experts_torch(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, matrices: ExpertWeights, limit: float = 0.0
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    matrices: ExpertWeights,
+    limit: float = 0.0,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
     gate_up, down, gate_up_bias, down_bias = matrices
 
-    def apply(expert: int, rows: torch.Tensor) -> torch.Tensor:
+    def mlp(expert: int, rows: torch.Tensor) -> torch.Tensor:
         inner = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
         return F.linear(gated(inner, limit), down[expert], None if down_bias is None else down_bias[expert])
 
-    return sum_of_experts(x, ids, weights, apply)
+    return sum_of_experts(x, ids, weights, mlp, beside)
 
 
 def gated(x: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
@@ -54,22 +69,28 @@ def gated(x: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
 
 
 def sum_of_experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, apply: Callable[[int, torch.Tensor], torch.Tensor]
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    mlp: Callable[[int, torch.Tensor], torch.Tensor],
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `experts`, on the CPU, where `apply` is one expert's MLP: (expert, rows [n, H]) → [n, H].
+    """As `experts`, on the CPU, where `mlp` is one expert's: (expert, rows [n, H]) → [n, H].
 
     Only experts that were chosen are touched, and added in their order: whatever company a token has.
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if len(x) == 1:
         for expert, weight in sorted(zip(ids[0].tolist(), weights[0].tolist(), strict=True)):
-            total.add_(apply(expert, x), alpha=weight)
-        return total.to(x.dtype)
-    pairs = ids.flatten().argsort(stable=True)  # (token, place among its k) as one number, by expert
-    tokens, shares = pairs // ids.shape[1], weights.flatten()[pairs, None]
-    ends = torch.bincount(ids.flatten(), minlength=1).cumsum(0).tolist()
-    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        if start < end:
-            chosen = tokens[start:end]
-            total.index_add_(0, chosen, apply(expert, x[chosen]).float() * shares[start:end])
+            total.add_(mlp(expert, x), alpha=weight)
+    else:
+        pairs = ids.flatten().argsort(stable=True)  # (token, place among its k) as one number, by expert
+        tokens, shares = pairs // ids.shape[1], weights.flatten()[pairs, None]
+        ends = torch.bincount(ids.flatten()).cumsum(0).tolist()
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if start < end:
+                chosen = tokens[start:end]
+                total.index_add_(0, chosen, mlp(expert, x[chosen]).float() * shares[start:end])
+    if beside is not None:
+        total += beside
     return total.to(x.dtype)

@@ -18,6 +18,7 @@ DEEPSEEK = {  # of latent attention's sizes none is as large as another; a dense
     "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, "n_routed_experts": 8,
     "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+_GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 # Keys of config.json beside those of all: what a family needs to be small, or would not show.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -45,8 +46,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
     "mixtral": {"num_experts_per_tok": 3, "num_local_experts": 5},
+    "qwen2_moe": {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56},
     "qwen3_moe": {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40},
+    "olmoe": {"num_experts_per_tok": 3, "num_experts": 5},
+    "granitemoe": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE},
+    "granitemoeshared": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE, "shared_intermediate_size": 56},
 }  # fmt: skip
+# → the key of how many experts there are
+MIXTURES = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts",
+    "olmoe": "num_experts", "granitemoe": "num_local_experts", "granitemoeshared": "num_local_experts"}  # fmt: skip
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -109,6 +118,8 @@ def tiny_config(family: str, **overrides: Any) -> Any:
             family, text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299,
             boi_token_index=298, eoi_token_index=297, **ends,
         )  # fmt: skip
+    if family.startswith("granitemoe"):
+        del values["head_dim"]
     return AutoConfig.for_model(family, **(values | FAMILIES[family] | overrides))
 
 

@@ -18,6 +18,7 @@ from .weights import Placement, keep_at_hand
 
 PARTS = ("gate", "up", "down")
 STACKED = "stacked"  # the part of a file that has all experts in one tensor
+Biases = tuple[Tensor | None, Tensor | None]  # of gate and up [E, 2I], of down [E, H]
 
 
 class ExpertsMethod(Protocol):
@@ -29,7 +30,7 @@ class ExpertsMethod(Protocol):
 
     def finish(self) -> None: ...
 
-    def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: tuple[Tensor | None, Tensor | None]) -> Tensor:
+    def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None) -> Tensor:
         """As kernels.moe.experts; biases [E, 2I] and [E, H]."""
         ...
 
@@ -108,9 +109,9 @@ class Experts(nn.Module):
             if bias is not None:
                 bias.normal_(0.0, DUMMY_STD, generator=generator)
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], ids int32 and weights fp32 [T, k] → [T, hidden], this rank's summand."""
-        return self.method.mix(x, ids, weights, self.biases)
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, beside: Tensor | None = None) -> Tensor:
+        """x [T, hidden], ids int32 and weights fp32 [T, k] → [T, hidden], this rank's summand. `beside` is added."""
+        return self.method.mix(x, ids, weights, self.biases, beside)
 
     @property
     def _limit(self) -> float:
@@ -197,8 +198,8 @@ class UnquantizedExperts(nn.Module):
     def finish(self) -> None:
         keep_at_hand(self)
 
-    def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: tuple[Tensor | None, Tensor | None]) -> Tensor:
-        return experts(x, ids, weights, ExpertWeights(self.gate_up, self.down, *biases), self.limit)
+    def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None) -> Tensor:
+        return experts(x, ids, weights, ExpertWeights(self.gate_up, self.down, *biases), self.limit, beside)
 
 
 def _empty(place: Placement, num_experts: int, rows: int, columns: int) -> nn.Parameter:

@@ -48,7 +48,8 @@ class AttentionBlock(nn.Module):
         )
         self.heads = [place.span(size, dim)[1] // dim for size in sizes.values()]  # of this rank: q, k, v
         self.head_dim = dim
-        self.qk_norm = spec.qk_norm
+        self.qk_norm, self.clip = spec.qk_norm, spec.clip
+        assert not spec.clip or spec.qk_norm != "head", "norms of heads are fused with what comes behind the clamp"
         norms: list[Norm | None] = [_qk_norm(spec, config, count, head, place) for count in self.heads[:2]]
         fused_norms = [norm if isinstance(norm, RMSNorm) and spec.qk_norm == "head" else None for norm in norms]
         self.q_norm, self.k_norm = norms if fused_norms == [None, None] else (None, None)
@@ -90,6 +91,9 @@ class AttentionBlock(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             for norm, heads in ((self.q_norm, query), (self.k_norm, key)):
                 norm.in_place(heads.view(len(heads), -1) if self.qk_norm == "width" else heads)
+        if self.clip:
+            for heads in (query, key, value):
+                heads.clamp_(-self.clip, self.clip)
         attended = self.attention(query, key, value, positions, batch, last_only=wanted is not None)
         if wanted is not None:
             return self.output(attended.index_select(0, wanted))

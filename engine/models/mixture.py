@@ -25,7 +25,9 @@ class Mixture(nn.Module):
         super().__init__()
         self.router = Router(spec.routing, hidden, place)
         self.experts = Experts(spec, hidden, place)
-        self.shared = MLP(MLPSpec(spec.shared_inner), hidden, place) if spec.shared_inner else None
+        self.shared = (
+            MLP(MLPSpec(spec.shared_inner, fused=spec.shared_fused), hidden, place) if spec.shared_inner else None
+        )
         self.shared_gate = Linear(hidden, {"out": 1}, place=place) if spec.shared_gate else None
 
     def weight_map(self, prefix: str) -> WeightMap:
@@ -36,12 +38,15 @@ class Mixture(nn.Module):
             found[f"{prefix}.shared_expert_gate"] = (self.shared_gate, "out")
         return found
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """→ what is to be added to residual."""
-        total: Tensor = self.experts(x, *self.router(x))
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+        """→ what is to be added to residual, which is left as it is."""
+        beside = None
         if self.shared is not None:
             beside = self.shared(x, None)
-            total += beside if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * beside
+            if self.shared_gate is not None:
+                beside *= torch.sigmoid(self.shared_gate(x))
+        ids, weights = self.router(x)
+        total: Tensor = self.experts(x, ids, weights, beside)
         return total
 
 

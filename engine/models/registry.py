@@ -17,12 +17,15 @@ from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_PICTURES
 from .glm import GLM, GLM4
 from .granite import GRANITE
+from .granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .olmo import OLMO2, OLMO3
+from .olmoe import OLMOE
 from .phi3 import PHI3
 from .qwen2 import QWEN2
+from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
 from .refused import refusal
@@ -31,7 +34,8 @@ from .smollm3 import SMOLLM3
 
 FAMILIES = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GEMMA3_PICTURES, PHI3, GLM, GLM4, GRANITE, COHERE, COHERE2,
-    OLMO2, OLMO3, SMOLLM3, SEED_OSS, EXAONE4, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3,
+    OLMO2, OLMO3, SMOLLM3, SEED_OSS, EXAONE4, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
+    DEEPSEEK_V2, DEEPSEEK_V3,
 )  # fmt: skip
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}

@@ -43,7 +43,14 @@ class QuantizedExperts(nn.Module):
         both = zip(self.gate_up.children(), self.down.children(), strict=True)
         self._products = [(tuple(first.children()), tuple(second.children())) for first, second in both]
 
-    def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: tuple[Tensor | None, Tensor | None]) -> Tensor:
+    def mix(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        biases: tuple[Tensor | None, Tensor | None],
+        beside: Tensor | None,
+    ) -> Tensor:
         def product(matrices: tuple[nn.Module, ...], rows: Tensor, bias: Tensor | None, expert: int) -> Tensor:
             results = [matrix(rows, rows.dtype) for matrix in matrices]
             y: Tensor = results[0] if len(results) == 1 else torch.cat(results, dim=1)
@@ -53,7 +60,7 @@ class QuantizedExperts(nn.Module):
             first, second = self._products[expert]
             return product(second, gated(product(first, rows, biases[0], expert), self.limit), biases[1], expert)
 
-        return sum_of_experts(x, ids, weights, mlp)
+        return sum_of_experts(x, ids, weights, mlp, beside)
 
     def _make(self, matrices: nn.ModuleList, expert: int, parts: list[Tensor | Codes]) -> None:
         made = (make_matrix(part) if isinstance(part, Codes) else FloatMatrix(part) for part in joined(parts))

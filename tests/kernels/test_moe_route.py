@@ -1,4 +1,4 @@
-"""Routing of a mixture: the twin against transformers' routers."""
+"""Routing of a mixture: the twin against transformers' routers, the kernels against their twins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.moe_route import Routing, route_torch
+from vserve.kernels.moe_route import (
+    Routing,
+    most_blocks,
+    route_torch,
+    route_triton,
+    sort_pairs_torch,
+    sort_pairs_triton,
+)
 
 EXPERTS, TOP_K, HIDDEN = 24, 5, 32
 # transformers' router, keys of its config, and the same as we say it
@@ -80,3 +87,73 @@ def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
     assert ids.tolist() == [[0, 1, 2, 3]]
     ids, _ = route_torch(logits[2:], Routing(8, "sigmoid", num_groups=3, kept_groups=2))
     assert ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+HOWS = {
+    "softmax": Routing(5, renormalize=True),
+    "chosen": Routing(3, "none", softmax_chosen=True),
+    "one": Routing(1),
+    "sigmoid": Routing(4, "sigmoid", renormalize=True, epsilon=1e-20, factor=2.5),
+    "groups": Routing(5, num_groups=4, kept_groups=2),
+    "top2": Routing(4, "sigmoid", 4, 2, "top2", renormalize=True, epsilon=1e-20, factor=2.5),
+    "odd groups": Routing(4, "sigmoid", 3, 2, "top2"),
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_the_kernel_routes_as_its_twin(rng: torch.Generator, device: str, how: str) -> None:
+    """Also with equal logits, with many ties, and with a correction that turns the order over."""
+    num_experts, routing = 24 if "odd" not in how else 21, HOWS[how]
+    logits = torch.randn(4, num_experts + 3, generator=rng)[:, :num_experts].to(device)
+    for values in (logits, torch.cat((logits.round()[:2], torch.zeros_like(logits)[:1])), 10 * logits):
+        for correction in (None, torch.randn(num_experts, generator=rng).to(device)):
+            counts = torch.arange(num_experts, device=device)
+            load, expected = counts.clone(), counts.clone()
+            ids, weights = route_triton(values, routing, correction, load)
+            ids_twin, weights_twin = route_torch(values, routing, correction, expected)
+            assert torch.equal(ids, ids_twin)
+            torch.testing.assert_close(weights, weights_twin, atol=1e-6, rtol=1e-5)
+            assert torch.equal(load, expected) and load.sum() == counts.sum() + ids.numel()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_not_a_number_is_seen_and_harms_nobody(device: str, how: str) -> None:
+    """Experts stay in range and different, the weights say so, and the other token's are what they were."""
+    num_experts = 24 if "odd" not in how else 21
+    logits = torch.zeros(2, num_experts, device=device)
+    logits[0] = float("nan")
+    ids, weights = route_triton(logits, HOWS[how])
+    assert all(len(set(row)) == len(row) and min(row) >= 0 and max(row) < num_experts for row in ids.tolist())
+    assert weights[0].isnan().all()
+    assert torch.equal(ids[1], route_torch(logits[1:], HOWS[how])[0][0])
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(1, 8, 128), (3, 2, 5), (40, 3, 6), (300, 4, 60)])
+def test_pairs_are_sorted(
+    rng: torch.Generator, device: str, num_tokens: int, top_k: int, num_experts: int, block: int
+) -> None:
+    scores = torch.rand(num_tokens, num_experts, generator=rng)
+    even = scores.topk(top_k).indices.int()
+    crowded = torch.arange(num_experts - top_k, num_experts, dtype=torch.int32).expand(num_tokens, -1).contiguous()
+    for ids in (even, crowded):
+        found, twin = sort_pairs_triton(ids.to(device), num_experts, block), sort_pairs_torch(ids, num_experts, block)
+        used = int(twin.num_blocks)
+        assert used <= found.max_blocks == twin.max_blocks == most_blocks(ids.numel(), num_experts, block)
+        assert int(found.num_blocks) == used
+        assert torch.equal(found.experts[:used].cpu(), twin.experts[:used])
+        assert torch.equal(found.pairs[: used * block].cpu(), twin.pairs[: used * block])
+        real = twin.pairs[twin.pairs < ids.numel()]
+        assert real.sort().values.tolist() == list(range(ids.numel()))
+
+
+def test_the_bound_of_blocks_is_reached_and_never_passed(rng: torch.Generator) -> None:
+    reached = 0
+    for _ in range(300):
+        num_experts, num_pairs = (int(torch.randint(1, high, (), generator=rng)) for high in (9, 60))
+        ids = torch.randint(0, num_experts, (num_pairs,), generator=rng)
+        used = int((-(-torch.bincount(ids) // 4)).sum())
+        bound = most_blocks(num_pairs, num_experts, 4)
+        assert used <= bound
+        reached += used == bound
+    assert reached > 5

@@ -25,6 +25,10 @@ FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma": "GemmaForCausalLM",
@@ -167,13 +171,15 @@ def assert_same_mlp(ours: MLPSpec | MoESpec, theirs: Any) -> None:
         assert ours.inner == theirs.intermediate_size
         return
     assert ours.inner == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-    assert ours.routing.num_experts == getattr(theirs, "num_local_experts", None) or theirs.num_experts
-    assert ours.shared_inner == ours.inner * getattr(theirs, "n_shared_experts", 0)
+    assert ours.routing.num_experts == (getattr(theirs, "num_local_experts", None) or theirs.num_experts)
+    shared = [getattr(theirs, f"shared_{name}", 0) for name in ("expert_intermediate_size", "intermediate_size")]
+    assert ours.shared_inner == (max(shared) or ours.inner * getattr(theirs, "n_shared_experts", 0))
     assert ours.routing.factor == getattr(theirs, "routed_scaling_factor", 1.0)
     if ours.routing.num_groups > 1:
         assert (ours.routing.num_groups, ours.routing.kept_groups) == (theirs.n_group, theirs.topk_group)
     assert ours.routing.top_k == theirs.num_experts_per_tok
-    assert ours.routing.renormalize == getattr(theirs, "norm_topk_prob", True)
+    sums_to_one = ours.routing.renormalize or ours.routing.softmax_chosen
+    assert sums_to_one == getattr(theirs, "norm_topk_prob", True)
 
 
 def assert_latent_agrees(ours: LatentAttentionSpec, theirs: Any) -> None:
@@ -334,6 +340,8 @@ def test_qwen_windows(tmp_path: Path, family: str, keys: dict[str, Any]) -> None
 def test_biases_norms_and_parameter_count_match_transformers_model(family: str) -> None:
     for extra in ({}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24}):
         raw = {"model_type": family, "vocab_size": 99, "intermediate_size": 40, "pad_token_id": None, **SMALL, **extra}
+        if family == "olmoe":
+            raw.pop("head_dim", None)  # which its norms do not know of
         if family.startswith("deepseek"):
             raw |= {"num_key_value_heads": 4, "q_lora_rank": 24 if extra else None, "num_experts_per_tok": 4}
             raw |= {"mlp_bias": False, "first_k_dense_replace": 2, "num_mtp_layers": 0}

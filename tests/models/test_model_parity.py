@@ -64,6 +64,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "head_dim": {"head_dim": 24},
         "window": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 3},
     },
+    "qwen2_moe": {
+        "gqa": {},
+        "renormalized": {"norm_topk_prob": True, "initializer_range": 0.25},
+        "dense": {"mlp_only_layers": [1], "num_hidden_layers": 3, "qkv_bias": False},
+        "window": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "num_hidden_layers": 3},
+    },
+    "olmoe": {
+        "gqa": {"head_dim": 16},
+        "clipped": {"clip_qkv": 0.7, "norm_topk_prob": True, "attention_bias": True},
+    },
+    "granitemoe": {"gqa": {}, "biases": {"attention_bias": True, "tie_word_embeddings": True}},
+    "granitemoeshared": {"gqa": {}, "none": {"shared_intermediate_size": 0}},
     "qwen3_moe": {
         "gqa": {},
         "renormalized": {"norm_topk_prob": True},
@@ -404,6 +416,22 @@ def _no_latent_norm(runner: PagedRunner) -> None:
         layer.attention.kv_norm.weight.fill_(1.0)
 
 
+def _other_sums(runner: PagedRunner) -> None:
+    for layer in runner.model.layers:
+        how = layer.mlp.router.how
+        layer.mlp.router.how = how._replace(renormalize=not how.renormalize, softmax_chosen=False)
+
+
+def _no_shared_gate(runner: PagedRunner) -> None:
+    for layer in runner.model.layers:
+        layer.mlp.shared_gate = None
+
+
+def _another_expert(runner: PagedRunner) -> None:
+    experts = runner.model.layers[1].mlp.experts.method
+    experts.down[[2, 3]] = experts.down[[3, 2]].clone()
+
+
 def _untied(runner: PagedRunner) -> None:
     head = runner.model.lm_head.method
     head.weight = torch.nn.Parameter(head.weight.roll(1, 0), requires_grad=False)
@@ -423,6 +451,11 @@ def _untied(runner: PagedRunner) -> None:
         ("qwen2", "default", "gqa", _no_bias),
         ("qwen3", "default", "biases", _no_bias),
         ("llama", "default", "tied", _untied),
+        ("qwen3_moe", "default", "gqa", _other_sums),
+        ("qwen3_moe", "default", "renormalized", _other_sums),
+        ("granitemoe", "default", "gqa", _other_sums),
+        ("mixtral", "default", "gqa", _another_expert),
+        ("qwen2_moe", "default", "gqa", _no_shared_gate),
         ("deepseek_v2", "default", "gqa", _no_rope),
         ("deepseek_v3", "default", "gqa", _other_pairs),
         ("deepseek_v3", "yarn of all", "gqa", _no_temperature),

@@ -1,0 +1,60 @@
+"""Granite 3's mixtures, with a shared expert or without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..layer_spec import FrameSpec, LayerSpec, MoESpec, RoutingSpec
+from ..model_file import ModelError
+from ..raw_config import RawConfig
+from . import llama
+from .family import Family, attention_spec, expert_counts, layer_count, mlp_spec
+
+DEFAULTS: dict[str, Any] = {
+    **llama.DEFAULTS,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 0,
+}
+NAMES = (
+    (".mlp.router", ".block_sparse_moe.router.layer"),
+    (".mlp.experts", ".block_sparse_moe"),
+    (".mlp.shared_expert.gate_up_proj", ".shared_mlp.input_linear"),
+    (".mlp.shared_expert.down_proj", ".shared_mlp.output_linear"),
+)
+
+
+def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
+    """Llama with multipliers, and experts weighted by a softmax over those that were chosen."""
+    attention = replace(
+        attention_spec(raw, bias=bool(raw.get("attention_bias"))), scale=raw.number("attention_multiplier")
+    )
+    num_experts, top_k = expert_counts(raw, "num_local_experts")
+    shared = raw.get("shared_intermediate_size")
+    if not isinstance(shared, int) or shared < 0:
+        raise ModelError(
+            f"config.json: shared_intermediate_size is {shared!r}, a whole number from 0 on belongs there: correct the "
+            "file"
+        )
+    mixture = MoESpec(
+        mlp_spec(raw).inner,
+        RoutingSpec(num_experts, top_k, score="none", softmax_chosen=True),
+        shared_inner=shared,
+        shared_fused=True,
+        stored="stacked",
+        stacked_names=("input_linear.weight", "output_linear.weight"),
+    )
+    return (LayerSpec(attention, mixture, residual_scale=raw.number("residual_multiplier")),) * layer_count(raw)
+
+
+def frame(raw: RawConfig) -> FrameSpec:
+    return FrameSpec(embedding_scale=raw.number("embedding_multiplier"), logit_scale=1.0 / raw.number("logits_scaling"))
+
+
+GRANITE_MOE = Family("GraniteMoeForCausalLM", "granitemoe", DEFAULTS, layers, frame, names=NAMES)
+GRANITE_MOE_SHARED = Family("GraniteMoeSharedForCausalLM", "granitemoeshared", DEFAULTS, layers, frame, names=NAMES)

@@ -1,0 +1,218 @@
+"""The products of a mixture of experts in Triton: gate and up with their activation, down, and the sum of a token's k.
+
+A block of rows with one expert meets a tile of that expert's weight, the large operand of the tensor cores however few
+the rows are. Rows are sorted by expert (sort_pairs), or, where experts hardly ever share a block, taken as they are:
+then every (token, expert) is a block of its own. Grids are bounded by shapes: programs past the last block leave.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .moe_route import sort_pairs_triton
+from .pdl import pdl_options
+
+
+class MoeTile(NamedTuple):
+    block_m: int  # rows
+    block_n: int  # rows of the weight: of gate, and as many of up
+    block_k: int
+    warps: int
+    stages: int
+    group: int = 1  # blocks of rows whose programs share tiles of the weight
+
+
+def needs_sort(num_tokens: int, top_k: int, num_experts: int) -> bool:
+    """Not where a block of rows would nearly always have one: each pair is then multiplied on its own."""
+    return 4 * num_tokens * top_k > num_experts
+
+
+def gate_up_tile(num_tokens: int, top_k: int, num_experts: int, itemsize: int) -> MoeTile:
+    """By rows an expert gets on average."""
+    rows = num_tokens * top_k / num_experts
+    if itemsize > 2:  # fp32 has no tensor cores
+        return MoeTile(16, 32, 32, 4, 2)
+    if rows <= 8:
+        return MoeTile(16, 64, 128, 4, 3)
+    if rows <= 24:
+        return MoeTile(32, 64, 64, 4, 4)
+    if rows <= 48:
+        return MoeTile(64, 64, 64, 4, 4)
+    return MoeTile(128, 128, 64, 8, 3, group=8)
+
+
+def down_tile(num_tokens: int, top_k: int, num_experts: int, itemsize: int) -> MoeTile:
+    """The same rows a block as gate_up_tile has: they are sorted once."""
+    rows = num_tokens * top_k / num_experts
+    if itemsize > 2:
+        return MoeTile(16, 32, 32, 4, 2)
+    if rows <= 8:
+        return MoeTile(16, 64, 128, 4, 4)
+    if rows <= 24:
+        return MoeTile(32, 128, 64, 4, 4)
+    if rows <= 48:
+        return MoeTile(64, 128, 64, 4, 4)
+    return MoeTile(128, 128, 64, 8, 4, group=8)
+
+
+def experts_triton(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    limit: float = 0.0,
+    beside: torch.Tensor | None = None,
+    tiles: tuple[MoeTile, MoeTile] | None = None,
+    sort: bool | None = None,
+) -> torch.Tensor:
+    """kernels.moe.experts; `tiles` (of gate and up, of down: with the same rows) and `sort` override the choice."""
+    (num_tokens, hidden), top_k = x.shape, ids.shape[1]
+    num_experts, inner = down.shape[0], down.shape[2]
+    if x.stride(1) != 1 or gate_up.stride(2) != 1 or down.stride(2) != 1:
+        raise ValueError("the last dimensions of x and of the experts' weights must be contiguous: call contiguous()")
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return out
+    shape = num_tokens, top_k, num_experts, x.element_size()
+    first, second = tiles or (gate_up_tile(*shape), down_tile(*shape))
+    sort = needs_sort(*shape[:3]) if sort is None else sort
+    activated = torch.empty((num_tokens * top_k, inner), dtype=x.dtype, device=x.device)
+    results = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    if sort:
+        pairs, block_experts, num_blocks = sort_pairs_triton(ids, num_experts, first.block_m)
+    else:
+        pairs, block_experts, num_blocks = ids, ids.view(-1), ids
+    order = pairs, block_experts, num_blocks, len(block_experts), sort
+    _launch(x, gate_up, gate_up_bias, activated, order, inner, top_k, first, num_tokens, gated=True, limit=limit)
+    _launch(activated, down, down_bias, results, order, hidden, 1, second, num_tokens, gated=False, limit=limit)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        results, weights, x if beside is None else beside, out, hidden, 0 if beside is None else beside.stride(0),
+        TOP_K=top_k, BESIDE=beside is not None, BLOCK=block, num_warps=4, **pdl_options(x, num_tokens),
+    )  # fmt: skip
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    order: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, bool],
+    n: int,
+    top_k: int,
+    tile: MoeTile,
+    num_tokens: int,
+    *,
+    gated: bool,
+    limit: float,
+) -> None:
+    """x: row pair // top_k is a pair's → out [pairs, n]."""
+    pairs, block_experts, num_blocks, max_blocks, sort = order
+    k = x.shape[1]
+    _expert_kernel[(max_blocks * triton.cdiv(n, tile.block_n),)](
+        x, weight, weight if bias is None else bias, out, pairs, block_experts, num_blocks,
+        out.shape[0], max_blocks, n, k, x.stride(0), weight.stride(0), weight.stride(1),
+        0 if bias is None else bias.stride(0), limit,
+        TOP_K=top_k, GATED=gated, CLAMPED=limit > 0, HAS_BIAS=bias is not None, SORTED=sort,
+        EVEN_K=k % tile.block_k == 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        GROUP=tile.group, STAGES=tile.stages, num_warps=tile.warps, **pdl_options(x, num_tokens),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
+def _expert_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, experts_ptr, num_blocks_ptr,
+    num_pairs, max_blocks, N, K, stride_x, stride_expert, stride_w, stride_bias, limit,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, SORTED: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[pair, n] = w[expert, n] · x[pair // TOP_K] + b; gated: of rows n and N + n, activated and multiplied."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # GROUP blocks take turns at a tile of the weight: what the tensor cores read again comes from the L2 cache.
+    program = tl.program_id(0)
+    tiles = tl.cdiv(N, BLOCK_N)
+    first = program // (GROUP * tiles) * GROUP
+    width = tl.minimum(GROUP, max_blocks - first)
+    inside = program % (GROUP * tiles)
+    block = first + inside % width
+    tile = inside // width
+    m = tl.arange(0, BLOCK_M)
+    if SORTED:
+        if block >= tl.load(num_blocks_ptr):
+            return
+        pair = tl.load(pairs_ptr + block * BLOCK_M + m)
+    else:
+        pair = tl.where(m == 0, block, num_pairs)
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    row_exists = pair < num_pairs
+    row = tl.where(row_exists, pair // TOP_K, 0).to(tl.int64)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    near = tl.minimum(n, N - 1).to(tl.int64)  # rows past the end read the last one again
+    x_ptrs = x_ptr + row[None, :] * stride_x + k[:, None]
+    w_ptrs = w_ptr + expert * stride_expert + near[:, None] * stride_w + k[None, :]
+    up_ptrs = w_ptrs + N.to(tl.int64) * stride_w
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if EVEN_K:
+            x = tl.load(x_ptrs + start, mask=row_exists[None, :], other=0.0)
+            w = tl.load(w_ptrs + start)
+        else:
+            rest = k < K - start
+            x = tl.load(x_ptrs + start, mask=row_exists[None, :] & rest[:, None], other=0.0)
+            w = tl.load(w_ptrs + start, mask=rest[None, :], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if GATED:
+            if EVEN_K:
+                w_up = tl.load(up_ptrs + start)
+            else:
+                w_up = tl.load(up_ptrs + start, mask=(k < K - start)[None, :], other=0.0)
+            up = tl.dot(w_up, x, up, input_precision="ieee")
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert * stride_bias + near
+        acc += tl.load(bias_ptrs).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias_ptrs + N).to(tl.float32)[:, None]
+    if GATED:
+        if CLAMPED:
+            acc = tl.minimum(acc, limit)
+            acc = acc * tl.sigmoid(1.702 * acc) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
+        else:
+            acc = acc * tl.sigmoid(acc) * up
+    out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_exists[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def _sum_kernel(
+    results_ptr, weights_ptr, beside_ptr, out_ptr, size, stride_beside,
+    TOP_K: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in range(TOP_K):
+        pair = token * TOP_K + place
+        weight = tl.load(weights_ptr + pair)
+        total += weight * tl.load(results_ptr + pair * size + column, mask=mask, other=0.0).to(tl.float32)
+    if BESIDE:
+        total += tl.load(beside_ptr + token * stride_beside + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * size + column, total.to(out_ptr.dtype.element_ty), mask=mask)
