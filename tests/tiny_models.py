@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-MIXTURES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}  # → the key of how many experts there are
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+MIXTURES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}  # → the key of how many experts there are
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -77,8 +77,12 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         values["sliding_window"] = None
     if family in MIXTURES:
         values |= {"num_experts_per_tok": 3, MIXTURES[family]: 5}
-        if family != "mixtral":
+        if family == "qwen3_moe":
             values["moe_intermediate_size"] = 40
+    if family == "gpt_oss":
+        values |= {"sliding_window": 8, "num_hidden_layers": 3, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 16,
+            "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}}
     if family.startswith("deepseek"):
         values |= DEEPSEEK
     return AutoConfig.for_model(family, **(values | overrides))
@@ -97,6 +101,8 @@ def tiny_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("bias"):
                 torch.nn.init.normal_(weight, 0.0, 0.5)
+            elif name.endswith("sinks"):
+                torch.nn.init.normal_(weight, 0.0, 2.0)
             elif "norm" in name:
                 torch.nn.init.normal_(weight, 1.0, 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)

@@ -33,6 +33,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn untruncated": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
     "yarn of all": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7,
         "mscale_all_dim": 0.9},
 }  # fmt: skip
@@ -75,6 +76,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "window": {"use_sliding_window": True, "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"]},
     },
+    "gpt_oss": {
+        "gqa": {},
+        "one in four": {"num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 1},
+        "windows": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 3},
+        "clamped": {"swiglu_limit": 0.5, "attention_bias": False},
+    },
     "deepseek_v2": {
         "gqa": {},
         "plain queries": {"q_lora_rank": None},
@@ -88,13 +95,17 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "wide values": {"v_head_dim": 40, "kv_lora_rank": 48, "n_group": 1, "topk_group": 1},
     },
 }  # fmt: skip
-LATENT = ("deepseek_v2", "deepseek_v3")
+FEW_ROPES = {  # the others have these left out
+    "deepseek_v2": ("default", "yarn of all"),
+    "deepseek_v3": ("default", "yarn of all"),
+    "gpt_oss": ("default", "yarn untruncated"),
+}
+ALL_ROPES = ("default", "linear", "llama3", "yarn", "dynamic")
 CASES = [
     (family, rope, variant)
     for family in VARIANTS
-    for rope in (("default", "yarn of all") if family in LATENT else ROPES)
+    for rope in FEW_ROPES.get(family, ALL_ROPES)
     for variant in VARIANTS[family]
-    if (family in LATENT) >= (rope == "yarn of all")
 ]
 
 
@@ -249,10 +260,11 @@ def test_products_that_add_to_the_residual(
     tiny_model: Callable[..., Path], family: str, last_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU from some number of rows on, here from 9: steps with more and with fewer take turns."""
-    folder = make(tiny_model, family)
+    folder = make(tiny_model, family, variant="clamped" if family == "gpt_oss" else "gqa")  # without biases
     model = load(folder)
     dense = [layer for layer in model.layers if isinstance(layer.mlp, MLP)]  # experts' results are added by the norm
-    for product in (*(layer.attention.output for layer in model.layers), *(layer.mlp.down for layer in dense)):
+    outputs = [layer for layer in model.layers if layer.attention.output.method.bias is None]  # no product adds both
+    for product in (*(layer.attention.output for layer in outputs), *(layer.mlp.down for layer in dense)):
         product.method.add_rows = 9
     multiply, seen = Unquantized.multiply, []
 
@@ -266,7 +278,7 @@ def test_products_that_add_to_the_residual(
     for plan in [["|", (1, 9), (0, 12)], [(0, 1), "|", (1, 7)], [(1, 1), "|", (0, 8)], [(1, 1), (0, 1), "|"]]:
         for which, first, logits in runner.step(plan, last_only=last_only):
             assert difference([logits], [oracle(folder)[which][first : first + len(logits)]]) < 2e-4
-    adds = [1 + (layer in dense) for layer in model.layers]
+    adds = [(layer in outputs) + (layer in dense) for layer in model.layers]
     adding = sum(adds[:-1] if last_only else adds)  # the last layer goes on with two rows
     assert seen == [21] * adding + [9] * adding
 
@@ -349,6 +361,11 @@ def _no_temperature(runner: PagedRunner) -> None:
         layer.scoring = replace(layer.scoring, scale=24**-0.5)
 
 
+def _no_sinks(runner: PagedRunner) -> None:
+    for layer in runner.model.attention_layers():
+        layer.scoring = replace(layer.scoring, sinks=None)
+
+
 def _no_correction(runner: PagedRunner) -> None:
     runner.model.layers[1].mlp.router.correction.zero_()
 
@@ -366,7 +383,7 @@ def _untied(runner: PagedRunner) -> None:
 @pytest.mark.parametrize(
     ("family", "rope", "variant", "mutate"),
     [
-        *((family, rope, "gqa", _no_rope) for family in ("llama", "qwen3") for rope in ROPES),
+        *((family, rope, "gqa", _no_rope) for family in ("llama", "qwen3") for rope in ALL_ROPES),
         ("mistral", "default", "window", _no_window),
         ("qwen2", "default", "window", _no_window),
         ("qwen3", "default", "window", _window_off_by_one),
@@ -382,6 +399,8 @@ def _untied(runner: PagedRunner) -> None:
         ("deepseek_v3", "yarn of all", "gqa", _no_temperature),
         ("deepseek_v3", "default", "gqa", _no_latent_norm),
         ("deepseek_v3", "default", "wide values", _no_correction),
+        ("gpt_oss", "default", "gqa", _no_sinks),
+        ("gpt_oss", "default", "gqa", _window_off_by_one),
     ],
 )
 def test_mutations_are_noticed(
