@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 # As published: keys of config.json of well-known checkpoints that this file's rules are about.
@@ -66,6 +67,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 10000, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
             "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
         "torch_dtype": "bfloat16"},
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32, "experts_per_token": 4,
+        "num_experts_per_tok": 4, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "rope_theta": 150000, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
+        "initial_context_length": 4096, "max_position_embeddings": 131072, "eos_token_id": 200002},
 }  # fmt: skip
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -97,7 +103,7 @@ def assert_same_mlp(ours: MLPSpec | MoESpec, theirs: Any) -> None:
     if ours.routing.num_groups > 1:
         assert (ours.routing.num_groups, ours.routing.kept_groups) == (theirs.n_group, theirs.topk_group)
     assert ours.routing.top_k == theirs.num_experts_per_tok
-    assert ours.routing.renormalize == getattr(theirs, "norm_topk_prob", True)
+    assert (ours.routing.renormalize or ours.routing.softmax_chosen) == getattr(theirs, "norm_topk_prob", True)
 
 
 def assert_latent_agrees(ours: LatentAttentionSpec, theirs: Any) -> None:
@@ -166,9 +172,19 @@ def test_what_deepseek_v3_keeps_of_a_token() -> None:
     assert config.max_model_len == 163840
 
 
+def test_gpt_oss_rotates_as_transformers_where_nothing_is_said() -> None:
+    config = parse_model_config({"model_type": "gpt_oss"})
+    rope = config.layers[0].attention.rope
+    assert (rope.type, rope.theta, rope.factor, rope.original_length) == ("yarn", 150000.0, 32.0, 4096)
+    assert not rope.truncate and config.max_model_len == 131072
+
+
 @pytest.mark.parametrize(
     ("family", "keys", "message"),
     [
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5, supported is 1.702: use another model"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 36 layers, each of which"),
+        ("gpt_oss", {"layer_types": ["mamba"] * 36}, "each of which must be full_attention or sliding_attention"),
         ("deepseek_v2", {}, "num_experts_per_tok is missing, to how many experts a token goes: add it"),
         ("deepseek_v2", {"num_experts_per_tok": 2, "topk_method": "best"}, "topk_method is 'best', supported are"),
         ("deepseek_v2", {"num_experts_per_tok": 2, "norm_topk_prob": True}, "norm_topk_prob is set, which is not"),
@@ -179,7 +195,7 @@ def test_what_deepseek_v3_keeps_of_a_token() -> None:
         ("deepseek_v3", {"n_shared_experts": "one"}, "n_shared_experts is 'one', a whole number belongs there"),
     ],
 )
-def test_deepseek_configs_that_are_refused(family: str, keys: dict[str, Any], message: str) -> None:
+def test_mixtures_with_other_attention_that_are_refused(family: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:
         parse_model_config({"model_type": family, **keys})
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -234,7 +250,7 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         names = [name for name, _ in theirs.named_parameters()]
         for layer in config.layers:
             attention = layer.attention
-            assert getattr(layer.mlp, "bias", False) == any(name.endswith("up_proj.bias") for name in names)
+            assert getattr(layer.mlp, "bias", False) == any(name.endswith(("up_proj.bias", "up_proj_bias")) for name in names)
             if isinstance(attention, LatentAttentionSpec):
                 assert attention.bias == any(name.endswith("kv_a_proj_with_mqa.bias") for name in names)
                 continue
@@ -247,7 +263,7 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         for holder in choose_formats(ours):
             holder.create()
         assert count_parameters(config) == sum(weight.numel() for weight in ours.parameters())
-        assert ours.kv_specs() == [attention.kv] * 3
+        assert ours.kv_specs() == [layer.attention.kv for layer in config.layers]
         if isinstance(attention, LatentAttentionSpec):
             assert attention.kv == KVSpec(1, 512 + 64, 512, shared=True)
         else:
