@@ -14,7 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
-MIXTURES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}  # → the key of how many experts there are
+MIXTURES = {  # → the key of how many experts there are
+    "mixtral": "num_local_experts", "qwen3_moe": "num_experts", "gpt_oss": "num_local_experts",
+}  # fmt: skip
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -80,9 +82,19 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         if family == "qwen3_moe":
             values["moe_intermediate_size"] = 40
     if family == "gpt_oss":
-        values |= {"sliding_window": 8, "num_hidden_layers": 3, "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 16,
-            "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}}
+        values |= {
+            "sliding_window": 8,
+            "num_hidden_layers": 3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 16,
+                "truncate": False,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+        }
     if family.startswith("deepseek"):
         values |= DEEPSEEK
     return AutoConfig.for_model(family, **(values | overrides))

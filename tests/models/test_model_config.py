@@ -250,7 +250,9 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         names = [name for name, _ in theirs.named_parameters()]
         for layer in config.layers:
             attention = layer.attention
-            assert getattr(layer.mlp, "bias", False) == any(name.endswith(("up_proj.bias", "up_proj_bias")) for name in names)
+            assert getattr(layer.mlp, "bias", False) == any(
+                name.endswith(("up_proj.bias", "up_proj_bias")) for name in names
+            )
             if isinstance(attention, LatentAttentionSpec):
                 assert attention.bias == any(name.endswith("kv_a_proj_with_mqa.bias") for name in names)
                 continue
