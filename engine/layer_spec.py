@@ -141,9 +141,10 @@ class MoESpec:
     bias: bool = False  # of all products of the experts
     activation: Literal["silu", "clamped"] = "silu"  # clamped: gpt-oss's
     limit: float = 7.0  # of the clamped activation
-    # The file has all experts of a layer in one tensor: "stacked" [E, N, K], "transposed" [E, K, N]. Its headers
+    # The file has all experts of a layer in one tensor: "stacked" [E, N, K], "transposed" [E, K, N], or, in "blocks",
+    # MXFP4's codes uint8 [E, N, K / 32, 16] ("_blocks") and exponents uint8 [E, N, K / 32] ("_scales"). Its headers
     # decide, this is for a model without files.
-    stored: Literal["", "stacked", "transposed"] = ""
+    stored: Literal["", "stacked", "transposed", "blocks"] = ""
     stacked_names: tuple[str, str] = ("gate_up_proj", "down_proj")  # behind the path of the experts
     interleaved: bool = False  # where gate and up are one tensor: their rows in turn, not all of gate first
 

@@ -50,12 +50,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 56},
     "qwen3_moe": {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40},
     "olmoe": {"num_experts_per_tok": 3, "num_experts": 5},
+    "gpt_oss": {"num_experts_per_tok": 3, "num_local_experts": 5, "sliding_window": 8, "num_hidden_layers": 3,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": False,
+            "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}},
     "granitemoe": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE},
     "granitemoeshared": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE, "shared_intermediate_size": 56},
 }  # fmt: skip
 # → the key of how many experts there are
 MIXTURES = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts",
-    "olmoe": "num_experts", "granitemoe": "num_local_experts", "granitemoeshared": "num_local_experts"}  # fmt: skip
+    "olmoe": "num_experts", "granitemoe": "num_local_experts", "granitemoeshared": "num_local_experts",
+    "gpt_oss": "num_local_experts"}  # fmt: skip
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -136,6 +140,8 @@ def tiny_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("bias"):
                 torch.nn.init.normal_(weight, 0.0, 0.5)
+            elif name.endswith("sinks"):
+                torch.nn.init.normal_(weight, 0.0, 2.0)
             elif "norm" in name:
                 torch.nn.init.normal_(weight, 1.0, 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)

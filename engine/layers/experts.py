@@ -13,6 +13,7 @@ from ..layer_spec import MoESpec
 from ..quant.codes import Codes, decoded
 from ..quant.experts import QuantizedExperts
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
+from ..quant.fp4 import decode_experts
 from .staging import copy_weight
 from .weights import Placement, keep_at_hand
 
@@ -147,28 +148,52 @@ class Experts(nn.Module):
         shapes = {first: (2 * self.spec.inner, self.hidden), second: (self.hidden, self.spec.inner)}
         found = {}
         for name, (rows, columns) in shapes.items():
-            shape = (rows, columns) if self.spec.stored == "stacked" else (columns, rows)
-            found[name] = Stored((size, *shape), FLOATS)
+            if self.spec.stored == "blocks":
+                self.formats[STACKED].expected(rows, columns)  # raises where there are no whole groups
+                found[f"{name}_blocks"] = Stored((size, rows, columns // 32, 16), ("U8",))
+                found[f"{name}_scales"] = Stored((size, rows, columns // 32), ("U8",))
+            else:
+                shape = (rows, columns) if self.spec.stored == "stacked" else (columns, rows)
+                found[name] = Stored((size, *shape), FLOATS)
             if self.spec.bias:
                 found[f"{name}_bias"] = Stored((size, rows), FLOATS)
         return found
 
     def _load_stacked(self, tensors: Mapping[str, Tensor]) -> None:
         first, second = self.spec.stacked_names
-        format = self.formats.get(STACKED)
         for expert in range(self.num_experts):
-            gate_up, down = (tensors[name][expert] for name in (first, second))
-            if self.spec.stored == "transposed":
-                gate_up, down = gate_up.t(), down.t()
-            for name, matrix in (*self._halves(gate_up), ("down", down)):
-                if format is None:
-                    self._take(expert, name, matrix)
-                else:
-                    self._take(expert, name, decoded(format, {"weight": matrix}, *self._shape(name), self.place.device))
+            for name, matrix in self._matrices(tensors, expert):
+                self._take(expert, name, matrix)
             if self.spec.bias:
                 biases = *self._halves(tensors[f"{first}_bias"][expert]), ("down", tensors[f"{second}_bias"][expert])
                 for name, bias in biases:
                     self._take_bias(expert, name, bias)
+
+    def _matrices(self, tensors: Mapping[str, Tensor], expert: int) -> Iterator[tuple[str, Tensor | Codes]]:
+        """One expert's, of tensors that have all of them."""
+        first, second = self.spec.stacked_names
+        format, inner = self.formats.get(STACKED), self.spec.inner
+        if self.spec.stored == "blocks":
+            both = self._decoded_blocks(tensors, first, expert)
+            yield "gate", both.rows(0, inner)
+            yield "up", both.rows(inner, inner)
+            yield "down", self._decoded_blocks(tensors, second, expert)
+            return
+        gate_up, down = (tensors[name][expert] for name in (first, second))
+        if self.spec.stored == "transposed":
+            gate_up, down = gate_up.t(), down.t()
+        for name, matrix in (*self._halves(gate_up), ("down", down)):
+            if format is None:
+                yield name, matrix
+            else:
+                yield name, decoded(format, {"weight": matrix}, *self._shape(name), self.place.device)
+
+    def _decoded_blocks(self, tensors: Mapping[str, Tensor], name: str, expert: int) -> Codes:
+        """One expert's MXFP4; of gate and up, the rows of gate first."""
+        one = slice(expert, expert + 1)
+        blocks, scales = (tensors[f"{name}_{kind}"][one].to(self.place.device) for kind in ("blocks", "scales"))
+        alternating = self.spec.interleaved and name == self.spec.stacked_names[0]
+        return decode_experts(blocks, scales, alternating)[0]
 
     def _halves(self, both: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Rows of gate and up of one tensor."""

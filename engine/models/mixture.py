@@ -58,6 +58,8 @@ def with_stored_experts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...
     def as_stored(spec: MoESpec) -> MoESpec:
         if single:
             return replace(spec, stored="")
+        if any(name.endswith(f".{spec.stacked_names[0]}_blocks") for name in shapes):
+            return replace(spec, stored="blocks")
         found = next((shape for name, shape in shapes.items() if name.endswith(f".{spec.stacked_names[0]}")), ())
         rows, columns = 2 * spec.inner, config.hidden_size
         if found[1:] == (rows, columns) and not (rows == columns and spec.stored):

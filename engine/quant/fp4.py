@@ -132,6 +132,8 @@ class Mxfp4Scheme:
         pass  # modules_to_not_convert names all but the experts
 
     def format(self, path: str, stored: Headers | None) -> Fp4 | None:
+        if path.endswith(".experts") and (stored is None or any(suffix.endswith("_blocks") for suffix in stored)):
+            return Fp4("weight")
         if stored is not None and any(stored.get(suffix, ("",))[0] == "U8" for suffix in ("weight", "weight_packed")):
             return find_fp4(path, stored)
         return None

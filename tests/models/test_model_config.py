@@ -46,6 +46,7 @@ FAMILIES = {
     "smollm3": "SmolLM3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 # As published: keys of config.json of well-known checkpoints that this file's rules are about.
@@ -144,6 +145,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
     "EXAONE-4.0-1.2B": {"model_type": "exaone4", "hidden_size": 2048, "sliding_window": None, "num_hidden_layers": 30,
         "num_key_value_heads": 8, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 30},
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32, "experts_per_token": 4,
+        "num_experts_per_tok": 4, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "rope_theta": 150000, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
+        "initial_context_length": 4096, "max_position_embeddings": 131072, "eos_token_id": 200002},
 }  # fmt: skip
 # What their max_model_len is, where it is not max_position_embeddings.
 LONGEST = {"Qwen2.5-7B": 131072}
@@ -274,9 +280,19 @@ def test_what_deepseek_v3_keeps_of_a_token() -> None:
     assert config.max_model_len == 163840
 
 
+def test_gpt_oss_rotates_as_transformers_where_nothing_is_said() -> None:
+    config = parse_model_config({"model_type": "gpt_oss"})
+    rope = config.layers[0].attention.rope
+    assert (rope.type, rope.theta, rope.factor, rope.original_length) == ("yarn", 150000.0, 32.0, 4096)
+    assert not rope.truncate and config.max_model_len == 131072
+
+
 @pytest.mark.parametrize(
     ("family", "keys", "message"),
     [
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5, supported is 1.702: use another model"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 36 layers, each of which"),
+        ("gpt_oss", {"layer_types": ["mamba"] * 36}, "each of which must be full_attention or sliding_attention"),
         ("deepseek_v2", {}, "num_experts_per_tok is missing, to how many experts a token goes: add it"),
         ("deepseek_v2", {"num_experts_per_tok": 2, "topk_method": "best"}, "topk_method is 'best', supported are"),
         ("deepseek_v2", {"num_experts_per_tok": 2, "norm_topk_prob": True}, "norm_topk_prob is set, which is not"),
@@ -287,7 +303,7 @@ def test_what_deepseek_v3_keeps_of_a_token() -> None:
         ("deepseek_v3", {"n_shared_experts": "one"}, "n_shared_experts is 'one', a whole number belongs there"),
     ],
 )
-def test_deepseek_configs_that_are_refused(family: str, keys: dict[str, Any], message: str) -> None:
+def test_mixtures_with_other_attention_that_are_refused(family: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:
         parse_model_config({"model_type": family, **keys})
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -353,7 +369,9 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         names = [name for name, _ in theirs.named_parameters()]
         for layer in config.layers:
             attention = layer.attention
-            assert getattr(layer.mlp, "bias", False) == any(name.endswith("up_proj.bias") for name in names)
+            assert getattr(layer.mlp, "bias", False) == any(
+                name.endswith(("up_proj.bias", "up_proj_bias")) for name in names
+            )
             if isinstance(attention, LatentAttentionSpec):
                 assert attention.bias == any(name.endswith("kv_a_proj_with_mqa.bias") for name in names)
                 continue

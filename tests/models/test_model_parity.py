@@ -33,6 +33,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn untruncated": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
     "yarn of all": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7,
         "mscale_all_dim": 0.9},
 }  # fmt: skip
@@ -91,6 +92,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "window": {"use_sliding_window": True, "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"]},
     },
+    "gpt_oss": {
+        "gqa": {},
+        "one in four": {"num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 1},
+        "windows": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 3},
+        "clamped": {"swiglu_limit": 0.5, "attention_bias": False},
+    },
     "deepseek_v2": {
         "gqa": {},
         "plain queries": {"q_lora_rank": None},
@@ -140,14 +147,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "exaone4": {"gqa": {}, "full": {"sliding_window": None, "layer_types": ["full_attention"] * 2}},
 }  # fmt: skip
-LATENT = ("deepseek_v2", "deepseek_v3")
+FEW_ROPES = {
+    "deepseek_v2": ("default", "yarn of all"),
+    "deepseek_v3": ("default", "yarn of all"),
+    "gpt_oss": ("default", "yarn untruncated"),
+}
 # Those that are tried with every kind of rotation; others need not repeat what does not depend on the family.
 ROTATED = ("llama", "mistral", "qwen2", "qwen3")
-KINDS = tuple(rope for rope in ROPES if rope != "yarn of all")
+KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 CASES = [
     (family, rope, variant)
     for family in VARIANTS
-    for rope in (("default", "yarn of all") if family in LATENT else KINDS if family in ROTATED else ("default",))
+    for rope in FEW_ROPES.get(family, KINDS if family in ROTATED else ("default",))
     for variant in VARIANTS[family]
 ]
 
@@ -271,7 +282,7 @@ def test_logits_equal_transformers(tiny_model: Callable[..., Path], family: str,
 def make(tiny_model: Callable[..., Path], family: str, rope: str = "default", variant: str = "gqa") -> Path:
     # Dynamic RoPE is compared within the original length only: beyond, transformers' depends on its earlier calls.
     values = {"max_position_embeddings": 64, **VARIANTS[family][variant]}
-    if family in ROTATED or family in LATENT:
+    if family in ROTATED or family in FEW_ROPES:
         values["rope_parameters"] = ROPES[rope]
     return tiny_model(family, **values)
 
@@ -306,10 +317,11 @@ def test_products_that_add_to_the_residual(
     tiny_model: Callable[..., Path], family: str, last_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU from some number of rows on, here from 9: steps with more and with fewer take turns."""
-    folder = make(tiny_model, family)
+    folder = make(tiny_model, family, variant="clamped" if family == "gpt_oss" else "gqa")  # without biases
     model = load(folder)
     dense = [layer for layer in model.layers if isinstance(layer.mlp, MLP)]  # experts' results are added by the norm
-    for product in (*(layer.attention.output for layer in model.layers), *(layer.mlp.down for layer in dense)):
+    outputs = [layer for layer in model.layers if layer.attention.output.method.bias is None]  # no product adds both
+    for product in (*(layer.attention.output for layer in outputs), *(layer.mlp.down for layer in dense)):
         product.method.add_rows = 9
     multiply, seen = Unquantized.multiply, []
 
@@ -324,7 +336,7 @@ def test_products_that_add_to_the_residual(
         for which, first, logits in runner.step(plan, last_only=last_only):
             assert difference([logits], [oracle(folder)[which][first : first + len(logits)]]) < 2e-4
     # The last layer goes on with two rows. What is normed or scaled before it is added, no product adds.
-    adds = [(1 + (layer in dense)) * layer.adds for layer in model.layers]
+    adds = [((layer in outputs) + (layer in dense)) * layer.adds for layer in model.layers]
     adding = sum(adds[:-1] if last_only else adds)
     assert seen == [21] * adding + [9] * adding
 
@@ -407,6 +419,11 @@ def _no_temperature(runner: PagedRunner) -> None:
         layer.scoring = replace(layer.scoring, scale=24**-0.5)
 
 
+def _no_sinks(runner: PagedRunner) -> None:
+    for layer in runner.model.attention_layers():
+        layer.scoring = replace(layer.scoring, sinks=None)
+
+
 def _no_correction(runner: PagedRunner) -> None:
     runner.model.layers[1].mlp.router.correction.zero_()
 
@@ -440,7 +457,7 @@ def _untied(runner: PagedRunner) -> None:
 @pytest.mark.parametrize(
     ("family", "rope", "variant", "mutate"),
     [
-        *((family, rope, "gqa", _no_rope) for family in ("llama", "qwen3") for rope in ROPES),
+        *((family, rope, "gqa", _no_rope) for family in ("llama", "qwen3") for rope in KINDS),
         ("mistral", "default", "window", _no_window),
         ("qwen2", "default", "window", _no_window),
         ("qwen3", "default", "window", _window_off_by_one),
@@ -461,6 +478,8 @@ def _untied(runner: PagedRunner) -> None:
         ("deepseek_v3", "yarn of all", "gqa", _no_temperature),
         ("deepseek_v3", "default", "gqa", _no_latent_norm),
         ("deepseek_v3", "default", "wide values", _no_correction),
+        ("gpt_oss", "default", "gqa", _no_sinks),
+        ("gpt_oss", "default", "gqa", _window_off_by_one),
     ],
 )
 def test_mutations_are_noticed(

@@ -144,6 +144,27 @@ def test_tensors_nobody_needs_are_passed_over(folder: Path) -> None:
 
 
 # ---- what is refused ----
+def test_layers_that_draft_are_passed_over(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    """DeepSeek-V3 has one behind its last: as many as config.json says, and no other."""
+    folder = Path(shutil.copytree(tiny_model("deepseek_v3"), tmp_path / "model"))
+    spare = {"model.layers.2.eh_proj.weight": torch.ones(64, 128), "model.layers.2.mlp.gate.weight": torch.ones(8, 64)}
+    rewrite(folder, lambda tensors: tensors.update(spare))
+    load(folder)
+    set_config(folder, num_nextn_predict_layers=0)
+    assert refusal(folder).startswith("the checkpoint has model.layers.2.eh_proj.weight (and 1 more), which Deepseek")
+    set_config(folder, num_nextn_predict_layers=1)
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.3.enorm.weight": torch.ones(64)}))
+    assert refusal(folder).startswith("the checkpoint has model.layers.3.enorm.weight, which Deepseek")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_dummy_weights_of_models_whose_attention_differs(family: str, tiny_model: Callable[..., Path]) -> None:
+    model = load(tiny_model(family), load_format="dummy")
+    weights = dict(model.named_parameters())
+    assert all(weight.isfinite().all() for weight in weights.values())
+    assert all(weight.any() for name, weight in weights.items() if "norm" not in name)
+
+
 def test_missing_shard(sharded: Path) -> None:
     names = sorted(file.name for file in sharded.glob("model-*.safetensors"))
     (sharded / names[1]).unlink()
