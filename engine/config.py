@@ -137,6 +137,17 @@ class EngineConfig:
         None, "folder for what is taken from the hub (default: the hub's own cache, HF_HOME)", group="model",
         problem=_no_file,
     )  # fmt: skip
+    model_impl: str = option(
+        "auto",
+        "who computes the model: vserve's own families, or transformers' code on vserve's cache and kernels; auto: the "
+        "former where there is one; vllm means vserve",
+        choices=("auto", "vserve", "transformers", "vllm"),
+        group="model",
+    )
+    trust_remote_code: bool = option(
+        False, "run the code of the model's folder where it has some, and vserve no family of its own; it may do all "
+        "that you may", group="model",
+    )  # fmt: skip
     dtype: str = option(
         "auto",
         "of weights and activations; auto: the checkpoint's on a GPU, float32 on the CPU",

@@ -48,11 +48,12 @@ class AttentionSpec:
     fused: bool = False  # the file has q, k and v in one matrix, in this order
     rotated: int = 0  # elements of a head that are rotated, from its first on; 0: all
     interleaved: bool = False  # rotated pairs are neighbours in the file: 0 and 1, 2 and 3, …
+    value_dim: int = 0  # of values, where they are smaller or larger than keys; 0: head_dim
 
     @property
     def kv(self) -> KVSpec:
         """What is kept of a token, by all ranks together."""
-        return KVSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.window)
+        return KVSpec(self.num_kv_heads, self.head_dim, self.value_dim or self.head_dim, self.window)
 
     @property
     def rotary_dim(self) -> int:

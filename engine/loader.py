@@ -17,6 +17,7 @@ import torch
 
 from .checkpoint import PICKLED, Checkpoint, TensorInfo, open_checkpoint
 from .config import EngineConfig
+from .foreign.modules import Plain
 from .layers.norm import Norm
 from .layers.weights import Placement, WeightHolder
 from .model_config import ModelConfig
@@ -37,25 +38,31 @@ _LOADER_THREADS = 4  # reading and copying overlap; more only fight over the dis
 _CACHE_SCALE = re.compile(r"\.(q|k|v|kv|prob|prob_output|output)_(scale|zero_point)$")
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_WEIGHTS = ["*.safetensors"]
+_CODE = "*.py"
 _HUB_SKIP = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights in other formats
 
 
 def resolve_model_path(
-    name: str, revision: str | None = None, download_dir: str | None = None, load_format: str = "auto"
+    name: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    load_format: str = "auto",
+    with_code: bool = False,
 ) -> Path:
     """A folder as it is; else a model of the Hugging Face hub, downloaded (or found in its cache, HF_HUB_OFFLINE=1).
 
-    `download_dir`: where that cache is, None where the hub's library has it.
+    `download_dir`: where that cache is, None where the hub's library has it. `with_code`: its own code is wanted too.
     """
     if (folder := find_model(name)) is not None:
         return folder
+    files = [*_HUB_FILES, _CODE] if with_code else _HUB_FILES
     if load_format == "dummy":
-        return from_hub(name, revision, _HUB_FILES, download_dir)
+        return from_hub(name, revision, files, download_dir)
     if load_format not in PICKLED:
-        folder = from_hub(name, revision, [*_HUB_FILES, *_HUB_WEIGHTS], download_dir)
+        folder = from_hub(name, revision, [*files, *_HUB_WEIGHTS], download_dir)
         if load_format != "auto" or any(folder.glob("*.safetensors")):
             return folder
-    return from_hub(name, revision, [*_HUB_FILES, *_HUB_WEIGHTS, *PATTERNS], download_dir)
+    return from_hub(name, revision, [*files, *_HUB_WEIGHTS, *PATTERNS], download_dir)
 
 
 def from_hub(name: str, revision: str | None, files: list[str], download_dir: str | None) -> Path:
@@ -94,7 +101,7 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
     admit: Callable[[int, int], None] | None = None,
-) -> CausalLM:
+) -> Model:
     """The model of `model_path` on `device`, its weights in `dtype`, frozen, ready for contexts up to `max_model_len`.
 
     `admit` gets (parameters, bytes in the checkpoint) before anything is allocated, and raises what is too large.
@@ -104,6 +111,10 @@ def load_model(
     place = Placement(dtype, torch.device(device))
     report = progress or (lambda done, total: None)
     checkpoint = None if load_format == "dummy" else open_checkpoint(model_path, load_format)
+    if checkpoint is not None and config.foreign is not None:
+        from .foreign.files import converted  # it imports transformers
+
+        checkpoint, config = converted(checkpoint, config)
     headers = {} if checkpoint is None else checkpoint.headers
     stored = sum(info.num_bytes for info in headers.values())
     # Less than eight parameters a byte: of one bit each, and with scales, the densest that checkpoints are.
@@ -122,7 +133,7 @@ def load_model(
         config = dataclasses.replace(config, tie_word_embeddings=False)  # it is quantised, so not the embedding's
     config = with_stored_experts(config, {name: info.shape for name, info in headers.items()})
     with torch.no_grad():
-        model = CausalLM(config, place, max_model_len)
+        model = make_model(config, place, max_model_len)
         holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
         loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
         if admit is not None:
@@ -137,7 +148,18 @@ def load_model(
             holder.finish()
     if config.quantization is not None:
         _give_back()
-    return model.requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def make_model(config: ModelConfig, place: Placement, max_len: int) -> Model:
+    """Without weights: a decoder of our own blocks, or of transformers' code."""
+    if config.foreign is None:
+        return CausalLM(config, place, max_len)
+    from .foreign.model import TransformersModel  # it imports transformers
+
+    return TransformersModel(config, place, max_len)
 
 
 def _named_as_stored(config: ModelConfig, headers: dict[str, TensorInfo]) -> ModelConfig:
@@ -157,7 +179,7 @@ def _give_back() -> None:
 
 def count_parameters(config: ModelConfig) -> int:
     """Of the model as it would be stored without quantisation; a tied output matrix counts once. Allocates nothing."""
-    model = CausalLM(dataclasses.replace(config, quantization=None), Placement(config.dtype, torch.device("meta")), 1)
+    model = make_model(dataclasses.replace(config, quantization=None), Placement(config.dtype, torch.device("meta")), 1)
     choose_formats(model)
     expected = (holder.expected(part) for holder, part in model.weight_map().values())
     return sum(prod(stored.shape) for tensors in expected for stored in tensors.values())
@@ -187,7 +209,7 @@ def choose_formats(model: Model, stored: dict[str, dict[str, TensorInfo]] | None
     for path, (holder, part) in model.weight_map().items():
         holders[id(holder)] = holder
         chosen = formats.setdefault(id(holder), {})
-        if scheme is not None and not isinstance(holder, Norm):
+        if scheme is not None and not isinstance(holder, (Norm, Plain)):
             described = None if stored is None else {name: (t.dtype, t.shape) for name, t in stored[path].items()}
             if (format := scheme.format(path, described)) is not None:
                 chosen[part] = format

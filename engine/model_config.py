@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .foreign.choice import Foreign, choose
 from .layer_spec import FrameSpec, LayerSpec
 from .model_file import ModelError, is_gguf, read_config
 from .models.family import MAX_LAYERS, Family, Names
-from .models.registry import find_family
 from .overrides import overridden
 from .quant.scheme import make_scheme, read_quantization
 from .raw_config import RawConfig
@@ -44,21 +44,29 @@ class ModelConfig:
     ignored: tuple[str, ...] = ()  # beginnings of names in the checkpoint that nothing needs
     longest: int = 0  # tokens that a context may have at most, 0: as many as the positions allow
     quantization: Scheme | None = None  # how the checkpoint stores what it has quantised
+    foreign: Foreign | None = None  # a model that transformers' code computes; None: one of vserve's own families
 
     @classmethod
     def from_folder(
-        cls, folder: Path, source: Path | None = None, changes: Mapping[str, Any] = {}, quantization: str | None = None
+        cls,
+        folder: Path,
+        source: Path | None = None,
+        changes: Mapping[str, Any] = {},
+        quantization: str | None = None,
+        implementation: str = "auto",
+        trusted: bool = False,
     ) -> ModelConfig:
         """Read config.json of `source` (default: `folder`, where the weights are), and put `changes` into it.
 
-        `quantization`: what --quantization says.
+        `quantization`, `implementation`, `trusted`: what --quantization, --model-impl and --trust-remote-code say.
 
         Raises ModelError if it is missing, broken, or describes a model we cannot run.
         """
         from .checkpoint import stored_dtype  # it imports torch
 
         raw = overridden(read_config(Path(source or folder)), changes)
-        config = replace(parse_model_config(raw), quantization=_scheme(Path(folder), raw, quantization))
+        described = parse_model_config(raw, implementation, Path(source or folder), trusted)
+        config = replace(described, quantization=_scheme(Path(folder), raw, quantization))
         if raw.get("dtype") is None and raw.get("torch_dtype") is None:
             config = replace(config, dtype=stored_dtype(Path(folder)) or config.dtype)
         return config
@@ -80,11 +88,20 @@ class ModelConfig:
         return path
 
 
-def check_model(folder: Path, changes: Mapping[str, Any] = {}, quantization: str | None = None) -> None:
-    """Raises ModelError as ModelConfig.from_folder does, within milliseconds."""
+def check_model(
+    folder: Path,
+    changes: Mapping[str, Any] = {},
+    quantization: str | None = None,
+    implementation: str = "auto",
+    trusted: bool = False,
+) -> None:
+    """Raises ModelError as ModelConfig.from_folder does, within milliseconds. What only transformers' code can tell of
+    a model that it computes is left to that."""
     raw = overridden(read_config(folder), changes)
     _dtype_name(raw)
-    _parse(raw, None)
+    kind = choose(raw, implementation, folder, trusted)
+    if not isinstance(kind, Foreign):
+        _parse(raw, None, kind)
     _scheme(folder, raw, quantization)
 
 
@@ -95,15 +112,21 @@ def _scheme(folder: Path, raw: Mapping[str, Any], asked: str | None) -> Scheme |
     return make_scheme(found, asked)
 
 
-def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
+def parse_model_config(
+    raw: dict[str, Any], implementation: str = "auto", folder: Path | None = None, trusted: bool = False
+) -> ModelConfig:
     """The content of a config.json → ModelConfig. Raises ModelError for what we cannot run, naming key and value."""
     import torch
 
-    return _parse(raw, getattr(torch, _dtype_name(raw)))
+    dtype, kind = getattr(torch, _dtype_name(raw)), choose(raw, implementation, folder, trusted)
+    if isinstance(kind, Foreign):
+        from .foreign.config import read  # it imports transformers
+
+        return read(kind, dtype)
+    return _parse(raw, dtype, kind)
 
 
-def _parse(raw: dict[str, Any], dtype: Any) -> ModelConfig:
-    family = find_family(raw)
+def _parse(raw: dict[str, Any], dtype: Any, family: Family) -> ModelConfig:
     inner = raw.get(family.nested) or {}
     if not isinstance(inner, dict):
         raise ModelError(f"config.json: {family.nested} is {inner!r:.60}, an object belongs there: correct the file")

@@ -98,7 +98,9 @@ def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
     changes = overrides(config)
     source = folder if config.hf_config_path is None else resolve_config_path(config)
     with _naming(changes):
-        model = ModelConfig.from_folder(folder, source, changes, config.quantization)
+        model = ModelConfig.from_folder(
+            folder, source, changes, config.quantization, config.model_impl, config.trust_remote_code
+        )
     return without_windows(model) if config.disable_sliding_window else model
 
 
@@ -108,7 +110,7 @@ def check_described(folder: Path, config: EngineConfig) -> None:
 
     if config.hf_config_path is None:
         with _naming(changes := overrides(config)):
-            check_model(folder, changes, config.quantization)
+            check_model(folder, changes, config.quantization, config.model_impl, config.trust_remote_code)
 
 
 @contextmanager

@@ -123,6 +123,8 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
         return
     folder = Path(config.model).expanduser()
     whole = read_model_config(folder, config)
+    if whole.foreign is not None:
+        return  # transformers' code makes all of its layers, or none
     layers = (*dict.fromkeys(whole.layers), whole.layers[-1])  # the last layer does less than others
     few_layers = dataclasses.replace(whole, layers=layers)
     settings = resolve(config, whole, machine)

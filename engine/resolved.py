@@ -40,6 +40,7 @@ class Resolved:
     vocab_size: int
     hidden_size: int
     dtype: torch.dtype
+    model_impl: str  # vserve or transformers
     load_format: str
     seed: int
     max_model_len: int
@@ -167,6 +168,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "dtype": choose_dtype(config.dtype, model.dtype, device),
+        "model_impl": "vserve" if model.foreign is None else "transformers",
         "max_model_len": length,
         "max_logprobs": model.vocab_size if config.max_logprobs < 0 else config.max_logprobs,
         "prefix_cache_seed": config.prefix_cache_seed or "",

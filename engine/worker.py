@@ -47,8 +47,12 @@ class Worker:
         with self._phase("device"):
             machine = open_machine(config)
         with self._phase("config"):
-            path = resolve_model_path(config.model, config.revision, config.download_dir, config.load_format)
+            path = resolve_model_path(
+                config.model, config.revision, config.download_dir, config.load_format, config.trust_remote_code
+            )
             model_config = read_model_config(path, config)
+            if (foreign := model_config.foreign) is not None:
+                logger.info("%s", foreign.told(config.model_impl))
             self._asked = asked = resolve(config, model_config, machine)
             _warn(asked.notices)
             if limits := step_limits(config, asked):

@@ -94,3 +94,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any) -> Ti
         return folders[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def foreign_models(load_module: Callable[[Path], Any]) -> Any:
+    return load_module(Path(__file__).with_name("foreign_models.py"))
+
+
+@pytest.fixture(scope="session")
+def foreign_model(tmp_path_factory: pytest.TempPathFactory, foreign_models: Any, tiny_models: Any) -> TinyModel:
+    """foreign_model("starcoder2", tie_word_embeddings=True) → folder of a random model that transformers computes."""
+
+    @functools.cache
+    def make(model_type: str, **overrides: Any) -> Path:
+        folder = tmp_path_factory.mktemp(model_type)
+        return foreign_models.foreign_checkpoint(tiny_models, folder, model_type, **overrides)
+
+    return make

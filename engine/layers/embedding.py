@@ -62,8 +62,10 @@ class Embedding(nn.Module):
 class LMHead(Linear):
     """Hidden states → logits, in fp32 because sampling sums over the whole vocabulary."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, place: Placement, tied: Embedding | None = None) -> None:
-        super().__init__(hidden_size, {"out": vocab_size}, place=place, rule="column")
+    def __init__(
+        self, vocab_size: int, hidden_size: int, place: Placement, tied: Embedding | None = None, bias: bool = False
+    ) -> None:
+        super().__init__(hidden_size, {"out": vocab_size}, place=place, rule="column", bias=bias)
         if tied is not None:
             self.method = Tied(self.shape, lambda: tied.weight)
 

@@ -63,7 +63,7 @@ def _setting(spec: dataclasses.Field[Any], asked: Any, info: EngineInfo, sources
         source = sources[spec.name]
     elif value == spec.default:
         source = "default"
-    elif spec.name == "max_model_len" or (spec.name == "dtype" and info.device != "cpu"):
+    elif spec.name in ("max_model_len", "model_impl") or (spec.name == "dtype" and info.device != "cpu"):
         source = "model"
     else:
         source = "device"

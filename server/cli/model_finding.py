@@ -67,6 +67,8 @@ def _fit(
     weights, item = weight_size(config, parameters, dtype, size, on_card), dtype.itemsize
     if config.quantization is not None:
         text += f", quantization {config.quantization.method}"
+    if config.foreign is not None:
+        text += ", computed by transformers' code" if config.foreign.code is None else ", computed by its folder's code"
     if on_card and torch.cards:
         room, where = int(torch.cards[0].total * engine.gpu_memory_utilization), "the card"
     else:

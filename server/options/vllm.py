@@ -38,14 +38,12 @@ _ROWS = (
     ("headless", "", False, OFF, "several nodes are not built yet"),
     ("nnodes", "", True, "1", "several nodes are not built yet"),
     # ---- the model ----
-    ("trust-remote-code", "", False, ANY, "no code of a model's folder ever runs here"),
     ("kv-cache-dtype", "", True, "auto", "the cache has the model's type: leave it out; for more room lower "
      "--max-model-len or raise --gpu-memory-utilization"),
     ("calculate-kv-scales", "", False, ANY, "the cache is not quantized"),
-    ("code-revision", "", True, ANY, "no code of a model's folder ever runs here"),
+    ("code-revision", "", True, ANY, "a model's code is that of its own --revision"),
     ("tokenizer-mode", "", True, "auto hf", "tokenizers are read from tokenizer.json: leave it out"),
     ("config-format", "", True, "auto hf", "models are read from config.json and safetensors: leave it out"),
-    ("model-impl", "", True, "auto vllm", "the models are vserve's own: leave it out"),
     ("task", "", True, "auto generate embed embedding", "generation and embeddings are served, of every model at once"),
     ("runner", "", True, "auto generate pooling", "generation and embeddings are served, of every model at once"),
     ("convert", "", True, "auto none embed", "generation and embeddings are served, of every model at once"),

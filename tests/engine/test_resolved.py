@@ -151,7 +151,7 @@ def test_what_memory_decides(model: ModelConfig) -> None:
     left = {spec.name for spec in dataclasses.fields(EngineConfig)} - set(told)
     changes = {"hf_config_path", "hf_overrides", "quantization", "rope_theta", "rope_scaling", "disable_sliding_window"}
     others = {"model", "revision", "download_dir", "gpu_memory_utilization", "engine_in_process", "prefix_cache_seed"}
-    others |= {"data_parallel_size"}
+    others |= {"data_parallel_size", "trust_remote_code"}
     assert left == others | changes, "nothing that can be left open, and no secret"
 
 

@@ -1,6 +1,7 @@
 """All that needs a GPU, in one command: `make test-gpu`, or python tests/gpu/suite.py [GROUP] from a checkout.
 
     core (default)   kernels, steps, the engine, the noticing model in company and with planted faults, the 8B shape
+    foreign          models that transformers' code computes: their forwards in graphs
     soak             eight minutes of the noticing model in company, memory watched
 
 What a part prints goes to a file of its own; the table at the end says what came of each. Exit code 1 where one failed.
@@ -93,6 +94,7 @@ GROUPS: dict[str, list[list[Part]]] = {
         ],
         [tests("the 8B shape", "tests/gpu/test_serve_8b.py")],
     ],
+    "foreign": [[tests("foreign", "tests/gpu/test_foreign_gpu.py")]],
     "soak": [[noticing("soak", "--soak=480")]],
 }
 

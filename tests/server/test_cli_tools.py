@@ -120,6 +120,12 @@ def test_models(healthy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "NoSuchModel" in examine(folder)["model"].text and examine(folder)["model"].status == "FAIL"
 
 
+def test_who_computes_a_model(healthy: Any) -> None:
+    own, foreign = examine()["model"], examine(model_impl="transformers")["model"]
+    assert own.status == foreign.status == "ok" and "computed" not in own.text
+    assert foreign.text.replace(", computed by transformers' code", "") == own.text
+
+
 def test_whether_a_context_fits(healthy: Any, tmp_path: Path) -> None:
     """The demo model's cache takes 2 x layers x KV heads x head x 4 bytes a token on the CPU."""
     config = json.loads((DEMO / "config.json").read_text())

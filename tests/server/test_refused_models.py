@@ -33,12 +33,17 @@ def edit(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda f: edit(f, architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not supported"),
+        (lambda f: edit(f, architectures=["NoSuchForCausalLM"]), "architecture NoSuchForCausalLM is not supported"),
+        (lambda f: edit(f, architectures=["JambaForCausalLM"]), "JambaForCausalLM is not served: .*recurrent state"),
+        (
+            lambda f: edit(f, architectures=["My"], auto_map={"AutoModelForCausalLM": "my.My"}),
+            "My is code of the model's own folder, .*add --trust-remote-code",
+        ),
         (lambda f: edit(f, quantization_config={"quant_method": "aqlm"}), "quantized with .*AQLM"),
         (lambda f: edit(f, dtype="int8"), "dtype is 'int8'"),
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
     ],
-    ids=["architecture", "quantized", "dtype", "missing"],
+    ids=["architecture", "recurrent", "code", "quantized", "dtype", "missing"],
 )
 def test_a_model_that_cannot_be_served_is_refused_before_torch(tmp_path, tiny_model, change, words) -> None:
     folder = tmp_path / "model"
@@ -57,7 +62,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_torch(tmp_path, tiny_mo
     ("architectures", "words"),
     [
         (["LlamaForCausalLM"], "there is no tokenizer.json in"),
-        (["GPT2LMHeadModel"], "GPT2LMHeadModel is not supported"),
+        (["NoSuchForCausalLM"], "NoSuchForCausalLM is not supported"),
     ],
     ids=["tokenizer", "both"],
 )

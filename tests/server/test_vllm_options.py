@@ -28,7 +28,7 @@ def test_a_usual_command_line_is_served(monkeypatch: Any) -> None:
     for name in [name for name in os.environ if name.startswith("VSERVE_")]:
         monkeypatch.delenv(name)
     arguments = parse(
-        "/m", "--tensor-parallel-size", "1", "-dp", "1", "--trust_remote_code", "--dtype", "half", "--swap-space=4",
+        "/m", "--tensor-parallel-size", "1", "-dp", "1", "--code_revision", "x", "--dtype", "half", "--swap-space=4",
         "--max-model-len", "32K", "--disable-log-requests", "--quantization", "None", "--generation-config", "vllm",
         "--no-enable-prefix-caching", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     )  # fmt: skip
@@ -38,7 +38,7 @@ def test_a_usual_command_line_is_served(monkeypatch: Any) -> None:
     assert not engine.enable_prefix_caching and server.tool_call_parser == "hermes"
     assert server.generation_config == "vserve"
     assert [line.split(":")[0] for line in notices(arguments)] == [
-        "--trust-remote-code changes nothing",
+        "--code-revision changes nothing",
         "--swap-space changes nothing",
         "--disable-log-requests changes nothing",
     ]
@@ -74,11 +74,11 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     assert read("tensor-parallel-size: 1\nkv_cache_dtype: auto\nmax-model-len: 4k").max_model_len == 4000
     with pytest.raises(ConfigError, match="tensor-parallel-size 2: a model on several GPUs is not built"):
         read("tensor-parallel-size: 2")
-    path.write_text("model: /m\nswap-space: 4\ntrust_remote_code: true\npreemption-mode: RECOMPUTE\n")
+    path.write_text("model: /m\nswap-space: 4\ncode_revision: x\npreemption-mode: RECOMPUTE\n")
     arguments = parse("--config", str(path))
     assert read_flags(arguments)[0].model == "/m"
     assert [line.split(":")[:2] for line in notices(arguments)[1:]] == [
-        [str(path), " swap-space changes nothing"], [str(path), " trust-remote-code changes nothing"]
+        [str(path), " swap-space changes nothing"], [str(path), " code-revision changes nothing"]
     ]  # fmt: skip
     path.write_text("model: /m\ntensor-parallel-size: 2\n")
     assert read_flags(parse("--config", str(path), "--tensor-parallel-size", "1"))[0].model == "/m", "flags come first"
@@ -184,9 +184,21 @@ def test_pooler_and_download_that_cannot_be(words: list[str], message: str) -> N
     assert read_flags(parse("/m", "--pooler-config.pooling_type", "MEAN"))[1].pooler() == ("mean", None)
 
 
+def test_who_computes_a_model(capsys: Any) -> None:
+    assert read_flags(parse("/m"))[0].model_impl == "auto" and not read_flags(parse("/m"))[0].trust_remote_code
+    engine = read_flags(parse("/m", "--model-impl", "transformers", "--trust_remote_code"))[0]
+    assert (engine.model_impl, engine.trust_remote_code) == ("transformers", True)
+    assert read_flags(parse("/m", "--model_impl=vllm"))[0].model_impl == "vllm"
+    with pytest.raises(SystemExit):
+        parse("/m", "--model-impl", "terratorch")
+    assert "--model-impl: invalid choice: 'terratorch'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is 'terratorch': choose one of auto, vserve, transformers"):
+        LLM("/m", model_impl="terratorch")
+
+
 def test_offline() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size 2: a model on several GPUs is not built yet"):
-        LLM("/m", tensor_parallel_size=2, trust_remote_code=True)
+        LLM("/m", tensor_parallel_size=2, code_revision="x")
     with pytest.raises(TypeError, match="LLM has no option 'max_model_length'"):
         LLM("/m", max_model_length=2, tensor_parallel_size=1, speculative_config=None)
 

@@ -1,0 +1,1 @@
+"""Models of transformers, served with vserve's cache, attention, products and loader."""

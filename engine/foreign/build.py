@@ -1,0 +1,143 @@
+"""A model of transformers as its config describes it, without weights."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, initialization
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ..model_file import ModelError, one_line
+from . import hooks
+from .choice import Foreign
+
+_PATCHING = threading.Lock()
+
+
+def make_config(foreign: Foreign) -> PreTrainedConfig:
+    """transformers' config of it. Raises ModelError."""
+    values = dict(foreign.values)
+    auto_map = values.get("auto_map") or {}
+    try:
+        if foreign.code is not None and "AutoConfig" in auto_map:
+            kind = _remote(auto_map["AutoConfig"], foreign.code)
+        else:
+            kind = CONFIG_MAPPING[values.get("model_type") or _class(foreign).config_class.model_type]
+        config = kind.from_dict(values)
+    except ModelError:
+        raise
+    except Exception as error:  # of a strange config.json, or of a folder's own code
+        raise ModelError(
+            f"transformers cannot read config.json ({type(error).__name__}: {one_line(error)}): correct the file"
+        ) from error
+    config._attn_implementation = config._experts_implementation = hooks.NAME
+    if config.is_encoder_decoder or config.get_text_config() is not config:
+        raise ModelError(
+            f"architecture {foreign.architecture} is not served: it has an encoder or parts beside text; use another "
+            "model"
+        )
+    return config
+
+
+def build(foreign: Foreign, dtype: torch.dtype, device: torch.device, max_len: int) -> PreTrainedModel:
+    """Parameters on meta, tables (rotary frequencies) on `device`, for contexts up to `max_len`. Raises ModelError."""
+    hooks.register()
+    config, kind = make_config(foreign), _class(foreign)
+    before = torch.get_default_dtype()
+    try:
+        with contextlib.ExitStack() as stack:
+            if device.type == "meta":
+                stack.enter_context(torch.device("meta"))
+            else:
+                stack.enter_context(_without_parameters())
+                stack.enter_context(torch.device("cpu"))
+            stack.enter_context(initialization.no_init_weights())
+            torch.set_default_dtype(dtype)
+            model: PreTrainedModel = kind(config)
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot build {foreign.architecture} ({type(error).__name__}: {one_line(error)}): the values "
+            "of config.json do not fit each other, correct the file"
+        ) from error
+    finally:
+        torch.set_default_dtype(before)
+    model.eval().requires_grad_(False)
+    model.config.pad_token_id = None  # or some models look for it in every batch, and the host waits for the device
+    fix_rope(model, max_len, device)
+    _move_tables(model, device)
+    return model
+
+
+def fix_rope(model: nn.Module, max_len: int, device: torch.device) -> None:
+    """Frequencies that follow the longest position of a batch in transformers ("dynamic", "longrope") are those of
+    `max_len` from here on: a key rotated once stays in the cache, and a batch has many requests."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if not isinstance(kinds, (str, dict)):
+            continue
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if device.type == "meta" or not (kind == "longrope" or "dynamic" in kind):
+                continue
+            keys = {} if layer_type is None else {"layer_type": layer_type}
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=max_len, **keys)
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            module._buffers[f"{prefix}inv_freq"] = frequencies
+            setattr(module, f"{prefix}attention_scaling", scaling)
+        module.__dict__["rope_type"] = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+
+
+def _move_tables(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                module.__dict__[name] = value.to(device)
+
+
+@contextlib.contextmanager
+def _without_parameters() -> Iterator[None]:
+    """Modules made in it have their parameters on meta; each is made on the CPU first, but nothing is written there."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    with _PATCHING:
+        nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _class(foreign: Foreign) -> Any:
+    try:
+        if foreign.code is not None:
+            return _remote(foreign.values["auto_map"]["AutoModelForCausalLM"], foreign.code)
+        return getattr(transformers, foreign.architecture)
+    except Exception as error:  # of a folder's own code, or of a release of transformers that lacks the class
+        raise ModelError(
+            f"cannot load the code of {foreign.architecture} ({type(error).__name__}: {one_line(error)}): see whether "
+            "it fits this release of transformers"
+        ) from error
+
+
+def _remote(reference: str, folder: Path) -> Any:
+    return get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
+
+
+def body_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The decoder below the head; the model itself where it has none."""
+    body: PreTrainedModel = model.get_decoder()
+    return getattr(model, "model", model) if body is model else body

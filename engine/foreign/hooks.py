@@ -1,0 +1,51 @@
+"""What transformers' models call in place of their own attention and mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.modeling_utils import AttentionInterface
+
+from ..config import ConfigError
+
+NAME = "vserve"  # of both, in a config
+CALLED = "paged"  # attribute of a module that calls attention: what is to answer
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **given: Any
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], rotated, key [1, KV, T, D], value [1, KV, T, Dv] → [1, T, H, Dv].
+
+    transformers makes no mask for an implementation that it does not know: attention_mask is None, or the model's own.
+    """
+    return module.__dict__[CALLED](query, key, value, attention_mask, given), None
+
+
+def run_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """x [T, hidden], ids int64 and weights [T, k] of each token's experts → [T, hidden].
+
+    The same numbers whatever shares the batch in fp32, no atomics; no host sync in bf16 on Hopper and later.
+    """
+    if x.device.type == "meta":
+        return x.new_empty(x.shape)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing() and not _goes_into_a_graph(x):
+        raise ConfigError(
+            "mixtures of experts that transformers' code computes go into CUDA graphs in bfloat16 on Hopper GPUs and "
+            "later only: pass --dtype bfloat16 there, or --enforce-eager"
+        )
+    result: Tensor = grouped_mm_experts_forward(module, x, ids, weights)
+    return result
+
+
+def _goes_into_a_graph(x: Tensor) -> bool:
+    """Elsewhere torch's grouped product loops over the groups, for which the host waits."""
+    return x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def register() -> None:
+    AttentionInterface.register(NAME, attend)
+    ExpertsInterface.register(NAME, run_experts)

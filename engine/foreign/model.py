@@ -1,0 +1,216 @@
+"""A decoder of transformers as the engine wants models: paged attention, packed requests, vserve's products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ...kernels.attention_inputs import Scoring
+from ..layer_spec import AttentionSpec, KVSpec
+from ..layers.attention import Attention, AttentionBatch
+from ..layers.embedding import Embedding, LMHead
+from ..layers.linear import Linear
+from ..layers.norm import RMSNorm
+from ..layers.rope import RotaryEmbedding
+from ..layers.weights import Placement, WeightHolder, WeightMap
+from ..model_config import ModelConfig
+from . import hooks
+from .build import body_of, build
+from .modules import Norm, Part, Plain, Product, SharedInput, own_tensors, put
+from .probe import kept_in_fp32
+
+
+class Step:
+    """The batch of the forward that runs, for every call of attention."""
+
+    positions: Tensor
+    batch: AttentionBatch
+
+
+class PagedAttention:
+    """What answers when a layer calls attention: the cache is written, and read."""
+
+    def __init__(self, attention: Attention, step: Step) -> None:
+        self._attention, self._step = attention, step
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: dict[str, Any]) -> Tensor:
+        """As hooks.attend, without the None."""
+        attention = self._attention
+        sinks = given.get("s_aux")
+        if sinks is not attention.scoring.sinks:
+            attention.scoring = replace(attention.scoring, sinks=sinks)
+        tokens = query.shape[2]
+        out = attention(_rows(query), _rows(key), _rows(value), self._step.positions, self._step.batch)
+        return out.view(1, tokens, attention.num_heads, -1)
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """[1, heads, T, D] → [T, heads, D] with neighbouring elements: a view where they are."""
+    rows = heads[0].transpose(0, 1)
+    return rows if rows.stride(-1) == 1 and 0 not in rows.stride() else rows.contiguous()
+
+
+@dataclass
+class Output(ModelOutput):
+    """Of the model below the head: whatever a class looks for beside hidden states is None."""
+
+    last_hidden_state: Tensor | None = None
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class Given(nn.Module):
+    """In the place of the model below the head: hidden states that were computed before."""
+
+    hidden: Tensor
+
+    def forward(self, *_: Any, **__: Any) -> Output:
+        return Output(last_hidden_state=self.hidden)
+
+
+class Head(nn.Module):
+    """In the place of the output matrix."""
+
+    def __init__(self, lm_head: LMHead) -> None:
+        super().__init__()
+        self.lm_head = lm_head
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.lm_head.method.weight  # type: ignore[attr-defined]
+        return weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[1, N, hidden] → fp32 [1, N, vocab]."""
+        return self.lm_head(input[0])[None]
+
+
+class TransformersModel(nn.Module):
+    """Model's surface over transformers' code. `head` computes logits as the class does, with its scales and caps."""
+
+    def __init__(self, config: ModelConfig, place: Placement, max_len: int) -> None:
+        super().__init__()
+        foreign = config.foreign
+        assert foreign is not None and foreign.layout is not None
+        self.config, self.place, layout = config, place, foreign.layout
+        self._step = Step()
+        model = build(foreign, place.dtype, place.device, max_len)
+        self._ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
+        self._map: WeightMap = {}
+        self._attention = self._put_attention(model, layout.attention, max_len)
+        self._put_head(model)
+        self._put_products(model, layout.products, layout.siblings)
+        for path, (eps, less_one) in layout.norms.items():
+            size = model.get_parameter(f"{path}.weight").shape[0]
+            norm = RMSNorm(size, eps, place, less_one=less_one)
+            self._map[path] = norm, ""
+            put(model, path, Norm(norm))
+        self._hold_the_rest(model)
+        self.body, self.given, self.head = body_of(model), Given(), model
+        put(model, next(path for path, module in model.named_modules() if module is self.body), self.given)
+        self.eval()
+
+    def _put_attention(self, model: PreTrainedModel, paths: tuple[str, ...], max_len: int) -> list[Attention]:
+        still = RotaryEmbedding(None, 0, max_len, self.place.device)  # queries and keys come rotated
+        found = []
+        for index, (path, layer) in enumerate(zip(paths, self.config.layers, strict=True)):
+            spec = layer.attention
+            assert isinstance(spec, AttentionSpec)
+            attention = Attention(
+                spec.num_heads, spec.num_kv_heads, spec.head_dim, index, still,
+                Scoring(spec.scale, spec.window, spec.soft_cap), value_dim=spec.value_dim,
+            )  # fmt: skip
+            model.get_submodule(path).__dict__[hooks.CALLED] = PagedAttention(attention, self._step)
+            found.append(attention)
+        return found
+
+    def _put_head(self, model: PreTrainedModel) -> None:
+        paths = {id(module): path for path, module in model.named_modules()}
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        owner: Any = table
+        if type(table) is nn.Embedding:
+            owner = Embedding(table.num_embeddings, table.embedding_dim, self.place)
+            self._map[paths[id(table)]] = owner, ""
+            put(model, paths[id(table)], owner)
+        path = paths[id(head)]
+        tied = owner if self.config.tie_word_embeddings else None
+        lm_head = LMHead(head.out_features, head.in_features, self.place, tied, bias=head.bias is not None)
+        self._map[path] = lm_head, "out"
+        self._tied = f"{path}.weight" if tied is not None else ""
+        put(model, path, Head(lm_head))
+
+    def _put_products(
+        self, model: PreTrainedModel, paths: tuple[str, ...], siblings: tuple[tuple[str, ...], ...]
+    ) -> None:
+        together = {path: group for group in siblings for path in group}
+        for group in dict.fromkeys(together.get(path, (path,)) for path in paths if path not in self._map):
+            modules: dict[str, Any] = {path.rpartition(".")[2]: model.get_submodule(path) for path in group}
+            first = next(iter(modules.values()))
+            parts: dict[str, int] = {name: module.out_features for name, module in modules.items()}
+            linear = Linear(first.in_features, parts, place=self.place, bias=first.bias is not None)
+            shared = SharedInput(linear)
+            for path, name in zip(group, parts, strict=True):
+                self._map[path] = linear, name
+                put(model, path, Product(linear) if len(group) == 1 else Part(shared, name))
+
+    def _hold_the_rest(self, model: PreTrainedModel) -> None:
+        """What no layer of vserve's has taken: experts, routers, layer norms, sinks."""
+        taken = {id(module) for holder, _ in self._map.values() for module in (holder, *_modules(holder))}
+        in_fp32 = kept_in_fp32(model, self.place.dtype)
+        for path, module in model.named_modules():
+            if id(module) in taken or not (names := own_tensors(module)):
+                continue
+            dtypes = {}
+            for name in names:
+                whole = f"{path}.{name}" if path else name
+                dtypes[name] = torch.float32 if in_fp32(whole) else self.place.dtype
+            self._map[path] = Plain(module, dtypes, self.place.device), ""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        embeddings: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """As Model has it."""
+        self._step.positions, self._step.batch = positions, batch
+        given = {"input_ids": input_ids[None].long()} if embeddings is None else {"inputs_embeds": embeddings[None]}
+        hidden: Tensor = self.body(**given, position_ids=positions[None].long(), use_cache=False)[0][0]
+        return hidden if wanted is None else hidden.index_select(0, wanted)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] → fp32 [N, vocab]."""
+        self.given.hidden = hidden[None]
+        logits: Tensor = self.head(inputs_embeds=self.given.hidden, use_cache=False).logits  # nobody embeds anything
+        del self.given.hidden
+        return logits[0].float()
+
+    def attention_layers(self) -> list[Attention]:
+        return list(self._attention)
+
+    def kv_specs(self) -> list[KVSpec]:
+        return [attention.spec for attention in self._attention]
+
+    def weight_map(self) -> WeightMap:
+        """By the names that transformers' modules have; files.py gives the checkpoint's tensors these names."""
+        return self._map
+
+    def is_ignorable(self, name: str) -> bool:
+        import re
+
+        if name == self._tied or name.endswith((".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")):
+            return True
+        return any(re.search(pattern, name) for pattern in self._ignored)
+
+
+def _modules(holder: WeightHolder) -> list[nn.Module]:
+    return list(holder.modules()) if isinstance(holder, nn.Module) else []

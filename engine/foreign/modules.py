@@ -1,0 +1,148 @@
+"""What takes the place of modules in a model of transformers: the same call, with vserve's weights and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.linear import Linear
+from ..layers.norm import RMSNorm
+from ..layers.unquantized import Unquantized
+from ..layers.weights import frozen
+from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
+
+
+class Product(nn.Module):
+    """In the place of one nn.Linear."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    @property
+    def weight(self) -> Tensor:
+        """For code that looks at its dtype or device."""
+        return _weight(self.linear)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[…, in] → […, out]."""
+        y = self.linear(input.reshape(-1, input.shape[-1]))
+        return y.view(*input.shape[:-1], y.shape[-1])
+
+
+class SharedInput:
+    """One product for several nn.Linear that multiply the same input: whoever is called first with it computes."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+        self._input: Tensor | None = None
+        self._output: Tensor | None = None
+        self._waiting = 0  # parts that have not taken theirs
+
+    def part(self, name: str, x: Tensor) -> Tensor:
+        if self._input is not x or self._output is None:
+            self._input, self._output = x, self.linear(x.reshape(-1, x.shape[-1]))
+            self._waiting = len(self.linear.shape.parts)
+        output = self._output.view(*x.shape[:-1], -1)
+        self._waiting -= 1
+        if not self._waiting:
+            self._input = self._output = None  # its memory is needed
+        return output.narrow(-1, self.linear.shape.offsets[name], self.linear.shape.spans[name][1])
+
+
+class Part(nn.Module):
+    """In the place of one nn.Linear of several that share their input."""
+
+    def __init__(self, shared: SharedInput, name: str) -> None:
+        super().__init__()
+        self.linear = shared.linear
+        self.shared, self.name = shared, name
+
+    @property
+    def weight(self) -> Tensor:
+        start, size = self.linear.shape.offsets[self.name], self.linear.shape.spans[self.name][1]
+        return _weight(self.linear).narrow(0, start, size)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[…, in] → […, out], a view of all parts' result."""
+        return self.shared.part(self.name, input)
+
+
+def _weight(linear: Linear) -> Tensor:
+    if not isinstance(linear.method, Unquantized):
+        raise AttributeError("weight")  # nobody may multiply by codes as if they were numbers
+    return linear.method.weight
+
+
+class Norm(nn.Module):
+    """In the place of an RMS norm."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    @property
+    def weight(self) -> Tensor:
+        return self.norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, size] → the same shape."""
+        return self.norm(None, x.reshape(-1, self.norm.shape[0]))[0].view(x.shape)
+
+
+class Plain:
+    """Holds the parameters and persistent buffers that a module of transformers has itself, as they are in the file."""
+
+    def __init__(self, module: nn.Module, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
+        """dtypes: of each of its tensors."""
+        self._module, self._dtypes, self._device = module, dict(dtypes), device
+
+    def choose(self, formats: Mapping[str, Format]) -> None:
+        assert not formats, "what is no product is not quantised"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {**self._module._parameters, **self._module._buffers}
+        return {name: tensor for name, tensor in found.items() if name in self._dtypes and tensor is not None}
+
+    def expected(self, part: str) -> dict[str, Stored]:
+        buffers = self._module._buffers
+        return {name: Stored(tuple(t.shape), FLOATS, optional=name in buffers) for name, t in self._tensors().items()}
+
+    def create(self) -> None:
+        for name, tensor in self._tensors().items():
+            if name in self._module._parameters:
+                empty = torch.empty(tensor.shape, dtype=self._dtypes[name], device=self._device)
+                self._module._parameters[name] = frozen(empty)
+
+    def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        for name, target in self._tensors().items():
+            if name in tensors:
+                target.copy_(tensors[name])
+
+    def finish(self) -> None:
+        pass
+
+    def randomize(self, generator: torch.Generator) -> None:
+        for name, tensor in self._tensors().items():
+            if name in self._module._buffers:
+                continue
+            if tensor.dim() > 1:
+                tensor.normal_(0.0, DUMMY_STD, generator=generator)
+            else:
+                tensor.fill_(1.0 if name == "weight" else 0.0)
+
+
+def own_tensors(module: nn.Module) -> list[str]:
+    """Names of the parameters and persistent buffers that a module has itself."""
+    buffers = (name for name in module._buffers if name not in module._non_persistent_buffers_set)
+    found = [*(name for name, value in module._parameters.items() if value is not None), *buffers]
+    return [name for name in found if getattr(module, name) is not None]
+
+
+def put(model: nn.Module, path: str, module: Any) -> None:
+    """Where `path` is."""
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)

@@ -1,0 +1,212 @@
+"""Who computes a model: --model-impl and --trust-remote-code, and what is refused of transformers' and others' code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vserve.engine.config import EngineConfig
+from vserve.engine.foreign.choice import Foreign, choose
+from vserve.engine.loader import load_model
+from vserve.engine.model_config import ModelConfig, ModelError, check_model
+from vserve.engine.models.registry import FAMILIES
+from vserve.engine.overrides import read_model_config
+
+# A folder's own code: Llama under another name, whose attention goes through the interface or does not.
+CODE = """
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+
+open({marker!r}, "a").write("ran\\n")
+
+
+class HomemadeAttention(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        {attention}
+
+
+class HomemadeModel(LlamaModel):
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.layers):
+            layer.self_attn = HomemadeAttention(config, index)
+        self.post_init()
+
+
+class HomemadeForCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = HomemadeModel(config)
+        self.post_init()
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * config_scale(self.config)
+        return output
+
+
+def config_scale(config):
+    return config.logits_times
+"""
+DISPATCHED = "return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)"
+ITS_OWN = "return self.o_proj(self.v_proj(hidden_states).repeat(1, 1, 2)), None"
+
+
+def homemade(source: Path, folder: Path, attention: str = DISPATCHED) -> Path:
+    shutil.copytree(source, folder)
+    code = CODE.format(marker=str(folder / "ran"), attention=attention)
+    (folder / "modeling_homemade.py").write_text(code)
+    file = folder / "config.json"
+    changes = {
+        "architectures": ["HomemadeForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_homemade.HomemadeForCausalLM"},
+        "logits_times": 0.25,
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parity(load_module: Callable[[Path], Any]) -> Any:
+    return load_module(Path(__file__).with_name("test_model_parity.py"))
+
+
+def named(*architectures: str, **values: Any) -> dict[str, Any]:
+    return {"architectures": list(architectures), **values}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
+def test_auto_takes_a_family_of_our_own(family: Any) -> None:
+    for implementation in ("auto", "vserve", "vllm"):
+        assert choose(named(family.architecture), implementation) is family
+    found = choose(named(family.architecture), "transformers")
+    assert isinstance(found, Foreign) and found.architecture == family.architecture
+
+
+def test_auto_takes_transformers_where_there_is_none() -> None:
+    found = choose(named("Starcoder2ForCausalLM", model_type="starcoder2"))
+    assert isinstance(found, Foreign) and found.architecture == "Starcoder2ForCausalLM" and found.code is None
+    assert choose({"model_type": "starcoder2"}).architecture == "Starcoder2ForCausalLM"
+    assert choose(named("Starcoder2Model")).architecture == "Starcoder2ForCausalLM", "an embedding model's"
+    with pytest.raises(ModelError, match="architecture Starcoder2ForCausalLM is not supported: serve one of Llama"):
+        choose(named("Starcoder2ForCausalLM"), "vserve")
+
+
+@pytest.mark.parametrize("implementation", ["auto", "transformers"])
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (named("NoSuchForCausalLM"), "architecture NoSuchForCausalLM is not supported: "),
+        (named("Qwen3NextForCausalLM"), "Qwen3NextForCausalLM is not served: its layers keep a recurrent state"),
+        (named("FalconForCausalLM"), "FalconForCausalLM is not served: its attention is computed in its own way"),
+        (named("BloomForCausalLM"), "BloomForCausalLM is not served: .*ALiBi"),
+        (named("BertForMaskedLM"), "BertForMaskedLM is not served: it is an encoder"),
+        (named("T5ForConditionalGeneration"), "T5ForConditionalGeneration is not served: it has an enc"),
+        (named("LlavaForConditionalGeneration"), "LlavaForConditionalGeneration is not served: it needs"),
+        (
+            named("HomeForCausalLM", auto_map={"AutoModelForCausalLM": "m.Home"}),
+            "HomeForCausalLM is code .*add --trust",
+        ),
+    ],
+)
+def test_refused_by_name(raw: dict[str, Any], words: str, implementation: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        choose(raw, implementation)
+
+
+def test_names_are_looked_up_without_torch_or_transformers() -> None:
+    code = """
+import sys, time
+started = time.monotonic()
+from vserve.engine.foreign.choice import choose
+from vserve.engine.model_file import ModelError
+assert choose({"architectures": ["GPTNeoXForCausalLM"]}).architecture == "GPTNeoXForCausalLM"
+try:
+    choose({"architectures": ["NoSuchForCausalLM"]})
+except ModelError:
+    print(sorted({"torch", "transformers"} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "words"),
+    [
+        ("diffllama", {}, "DiffLlamaForCausalLM is not served: .*self_attn attends twice in one forward"),
+        ("doge", {}, "DogeForCausalLM is not served: it makes a mask of its own"),
+        ("llama4_text", {"attn_temperature_tuning": True}, "is not served: it counts the tokens of a batch by itself"),
+        ("gpt_neox", {"hidden_act": "no_such_act"}, "transformers cannot build GPTNeoXForCausalLM .*no_such_act"),
+        ("starcoder2", {"max_position_embeddings": 0}, "max_position_embeddings is 0, a whole number above 0"),
+    ],
+)
+def test_refused_by_a_probe(tiny_models: Any, model_type: str, overrides: dict[str, Any], words: str) -> None:
+    keys = {"no_rope_layers": [1, 0]} if model_type == "llama4_text" else {}
+    raw = tiny_models.tiny_config(model_type, **keys).to_dict() | overrides
+    raw["architectures"] = None  # by its type
+    from vserve.engine.model_config import parse_model_config
+
+    with pytest.raises(ModelError, match=words) as caught:
+        parse_model_config(raw)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folders_own_code_runs_only_where_it_is_trusted(
+    tiny_model: Callable[..., Path], parity: Any, tmp_path: Path
+) -> None:
+    folder = homemade(tiny_model("llama"), tmp_path / "homemade")
+    for implementation in ("auto", "transformers"):
+        with pytest.raises(ModelError, match=r"HomemadeForCausalLM is code of the model's own .*--trust-remote-code"):
+            check_model(folder, implementation=implementation)
+    assert not (folder / "ran").exists()
+    check_model(folder, trusted=True)
+    assert not (folder / "ran").exists(), "to look at config.json runs nothing"
+    config = read_model_config(folder, EngineConfig(str(folder), trust_remote_code=True))
+    assert (folder / "ran").exists() and config.foreign.code == folder
+    model = load_model(folder, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
+    found = parity.PagedRunner(model, parity.sequences()).run(parity.CHUNKED)
+    expected = [0.25 * logits for logits in parity.oracle(tiny_model("llama"))]
+    assert parity.difference(found, expected) < 2e-4
+
+
+def test_a_family_of_our_own_needs_no_code(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = homemade(tiny_model("llama"), tmp_path / "homemade")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["LlamaForCausalLM"]}))
+    for trusted in (False, True):
+        assert ModelConfig.from_folder(folder, trusted=trusted).foreign is None
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("attention", "words"),
+    [
+        (ITS_OWN, "its attention does not go through transformers' attention interface"),
+        ("raise OSError('disk\\nfull')", "a forward without numbers ends with OSError: disk full"),
+        ("1 / 0", "a forward without numbers ends with ZeroDivisionError"),
+        ("if hidden_states.sum() > 0: pass", "it looks at the numbers it computes"),
+    ],
+)
+def test_code_that_cannot_be_served_is_refused(
+    tiny_model: Callable[..., Path], tmp_path: Path, attention: str, words: str
+) -> None:
+    folder = homemade(tiny_model("llama"), tmp_path / "homemade", attention)
+    with pytest.raises(ModelError, match=f"HomemadeForCausalLM is not served: .*{words}"):
+        ModelConfig.from_folder(folder, trusted=True)
+
+
+def test_code_that_does_not_load_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = homemade(tiny_model("llama"), tmp_path / "homemade")
+    (folder / "modeling_homemade.py").write_text("import no_such_module_of_anybody\n")
+    with pytest.raises(ModelError, match=r"cannot load the code of HomemadeForCausalLM.*no_such_module_of_anybody"):
+        ModelConfig.from_folder(folder, trusted=True)
