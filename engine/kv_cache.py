@@ -102,10 +102,11 @@ class KVCacheManager:
         num_new = min(remaining, budget)
         if num_new < remaining <= whole:
             return 0
-        num_behind, needed = -(-num_tokens // size) - num_hits, promised
+        num_missing, needed = -(-num_tokens // size) - num_hits, promised
         for group, blocks in zip(self.groups, hits, strict=True):
             free_hits = sum(1 for block in blocks if pool.refs[block] == 0)
-            needed += min(num_behind + free_hits, group.blocks_for(num_tokens))
+            # What a window leaves behind comes back, so that no more is taken than the group has at one moment.
+            needed += min(num_missing + free_hits, group.blocks_for(num_tokens))
         if needed > pool.num_free:
             return 0
         request.num_computed_tokens = num_computed = num_hits * size

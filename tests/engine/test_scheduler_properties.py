@@ -750,16 +750,16 @@ FORGET = f"        if {KEYED}:\n            self.revoke"
 AGREED = "num_agreed + 1 if len(hits[place]) == len(keys) else 1"
 LEFT = "(num_computed_tokens - self.window + "
 REGISTRABLE = "min(num_tokens // self.block_size, len(hashes))"
-FIRST_CHUNK = "num_behind, needed = -(-num_new // size)"
-BEHIND = "num_behind, needed = -(-num_tokens // size) - num_hits"
+FIRST_CHUNK = "num_missing, needed = -(-num_new // size)"
+MISSING = "num_missing, needed = -(-num_tokens // size) - num_hits"
 ALL = "if True:\n"
 KEPT = "scores = request.prompt_logprobs"
 MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
     "hit up to the last token": ("kv_cache", "(num_tokens - 1) // size", "num_tokens // size"),
     "hash without its parent": ("kv_cache", "content = parent +", "content = self.seed +"),
     "salt left out": ("kv_cache", "return {} if salt is None", "return {} if True"),
-    "hits not counted as consumption": ("kv_cache", "num_behind + free_hits", "num_behind"),
-    "admitted on the first chunk": ("kv_cache", BEHIND, FIRST_CHUNK),
+    "hits not counted as consumption": ("kv_cache", "num_missing + free_hits", "num_missing"),
+    "admitted on the first chunk": ("kv_cache", MISSING, FIRST_CHUNK),
     "hit blocks not referenced": ("kv_cache", "pool.share(block)", "pass"),
     "hits unlike in the groups": ("kv_group", "block = find(key + suffix)", "block = find(key)"),
     "keys never revoked": ("kv_cache", "if self.pool.keys[block] == key:", "if False:"),

@@ -25,6 +25,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "use_sliding_window": True, "sliding_window": WINDOW, "num_hidden_layers": 3, "max_window_layers": 2,
     }),
     "windows alone": ("mistral", {"sliding_window": WINDOW}),
+    "gemma 3": ("gemma3_text", {"sliding_window": WINDOW, "num_hidden_layers": 6,
+                                "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}),
 }  # fmt: skip
 # Steps of 24 tokens, blocks of 4: prompts of five windows are read in pieces, and windows slide while they are.
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 12, "block_size": 4, "max_model_len": 160}
@@ -75,8 +77,8 @@ def test_a_tiny_cache_gives_transformers_tokens(window_engine: Any, folder: Path
     )
     check(folder, requests, answers)
     assert stats.num_preemptions > 0
-    # Windows alone want so few blocks that no window survives here.
-    assert (stats.prefix_hits > 0) == (caching and 0 in layout.windows)
+    if not caching or (len(layout.groups) <= 3 and 0 in layout.windows):  # of others, no whole window survives here
+        assert (stats.prefix_hits > 0) == caching
 
 
 def test_a_long_prefix_is_hit_after_its_windows_were_left_behind(
