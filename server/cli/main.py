@@ -26,6 +26,7 @@ GROUPS = {
     },
     "Measure": {"bench": ("a server, the engine, or how long starting takes", "bench.command")},
     "Look after it": {
+        "plan": ("how many cards a load needs, computed without them", "plan"),
         "doctor": ("whether this machine can serve, and what to do where not", "doctor"),
         "warm": ("compile a deployment's kernels into the cache, before it starts", "warm"),
         "collect-env": ("versions and hardware, for a bug report", "collect_env"),

@@ -25,6 +25,7 @@ SMALL_CARD = dataclasses.replace(CARD, card_bytes=24_000_000_000)
 @pytest.fixture
 def model(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
     monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     config: ModelConfig = ModelConfig.from_folder(tiny_model("llama"))
     return config
 

@@ -1,0 +1,148 @@
+"""The real scheduler under a virtual clock: what a load would meet on a card, without the card."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .config import SchedulerConfig
+from .plan import StepPlan, StepResult
+from .request import Request, SamplingParams
+from .scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of a load."""
+
+    arrival: float  # seconds
+    num_prompt: int
+    num_output: int
+    prefix: int = 0  # of its prompt, how many tokens others of its group have too
+    group: int = 0
+
+
+@dataclass(slots=True)
+class Answer:
+    ask: Ask
+    sent: float  # seconds; later than its arrival where a client waits for others
+    first: float = 0.0
+    last: float = 0.0
+    engine: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.sent
+
+    @property
+    def tpot(self) -> float:
+        return (self.last - self.first) / max(1, self.ask.num_output - 1)
+
+
+@dataclass
+class Engine:
+    """One scheduler and the clock of its card."""
+
+    scheduler: Scheduler
+    seconds: Callable[[StepPlan, int], float]
+    index: int = 0
+    plan: StepPlan | None = None
+    ends: float = 0.0  # of the step under way
+    open: dict[int, Answer] = field(default_factory=dict)
+    alive: bool = True
+    rows: dict[int, Ask] = field(default_factory=dict)  # who computes on which row
+
+    def begin(self, now: float) -> None:
+        """Plans a step, where there is something to compute and none is under way."""
+        if self.plan is None and self.scheduler.has_unfinished():
+            self.plan = self.scheduler.schedule()
+            if self.plan is not None:
+                self.ends = now + self.seconds(self.plan, self._shared(self.plan))
+
+    def _shared(self, plan: StepPlan) -> int:
+        """Tokens of context that several who decode have, counted for each but one of them."""
+        for new in plan.new_rows:
+            self.rows[new.row] = self.open[new.request_id].ask
+        groups: dict[int, int] = {}
+        shared = 0
+        for row in plan.rows[: plan.num_decodes]:
+            ask = self.rows[row]
+            if ask.prefix:
+                shared += ask.prefix if ask.group in groups else 0
+                groups[ask.group] = ask.prefix
+        return shared
+
+    def end(self) -> list[Answer]:
+        """Takes in the step under way. Returns the answers that are over."""
+        assert self.plan is not None
+        plan, self.plan = self.plan, None
+        over = []
+        for output in self.scheduler.update(StepResult(plan.step, [1] * len(plan.sampled))):
+            answer = self.open[output.id]
+            if output.token_ids:
+                answer.first = answer.first or self.ends
+                answer.last = self.ends
+            if output.finish_reason is not None:
+                del self.open[output.id]
+                over.append(answer)
+        return over
+
+
+class Simulation:
+    """Engines alike, behind one address: a request goes to the one with the fewest open, as long as prefixes do not
+    matter."""
+
+    def __init__(
+        self, config: SchedulerConfig, seconds: Callable[[StepPlan, int], float], num_engines: int = 1
+    ) -> None:
+        self.engines = [Engine(Scheduler(config), seconds, index) for index in range(num_engines)]
+        self._next_id = 0
+        self._seed = 0
+
+    def run(self, asks: Iterable[Ask], concurrency: int = 0) -> list[Answer]:
+        """All answers, in the order of their ends. `concurrency`: at most so many at once; each next one is sent when
+        one is over. 0: as they arrive."""
+        waiting = deque(sorted(asks, key=lambda ask: ask.arrival))
+        answers: list[Answer] = []
+        now, num_open = 0.0, 0
+        while waiting or num_open:
+            while waiting and waiting[0].arrival <= now and (not concurrency or num_open < concurrency):
+                self._send(waiting.popleft(), now)
+                num_open += 1
+            for engine in self.engines:
+                engine.begin(now)
+            busy = [(engine.ends, engine.index) for engine in self.engines if engine.plan is not None]
+            may_send = waiting and (not concurrency or num_open < concurrency)
+            if not busy:
+                assert may_send, "requests are open, but no engine has anything to compute"
+                now = max(now, waiting[0].arrival)
+                continue
+            ends, index = heapq.nsmallest(1, busy)[0]
+            if may_send and waiting[0].arrival < ends:
+                now = waiting[0].arrival
+                continue
+            now = ends
+            over = self.engines[index].end()
+            num_open -= len(over)
+            answers += over
+        return answers
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(engine.scheduler.num_preemptions for engine in self.engines)
+
+    def _send(self, ask: Ask, now: float) -> None:
+        engine = min((e for e in self.engines if e.alive), key=lambda e: len(e.open))
+        self._next_id += 1
+        sampling = SamplingParams(max_tokens=ask.num_output, ignore_eos=True)
+        engine.open[self._next_id] = Answer(ask, now, engine=engine.index)
+        engine.scheduler.add(Request(self._next_id, self._prompt(ask), sampling))
+
+    def _prompt(self, ask: Ask) -> Sequence[int]:
+        """Ids that no other prompt has, but for the prefix of its group."""
+        self._seed += 1
+        own = array("i", (self._seed & 0x3FFFFFFF,)) * (ask.num_prompt - ask.prefix)
+        return array("i", (-1 - ask.group,)) * ask.prefix + own
