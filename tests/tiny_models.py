@@ -45,6 +45,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
+    "glm4_moe_lite": {**{key: value for key, value in DEEPSEEK.items() if "dense" not in key}, "mlp_layer_types":
+        ["sparse", "dense"]},
+    "minicpm3": {**{key: value for key, value in DEEPSEEK.items() if "exp" not in key and "group" not in key},
+        "scale_emb": 5, "scale_depth": 0.7, "dim_model_base": 16},
     "mixtral": {"num_experts_per_tok": 3, "num_local_experts": 5},
     "qwen2_moe": {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 56},

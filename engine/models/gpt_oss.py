@@ -9,7 +9,7 @@ from ..layer_spec import LayerSpec, MoESpec, RoutingSpec
 from ..model_file import ModelError
 from ..raw_config import RawConfig
 from . import llama
-from .family import Family, attention_spec, expert_counts, layer_count, mlp_spec
+from .family import Family, attention_spec, expert_counts, mlp_spec, windows_of
 
 # transformers' rotation where config.json says nothing of it.
 ROPE = {
@@ -64,19 +64,7 @@ def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
         stored="transposed",
         interleaved=True,
     )
-    return tuple(LayerSpec(replace(attention, window=window), mixture) for window in _windows(raw))
-
-
-def _windows(raw: RawConfig) -> tuple[int, ...]:
-    """Of each layer, 0: none."""
-    count, window = layer_count(raw), raw.optional_count("sliding_window") or 0
-    types = raw.get("layer_types") or ["full_attention" if index % 2 else "sliding_attention" for index in range(count)]
-    if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
-        raise ModelError(
-            f"config.json: layer_types has {len(types)} entries for {count} layers, each of which must be "
-            "full_attention or sliding_attention: correct the file"
-        )
-    return tuple(window if name == "sliding_attention" else 0 for name in types)
+    return tuple(LayerSpec(replace(attention, window=window), mixture) for window in windows_of(raw, full_every=2))
 
 
 GPT_OSS = Family("GptOssForCausalLM", "gpt_oss", DEFAULTS, layers)

@@ -92,6 +92,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "window": {"use_sliding_window": True, "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"]},
     },
+    "glm4_moe_lite": {"gqa": {}, "halves": {"rope_interleave": False}},
+    "minicpm3": {"gqa": {}, "plain queries": {"q_lora_rank": None, "v_head_dim": None, "tie_word_embeddings": True}},
     "gpt_oss": {
         "gqa": {},
         "one in four": {"num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 1},
