@@ -132,8 +132,11 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family) -> ModelConfig:
         raise ModelError(f"config.json: {family.nested} is {inner!r:.60}, an object belongs there: correct the file")
     # Options change the outer object: what it says counts.
     raw = {**inner, **{key: value for key, value in raw.items() if value is not None or key not in inner}}
-    if raw.get("is_causal") is False:
-        raise ModelError("config.json: is_causal is false, only causal attention is supported: use another model")
+    for key, both_ways in (("is_causal", False), ("use_bidirectional_attention", True)):
+        if raw.get(key) is both_ways:
+            raise ModelError(
+                f"config.json: {key} is {str(both_ways).lower()}, only causal attention is supported: use another model"
+            )
     values = RawConfig(raw, family.defaults)
     eos = values.get("eos_token_id")
     return ModelConfig(

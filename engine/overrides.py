@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _KEYS = frozenset((
     "architectures", "dtype", "is_causal", "model_type", "original_max_position_embeddings", "partial_rotary_factor",
     "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "text_config", "torch_dtype",
+    "use_bidirectional_attention",
 ))  # fmt: skip
 _ROPE = ("rope_scaling", "rope_parameters")  # transformers before 5, and since
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from vserve.engine.models.registry import FAMILIES
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -94,6 +96,12 @@ def test_the_pages_on_the_api_name_every_route_and_every_field() -> None:
     wanted = fields | {operation.path.partition("/{")[0] for operation in OPERATIONS}
     missing = {name for name in wanted if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)}
     assert not missing, f"docs/using/ does not mention {', '.join(sorted(missing))}"
+
+
+def test_the_page_on_models_promises_no_other_architectures() -> None:
+    named = re.findall(r"`(\w+For(?:CausalLM|ConditionalGeneration))`", (ROOT / "docs/running/models.md").read_text())
+    assert len(named) > 15
+    assert set(named) <= {family.architecture for family in FAMILIES}
 
 
 def test_the_demo_models_scores_are_those_that_were_measured() -> None:

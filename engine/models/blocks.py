@@ -52,7 +52,6 @@ class DecoderLayer(nn.Module):
 
         scale, parallel = spec.residual_scale, spec.norms == "parallel"
         first, after = spec.norms != "post", spec.norms in ("post", "both")
-        self.parallel = parallel
         self.adds = not after and scale == 1.0  # a product may add to the residual stream itself
         self.attention_norm = norm(first, before)
         self.attention = make_attention(spec.attention, config, layer, rotary, place)

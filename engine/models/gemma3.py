@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..layer_spec import LayerSpec
-from ..model_file import ModelError
 from ..raw_config import RawConfig
 from ..rope_config import read_ropes
 from . import gemma, gemma2
@@ -19,7 +18,6 @@ DEFAULTS: dict[str, Any] = {
     "sliding_window_pattern": 6,
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
-    "use_bidirectional_attention": False,
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
 }
@@ -28,10 +26,6 @@ DEFAULTS: dict[str, Any] = {
 def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     """Gemma 2 with a norm on every query and key head, and one layer in six without a window, which is rotated in its
     own way."""
-    if raw.get("use_bidirectional_attention"):
-        raise ModelError(
-            "config.json: use_bidirectional_attention is true, only causal attention is supported: use another model"
-        )
     full, sliding = read_ropes(
         raw.values, raw.count("max_position_embeddings"), raw.default_theta, raw.number("rope_local_base_freq")
     )

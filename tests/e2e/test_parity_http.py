@@ -30,6 +30,9 @@ CASES = {f"{family}-{kind}": (family, rope) for family in FAMILIES for kind, rop
     "qwen2-window": ("qwen2", dict(use_sliding_window=True, sliding_window=24, max_window_layers=1)),
     "qwen3-wide-heads": ("qwen3", dict(head_dim=32)),
     "qwen3-tied": ("qwen3", dict(tie_word_embeddings=True)),
+    "gemma3-text-beside-pictures": ("gemma3", {}),
+    "glm4": ("glm4", {}),
+    "cohere2": ("cohere2", {}),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -148,6 +149,9 @@ def test_options_change_the_text_beside_pictures(tiny_model: Callable[..., Path]
     sliding, full, _ = (layer.attention.rope for layer in described(rope_theta=7e5).layers)
     assert sliding == before[0].attention.rope, "that of layers with a window stays"
     assert full == replace(before[1].attention.rope, theta=7e5)
+    both = {"full_attention": {"rope_theta": 3e5}, "sliding_attention": {"rope_theta": 2e4}}
+    ropes = [layer.attention.rope for layer in described(hf_overrides=json.dumps({"rope_parameters": both})).layers]
+    assert ropes == [RopeConfig(theta=2e4), RopeConfig(theta=3e5), RopeConfig(theta=2e4)]
     full = described(rope_scaling='{"rope_type": "linear", "factor": 2.0}').layers[1].attention.rope
     assert (full.type, full.factor, full.theta) == ("linear", 2.0, 1e6)
 
