@@ -24,7 +24,7 @@ from .model_config import ModelConfig
 from .model_file import ModelError, and_more, one_line
 from .model_path import cache_folder, find_model
 from .models.blocks import CausalLM
-from .models.mixture import with_stored_experts
+from .models.mixture import has_experts, with_stored_experts
 from .models.model import Model
 from .pickled import PATTERNS
 from .quant.format import FLOATS, Format, Scheme, Stored
@@ -131,6 +131,8 @@ def load_model(
         config = dataclasses.replace(config, tie_word_embeddings=True)
     if config.tie_word_embeddings and any(name.startswith("lm_head.") and name != "lm_head.weight" for name in headers):
         config = dataclasses.replace(config, tie_word_embeddings=False)  # it is quantised, so not the embedding's
+    if getattr(config.quantization, "experts_alone", False) and not has_experts(config):
+        raise ModelError("--quantization experts_int8, but the model has no experts: use --quantization int8")
     config = with_stored_experts(config, {name: info.shape for name, info in headers.items()})
     with torch.no_grad():
         model = make_model(config, place, max_model_len)
