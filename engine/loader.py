@@ -28,6 +28,8 @@ from .models.mixture import has_experts, with_stored_experts
 from .models.model import Model
 from .pickled import PATTERNS
 from .quant.format import FLOATS, Format, Scheme, Stored
+from .quant.headers import named
+from .quant.online import ROUTERS
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +213,8 @@ def choose_formats(model: Model, stored: dict[str, dict[str, TensorInfo]] | None
     for path, (holder, part) in model.weight_map().items():
         holders[id(holder)] = holder
         chosen = formats.setdefault(id(holder), {})
-        if scheme is not None and not isinstance(holder, (Norm, Plain)):
+        plain = isinstance(holder, (Norm, Plain)) or (stored is None and named(path, ROUTERS))  # nobody quantises these
+        if scheme is not None and not plain:
             described = None if stored is None else {name: (t.dtype, t.shape) for name, t in stored[path].items()}
             if (format := scheme.format(path, described)) is not None:
                 chosen[part] = format

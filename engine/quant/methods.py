@@ -77,7 +77,7 @@ _FINER = "quantized to FP8 with a scale for each row, which is finer than what w
 _ALL = "every matrix is quantized to 8 bits, where vLLM quantizes those of experts alone"
 _NEAREST = "rounded to the nearest of 16 values: a checkpoint of AWQ or GPTQ loses less"
 # --quantization of a checkpoint that is not quantised → kind in online.py, and what to say at the start.
-AT_LOAD: dict[str, tuple[str, str | None] | tuple[str, None, bool]] = {
+AT_LOAD: dict[str, tuple[str, str | None]] = {
     "fp8": ("fp8", None),
     "fp8_per_channel": ("fp8", None),
     "ptpc_fp8": ("fp8", None),
@@ -85,7 +85,7 @@ AT_LOAD: dict[str, tuple[str, str | None] | tuple[str, None, bool]] = {
     "fp8_per_block": ("fp8_blocks", None),
     "int8": ("int8", None),
     "int8_per_channel_weight_only": ("int8", _ALL),
-    "experts_int8": ("int8", None, True),
+    "experts_int8": ("int8", None),
     "int4": ("int4", _NEAREST),
     "bitsandbytes": ("nf4", None),
     "bnb": ("nf4", None),
