@@ -227,15 +227,15 @@ class EngineConfig:
     )  # fmt: skip
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens computed in one step, decodes or not (default: 8192 on a card of 70 GB, 2048 on less, 512 on the CPU, "
-        "of them max_mixed_tokens beside decodes)",
+        "tokens computed in one step, decodes or not (default: 8192 on a card of 70 GB, 2048 on less, of mixtures of "
+        "experts 4096, 512 on the CPU, of them max_mixed_tokens beside decodes)",
         group="scheduler",
         bounds=POSITIVE,
     )
     max_mixed_tokens: int | None = option(
         None,
-        "tokens computed in a step that also decodes, 0: as in any other (default: 1024 on a GPU, 0 on the CPU and "
-        "where max_num_batched_tokens is given)",
+        "tokens computed in a step that also decodes, 0: as in any other (default: 1024 on a GPU, of mixtures of "
+        "experts 4096, 0 on the CPU and where max_num_batched_tokens is given)",
         group="scheduler",
         bounds=UNLIMITED,
     )

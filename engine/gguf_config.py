@@ -47,7 +47,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
             )
     if experts := keys.number("expert_count", 0):
         raise ModelError(
-            f"{file.path}: {name}.expert_count is {experts:g}, mixtures of experts are not served: use another model"
+            f"{file.path}: {name}.expert_count is {experts:g}, mixtures of experts are not read from GGUF files: pass "
+            "the folder of the same model in safetensors"
         )
     config: dict[str, Any] = {
         "architectures": [model_class],

@@ -24,10 +24,12 @@ from .model_config import ModelConfig
 from .model_file import ModelError, and_more, one_line
 from .model_path import cache_folder, find_model
 from .models.blocks import CausalLM
-from .models.mixture import with_stored_experts
+from .models.mixture import has_experts, with_stored_experts
 from .models.model import Model
 from .pickled import PATTERNS
 from .quant.format import FLOATS, Format, Scheme, Stored
+from .quant.headers import named
+from .quant.online import ROUTERS
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +133,8 @@ def load_model(
         config = dataclasses.replace(config, tie_word_embeddings=True)
     if config.tie_word_embeddings and any(name.startswith("lm_head.") and name != "lm_head.weight" for name in headers):
         config = dataclasses.replace(config, tie_word_embeddings=False)  # it is quantised, so not the embedding's
+    if getattr(config.quantization, "experts_alone", False) and not has_experts(config):
+        raise ModelError("--quantization experts_int8, but the model has no experts: use --quantization int8")
     config = with_stored_experts(config, {name: info.shape for name, info in headers.items()})
     with torch.no_grad():
         model = make_model(config, place, max_model_len)
@@ -209,7 +213,8 @@ def choose_formats(model: Model, stored: dict[str, dict[str, TensorInfo]] | None
     for path, (holder, part) in model.weight_map().items():
         holders[id(holder)] = holder
         chosen = formats.setdefault(id(holder), {})
-        if scheme is not None and not isinstance(holder, (Norm, Plain)):
+        plain = isinstance(holder, (Norm, Plain)) or (stored is None and named(path, ROUTERS))  # nobody quantises these
+        if scheme is not None and not plain:
             described = None if stored is None else {name: (t.dtype, t.shape) for name, t in stored[path].items()}
             if (format := scheme.format(path, described)) is not None:
                 chosen[part] = format

@@ -132,7 +132,8 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     settings = dataclasses.replace(settings, max_model_len=context, load_format="dummy")
     runner = worker.make_runner(worker.load(folder, few_layers, settings), settings)
     runner.bind_cache(1, settings.dtype)
-    for step in worker.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens)[index::count]:
+    more = worker.expert_steps(runner.model)
+    for step in worker.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)[index::count]:
         runner.dummy_step(*step)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ..kernels.linear_hopper import even_rows
 from .config import ConfigError, EngineConfig, SchedulerConfig
+from .layer_spec import MoESpec
 from .memory import MemoryPlan
 from .messages import EngineInfo
 from .model_config import ModelConfig
@@ -158,8 +159,9 @@ class Fitted(Resolved):
 def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resolved:
     """Raises ConfigError for options that contradict the model or each other."""
     device = machine.device
-    tokens, seqs, reduced, notices = resolve_limits(config, machine)
-    mixed = resolve_max_mixed_tokens(config, device.type, tokens)
+    mixture = any(isinstance(layer.mlp, MoESpec) for layer in model.layers)
+    tokens, seqs, reduced, notices = resolve_limits(config, machine, mixture)
+    mixed = resolve_max_mixed_tokens(config, device.type, tokens, mixture)
     length = choose_max_model_len(config, model)
     names = {spec.name for spec in dataclasses.fields(Resolved)}
     asked = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config) if spec.name in names}
@@ -186,20 +188,27 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
     return Resolved(**(asked | found))
 
 
-def default_limits(card_bytes: int) -> tuple[int, int]:
+# Tokens of a step with prompts, of a mixture of experts on a GPU: some fifty tokens already read the weights of nearly
+# all experts, so that a few hundred take as long as a few thousand.
+MIXTURE_CHUNK = 4096
+
+
+def default_limits(card_bytes: int, mixture: bool = False) -> tuple[int, int]:
     """(max_num_batched_tokens, max_num_seqs). `card_bytes`: 0 on the CPU."""
     if not card_bytes:
         return 512, 16
-    return (8192, 1024) if card_bytes >= 70e9 else (2048, 256)
+    return (8192, 1024) if card_bytes >= 70e9 else (MIXTURE_CHUNK if mixture else 2048, 256)
 
 
-def resolve_limits(config: EngineConfig, machine: Machine) -> tuple[int, int, tuple[str, ...], tuple[str, ...]]:
+def resolve_limits(
+    config: EngineConfig, machine: Machine, mixture: bool
+) -> tuple[int, int, tuple[str, ...], tuple[str, ...]]:
     """Batched tokens and sequences that agree: every running request must be able to decode in each step.
 
     Returns (max_num_batched_tokens, max_num_seqs, which of them had to follow the other, notices). EngineConfig has
     refused two explicit settings that contradict each other.
     """
-    tokens, seqs = default_limits(machine.card_bytes)
+    tokens, seqs = default_limits(machine.card_bytes, mixture)
     tokens = config.max_num_batched_tokens or tokens
     seqs = config.max_num_seqs or seqs
     if seqs <= tokens:
@@ -211,7 +220,7 @@ def resolve_limits(config: EngineConfig, machine: Machine) -> tuple[int, int, tu
     return tokens, tokens, ("max_num_seqs",), (notice,)
 
 
-def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int) -> int:
+def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int, mixture: bool) -> int:
     """Without chunked prefill a prompt needs a whole step, whoever decodes beside it. Whoever names the tokens of a
     step means mixed steps too."""
     if not config.enable_chunked_prefill:
@@ -220,7 +229,7 @@ def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_
         return config.max_mixed_tokens
     if device == "cpu" or config.max_num_batched_tokens is not None:
         return 0
-    return min(1024, max_num_batched_tokens)
+    return min(MIXTURE_CHUNK if mixture else 1024, max_num_batched_tokens)
 
 
 def step_limits(config: EngineConfig, found: Resolved) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from ..kernels.cublaslt import accumulate_in_fp32
+from ..kernels.moe_triton import tokens_of_tiles
 from .config import ConfigError, EngineConfig, default_cpu_threads
 from .cpu_memory import check_rows
 from .graphs import MIXED_DECODE_ROWS, StepGraphs
 from .host_memory import available_bytes, machine_bytes
+from .layer_spec import MoESpec
 from .loader import load_model, resolve_model_path
 from .memory import WORST_SAMPLING, plan_memory, weight_bytes
 from .messages import Progress
@@ -184,7 +186,7 @@ def warm_up(runner: ModelRunner, settings: Resolved) -> None:
     if runner.device.type == "cpu":
         runner.dummy_step(1, 4, WORST_SAMPLING)
         return
-    for step in warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens):
+    for step in warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, expert_steps(runner.model)):
         runner.dummy_step(*step)
 
 
@@ -199,8 +201,19 @@ def _warn(notices: tuple[str, ...]) -> None:
         logger.warning(notice)
 
 
-def warm_up_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[int, int, SamplingParams]]:
-    """Arguments of dummy_step (requests, tokens, sampling) that together meet every variant of every kernel."""
+def expert_steps(model: Model) -> list[int]:
+    """Numbers of tokens that meet every tile of the experts' products."""
+    routings = {layer.mlp.routing for layer in model.config.layers if isinstance(layer.mlp, MoESpec)}
+    return sorted({tokens for how in routings for tokens in tokens_of_tiles(how.top_k, how.num_experts)})
+
+
+def warm_up_steps(
+    max_num_seqs: int, max_num_batched_tokens: int, more: Sequence[int] = ()
+) -> list[tuple[int, int, SamplingParams]]:
+    """Arguments of dummy_step (requests, tokens, sampling) that together meet every variant of every kernel.
+
+    more: tokens of further prompts.
+    """
     # decodes beside a prompt, as many as the graphs of such steps have
     beside = [(rows + 1, rows + 2, GREEDY) for rows in MIXED_DECODE_ROWS if rows < max_num_seqs]
     # With precompile.py, each of the first steps has a process of its own. The kernels that take longest to compile
@@ -211,5 +224,6 @@ def warm_up_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[
     decodes = [(num_seqs, num_seqs) for num_seqs in (max_num_seqs, 128, 64, 1, 2, 96, 4, 8, 16, 17, 32)]
     prompts = [(4, 2048), (1, 16), (1, 17), (2, 256), *((num, max_num_batched_tokens) for num in (1, max_num_seqs))]
     others = [(*size, kind) for sizes in (decodes, prompts) for kind in (GREEDY, WORST_SAMPLING) for size in sizes]
+    others += [(1, tokens, GREEDY) for tokens in more]
     steps += [step for step in others + beside if step not in steps]
     return [step for step in steps if step[1] <= max_num_batched_tokens]

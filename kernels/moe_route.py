@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .pdl import pdl_options
 
+LITTLE_PAIRS = 4096  # up to so many are sorted in smaller pieces
 LOWEST = tl.constexpr(-3.0e38)  # of what may be chosen: NaN is chosen last, and makes a weight that is noticed
 
 
@@ -218,7 +219,7 @@ def sort_pairs_triton(ids: torch.Tensor, num_experts: int, block: int) -> Sorted
         torch.empty(1, dtype=torch.int32, device=device),
     )
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
-    chunk = 1024 if num_pairs <= 4096 else 4096  # no more, so that few kernels are compiled
+    chunk = 1024 if num_pairs <= LITTLE_PAIRS else 4096  # no more, so that few kernels are compiled
     options = {"num_warps": 8 if chunk > 1024 else 4}
     _count_kernel[(num_experts,)](
         ids, counts, num_pairs, CHUNK=chunk, **options, **pdl_options(ids, ids.shape[0])

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .moe_route import sort_pairs_triton
+from .moe_route import LITTLE_PAIRS, sort_pairs_triton
 from .pdl import pdl_options
+
+ROWS = (8, 24, 48)  # up to so many of an expert, on average, with blocks of 16, 32 and 64
 
 
 class MoeTile(NamedTuple):
@@ -37,11 +39,11 @@ def gate_up_tile(num_tokens: int, top_k: int, num_experts: int, itemsize: int) -
     rows = num_tokens * top_k / num_experts
     if itemsize > 2:  # fp32 has no tensor cores
         return MoeTile(16, 32, 32, 4, 2)
-    if rows <= 8:
+    if rows <= ROWS[0]:
         return MoeTile(16, 64, 128, 4, 3)
-    if rows <= 24:
+    if rows <= ROWS[1]:
         return MoeTile(32, 64, 64, 4, 4)
-    if rows <= 48:
+    if rows <= ROWS[2]:
         return MoeTile(64, 64, 64, 4, 4)
     return MoeTile(128, 128, 64, 8, 3, group=8)
 
@@ -51,13 +53,20 @@ def down_tile(num_tokens: int, top_k: int, num_experts: int, itemsize: int) -> M
     rows = num_tokens * top_k / num_experts
     if itemsize > 2:
         return MoeTile(16, 32, 32, 4, 2)
-    if rows <= 8:
+    if rows <= ROWS[0]:
         return MoeTile(16, 64, 128, 4, 4)
-    if rows <= 24:
+    if rows <= ROWS[1]:
         return MoeTile(32, 128, 64, 4, 4)
-    if rows <= 48:
+    if rows <= ROWS[2]:
         return MoeTile(64, 128, 64, 4, 4)
     return MoeTile(128, 128, 64, 8, 4, group=8)
+
+
+def tokens_of_tiles(top_k: int, num_experts: int) -> list[int]:
+    """Numbers of tokens that together meet every variant of the kernels here and of sort_pairs, in 16-bit types."""
+    most = [rows * num_experts // top_k for rows in (*ROWS, 2 * ROWS[-1])]
+    longest = LITTLE_PAIRS // top_k  # that are sorted in small pieces
+    return sorted({max(1, tokens) for tokens in (1, 17, *most, longest, longest + 1)})
 
 
 def experts_triton(

@@ -57,13 +57,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_experts_per_tok": 3, "num_local_experts": 5, "sliding_window": 8, "num_hidden_layers": 3,
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": False,
             "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}},
+    "glm4_moe": {"num_experts_per_tok": 3, "n_routed_experts": 8, "moe_intermediate_size": 40, "attention_bias": True,
+        "routed_scaling_factor": 1.5},
     "granitemoe": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE},
     "granitemoeshared": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE, "shared_intermediate_size": 56},
 }  # fmt: skip
-# → the key of how many experts there are
-MIXTURES = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts",
-    "olmoe": "num_experts", "granitemoe": "num_local_experts", "granitemoeshared": "num_local_experts",
-    "gpt_oss": "num_local_experts"}  # fmt: skip
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (

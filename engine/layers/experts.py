@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from .weights import Placement, keep_at_hand
 
 PARTS = ("gate", "up", "down")
 STACKED = "stacked"  # the part of a file that has all experts in one tensor
+CODES_ON = ("cpu",)  # where there is a product with codes
 Biases = tuple[Tensor | None, Tensor | None]  # of gate and up [E, 2I], of down [E, H]
 
 
@@ -30,6 +32,12 @@ class ExpertsMethod(Protocol):
         ...
 
     def finish(self) -> None: ...
+
+    def products(self) -> Counter[str]:
+        """What multiplies by quantised matrices, for people, by how many have it."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None) -> Tensor:
         """As kernels.moe.experts; biases [E, 2I] and [E, H]."""
@@ -74,9 +82,9 @@ class Experts(nn.Module):
         if self.spec.bias:
             biases = place.empty(self.num_experts, 2 * inner), place.empty(self.num_experts, self.hidden)
             self.gate_up_bias, self.down_bias = self.biases = biases
-        if self.formats and place.device.type == "cpu":
+        if self.formats and place.device.type in CODES_ON:
             self.method = QuantizedExperts(self.num_experts, place, self._limit)
-        else:  # there is no product with codes on a GPU yet
+        else:
             self.method = UnquantizedExperts(self.num_experts, self.hidden, inner, place, self._limit)
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
@@ -113,6 +121,13 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, beside: Tensor | None = None) -> Tensor:
         """x [T, hidden], ids int32 and weights fp32 [T, k] → [T, hidden], this rank's summand. `beside` is added."""
         return self.method.mix(x, ids, weights, self.biases, beside)
+
+    @property
+    def quantised(self) -> Counter[str]:
+        """Names of formats, by how many matrices have them."""
+        found = Counter(format.name for part, format in self.formats.items() if part != STACKED)
+        whole = self.formats.get(STACKED)
+        return found if whole is None else Counter({whole.name: 3 * self.num_experts})
 
     @property
     def _limit(self) -> float:
@@ -222,6 +237,9 @@ class UnquantizedExperts(nn.Module):
 
     def finish(self) -> None:
         keep_at_hand(self)
+
+    def products(self) -> Counter[str]:
+        return Counter({"16-bit products, dequantised": 2 * len(self.down)})
 
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None) -> Tensor:
         return experts(x, ids, weights, ExpertWeights(self.gate_up, self.down, *biases), self.limit, beside)

@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..layer_spec import FrameSpec, LayerSpec, MoESpec, RoutingSpec
+from ..layer_spec import LayerSpec, MoESpec, RoutingSpec
 from ..model_file import ModelError
 from ..raw_config import RawConfig
-from . import llama
+from . import granite
 from .family import Family, attention_spec, expert_counts, layer_count, mlp_spec
 
 DEFAULTS: dict[str, Any] = {
-    **llama.DEFAULTS,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": 1.0,
+    **granite.DEFAULTS,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "shared_intermediate_size": 0,
@@ -52,9 +48,7 @@ def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     return (LayerSpec(attention, mixture, residual_scale=raw.number("residual_multiplier")),) * layer_count(raw)
 
 
-def frame(raw: RawConfig) -> FrameSpec:
-    return FrameSpec(embedding_scale=raw.number("embedding_multiplier"), logit_scale=1.0 / raw.number("logits_scaling"))
-
-
-GRANITE_MOE = Family("GraniteMoeForCausalLM", "granitemoe", DEFAULTS, layers, frame, names=NAMES)
-GRANITE_MOE_SHARED = Family("GraniteMoeSharedForCausalLM", "granitemoeshared", DEFAULTS, layers, frame, names=NAMES)
+GRANITE_MOE = Family("GraniteMoeForCausalLM", "granitemoe", DEFAULTS, layers, granite.frame, names=NAMES)
+GRANITE_MOE_SHARED = Family(
+    "GraniteMoeSharedForCausalLM", "granitemoeshared", DEFAULTS, layers, granite.frame, names=NAMES
+)

@@ -50,6 +50,10 @@ class Mixture(nn.Module):
         return total
 
 
+def has_experts(config: ModelConfig) -> bool:
+    return any(isinstance(layer.mlp, MoESpec) for layer in config.layers)
+
+
 def with_stored_experts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
     """The same with experts as the checkpoint has them, whose tensors' names and shapes are given: a tensor an expert,
     or one of all, in either direction. Libraries have changed their minds about it."""

@@ -16,6 +16,7 @@ from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_PICTURES
 from .glm import GLM, GLM4
+from .glm4_moe import GLM4_MOE
 from .glm4_moe_lite import GLM4_MOE_LITE
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
@@ -38,7 +39,7 @@ from .smollm3 import SMOLLM3
 FAMILIES = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GEMMA3_PICTURES, PHI3, GLM, GLM4, GRANITE, COHERE, COHERE2,
     OLMO2, OLMO3, SMOLLM3, SEED_OSS, EXAONE4, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
-    DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MINICPM3, GLM4_MOE_LITE,
+    GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MINICPM3, GLM4_MOE_LITE,
 )  # fmt: skip
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..layers.unquantized import Tied
 from ..memory import gib
@@ -30,6 +31,14 @@ def describe(model: Model) -> dict[str, str | int]:
                 products["16-bit products, dequantised"] += 1
             plain += len(layer.shape.parts) - len(method.formats)
             size += sum(tensor.numel() * tensor.element_size() for tensor in method.parameters())
+        elif isinstance(layer, Experts):
+            matrices = 3 * layer.num_experts
+            found = layer.quantised
+            formats.update(found)
+            if found.total():
+                products.update(layer.method.products())
+                size += sum(tensor.numel() * tensor.element_size() for tensor in layer.method.parameters())
+            plain += matrices - found.total()
         elif isinstance(layer, LatentExpansion):
             formats.update(format.name for format in layer.formats.values())
             if layer.formats:

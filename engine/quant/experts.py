@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,9 @@ class QuantizedExperts(nn.Module):
     def finish(self) -> None:
         both = zip(self.gate_up.children(), self.down.children(), strict=True)
         self._products = [(tuple(first.children()), tuple(second.children())) for first, second in both]
+
+    def products(self) -> Counter[str]:
+        return Counter(str(matrix.name) for pair in self._products for matrices in pair for matrix in matrices)
 
     def mix(
         self,

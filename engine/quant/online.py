@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from .codes import Codes
 
+ROUTERS = ("gate", "router", "shared_expert_gate")  # of mixtures: small, and their rounding sends tokens elsewhere
+EXPERTS = ("experts", "block_sparse_moe")
 # kind → (the function of quantize.py, the format's name)
 KINDS = {
     "fp8": ("to_fp8", "FP8 per channel, quantized at load"),
@@ -59,15 +61,26 @@ class Online:
 
 
 class OnlineScheme:
-    """All matrices but the embedding and the head. `note`: a line for the start, where something else was asked for."""
+    """All matrices but the embedding, the head and routers; or of experts alone.
 
-    def __init__(self, kind: str, note: str | None = None) -> None:
+    `note`: a line for the start, where something else was asked for.
+    """
+
+    def __init__(self, kind: str, note: str | None = None, experts_alone: bool = False) -> None:
         self.method = kind
         self.note = note
+        self.experts_alone = experts_alone
         self.bytes_each = 0.57 if kind in ("int4", "nf4") else 1.03  # an element, its share of the scales with it
         self._format = Online(kind)
 
     def format(self, path: str, stored: Headers | None) -> Online | None:
-        if named(path, HEADS) or (stored is not None and ("weight" not in stored or quantised(stored))):
+        if named(path, (*HEADS, *ROUTERS)) or (self.experts_alone and not named(path, EXPERTS)):
+            return None
+        if stored is not None and (quantised(stored) or not any(_is_matrix(*found) for found in stored.values())):
             return None
         return self._format
+
+
+def _is_matrix(dtype: str, shape: tuple[int, ...]) -> bool:
+    """Of plain numbers; those of a layer's experts may be one tensor."""
+    return dtype in FLOATS and len(shape) >= 2

@@ -67,7 +67,7 @@ def _at_load(wanted: str, asked: str) -> Scheme:
     from .online import OnlineScheme
 
     if wanted in AT_LOAD:
-        return OnlineScheme(*AT_LOAD[wanted])
+        return OnlineScheme(*AT_LOAD[wanted], experts_alone=wanted == "experts_int8")
     if wanted == "gguf":
         raise ModelError(
             "--quantization gguf, but this is no GGUF file: leave it out, or pass the path of a .gguf file"

@@ -35,6 +35,21 @@ def plan(**changed: Any) -> MemoryPlan:
     return MemoryPlan(**(sizes | {"num_blocks": 101, "max_model_len": 1000, "layout": LAYOUT} | changed))
 
 
+def test_a_mixture_reads_its_prompts_in_larger_steps(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, and where nobody named another size."""
+    monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
+    model = ModelConfig.from_folder(tiny_model("mixtral"))
+    for machine, options, expected in (
+        (CARD, {}, (8192, 4096)),
+        (SMALL_CARD, {}, (4096, 4096)),
+        (CARD, {"max_mixed_tokens": 512}, (8192, 512)),
+        (SMALL_CARD, {"max_num_batched_tokens": 1024}, (1024, 0)),
+        (CPU, {}, (512, 0)),
+    ):
+        found = resolve(EngineConfig("m", load_format="dummy", **options), model, machine)
+        assert (found.max_num_batched_tokens, found.max_mixed_tokens) == expected
+
+
 def open_fields(resolved: Resolved) -> list[str]:
     values = {spec.name: getattr(resolved, spec.name) for spec in dataclasses.fields(resolved)}
     return [name for name, value in values.items() if value is None or value == "auto"]

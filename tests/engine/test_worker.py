@@ -13,6 +13,7 @@ from vserve.engine.config import EngineConfig
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.memory import MemoryPlan
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.worker import Worker
 from vserve.kernels import linear_hopper
 
@@ -38,6 +39,7 @@ class Card:
 
     layout = SimpleNamespace(windows=(0,))
     device = SimpleNamespace(type="cuda")
+    model = SimpleNamespace(config=SimpleNamespace(layers=()))
 
     def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
@@ -76,3 +78,11 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
         *([] if eager else ["graphs", *graphs, ("dummy_step", 1024, 8192, worst)]), ("count_compilations",),
     ]  # fmt: skip
     assert made.num_threads is None and made.scheduler_config.depth == 2 and made.info.fitted == ("max_model_len",)
+
+
+def test_a_mixture_warms_the_tiles_of_its_experts_up(tiny_model: Any) -> None:
+    model = SimpleNamespace(config=ModelConfig.from_folder(tiny_model("mixtral")))
+    tokens = worker.expert_steps(model)
+    assert tokens and tokens == sorted(set(tokens))
+    met = {step[1] for step in worker.warm_up_steps(1024, 8192, tokens)}
+    assert {count for count in tokens if count <= 8192} <= met

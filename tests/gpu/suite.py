@@ -2,6 +2,7 @@
 
     core (default)   kernels, steps, the engine, the noticing model in company and with planted faults, the 8B shape
     foreign          models that transformers' code computes: their forwards in graphs
+    experts          the products and the routing of mixtures of experts
     soak             eight minutes of the noticing model in company, memory watched
 
 What a part prints goes to a file of its own; the table at the end says what came of each. Exit code 1 where one failed.
@@ -95,6 +96,7 @@ GROUPS: dict[str, list[list[Part]]] = {
         [tests("the 8B shape", "tests/gpu/test_serve_8b.py")],
     ],
     "foreign": [[tests("foreign", "tests/gpu/test_foreign_gpu.py")]],
+    "experts": [[tests("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")]],
     "soak": [[noticing("soak", "--soak=480")]],
 }
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vserve.kernels.moe import ExpertWeights, experts_torch
-from vserve.kernels.moe_triton import MoeTile, down_tile, experts_triton, gate_up_tile, needs_sort
+from vserve.kernels.moe_route import LITTLE_PAIRS
+from vserve.kernels.moe_triton import MoeTile, down_tile, experts_triton, gate_up_tile, needs_sort, tokens_of_tiles
 
 CUDA = torch.cuda.is_available()
 requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
@@ -104,6 +105,19 @@ def test_both_products_have_blocks_of_the_same_rows(top_k: int, num_experts: int
     assert needs_sort(num_tokens, top_k, num_experts)
 
 
+@pytest.mark.parametrize(("top_k", "num_experts"), [(8, 128), (2, 8), (4, 32), (4, 128), (8, 256), (1, 1), (10, 512)])
+def test_the_warm_up_meets_every_variant(top_k: int, num_experts: int) -> None:
+    """Of tiles, sorted or not, with the pieces that they are sorted in, and with dependent launches or not."""
+
+    def variant(num_tokens: int) -> tuple[Any, ...]:
+        shape = num_tokens, top_k, num_experts
+        sort = needs_sort(*shape)
+        return gate_up_tile(*shape, 2), sort, sort and num_tokens * top_k <= LITTLE_PAIRS, num_tokens <= 16
+
+    met = {variant(num_tokens) for num_tokens in (*tokens_of_tiles(top_k, num_experts), 2, 4, 8, 16)}
+    assert {variant(num_tokens) for num_tokens in range(1, 8193)} <= met | {variant(8192)}
+
+
 def test_layouts_that_are_refused() -> None:
     x, ids, weights = torch.ones(2, 16), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
     with pytest.raises(ValueError, match=r"call contiguous\(\)"):
@@ -115,6 +129,7 @@ from vserve.kernels import pdl
 pdl.pdl_available = lambda device: sys.argv[1] == "pdl"
 pdl.MAX_ROWS = 64
 from vserve.kernels.moe_route import Routing, route_triton
+from vserve.kernels.moe_route import LITTLE_PAIRS
 from vserve.kernels.moe_triton import experts_triton
 
 hidden, inner, num_experts, top_k = map(int, sys.argv[2:6])

@@ -27,6 +27,7 @@ FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -77,6 +78,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
         "rope_theta": 1000000.0, "max_position_embeddings": 40960, "max_window_layers": 48, "torch_dtype": "bfloat16"},
+    "GLM-4.5-Air": {"model_type": "glm4_moe", "head_dim": 128, "hidden_size": 4096, "num_hidden_layers": 46,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "attention_bias": True,
+        "use_qk_norm": False, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1,
+        "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1408, "rope_theta": 1000000, "rope_scaling": None, "num_nextn_predict_layers": 1,
+        "eos_token_id": [151329, 151336, 151338], "torch_dtype": "bfloat16"},
     "DeepSeek-V2-Lite": {"model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944,
         "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
         "first_k_dense_replace": 1, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
@@ -175,6 +182,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 def write(folder: Path, raw: dict[str, Any]) -> Path:
     raw = {"num_experts_per_tok": 6} | raw if raw.get("model_type") == "deepseek_v2" else raw  # which has no default
+    raw = {"head_dim": 128} | raw if raw.get("model_type") == "glm4_moe" else raw  # whose default has no even half
     raw = {"architectures": [FAMILIES[raw["model_type"]]], **raw} if raw.get("model_type") in FAMILIES else raw
     (folder / "config.json").write_text(json.dumps(raw))
     return folder

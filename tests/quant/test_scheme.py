@@ -70,6 +70,7 @@ RIGHT: dict[str, str] = {
     "gguf_file": "gguf",
 }
 AT_LOAD_BY_NAME = {
+    "experts_int8": "int8",
     "fp8": "fp8", "FP8": "fp8", "ptpc_fp8": "fp8", "fp8_per_channel": "fp8", "fp8_per_tensor": "fp8",
     "fp8_per_block": "fp8_blocks", "int8": "int8", "int8_per_channel_weight_only": "int8", "int4": "int4",
     "bitsandbytes": "nf4",

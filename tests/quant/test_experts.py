@@ -1,0 +1,110 @@
+"""Mixtures from quantised checkpoints: their experts against the numbers that the codes mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vserve.engine.loader import load_model
+from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.models.blocks import CausalLM
+from vserve.engine.quant.described import describe
+
+from .checkpoints import KINDS, write
+
+SIZES: dict[str, Any] = {
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 64,
+}
+
+
+def load(folder: Path, asked: str | None = None, **changes: Any) -> CausalLM:
+    values: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
+    return load_model(folder, ModelConfig.from_folder(folder, quantization=asked), **(values | changes))
+
+
+def mixed(model: CausalLM) -> torch.Tensor:
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
+    result = model.layers[0].mlp(x, None)
+    for row in (0, 5):  # the way of one row alone
+        torch.testing.assert_close(model.layers[0].mlp(x[row : row + 1], None)[0], result[row], atol=2e-3, rtol=2e-2)
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_multiply_by_what_their_codes_mean(kind: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = write(tiny_model("qwen2_moe", **SIZES), tmp_path, kind)
+    model, twin = load(folder / "quantized"), load(folder / "twin")
+    found, wanted = mixed(model), mixed(twin)
+    fast = kind in ("awq", "gptq", "packed")  # torch's int4 product rounds to bf16
+    assert (found - wanted).norm() <= (2e-2 if fast else 1e-5) * wanted.norm()
+    said = describe(model)
+    assert said["quantized"] == 4 + 3 * 4 + 3 and said["unquantized"] == 2  # the head, and the gate of what is shared
+    assert sum(w.numel() for w in twin.layers[0].mlp.experts.parameters()) == 3 * 4 * 64 * 64
+    kept = sum(w.numel() * w.element_size() for w in model.layers[0].mlp.experts.parameters())
+    assert kept < 3 * 4 * 64 * 64 * 2
+
+
+@pytest.mark.parametrize("kind", ["awq", "fp8_blocks", "nvfp4"])
+def test_where_there_is_no_product_with_codes_numbers_are_kept(
+    kind: str, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, and the start says so."""
+    monkeypatch.setattr("vserve.engine.layers.experts.CODES_ON", ())
+    folder = write(tiny_model("qwen2_moe", **SIZES), tmp_path, kind)
+    model, twin = load(folder / "quantized"), load(folder / "twin")
+    experts, wanted = model.layers[0].mlp.experts, twin.layers[0].mlp.experts
+    for name in ("gate_up", "down"):
+        torch.testing.assert_close(getattr(experts.method, name), getattr(wanted.method, name), atol=1e-6, rtol=1e-6)
+    assert "16-bit products, dequantised × 8" in str(describe(model)["products"])
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(("asked", "error"), [("int8", 0.02), ("fp8", 0.06), ("int4", 0.2), ("bitsandbytes", 0.2)])
+def test_experts_are_quantised_on_the_way_in(
+    asked: str, error: float, stacked: bool, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Also those of one tensor; the router never is."""
+    folder = tiny_model("granitemoe", num_hidden_layers=1) if stacked else tiny_model("qwen2_moe", **SIZES)
+    model, plain = load(folder, asked), load(folder)
+    found, wanted = mixed(model), mixed(plain)
+    assert 0 < (found - wanted).norm() / wanted.norm() < error
+    assert torch.equal(model.layers[0].mlp.router.weight, plain.layers[0].mlp.router.weight)
+    experts = plain.layers[0].mlp.experts.num_experts
+    assert describe(model)["quantized"] == 4 + 3 * experts + (0 if stacked else 3)
+
+
+def test_some_experts_may_be_plain(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = write(tiny_model("qwen2_moe", **SIZES), tmp_path, "fp8")
+    file = folder / "quantized" / "model.safetensors"
+    tensors, twin = load_file(file), load_file(folder / "twin" / "model.safetensors")
+    for path in ("model.layers.0.mlp.experts.2.up_proj", "model.layers.0.mlp.experts.0.down_proj"):
+        del tensors[f"{path}.weight_scale"]
+        tensors[f"{path}.weight"] = twin[f"{path}.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    model = load(folder / "quantized")
+    torch.testing.assert_close(mixed(model), mixed(load(folder / "twin")), atol=1e-4, rtol=1e-4)
+    assert describe(model)["unquantized"] == 4
+
+
+def test_dummy_experts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    for kind in ("awq", "fp8_blocks", "nvfp4"):
+        folder = write(tiny_model("qwen2_moe", **SIZES), tmp_path / kind, kind) / "quantized"
+        (folder / "model.safetensors").unlink()
+        result = mixed(load(folder, load_format="dummy"))
+        assert result.isfinite().all() and result.std() > 0
+
+
+def test_experts_int8_leaves_the_others_as_they_are(tiny_model: Callable[..., Path]) -> None:
+    model = load(tiny_model("qwen2_moe", **SIZES), "experts_int8")
+    said = describe(model)
+    assert said["quantized"] == 3 * 4 and said["unquantized"] == 4 + 3 + 2
+    with pytest.raises(ModelError, match="the model has no experts: use --quantization int8"):
+        load(tiny_model("llama"), "experts_int8")
