@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...engine.config import ConfigError, EngineConfig
+from ...engine.hub_gguf import choose, model_files, split_name
 from ...engine.model_file import ModelError, is_gguf
 from ...engine.model_path import cache_folder
 from . import machine
@@ -127,8 +128,12 @@ def _on_hub(engine: EngineConfig, torch: Torch, on_card: bool) -> Finding:
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     try:
-        listed = api.model_info(name, revision=engine.revision, files_metadata=True, timeout=HUB_TIMEOUT)
+        repository, wanted = split_name(name)
+        listed = api.model_info(repository, revision=engine.revision, files_metadata=True, timeout=HUB_TIMEOUT)
         sizes = {file.rfilename: file.size or 0 for file in listed.siblings or ()}
+        if wanted:
+            size = sum(sizes[file] for file in choose(repository, model_files(sizes), wanted))
+            return Finding(OK, "model", f"{text}: {gib(size)} of weights; what fits is known when they are here")
         found = ([size for file, size in sizes.items() if file.endswith(end)] for end in _WEIGHTS)
         size = sum(next(filter(None, found), []))
         with tempfile.TemporaryDirectory() as folder:  # the hub's cache would have a model without weights
