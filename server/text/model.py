@@ -196,6 +196,6 @@ def _folder(name: str, revision: str | None, cache: str | None) -> Path:
             f"cannot get {name} from the hub ({type(error).__name__}: {shorten(str(error), 200)}): "
             "check name, network and HF_TOKEN, or pass a folder"
         ) from error
-    if not (folder / "config.json").exists() and (file := hub_gguf(name, revision, cache)) is not None:
-        return file
-    return folder
+    if any((folder / file).exists() for file in ("config.json", "tokenizer.json")):
+        return folder
+    return hub_gguf(name, revision, cache) or folder
