@@ -73,7 +73,7 @@ def _fit(
     if on_card and torch.cards:
         room, where = int(torch.cards[0].total * engine.gpu_memory_utilization), "the card"
     else:
-        room, where = (machine.memory() or (1 << 62, 0))[0], "memory"
+        room, where = machine.memory()[0], "memory"
     if weights > room:
         remedies = [*smaller_weights(config, parameters, dtype, room, on_card), "choose a smaller model"]
         return Finding(FAIL, "model", text, f"the weights take {gib(weights)}, and {where} has {gib(room)} for vserve: "
