@@ -18,6 +18,7 @@ import torch
 from .checkpoint import PICKLED, Checkpoint, TensorInfo, open_checkpoint
 from .config import EngineConfig
 from .foreign.modules import Plain
+from .hub_gguf import hub_gguf, split_name
 from .layers.norm import Norm
 from .layers.weights import Placement, WeightHolder
 from .model_config import ModelConfig
@@ -51,12 +52,18 @@ def resolve_model_path(
     load_format: str = "auto",
     with_code: bool = False,
 ) -> Path:
-    """A folder as it is; else a model of the Hugging Face hub, downloaded (or found in its cache, HF_HUB_OFFLINE=1).
+    """A folder as it is; else a model of the Hugging Face hub, downloaded (or found in its cache, HF_HUB_OFFLINE=1): a
+    GGUF file where the name says which, or where the repository has nothing else.
 
     `download_dir`: where that cache is, None where the hub's library has it. `with_code`: its own code is wanted too.
     """
     if (folder := find_model(name)) is not None:
         return folder
+    cache = cache_folder(download_dir)
+    if split_name(name)[1]:
+        file = hub_gguf(name, revision, cache)
+        assert file is not None
+        return file
     files = [*_HUB_FILES, _CODE] if with_code else _HUB_FILES
     if load_format == "dummy":
         return from_hub(name, revision, files, download_dir)
@@ -64,7 +71,10 @@ def resolve_model_path(
         folder = from_hub(name, revision, [*files, *_HUB_WEIGHTS], download_dir)
         if load_format != "auto" or any(folder.glob("*.safetensors")):
             return folder
-    return from_hub(name, revision, [*files, *_HUB_WEIGHTS, *PATTERNS], download_dir)
+    folder = from_hub(name, revision, [*files, *_HUB_WEIGHTS, *PATTERNS], download_dir)
+    if load_format == "auto" and not any(next(folder.glob(pattern), None) for pattern in PATTERNS):
+        return hub_gguf(name, revision, cache) or folder
+    return folder
 
 
 def from_hub(name: str, revision: str | None, files: list[str], download_dir: str | None) -> Path:

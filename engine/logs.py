@@ -20,6 +20,7 @@ import msgspec
 FORMATS = ("auto", "json", "text")
 CLEAR_LINE = "\r\x1b[K"  # on a terminal
 GATHER = 0.01  # seconds in which lines come together for one write: waking a thread for each costs more than the line
+GATHER_LAZY = 0.1  # the same where all are lines of requests, which nobody reads that soon
 ATOMIC = select.PIPE_BUF  # bytes that a pipe takes in one piece
 MAX_WAITING_LINES = 10_000  # what a reader that has stopped may cost; a line more is lost, and counted
 # C0 and C1 controls, line and paragraph separators, and what turns the direction of writing around.
@@ -96,7 +97,7 @@ class LineWriter(logging.Handler):
     """Lines to a file descriptor, on a thread: a full disk loses lines, a stalled pipe fills a bounded queue.
 
     Records whose fields are a function are formatted there too, many in a row, which costs a fraction of what it does
-    between two requests; others may hold what changes, and are formatted at once.
+    between two requests: they wait for each other. Others may hold what changes, and are formatted at once.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -105,12 +106,17 @@ class LineWriter(logging.Handler):
         self._descriptor = descriptor
         self._begin = CLEAR_LINE if os.isatty(descriptor) else ""  # some process's progress line may stand there
         self._lines: queue.Queue[str | logging.LogRecord | threading.Event] = queue.Queue(MAX_WAITING_LINES)
+        self._hurry = threading.Event()  # what waits in the queue is to be written now
         self._thread = threading.Thread(target=self._run, name="vserve-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(record if callable(getattr(record, "fields", None)) else self._text(record))
+            if callable(getattr(record, "fields", None)):
+                self._lines.put_nowait(record)
+                return
+            self._lines.put_nowait(self._text(record))
+            self._hurry.set()
         except queue.Full:
             self.num_lost += 1
 
@@ -127,14 +133,18 @@ class LineWriter(logging.Handler):
             self._lines.put_nowait(written)
         except queue.Full:
             return
+        self._hurry.set()
         written.wait(timeout)
 
     def _run(self) -> None:
         reported = 0
         while True:
             entries = [self._lines.get()]
-            if not isinstance(entries[0], threading.Event):
+            if isinstance(entries[0], logging.LogRecord):
+                self._hurry.wait(GATHER_LAZY)
+            elif isinstance(entries[0], str):
                 time.sleep(GATHER)
+            self._hurry.clear()
             with contextlib.suppress(queue.Empty):
                 while not isinstance(entries[-1], threading.Event):
                     entries.append(self._lines.get_nowait())

@@ -8,7 +8,7 @@ from pathlib import Path
 from .config import ConfigError
 from .model_file import is_gguf
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*(:[\w.-]+)?)?")
 
 
 def find_model(name: str) -> Path | None:
@@ -36,5 +36,5 @@ def cache_folder(download_dir: str | None) -> str | None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it has the form of one: `model` or `owner/model`."""
+    """Whether it has the form of one: `model`, `owner/model`, or `owner/model:Q4_K_M` for a GGUF file of it."""
     return _HUB_NAME.fullmatch(name) is not None

@@ -45,7 +45,7 @@ def warm(config: EngineConfig, report: Callable[[Progress], None]) -> Warmed:
             "torch sees no card here, and kernels are compiled on the kind of card that will run them: run `vserve "
             "warm` there, with the folder or volume of the deployment's cache (VSERVE_CACHE)"
         )
-    path = resolve_model_path(config.model, config.revision, config.download_dir, "dummy")
+    path = resolve_model_path(config.model, config.revision, config.download_dir, "dummy", config.trust_remote_code)
     config = dataclasses.replace(config, model=str(path), load_format="dummy")
     before = CacheSize.of(folder)
     helpers = Precompile.start(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -61,6 +62,8 @@ def test_the_wheel_says_its_version_in_a_fresh_environment(published: Path, tmp_
     (wheel,) = published.glob("*.whl")
     venv.create(tmp_path / "fresh", with_pip=False)
     python = tmp_path / "fresh" / "bin" / "python"
+    (site,) = (tmp_path / "fresh").glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])  # of this environment, not from an index
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], check=True, timeout=240)
     done = subprocess.run(

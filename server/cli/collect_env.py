@@ -51,7 +51,7 @@ def collect() -> dict[str, dict[str, Any]]:
     hardware = {
         "processor": machine.processor(),
         "cores": machine.num_cores(),
-        "memory": f"{gib(memory[0])} of {gib(memory[1])} available" if memory else "unknown",
+        "memory": f"{gib(memory[0])} of {gib(memory[1])} available",
         "/dev/shm": gib(shared) if shared is not None else "none",
         "open files": "soft {}, hard {}".format(*machine.open_files()),
     }

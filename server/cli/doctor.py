@@ -151,10 +151,7 @@ def _triton(on_card: bool) -> Iterator[Finding]:
 
 
 def _memory() -> Finding:
-    found = machine.memory()
-    if found is None:
-        return Finding(WARN, "memory", "cannot be found out")
-    available, total = found
+    available, total = machine.memory()
     text = f"{gib(available)} of {gib(total)} available"
     if available < 2 << 30:
         return Finding(WARN, "memory", text, "end other programs, or raise the container's limit: 2 GiB are little")

@@ -13,6 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...engine.host_memory import available_bytes, machine_bytes
+
 # In a process of its own: a driver that crashes or hangs must not take the one that reports it along.
 _PROBE = """
 import json
@@ -90,21 +92,10 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def memory() -> tuple[int, int] | None:
-    """(available, total) bytes; a container's limit counts."""
-    try:
-        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        found = {words[0]: int(words[1]) << 10 for words in lines}
-        available, total = found["MemAvailable:"], found["MemTotal:"]
-    except (OSError, LookupError, ValueError):
-        return None
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        available, total = min(available, max(0, limit - used)), min(total, limit)
-    except (OSError, ValueError):  # no limit is the word "max"
-        pass
-    return available, total
+def memory() -> tuple[int, int]:
+    """(available, total) bytes; a container's limit counts, and files in memory give way."""
+    total = machine_bytes()
+    return min(available_bytes(), total), total
 
 
 def shared_memory() -> int | None:

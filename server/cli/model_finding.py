@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...engine.config import ConfigError, EngineConfig
+from ...engine.hub_gguf import choose, model_files, split_name
 from ...engine.model_file import ModelError, is_gguf
 from ...engine.model_path import cache_folder
 from . import machine
@@ -72,7 +73,7 @@ def _fit(
     if on_card and torch.cards:
         room, where = int(torch.cards[0].total * engine.gpu_memory_utilization), "the card"
     else:
-        room, where = (machine.memory() or (1 << 62, 0))[0], "memory"
+        room, where = machine.memory()[0], "memory"
     if weights > room:
         remedies = [*smaller_weights(config, parameters, dtype, room, on_card), "choose a smaller model"]
         return Finding(FAIL, "model", text, f"the weights take {gib(weights)}, and {where} has {gib(room)} for vserve: "
@@ -127,8 +128,12 @@ def _on_hub(engine: EngineConfig, torch: Torch, on_card: bool) -> Finding:
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     try:
-        listed = api.model_info(name, revision=engine.revision, files_metadata=True, timeout=HUB_TIMEOUT)
+        repository, wanted = split_name(name)
+        listed = api.model_info(repository, revision=engine.revision, files_metadata=True, timeout=HUB_TIMEOUT)
         sizes = {file.rfilename: file.size or 0 for file in listed.siblings or ()}
+        if wanted:
+            size = sum(sizes[file] for file in choose(repository, model_files(sizes), wanted))
+            return Finding(OK, "model", f"{text}: {gib(size)} of weights; what fits is known when they are here")
         found = ([size for file, size in sizes.items() if file.endswith(end)] for end in _WEIGHTS)
         size = sum(next(filter(None, found), []))
         with tempfile.TemporaryDirectory() as folder:  # the hub's cache would have a model without weights

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from ...engine.config import ConfigError, EngineConfig
 from ...engine.gguf_file import read_gguf
+from ...engine.hub_gguf import hub_gguf, split_name
 from ...engine.model_file import is_gguf
 from ...engine.model_path import cache_folder, find_model
 from ...engine.overrides import overridden, overrides
@@ -184,8 +185,10 @@ def _folder(name: str, revision: str | None, cache: str | None) -> Path:
         return folder
     import huggingface_hub  # slow, and not needed for a folder
 
+    if split_name(name)[1] and (file := hub_gguf(name, revision, cache)) is not None:
+        return file
     try:
-        return Path(
+        folder = Path(
             huggingface_hub.snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=_TEXT_FILES)
         )
     except Exception as error:  # network, name, licence, disk
@@ -193,3 +196,6 @@ def _folder(name: str, revision: str | None, cache: str | None) -> Path:
             f"cannot get {name} from the hub ({type(error).__name__}: {shorten(str(error), 200)}): "
             "check name, network and HF_TOKEN, or pass a folder"
         ) from error
+    if any((folder / file).exists() for file in ("config.json", "tokenizer.json")):
+        return folder
+    return hub_gguf(name, revision, cache) or folder

@@ -196,3 +196,25 @@ def test_fields_that_are_a_function_are_asked_by_who_writes(tmp_path: Path) -> N
     line = json.loads((tmp_path / "log").read_text())
     assert (line["message"], line["n"], line["process"]) == ("short", 3, "api")
     assert logs.TextFormatter().format(record("the whole of it", fields=fields)).endswith("the whole of it")
+
+
+@pytest.mark.parametrize("hurried_by", ["another line", "the end"])
+def test_lines_of_requests_are_written_together_and_wait_for_nobody_who_hurries(
+    monkeypatch: pytest.MonkeyPatch, hurried_by: str
+) -> None:
+    """A thread that wakes for each of them costs ten times what the line does."""
+    monkeypatch.setattr(logs, "GATHER_LAZY", 60.0)
+    written: list[tuple[str, int]] = []
+    monkeypatch.setattr(logs, "write_line", lambda descriptor, text: written.append((text, descriptor)) or True)
+    writer = logs.LineWriter(-1)
+    writer.setFormatter(logging.Formatter("%(message)s"))
+    for number in range(3):
+        writer.emit(record("request %d", number, fields=dict))
+    time.sleep(0.05)
+    assert not written
+    if hurried_by == "another line":
+        writer.emit(record("an alarm"))
+    writer.wait(30)
+    lines = [line for text, _ in written for line in text.splitlines()]
+    assert lines == ["request 0", "request 1", "request 2", *(["an alarm"] if hurried_by == "another line" else [])]
+    assert len(written) == 1

@@ -392,6 +392,7 @@ def test_hub_names_are_downloaded_or_refused_in_one_line(tmp_path: Path, monkeyp
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (tmp_path / "pytorch_model.bin").touch()
     assert resolve_model_path("Qwen/Qwen3-0.6B", "v1") == tmp_path
     assert ["*.bin" in kwargs["allow_patterns"] for _, kwargs in asked] == [False, True], "there are no others"
     asked.clear()

@@ -63,7 +63,8 @@ def build(out: Path) -> Path:
         archive = subprocess.run(["git", "archive", "HEAD", "."], cwd=ROOT, check=True, capture_output=True).stdout
         with tarfile.open(fileobj=BytesIO(archive)) as files:
             files.extractall(source, filter="data")
-        for path in source.rglob("*"):  # whatever umask git and this machine have
+        os.umask(0o022)
+        for path in source.rglob("*"):  # whatever umask git had
             path.chmod(0o755 if path.is_dir() else 0o644)
         # Built with the setuptools that came with torch: nothing is downloaded.
         options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(built), str(source)]
