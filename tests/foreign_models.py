@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -89,12 +89,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def foreign_config(model_type: str, **overrides: Any) -> Any:
+    """transformers' config of a tiny model: 2 layers, hidden 64, 4 heads that share 2 key heads."""
+    values: dict[str, Any] = {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+        "initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 2,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    return AutoConfig.for_model(model_type, **(values | ARCHITECTURES.get(model_type, {}) | overrides))
+
+
 def foreign_checkpoint(tiny_models: Any, folder: Path, model_type: str, **overrides: Any) -> Path:
     """Write a random model of this type and its tokenizer into `folder`; overrides are keys of its config.json.
 
     tiny_models: the module beside this one.
     """
-    config = tiny_models.tiny_config(model_type, **(ARCHITECTURES.get(model_type, {}) | overrides))
+    config = foreign_config(model_type, **overrides)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)

@@ -16,7 +16,7 @@ import torch
 from vserve.engine.config import EngineConfig
 from vserve.engine.foreign.choice import Foreign, choose
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig, ModelError, check_model
+from vserve.engine.model_config import ModelConfig, ModelError, check_model, parse_model_config
 from vserve.engine.models.registry import FAMILIES
 from vserve.engine.overrides import read_model_config
 
@@ -150,12 +150,9 @@ except ModelError:
         ("starcoder2", {"max_position_embeddings": 0}, "max_position_embeddings is 0, a whole number above 0"),
     ],
 )
-def test_refused_by_a_probe(tiny_models: Any, model_type: str, overrides: dict[str, Any], words: str) -> None:
-    keys = {"no_rope_layers": [1, 0]} if model_type == "llama4_text" else {}
-    raw = tiny_models.tiny_config(model_type, **keys).to_dict() | overrides
+def test_refused_by_a_probe(foreign_models: Any, model_type: str, overrides: dict[str, Any], words: str) -> None:
+    raw = foreign_models.foreign_config(model_type).to_dict() | overrides
     raw["architectures"] = None  # by its type
-    from vserve.engine.model_config import parse_model_config
-
     with pytest.raises(ModelError, match=words) as caught:
         parse_model_config(raw)
     assert "\n" not in str(caught.value)

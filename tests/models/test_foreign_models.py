@@ -20,6 +20,7 @@ from vserve.engine.layers.embedding import Embedding
 from vserve.engine.layers.linear import Linear
 from vserve.engine.loader import count_parameters, load_model
 from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.overrides import without_windows
 from vserve.engine.quant.described import describe
 from vserve.engine.quant.method import Quantized
 
@@ -188,10 +189,31 @@ def test_frequencies_are_those_of_the_longest_context(
 
 def test_a_window_that_is_a_mask_limits_the_context(foreign_model: Callable[..., Path]) -> None:
     """Of an attention that it does not know, transformers makes no mask."""
-    config = ModelConfig.from_folder(foreign_model("phimoe"))
-    assert config.max_position_embeddings == 512 and config.max_model_len == 64
-    assert ModelConfig.from_folder(foreign_model("llama4_text")).max_model_len == 64
-    assert ModelConfig.from_folder(foreign_model("starcoder2")).max_model_len == 512, "a window that attention is told"
+
+    def read(model_type: str) -> ModelConfig:
+        return ModelConfig.from_folder(foreign_model(model_type), implementation="transformers")
+
+    assert read("phimoe").max_position_embeddings == 512 and read("phimoe").max_model_len == 64
+    assert read("llama4_text").max_model_len == 64
+    told = read("starcoder2")  # here attention is told
+    assert told.max_model_len == 512 and without_windows(told).max_model_len == 8
+    model = load(foreign_model("starcoder2"), without_windows)
+    assert [spec.window for spec in model.kv_specs()] == [0, 0]
+
+
+def test_dummy_weights(foreign_model: Callable[..., Path], parity: Any) -> None:
+    """Of experts, sinks and biases too; a seed gives the same again."""
+    results = []
+    for seed in (1, 1, 2):
+        config = ModelConfig.from_folder(foreign_model("gpt_oss"), implementation="transformers")
+        model = load_model(
+            foreign_model("gpt_oss"), config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64,
+            load_format="dummy", seed=seed,
+        )  # fmt: skip
+        ((_, _, logits), *_) = parity.PagedRunner(model, parity.sequences()).step(ONE_STEP)
+        results.append(logits)
+    assert results[0].isfinite().all() and torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
 
 
 def test_quantized_checkpoints(foreign_model: Callable[..., Path], parity: Any) -> None:
