@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.kv_layout import KVLayout
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.request import SamplingParams
-from vserve.engine.worker import Worker
 
 WINDOW = 20
 NUM_OUTPUTS = 40
@@ -70,7 +70,8 @@ def window_engine(engine: Any, folder: Path) -> Any:
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 def test_a_tiny_cache_gives_transformers_tokens(window_engine: Any, folder: Path, requests: Any, caching: bool) -> None:
     """Twelve at once in a cache that holds a few: preempted, resumed, their blocks taken by others meanwhile."""
-    layout = runner_of(folder).layout
+    layers = ModelConfig.from_folder(folder).layers
+    layout = KVLayout.of([layer.attention.kv for layer in layers], 4, 160)
     blocks = layout.request_blocks(160, chunk=24)  # of one alone
     (answers,), stats = window_engine.run(
         requests, num_gpu_blocks_override=blocks, enable_prefix_caching=caching, **OPTIONS
@@ -120,9 +121,3 @@ def test_what_is_left_behind_may_hold_nan(window_engine: Any, folder: Path, requ
     monkeypatch.setattr(ModelRunner, "execute", poisoning)
     (answers,), _ = window_engine.run(requests, num_gpu_blocks_override=150, enable_prefix_caching=False, **OPTIONS)
     check(folder, requests, answers)
-
-
-def runner_of(folder: Path, **options: Any) -> Any:
-    return Worker(
-        EngineConfig(str(folder), device="cpu", cpu_threads=1, **{**OPTIONS, **options}), lambda _: None
-    ).runner
