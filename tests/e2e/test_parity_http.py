@@ -33,6 +33,8 @@ CASES = {f"{family}-{kind}": (family, rope) for family in FAMILIES for kind, rop
     "gemma3-text-beside-pictures": ("gemma3", {}),
     "glm4": ("glm4", {}),
     "cohere2": ("cohere2", {}),
+    "deepseek_v3": ("deepseek_v3", dict(rope_parameters=dict(YARN, rope_theta=1e4, mscale=1.0, mscale_all_dim=0.8))),
+    "gpt_oss": ("gpt_oss", {}),
 }
 
 

@@ -355,8 +355,9 @@ def test_embeddings_in_place_of_ids(tiny_model: Callable[..., Path]) -> None:
     assert difference([logits], [oracle(folder)[0][:40]]) < 2e-4
 
 
-def test_bfloat16_is_near_and_gives_fp32_logits(tiny_model: Callable[..., Path]) -> None:
-    folder = make(tiny_model, "qwen3")
+@pytest.mark.parametrize(("family", "variant"), [("qwen3", "gqa"), ("deepseek_v2", "dense")])
+def test_bfloat16_is_near_and_gives_fp32_logits(tiny_model: Callable[..., Path], family: str, variant: str) -> None:
+    folder = make(tiny_model, family, variant=variant)
     found = PagedRunner(load(folder, dtype=torch.bfloat16), sequences()).run(CHUNKED)
     error = torch.cat(found) - torch.cat(oracle(folder))
     assert error.square().mean().sqrt() / torch.cat(oracle(folder)).std() < 0.05
