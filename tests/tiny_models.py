@@ -126,7 +126,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         )  # fmt: skip
     if family.startswith("granitemoe"):
         del values["head_dim"]
-    return AutoConfig.for_model(family, **(values | FAMILIES[family] | overrides))
+    return AutoConfig.for_model(family, **(values | FAMILIES.get(family, {}) | overrides))
 
 
 def tiny_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Path:
