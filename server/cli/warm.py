@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 
 from ...engine import logs
@@ -27,7 +26,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"vserve: {error}", file=sys.stderr)
         return 2
     logs.configure(server.log_level, server.log_format, "warm")
-    logging.getLogger("vserve.engine").setLevel(logging.WARNING)  # the table says what counts
     from ...engine.warm import warm
     from .progress import ProgressLine
 
