@@ -24,6 +24,7 @@ from ..generation.logprobs import LogprobFormat, PromptReport, prompt_report
 from ..generation.quota import Charge
 from ..generation.sampling import answer_in_ids, resolve, resolving_size, text_options
 from ..generation.speech import Speech
+from ..generation.tasks import GENERATE
 from ..state import ServerState
 from ..wire.embeddings import EmbeddingRequest
 from ..wire.requests import ChatRequest, CompletionRequest, StreamOptions
@@ -62,6 +63,7 @@ class Load(NamedTuple):
 
 class Dialect(ABC):
     id_prefix = ""
+    tasks: tuple[str, ...] = (GENERATE,)  # what the model must do, one of these
     streams = False
     in_background = False  # it goes on when the request is over
     n = 1  # choices of each prompt

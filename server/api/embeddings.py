@@ -23,6 +23,7 @@ from ..generation.embedding import (
     resolve_embeddings,
 )
 from ..generation.generation import Generation
+from ..generation.tasks import EMBED
 from ..text.encoding import Encoder
 from ..wire.embeddings import EmbeddingRequest
 from ..wire.tokens import TokenizeRequest
@@ -43,6 +44,7 @@ async def embeddings(request: Request) -> Response:
 
 class Embeddings(Dialect):
     body: EmbeddingRequest
+    tasks = (EMBED,)
 
     @property
     def num_prompts(self) -> int:

@@ -36,9 +36,11 @@ def resolve_embeddings(
     sampling = SamplingParams(
         max_tokens=1,
         temperature=0.0,
-        pooling=Pooling(pooling.kind, is_normalized(request, model), request.dimensions),
+        pooling=Pooling(pooling.kind, is_normalized(request, model), request.dimensions, head=True),
     )
-    pieces = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(pooling.kind, False, request.dimensions))
+    pieces = SamplingParams(
+        max_tokens=1, temperature=0.0, pooling=Pooling(pooling.kind, False, request.dimensions, head=True)
+    )
     param = "input" if request.messages is None else "messages"
     is_text = request.messages is not None or isinstance(request.input[0], str)
     prompts = []

@@ -19,6 +19,7 @@ from ..errors import ApiError
 from ..generation.choice import Prompt, TextOptions
 from ..generation.embedding import resolve_embeddings
 from ..generation.sampling import resolve, text_options
+from ..generation.tasks import EMBED, GENERATE, check_task
 from ..grammar.tools import definitions
 from ..observe.preemptions import Preemptions
 from ..options.keywords import from_keywords, in_keywords
@@ -146,6 +147,7 @@ class LLM:
         Raises ValueError before anything is submitted, RuntimeError when the engine fails on a prompt.
         """
         self._check_open()
+        self._check_task(EMBED)
         inputs = [token_ids for _, token_ids in tokenised(prompts, self.model.tokenizer)]
         try:
             found = resolve_embeddings((pooling_params or PoolingParams()).request(), inputs, self.model, self.info)
@@ -225,6 +227,13 @@ class LLM:
         if not self._finalizer.alive:
             raise RuntimeError("this LLM is closed: make another")
 
+    def _check_task(self, *tasks: str) -> None:
+        """Raises ValueError for a model that does none of these."""
+        try:
+            check_task(self.info, *tasks)
+        except ApiError as error:
+            raise ValueError(error.message) from None
+
     # ---- one call of generate ----
 
     def _run(
@@ -234,6 +243,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
         self._check_open()
+        self._check_task(GENERATE)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):

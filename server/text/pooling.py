@@ -48,7 +48,11 @@ def read_pooling(folder: Path, asked: str, normalized: bool | None = None) -> Po
         normalize = normalized
     if asked != "auto":
         return PoolingDefaults(asked, normalize, "flag")
-    if unknown := [name for name in types if name not in ("Transformer", "Pooling", "Normalize")]:
+    known = ("Transformer", "Pooling", "Normalize", "Dense")
+    unknown = [name for name in types if name not in known]
+    if "Dense" in types and types.index("Dense") < 2:  # of every token
+        unknown.append("Dense")
+    if unknown:
         problem = f"{MODULES} has the module {unknown[0]!r}, which is not supported"
         return PoolingDefaults(LAST, normalize, MODULES, problem)
     if "Pooling" not in types:
