@@ -21,8 +21,8 @@ RERANKER_TOKENS = ("no", "yes")  # of Qwen3-Reranker, a CausalLM that is asked f
 DIFFERENCE, ROWS = METHODS = ("from_2_way_softmax", "no_post_processing")  # of classifier_from_token, as vLLM has them
 # What is read of config.json here.
 KEYS = (
-    "classifier_from_token", "id2label", "is_original_qwen3_reranker", "method", "num_labels", "problem_type",
-    "sbert_ce_default_activation_function", "sentence_transformers",
+    "classifier_from_token", "id2label", "is_original_qwen3_reranker", "matryoshka_dimensions", "method", "num_labels",
+    "problem_type", "sbert_ce_default_activation_function", "sentence_transformers",
 )  # fmt: skip
 _ACTIVATIONS = {
     "": "", "Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid", "SiLU": "silu",
@@ -52,6 +52,7 @@ class HeadSpec:
     steps: bool = False  # the tokens that end a step of reasoning have
     # Rows of the output matrix that take the place of a classifier's; of two, their difference (second - first).
     token_ids: tuple[int, ...] = ()
+    reranks: bool = False  # it is Qwen3-Reranker, or asks for the same two tokens
 
     @property
     def width(self) -> int:
@@ -118,8 +119,9 @@ def _of_tokens(folder: Path | None, raw: Mapping[str, Any], hidden: int) -> Head
     num_labels = 1 if method == DIFFERENCE else len(tokens)
     labels = tuple(f"LABEL_{i}" for i in range(num_labels))
     ids = () if folder is None else _token_ids(folder, tokens)
+    reranks = bool(raw.get("is_original_qwen3_reranker")) or tokens == list(RERANKER_TOKENS)
     layer = ProjectionSpec("lm_head", hidden, num_labels)
-    return HeadSpec("classify", (layer,), labels, _activation(raw, num_labels), token_ids=ids)
+    return HeadSpec("classify", (layer,), labels, _activation(raw, num_labels), token_ids=ids, reranks=reranks)
 
 
 def _token_ids(folder: Path, tokens: list[str]) -> tuple[int, ...]:

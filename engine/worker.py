@@ -126,7 +126,7 @@ def served(model: ModelConfig) -> dict[str, Any]:
         return {"tasks": tasks, "hidden_size": model.hidden_size if head is None else head.width}
     return {
         "tasks": (head.task,), "labels": head.labels, "activation": head.activation, "by_token": head.by_token,
-        "steps": head.steps, "reranks": bool(head.token_ids),
+        "steps": head.steps, "reranks": head.reranks,
     }  # fmt: skip
 
 

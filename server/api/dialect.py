@@ -26,7 +26,7 @@ from ..generation.sampling import answer_in_ids, resolve, resolving_size, text_o
 from ..generation.speech import Speech
 from ..generation.tasks import GENERATE
 from ..state import ServerState
-from ..wire.embeddings import EmbeddingRequest
+from ..wire.pooled import PooledRequest
 from ..wire.requests import ChatRequest, CompletionRequest, StreamOptions
 from .ignored import ignored_headers
 from .tokens import chat_tokens
@@ -68,7 +68,7 @@ class Dialect(ABC):
     in_background = False  # it goes on when the request is over
     n = 1  # choices of each prompt
 
-    def __init__(self, request: Request, body: ChatRequest | CompletionRequest | EmbeddingRequest) -> None:
+    def __init__(self, request: Request, body: ChatRequest | CompletionRequest | PooledRequest) -> None:
         """`body`: the request in words that the engine's side knows, whatever the API's own are."""
         self.request = request
         self.server = ServerState.of(request)
