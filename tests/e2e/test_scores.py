@@ -15,15 +15,24 @@ import openai
 import pytest
 import torch
 
+from vserve import (
+    LLM,
+    ClassificationRequestOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from vserve.server.cli.main import main
+
 TOLERANCE = 1e-5
 LABELS = ["no", "maybe", "yes"]
 QUERY = "how many are there?"
 DOCUMENTS = ["there are seven of them, not eleven", "the dog sleeps in the sun " * 3, "x"]
 CONTEXT = 512
 PROMPT = (  # Qwen3-Reranker's model card
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
-    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {}\n<Query>: {}\n'
-    "<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {}\n'
+    "<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
@@ -61,9 +70,11 @@ def classifier(tiny_model: Any) -> tuple[Path, Any]:
 @pytest.fixture(scope="module")
 def classes(classifier: tuple[Path, Any], serve: Any) -> Iterator[httpx.Client]:
     """A real server that cuts prompts into chunks of 32 tokens."""
-    with serve(str(classifier[0]), "--max-num-batched-tokens", "32", "--served-model-name", "tiny") as server:
-        with httpx.Client(base_url=server.url, timeout=240) as http:
-            yield http
+    with (
+        serve(str(classifier[0]), "--max-num-batched-tokens", "32", "--served-model-name", "tiny") as server,
+        httpx.Client(base_url=server.url, timeout=240) as http,
+    ):
+        yield http
 
 
 def test_classes(classes: httpx.Client, classifier: tuple[Path, Any]) -> None:
@@ -158,9 +169,11 @@ def reranker(generator: tuple[Path, Any], serve: Any) -> Iterator[httpx.Client]:
         "classifier_from_token": ["n", "y"],
         "is_original_qwen3_reranker": True,
     }
-    with serve(str(generator[0]), "--hf-overrides", json.dumps(changes), "--served-model-name", "tiny") as server:
-        with httpx.Client(base_url=server.url, timeout=240) as http:
-            yield http
+    with (
+        serve(str(generator[0]), "--hf-overrides", json.dumps(changes), "--served-model-name", "tiny") as server,
+        httpx.Client(base_url=server.url, timeout=240) as http,
+    ):
+        yield http
 
 
 def likely(generator: tuple[Path, Any], text: str) -> float:
@@ -248,9 +261,11 @@ def embedder(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 @pytest.fixture(scope="module")
 def embeds(embedder: tuple[Path, Any], serve: Any) -> Iterator[httpx.Client]:
-    with serve(str(embedder[0]), "--runner", "pooling", "--served-model-name", "tiny") as server:
-        with httpx.Client(base_url=server.url, timeout=240) as http:
-            yield http
+    with (
+        serve(str(embedder[0]), "--runner", "pooling", "--served-model-name", "tiny") as server,
+        httpx.Client(base_url=server.url, timeout=240) as http,
+    ):
+        yield http
 
 
 def vector(embedder: tuple[Path, Any], text: str) -> torch.Tensor:
@@ -320,3 +335,104 @@ def test_states_of_every_token(embeds: httpx.Client, embedder: tuple[Path, Any])
     assert "does not generate text: it makes embeddings" in refused(embeds, "/v1/completions", prompt="a")
     assert "does not classify or score" in refused(embeds, "/classify", input="a")
     assert embeds.get("/v1/models").json()["data"][0]["tasks"] == ["embed"]
+
+
+# ---- without HTTP ----
+def offline(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), device="cpu", cpu_threads=1, engine_in_process=True, **options)
+
+
+def test_offline_classes(classifier: tuple[Path, Any]) -> None:
+    folder, model = classifier
+    prompts = ["hello there", [5, 6, 7], {"prompt_token_ids": [8] * 50}]
+    ids = [tokenizer_of(folder)("hello there").input_ids, [5, 6, 7], [8] * 50]
+    with torch.inference_mode():
+        logits = [model(torch.tensor([one])).logits[0] for one in ids]
+        each = model.score(model.model(torch.tensor([ids[2]])).last_hidden_state[0])
+    with offline(folder) as llm:
+        for output, token_ids, wanted in zip(llm.classify(prompts, use_tqdm=False), ids, logits, strict=True):
+            assert isinstance(output, ClassificationRequestOutput)
+            assert output.prompt_token_ids == token_ids and output.outputs.num_classes == 3
+            assert output.outputs.probs == near(wanted.softmax(0))
+        raw = PoolingParams(use_activation=False)
+        (output,) = llm.encode([ids[1]], raw, use_tqdm=False)
+        assert isinstance(output, PoolingRequestOutput) and output.outputs.data == near(logits[1], 10)
+        (output,) = llm.reward([ids[2]], pooling_params=raw, use_tqdm=False)
+        assert torch.allclose(torch.from_numpy(output.outputs.data), each, atol=1e-4)
+        (cut,) = llm.classify([ids[2]], pooling_params=PoolingParams(truncate_prompt_tokens=4), use_tqdm=False)
+        assert cut.prompt_token_ids == [8] * 4
+        for call, words in (
+            (lambda: llm.generate("a"), "does not generate text: it classifies"),
+            (lambda: llm.chat([{"role": "user", "content": "a"}]), "does not generate text"),
+            (lambda: llm.embed("a"), "does not make embeddings: it classifies"),
+            (lambda: llm.score("a", "b"), "has 3 classes: a score needs one"),
+            (lambda: llm.encode("a", pooling_task="token_embed"), "does not make embeddings"),
+            (lambda: llm.encode("a", pooling_task="plugin"), "choose embed, classify"),
+            (lambda: llm.classify([[300]]), "has the token id 300"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+
+
+def test_offline_scores(generator: tuple[Path, Any], embedder: tuple[Path, Any]) -> None:
+    changes = {"classifier_from_token": ["n", "y"], "is_original_qwen3_reranker": True}
+    wanted = [likely(generator, PROMPT.format(INSTRUCTION, QUERY, text)) for text in DOCUMENTS]
+    with offline(generator[0], hf_overrides=json.dumps(changes)) as llm:
+        outputs = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
+        assert all(isinstance(output, ScoringRequestOutput) and output.finished for output in outputs)
+        assert [output.outputs.score for output in outputs] == near(wanted)
+        template = "{% for m in messages if m.role in ('query', 'document') %}{{ m.content }}|{% endfor %}"
+        (output,) = llm.score(QUERY, DOCUMENTS[:1], chat_template=template, use_tqdm=False)
+        assert output.outputs.score == near(likely(generator, f"{QUERY}|{DOCUMENTS[0]}|"))
+        with pytest.raises(ValueError, match="chat_template is none of pairs"):
+            llm.score("a", "b", chat_template="{{ messages }}")
+        with pytest.raises(ValueError, match="There are 2 queries and 3 documents"):
+            llm.score(["a", "b"], DOCUMENTS)
+    query, *others = (vector(embedder, text) for text in (QUERY, *DOCUMENTS))
+    with offline(embedder[0]) as llm:
+        outputs = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
+        assert [output.outputs.score for output in outputs] == near([float(query @ other) for other in others])
+        (output,) = llm.encode(QUERY, use_tqdm=False, pooling_task="embed")
+        assert output.outputs.data == near(query)
+        assert llm.generate("a", use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_steps_of_reasoning(tiny_model: Any, tmp_path: Path) -> None:
+    """Of a process reward model, the tokens that end a step are rated; without --pooler-config every token is."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModel
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("qwen2"), folder)
+    torch.manual_seed(3)
+    head = {"score.0.weight": 0.2 * torch.randn(64, 64), "score.0.bias": torch.randn(64),
+            "score.2.weight": 0.2 * torch.randn(2, 64), "score.2.bias": torch.randn(2)}  # fmt: skip
+    kept = {name: t for name, t in load_file(folder / "model.safetensors").items() if not name.startswith("lm_head")}
+    save_file(kept | head, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForProcessRewardModel"]}))
+    prompt = [5, 6, 299, 7, 8, 9, 299]
+    with torch.inference_mode():
+        states = AutoModel.from_pretrained(folder, dtype=torch.float32)(torch.tensor([prompt])).last_hidden_state[0]
+        inner = torch.nn.functional.linear(states, head["score.0.weight"], head["score.0.bias"]).relu()
+        wanted = torch.nn.functional.linear(inner, head["score.2.weight"], head["score.2.bias"]).softmax(1)
+    with offline(folder, pooler_config={"pooling_type": "STEP", "step_tag_id": 299}) as llm:
+        (output,) = llm.reward([prompt], use_tqdm=False)
+        assert torch.allclose(torch.from_numpy(output.outputs.data), wanted[[2, 6]], atol=TOLERANCE)
+    with offline(folder) as llm:
+        (output,) = llm.reward([prompt], use_tqdm=False)
+        assert torch.allclose(torch.from_numpy(output.outputs.data), wanted, atol=TOLERANCE)
+
+
+def test_a_batch_without_a_server(classifier: tuple[Path, Any], tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": "a", "method": "POST", "url": "/classify", "body": {"input": "hello"}},
+        {"custom_id": "b", "method": "POST", "url": "/rerank", "body": {"query": "a", "documents": ["b"]}},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "out.jsonl"
+    arguments = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(out), str(classifier[0]), "--device", "cpu"]
+    assert main(arguments) == 0
+    answers = {one["custom_id"]: one["response"] for one in map(json.loads, out.read_text().splitlines())}
+    assert answers["a"]["status_code"] == 200 and answers["a"]["body"]["data"][0]["label"] in LABELS
+    assert answers["b"]["status_code"] == 400 and "a score needs one" in answers["b"]["body"]["error"]["message"]

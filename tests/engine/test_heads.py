@@ -302,3 +302,26 @@ def test_broken_dense_modules_are_refused(copy: Any) -> None:
     (folder / "2_Dense" / "config.json").write_text(json.dumps(described | {"in_features": 9}))
     with pytest.raises(EngineDeadError, match="9 → 8 features, before it come 64"):
         info(folder)
+
+
+# ---- what the options make of a model that generates ----
+def test_task_score_of_qwen3_is_its_reranker(copy: Any) -> None:
+    folder = copy("qwen3")
+    with pytest.raises(EngineDeadError, match=r"classifier_from_token: '(no|yes)' is no token of"):
+        info(folder, task="score")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    names = list(tokenizer["model"]["vocab"])
+    tokenizer["model"]["vocab"] |= {"no": tokenizer["model"]["vocab"][names[50]], "yes": 60}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    said = info(folder, task="score")
+    assert (said.tasks, said.labels, said.reranks) == (("classify",), ("LABEL_0",), True)
+
+
+def test_convert_classify_reads_score_weight(copy: Any, engine: Any) -> None:
+    folder = copy("llama")
+    torch.manual_seed(2)
+    head = with_tensors(folder, {"score.weight": torch.randn(1, 64)}, num_labels=1)
+    prompt = prompts()[3]
+    (answers,), _ = type(engine)(folder).run([(prompt, asked())], convert="classify")
+    assert close(values(answers[0]), head["score.weight"] @ last_states(folder, prompt)[-1])
+    assert info(folder, runner="pooling", convert="embed").tasks == ("embed",)
