@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.messages import Progress
-from vserve.server.cli.progress import ProgressLine, example
+from vserve.server.cli.progress import ProgressLine, example, purpose
 from vserve.server.http.front_door import FrontDoor
 from vserve.server.http.page import load_page
 from vserve.server.options.config import ServerConfig
@@ -122,3 +123,16 @@ def test_answers_while_loading_have_an_id(path: str) -> None:
         assert len({first.headers["x-request-id"], second.headers["x-request-id"], ""}) == 3
 
     asyncio.run(main())
+
+
+def test_a_model_that_writes_no_text_is_not_told_to(engine: Any) -> None:
+    config = ServerConfig(served_model_name=("m",))
+    assert purpose(engine.info) == "" and "/v1/completions" in example(config, "http://h", "m", False)
+    for tasks, labels, words, path in (
+        (("embed",), (), " (embed; no text)", "/v1/embeddings"),
+        (("classify",), ("a", "b"), " (classify of 2 labels; no text)", "/classify"),
+        (("reward",), ("a",), " (reward of 1 label; no text)", "/classify"),
+    ):
+        assert purpose(msgspec.structs.replace(engine.info, tasks=tasks, labels=labels)) == words
+        shown = example(config, "http://h", "m", True, tasks)
+        assert shown.startswith(f"curl http://h{path} ") and '"input": "Hello!"' in shown
