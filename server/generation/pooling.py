@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ...engine.messages import EngineInfo
 from ...engine.request import ALL, LAST, Pooling
 from ..errors import bad_request
-from ..text.pooling import PoolingDefaults
 from ..text.model import TextModel
+from ..text.pooling import PoolingDefaults
 from .choice import Prompt
 from .embedding import embedding, numbers
 from .scores import activated

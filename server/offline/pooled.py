@@ -22,8 +22,8 @@ from ..generation.embedding import (
 from ..generation.pooling import pooled_values, pooling_of
 from ..generation.scores import activated, check_scores_pairs, cosine, encode_pair, score
 from ..generation.tasks import CLASSIFY, EMBED, REWARD, check_task
+from ..text.model import TextModel
 from ..text.pairs import PairEncoder
-from ..text.tokenizer import TextModel
 from ..wire.scores import ScoreRequest
 from .embed_all import embed_all, embedded
 from .outputs import (
