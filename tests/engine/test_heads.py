@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"max_num_batched_tokens": 16},
     "uncached": {"enable_prefix_caching": False, "max_num_batched_tokens": 24, "max_num_seqs": 3},
-    "preempted": {"num_gpu_blocks_override": 10, "max_model_len": 112, "max_num_batched_tokens": 32},
+    "preempted": {"num_gpu_blocks_override": 12, "max_model_len": 112, "max_num_batched_tokens": 32},
 }
 
 
@@ -53,7 +53,7 @@ def close(found: np.ndarray, wanted: torch.Tensor) -> bool:
     return found.shape == tuple(wanted.shape) and bool(np.abs(found - wanted.numpy()).max() < TOLERANCE * scale)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral", "gemma2", "qwen3_moe"])
 def classifier(request: pytest.FixtureRequest, tiny_model: Any, engine: Any) -> tuple[Any, Any]:
     """(an engine, transformers' classifier)"""
     from transformers import AutoModelForSequenceClassification as Classifier

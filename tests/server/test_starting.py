@@ -52,7 +52,11 @@ def test_nobody_waits_for_the_weights_of_a_model_without_a_tokenizer(monkeypatch
 
 def test_the_announcement(capfd: Any) -> None:
     info: Any = SimpleNamespace(
-        device="cpu", dtype="float32", max_model_len=2048, startup_seconds={"device": 0.01, "weights": 1.5}
+        device="cpu",
+        dtype="float32",
+        max_model_len=2048,
+        startup_seconds={"device": 0.01, "weights": 1.5},
+        tasks=("generate", "embed"),
     )
     with socket.create_server(("127.0.0.1", 0)) as sock:
         ProgressLine().ready(info, ServerConfig(host="127.0.0.1", served_model_name=("m",)), sock, 3.5)
