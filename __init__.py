@@ -6,18 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .server.offline.llm import LLM
-    from .server.offline.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from .server.offline.outputs import (
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
     from .server.offline.prompt_like import TextPrompt, TokensPrompt
     from .server.offline.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -26,11 +36,14 @@ __all__ = [
 
 _HOMES = {
     "LLM": "llm",
+    "ClassificationRequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "EmbeddingRequestOutput": "outputs",
     "PoolingParams": "sampling_params",
+    "PoolingRequestOutput": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "ScoringRequestOutput": "outputs",
     "StructuredOutputsParams": "sampling_params",
     "TextPrompt": "prompt_like",
     "TokensPrompt": "prompt_like",

@@ -148,6 +148,21 @@ class EngineConfig:
         False, "run the code of the model's folder where it has some, and vserve no family of its own; it may do all "
         "that you may", group="model",
     )  # fmt: skip
+    runner: str = option(
+        "auto", "generate: text, and embeddings beside it; pooling: embeddings, classes or scores, and no text; auto: "
+        "what the model can",
+        choices=("auto", "generate", "pooling"), group="model",
+    )  # fmt: skip
+    convert: str = option(
+        "auto", "what a model that could do else is made to do: embed, classify (its head, or the two tokens of a "
+        "reranker) or reward; auto, none: as its architecture says",
+        choices=("auto", "none", "embed", "classify", "reward"), group="model",
+    )  # fmt: skip
+    task: str = option(
+        "auto", "an older name of both: generate, embed, classify, score or reward",
+        choices=("auto", "generate", "embed", "embedding", "classify", "score", "reward", "transcription"),
+        group="model",
+    )  # fmt: skip
     dtype: str = option(
         "auto",
         "of weights and activations; auto: the checkpoint's on a GPU, float32 on the CPU",
@@ -286,11 +301,17 @@ class EngineConfig:
         check_options(self)
         self._check_batch()
         self._check_partial_prefills()
+        self._check_purpose()
         if self.engine_in_process and self.data_parallel_size > 1:
             raise ConfigError(
                 f"--engine-in-process has room for one engine, and --data-parallel-size is {self.data_parallel_size}: "
                 "leave one of them out"
             )
+
+    def _check_purpose(self) -> None:
+        from .purpose import purpose_of  # it reads EngineConfig
+
+        purpose_of(self)
 
     def _check_batch(self) -> None:
         """Here, where both were said: no model has to be read to know that they contradict each other."""

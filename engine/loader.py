@@ -138,9 +138,9 @@ def load_model(
     config = _named_as_stored(config, headers)
     bare = "embed_tokens.weight" in headers  # saved without its head, as embedding models are
     prefix = "model." if bare else ""  # what the names lack at their beginning
-    if bare and not config.tie_word_embeddings:
-        logger.warning("the checkpoint has no output matrix: embeddings are fine, but generated text means nothing")
-        config = dataclasses.replace(config, tie_word_embeddings=True)
+    if bare and not config.tie_word_embeddings and config.generates:
+        logger.info("the checkpoint has no output matrix: it makes embeddings, and no text")
+        config = dataclasses.replace(config, generates=False)
     if config.tie_word_embeddings and any(name.startswith("lm_head.") and name != "lm_head.weight" for name in headers):
         config = dataclasses.replace(config, tie_word_embeddings=False)  # it is quantised, so not the embedding's
     if getattr(config.quantization, "experts_alone", False) and not has_experts(config):
@@ -158,6 +158,8 @@ def load_model(
             _fill_with_noise(model, seed, report)
         else:
             _load(checkpoint, loads, report)
+        if (head := model.pooling_head) is not None:
+            head.load_modules(torch.Generator(place.device).manual_seed(seed) if checkpoint is None else None)
         for holder in holders:
             holder.finish()
     if config.quantization is not None:

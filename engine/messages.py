@@ -115,6 +115,12 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     startup_seconds: dict[str, float] = {}  # by phase
     settings: dict[str, bool | int | float | str] = {}  # options of EngineConfig as they are in effect
     hidden_size: int = 0  # dimensions of an embedding
+    tasks: tuple[str, ...] = ("generate", "embed")  # what requests may ask for; also classify, reward
+    labels: tuple[str, ...] = ()  # of classes
+    activation: str = ""  # what makes probabilities of their logits: sigmoid, softmax; "": nothing
+    by_token: bool = False  # each token has classes of its own; steps: of them, those that end a step of reasoning
+    steps: bool = False
+    reranks: bool = False  # it is Qwen3-Reranker, or one like it: a score is how much likelier "yes" is than "no"
     quantization: dict[str, str | int] = {}  # of quant/described.py; empty: none
     fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow
 

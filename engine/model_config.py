@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .foreign.choice import Foreign, choose
+from .head_spec import HeadSpec, read_head
 from .layer_spec import FrameSpec, LayerSpec
 from .model_file import ModelError, is_gguf, read_config
 from .models.family import MAX_LAYERS, Family, Names
 from .overrides import overridden
+from .purpose import ANY, Purpose
 from .quant.scheme import make_scheme, read_quantization
 from .raw_config import RawConfig
 
@@ -44,6 +46,8 @@ class ModelConfig:
     ignored: tuple[str, ...] = ()  # beginnings of names in the checkpoint that nothing needs
     longest: int = 0  # tokens that a context may have at most, 0: as many as the positions allow
     quantization: Scheme | None = None  # how the checkpoint stores what it has quantised
+    head: HeadSpec | None = None  # what is behind the pooled hidden state
+    generates: bool = True  # it has an output matrix
     foreign: Foreign | None = None  # a model that transformers' code computes; None: one of vserve's own families
 
     @classmethod
@@ -55,18 +59,27 @@ class ModelConfig:
         quantization: str | None = None,
         implementation: str = "auto",
         trusted: bool = False,
+        purpose: Purpose = ANY,
     ) -> ModelConfig:
         """Read config.json of `source` (default: `folder`, where the weights are), and put `changes` into it.
 
-        `quantization`, `implementation`, `trusted`: what --quantization, --model-impl and --trust-remote-code say.
+        `quantization`, `implementation`, `trusted`: what --quantization, --model-impl and --trust-remote-code say;
+        `purpose`: what --runner and --convert say.
 
         Raises ModelError if it is missing, broken, or describes a model we cannot run.
         """
         from .checkpoint import stored_dtype  # it imports torch
 
         raw = overridden(read_config(Path(source or folder)), changes)
-        described = parse_model_config(raw, implementation, Path(source or folder), trusted)
+        described = parse_model_config(raw, implementation, Path(source or folder), trusted, purpose)
         config = replace(described, quantization=_scheme(Path(folder), raw, quantization))
+        if config.foreign is None:
+            config = replace(config, head=read_head(Path(folder), raw, config.hidden_size, purpose))
+        elif purpose.classifies:
+            raise ModelError(
+                f"--convert {purpose.convert}: {config.architecture} is computed by transformers' code, of which only "
+                "text and embeddings are served: leave it out"
+            )
         if raw.get("dtype") is None and raw.get("torch_dtype") is None:
             config = replace(config, dtype=stored_dtype(Path(folder)) or config.dtype)
         return config
@@ -94,6 +107,7 @@ def check_model(
     quantization: str | None = None,
     implementation: str = "auto",
     trusted: bool = False,
+    purpose: Purpose = ANY,
 ) -> None:
     """Raises ModelError as ModelConfig.from_folder does, within milliseconds. What only transformers' code can tell of
     a model that it computes is left to that."""
@@ -101,7 +115,7 @@ def check_model(
     _dtype_name(raw)
     kind = choose(raw, implementation, folder, trusted)
     if not isinstance(kind, Foreign):
-        _parse(raw, None, kind)
+        read_head(folder, raw, _parse(raw, None, kind, purpose).hidden_size, purpose)
     _scheme(folder, raw, quantization)
 
 
@@ -113,8 +127,9 @@ def _scheme(folder: Path, raw: Mapping[str, Any], asked: str | None) -> Scheme |
 
 
 def parse_model_config(
-    raw: dict[str, Any], implementation: str = "auto", folder: Path | None = None, trusted: bool = False
-) -> ModelConfig:
+    raw: dict[str, Any], implementation: str = "auto", folder: Path | None = None, trusted: bool = False,
+    purpose: Purpose = ANY,
+) -> ModelConfig:  # fmt: skip
     """The content of a config.json → ModelConfig. Raises ModelError for what we cannot run, naming key and value."""
     import torch
 
@@ -123,10 +138,10 @@ def parse_model_config(
         from .foreign.config import read  # it imports transformers
 
         return read(kind, dtype)
-    return _parse(raw, dtype, kind)
+    return _parse(raw, dtype, kind, purpose)
 
 
-def _parse(raw: dict[str, Any], dtype: Any, family: Family) -> ModelConfig:
+def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) -> ModelConfig:
     inner = raw.get(family.nested) or {}
     if not isinstance(inner, dict):
         raise ModelError(f"config.json: {family.nested} is {inner!r:.60}, an object belongs there: correct the file")
@@ -138,11 +153,13 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family) -> ModelConfig:
                 f"config.json: {key} is {str(both_ways).lower()}, only causal attention is supported: use another model"
             )
     values = RawConfig(raw, family.defaults)
+    hidden_size = values.count("hidden_size")
+    head = read_head(None, raw, hidden_size, purpose)
     eos = values.get("eos_token_id")
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=values.count("vocab_size"),
-        hidden_size=values.count("hidden_size"),
+        hidden_size=hidden_size,
         layers=family.layers(values),
         norm_eps=values.number(family.norm_eps),
         tie_word_embeddings=bool(values.get("tie_word_embeddings")),
@@ -153,6 +170,8 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family) -> ModelConfig:
         names=family.names,
         other_names=family.other_names,
         ignored=(*family.ignored, *_drafting_layers(family, values)),
+        head=head,
+        generates=head is None and purpose.runner != "pooling",
     )
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import ConfigError, EngineConfig
+from .head_spec import KEYS
 from .model_file import ModelError
 from .models.registry import FAMILIES
+from .purpose import purpose_of
 from .rope_config import FULL, SLIDING
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ _ROPE = ("rope_scaling", "rope_parameters")  # transformers before 5, and since
 
 def unknown_key(changes: Mapping[str, Any]) -> str | None:
     """What is wrong with --hf-overrides: it would change nothing."""
-    keys = _KEYS.union(*(family.defaults for family in FAMILIES))
+    keys = _KEYS.union(KEYS, *(family.defaults for family in FAMILIES))
     unknown = sorted(changes.keys() - keys)
     return f"nothing reads {unknown[0]!r}; it may set {', '.join(sorted(keys))}" if unknown else None
 
@@ -100,7 +102,8 @@ def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
     source = folder if config.hf_config_path is None else resolve_config_path(config)
     with _naming(changes):
         model = ModelConfig.from_folder(
-            folder, source, changes, config.quantization, config.model_impl, config.trust_remote_code
+            folder, source, changes, config.quantization, config.model_impl, config.trust_remote_code,
+            purpose_of(config),
         )
     return without_windows(model) if config.disable_sliding_window else model
 
@@ -109,9 +112,12 @@ def check_described(folder: Path, config: EngineConfig) -> None:
     """Raises ModelError as `read_model_config`, within milliseconds; what --hf-config-path names is left to that."""
     from .model_config import check_model
 
+    purpose = purpose_of(config)
     if config.hf_config_path is None:
         with _naming(changes := overrides(config)):
-            check_model(folder, changes, config.quantization, config.model_impl, config.trust_remote_code)
+            check_model(
+                folder, changes, config.quantization, config.model_impl, config.trust_remote_code, purpose
+            )
 
 
 @contextmanager

@@ -1,7 +1,9 @@
-"""Embeddings: the hidden states of a prompt become one vector, however many steps compute them."""
+"""Embeddings, classes and scores: the hidden states of a prompt become one vector, or one a token, and go through the
+model's head, however many steps compute them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,32 +11,33 @@ import torch
 from torch import Tensor
 
 from .plan import StepPlan
-from .request import CLS, LAST, MEAN, Pooling
+from .request import ALL, CLS, LAST, MEAN, Pooling
 from .rows import RowTables
+
+Head = Callable[[Tensor], Tensor]  # fp32 [N, hidden] → fp32 [N, width]
 
 
 @dataclass
 class Pooled:
     """E prompts that end in a step."""
 
-    vectors: Tensor  # fp32 [E, hidden]: a token's hidden state, or the sum of all tokens'
-    lengths: list[int]  # tokens that each of them is the sum of
+    vectors: Tensor  # fp32, flat: what was pooled of each, one after the other
+    sizes: list[int]  # numbers of each
     poolings: list[Pooling]
 
     def embeddings(self, vectors: Tensor) -> list[bytes | None]:
         """From the vectors once they are on the host. None: not finite."""
-        return [
-            _embedding(vector / length, pooling)
-            for vector, length, pooling in zip(vectors.numpy(), self.lengths, self.poolings, strict=True)
-        ]
+        ends = np.cumsum(self.sizes)[:-1]
+        return [_embedding(*each) for each in zip(np.split(vectors.numpy(), ends), self.poolings, strict=False)]
 
 
 class Pooler:
-    """Between two chunks of a prompt its sum (or its first state) waits on the device, by the request's row."""
+    """Between two chunks of a prompt what is pooled so far waits on the device, by the request's row: a sum, the first
+    state, or what is made of every token."""
 
-    def __init__(self, tables: RowTables) -> None:
-        self.tables = tables
-        self._waiting: dict[int, Tensor] = {}  # fp32 [hidden]; of a request that was aborted until its row has another
+    def __init__(self, tables: RowTables, head: Head | None = None) -> None:
+        self.tables, self.head = tables, head
+        self._waiting: dict[int, Tensor] = {}  # fp32; of a request that was aborted until its row has another
 
     def needs_all(self, plan: StepPlan) -> bool:
         """Whether a row wants more than the hidden state of its last token. After the plan's rows have been written."""
@@ -47,29 +50,44 @@ class Pooler:
         What pools all tokens or the first one never starts behind a cached prefix, so its first chunk begins at 0.
         """
         ends = np.cumsum(plan.num_tokens).tolist()
-        vectors, lengths, poolings = [last.new_empty(0, last.shape[1])], [], []
+        found: list[Tensor] = []  # fp32 [n, H or the head's width]
+        poolings: list[Pooling] = []
         for place, i in enumerate(plan.pooled):
             row, begin, count = plan.rows[i], plan.num_computed[i], plan.num_tokens[i]
             pooling, length = self._pooling(row), int(self.tables.prompt_len[row])
             kind, is_last = pooling.kind, begin + count == length
             if kind == LAST:
-                vector = last[place]
+                vector = last[place : place + 1]
             elif begin and kind == CLS:
                 vector = self._waiting.pop(row)
             else:
                 assert hidden is not None
                 chunk = hidden[ends[i] - count : ends[i]]
-                vector = chunk.sum(0, dtype=torch.float32) if kind == MEAN else chunk[0]
-                if begin:
-                    vector += self._waiting.pop(row)
+                if kind == ALL:  # at once: what waits is then no wider than the head
+                    vector = self._through_head(chunk.float(), pooling)
+                    vector = torch.cat((self._waiting.pop(row), vector)) if begin else vector
+                else:
+                    vector = chunk.sum(0, keepdim=True, dtype=torch.float32) if kind == MEAN else chunk[:1]
+                    vector = vector + self._waiting.pop(row) if begin else vector
             if is_last:
-                vectors.append(vector[None])
-                lengths.append(length if kind == MEAN else 1)
+                found.append(vector.float() / length if kind == MEAN else vector.float())
                 poolings.append(pooling)
             elif kind != LAST:
                 # A copy: the next step overwrites what its CUDA graph shares with this one.
                 self._waiting[row] = vector.to(torch.float32, copy=True)
-        return Pooled(torch.cat(vectors).float(), lengths, poolings)
+        self._send_through_head(found, poolings)
+        vectors = torch.cat([last.new_empty(0, dtype=torch.float32), *(vector.flatten() for vector in found)])
+        return Pooled(vectors, [vector.numel() for vector in found], poolings)
+
+    def _send_through_head(self, found: list[Tensor], poolings: list[Pooling]) -> None:
+        """All that have one vector, in one product; puts the results in their places."""
+        wanted = [j for j, pooling in enumerate(poolings) if pooling.head and pooling.kind != ALL]
+        if wanted and self.head is not None:
+            for j, vector in zip(wanted, self.head(torch.cat([found[j] for j in wanted])).split(1), strict=True):
+                found[j] = vector
+
+    def _through_head(self, states: Tensor, pooling: Pooling) -> Tensor:
+        return self.head(states) if pooling.head and self.head is not None else states
 
     def _pooling(self, row: int) -> Pooling:
         sampling = self.tables.sampling[row]
@@ -78,8 +96,8 @@ class Pooler:
 
 
 def _embedding(vector: np.ndarray, pooling: Pooling) -> bytes | None:
-    """fp32 [hidden] → little-endian float32."""
-    vector = vector[: pooling.dimensions]
+    """fp32 [width], or [tokens × width] → little-endian float32."""
+    vector = vector if pooling.kind == ALL else vector[: pooling.dimensions]
     norm = float(np.linalg.norm(vector.astype(np.float64)))
     if not np.isfinite(norm):
         return None

@@ -47,15 +47,17 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
     budget: int | None = None  # tokens of reasoning, after which it is closed
 
 
-LAST, MEAN, CLS = POOLINGS = ("last", "mean", "cls")
+LAST, MEAN, CLS, ALL = "last", "mean", "cls", "all"
+POOLINGS = (LAST, MEAN, CLS)  # into one vector
 
 
 class Pooling(msgspec.Struct, frozen=True, array_like=True):
-    """How the hidden states of a prompt become one vector."""
+    """How the hidden states of a prompt become one vector, or one a token."""
 
-    kind: str = LAST  # that of the last token, the mean of all tokens', or that of the first token
-    normalize: bool = True  # to length 1
+    kind: str = LAST  # that of the last token, the mean of all tokens', that of the first token, or all of them
+    normalize: bool = True  # to length 1; of all tokens', their numbers together
     dimensions: int | None = None  # only so many of the leading ones; None = all
+    head: bool = False  # they go through the model's head, where it has one, before any of that
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -135,8 +137,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return None
 
     def _pooling_problem(self, pooling: Pooling) -> str | None:
-        if pooling.kind not in POOLINGS:
-            return f"pooling is {pooling.kind!r}: choose one of {', '.join(POOLINGS)}"
+        if pooling.kind not in (*POOLINGS, ALL):
+            return f"pooling is {pooling.kind!r}: choose one of {', '.join(POOLINGS)}, {ALL}"
         if pooling.dimensions is not None and pooling.dimensions < 1:
             return f"dimensions is {pooling.dimensions}: it must be at least 1"
         if self.prompt_logprobs is not None or self.grammar is not None:

@@ -22,13 +22,14 @@ from .models.model import Model
 from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs
 from .pooling import Pooled, Pooler
 from .prompt_logprobs import PromptScorer, PromptScores
-from .request import SamplingParams
+from .request import Pooling, SamplingParams
 from .rows import RowTables
 from .sampler import Sampler, Samples
 
 logger = logging.getLogger(__name__)
 
 LOGIT_ROWS = 32
+POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True))
 
 
 @dataclass
@@ -133,7 +134,7 @@ class ModelRunner:
         self.sampler = Sampler(self.tables)
         # Beside these logits live the hidden states of the whole step, and no clone or counts as when sampling.
         self.scorer = PromptScorer(self.tables, self.model.logits, max(16, self.max_num_seqs // 2))
-        self.pooler = Pooler(self.tables)
+        self.pooler = Pooler(self.tables, self.model.pooling_head)
 
     # ---- a step: execute, then sample ----
 
@@ -262,15 +263,18 @@ class ModelRunner:
 
     def dummy_step(self, num_seqs: int, num_tokens: int, sampling: SamplingParams) -> StepResult:
         """A step through the real path that leaves nothing behind: its block tables point to the null block."""
+        if not self.model.config.generates:
+            sampling = POOLED
         num_seqs = min(num_seqs, num_tokens, self.max_num_seqs)
         lengths = [
             min(num_tokens // num_seqs + (i < num_tokens % num_seqs), self.max_model_len) for i in range(num_seqs)
         ]
         lengths.sort(key=lambda n: n != 1)
         rows = [NewRow(i, 0, bytes(4 * n), n, 0, sampling) for i, n in enumerate(lengths)]
+        every, generates = list(range(num_seqs)), self.model.config.generates
         plan = StepPlan(
-            -1, list(range(num_seqs)), lengths, [0] * num_seqs, list(range(num_seqs)), lengths.count(1), rows,
-            [[] for _ in self.layout.groups],
+            -1, every, lengths, [0] * num_seqs, every if generates else [], lengths.count(1), rows,
+            [[] for _ in self.layout.groups], pooled=[] if generates else every,
         )  # fmt: skip
         self.execute(plan)
         return self.sample().wait()

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
 from ..kernels.cublaslt import accumulate_in_fp32
@@ -83,7 +85,7 @@ class Worker:
         self.runner.count_compilations()
         self.num_threads = None if machine.device.type == "cuda" else machine.cpu_threads
         self.scheduler_config = settings.scheduler_config(self.runner.layout.windows)
-        self.info = settings.info(self._seconds, quantization)
+        self.info = msgspec.structs.replace(settings.info(self._seconds, quantization), **served(model.config))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -114,6 +116,18 @@ class Worker:
             error, phase, self._config, place=place, free=free, total=total, weights=self._weights,
             on_card=place != "the machine", **limits,
         )  # fmt: skip
+
+
+def served(model: ModelConfig) -> dict[str, Any]:
+    """What requests may ask for, and what its head makes of it: fields of EngineInfo."""
+    head = model.head
+    if head is None or head.task == "embed":
+        tasks = ("generate", "embed") if model.generates else ("embed",)
+        return {"tasks": tasks, "hidden_size": model.hidden_size if head is None else head.width}
+    return {
+        "tasks": (head.task,), "labels": head.labels, "activation": head.activation, "by_token": head.by_token,
+        "steps": head.steps, "reranks": head.reranks,
+    }  # fmt: skip
 
 
 def open_machine(config: EngineConfig) -> Machine:

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from .. import __version__
 from .api import (
     chat,
+    classify,
     completions,
     control,
     embeddings,
@@ -22,6 +23,7 @@ from .api import (
     other_names,
     render,
     responses,
+    scores,
     stored_chats,
     tokens,
     ui,
@@ -101,8 +103,8 @@ def create_app(
     )  # fmt: skip
     app.state.server = state
     for api in (
-        chat, completions, responses, messages, embeddings, other_names, models, health, operations, tokens, render,
-        stored_chats, control,
+        chat, completions, responses, messages, embeddings, classify, scores, other_names, models, health, operations,
+        tokens, render, stored_chats, control,
     ):  # fmt: skip
         app.router.routes.extend(api.router.routes)
     if config.ui:

@@ -21,11 +21,13 @@ from .dialects.responses.request import ResponsesRequest
 from .dialects.responses.schemas import DeletedResponse, InputItems, InputTokens, ResponseEvent, ResponseObject
 from .http.docs_page import SECURITY_POLICY, docs_page
 from .wire import answers as responses
-from .wire import rendered
+from .wire import pooled_answers, rendered
 from .wire.chat_batch import ChatBatch
-from .wire.embeddings import EmbeddingRequest
+from .wire.embeddings import CohereEmbedRequest, EmbeddingRequest
 from .wire.invocations import Invocation, InvocationAnswer, InvocationChunk, ListedModel, ListedModels
+from .wire.pooled import ClassifyRequest, PoolingRequest
 from .wire.requests import ChatRequest, CompletionRequest
+from .wire.scores import RerankRequest, ScoreRequest
 from .wire.stored_chats import ChatUpdate, DeletedChat, StoredChat, StoredChats, StoredMessages
 from .wire.tokens import AbortRequest, DetokenizeRequest, TokenizeRequest
 
@@ -96,6 +98,13 @@ OPERATIONS = (
               failure=AnthropicError, done=False),
     Operation("/v1/messages/count_tokens", TokenCount, body=CountRequest, errors=_BODY, failure=AnthropicError),
     Operation("/v1/embeddings", responses.EmbeddingList, body=EmbeddingRequest, errors=_GENERATION),
+    Operation("/v2/embed", pooled_answers.CohereEmbeddings, body=CohereEmbedRequest, errors=_GENERATION),
+    Operation("/classify", pooled_answers.ClassesList, body=ClassifyRequest, errors=_GENERATION),
+    Operation("/pooling", pooled_answers.PooledList, body=PoolingRequest, errors=_GENERATION),
+    *(Operation(path, pooled_answers.ScoreList, body=ScoreRequest, errors=_GENERATION)
+      for path in ("/score", "/v1/score")),
+    *(Operation(path, pooled_answers.Ranking, body=RerankRequest, errors=_GENERATION)
+      for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
     Operation("/v1/chat/completions/render", rendered.RenderedPrompt, body=ChatRequest, errors=_BODY),
     Operation("/v1/completions/render", rendered.RenderedCompletions, body=CompletionRequest, errors=_BODY),
     Operation("/tokenizer_info", rendered.TokenizerInfo, "get", errors=(503,)),

@@ -28,6 +28,7 @@ from .observe.request_log import RequestLog
 from .options.config import ServerConfig
 from .text.encoding import Encoder
 from .text.model import TextModel
+from .text.pairs import PairEncoder
 
 if TYPE_CHECKING:
     from .grammar.service import GrammarService
@@ -73,6 +74,11 @@ class ServerState:
         service = GrammarService(self.client, self.model, timeout=self.config.grammar_compile_timeout)
         self.metrics.grammars = service
         return service
+
+    @cached_property
+    def pairs(self) -> PairEncoder:
+        """Once the engine is there, which says whether it reranks."""
+        return PairEncoder(self.model.tokenizer, self.client.info.reranks)
 
     @cached_property
     def responses(self) -> Store:

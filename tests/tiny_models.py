@@ -129,16 +129,25 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     return AutoConfig.for_model(family, **(values | FAMILIES.get(family, {}) | overrides))
 
 
-def tiny_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Path:
+def tiny_checkpoint(
+    folder: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    kind: Any = AutoModelForCausalLM,
+    **overrides: Any,
+) -> Path:
     """Write a random model of `family` and its tokenizer into `folder`; overrides are keys of its config.json.
 
-    dtype ("bfloat16", …) is what the weights are stored in.
+    dtype ("bfloat16", …) is what the weights are stored in; kind: the auto class of transformers, which says what is
+    behind the layers.
     """
     dtype = getattr(torch, overrides.pop("dtype", "float32"))
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind.from_config(config)
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("bias"):
                 torch.nn.init.normal_(weight, 0.0, 0.5)

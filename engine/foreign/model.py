@@ -14,6 +14,7 @@ from ...kernels.attention_inputs import Scoring
 from ..layer_spec import AttentionSpec, KVSpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
+from ..layers.head import Head as PoolingHead
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..layers.rope import RotaryEmbedding
@@ -100,6 +101,7 @@ class TransformersModel(nn.Module):
         foreign = config.foreign
         assert foreign is not None and foreign.layout is not None
         self.config, self.place, layout = config, place, foreign.layout
+        self.pooling_head: PoolingHead | None = None
         self._step = Step()
         model = build(foreign, place.dtype, place.device, max_len)
         self._ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
+from ..layers.head import Head
 from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
 from ..layers.weights import Placement, WeightMap
@@ -125,7 +127,8 @@ class CausalLM(nn.Module):
         )
         self.norm = _norm(config, place, config.layers[-1].residual_scale)
         tied = self.embedding if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied) if config.generates else None
+        self.pooling_head = None if config.head is None else Head(config.head, config.vocab_size, place, tied)
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
         self.eval()
 
@@ -149,7 +152,9 @@ class CausalLM(nn.Module):
         return self.norm(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] → fp32 [N, vocab]."""
+        """[N, hidden] → fp32 [N, vocab]; zeros where nothing is ever sampled."""
+        if self.lm_head is None:
+            return hidden.new_zeros(hidden.shape[0], self.config.vocab_size, dtype=torch.float32)
         logits, frame = self.lm_head(hidden), self.config.frame
         if frame.logit_scale != 1.0:
             logits *= frame.logit_scale
@@ -169,13 +174,18 @@ class CausalLM(nn.Module):
         found: WeightMap = {"model.embed_tokens": (self.embedding, ""), "model.norm": (self.norm, "")}
         for index, layer in enumerate(self._layers):
             found |= layer.weight_map(f"model.layers.{index}")
-        found["lm_head"] = (self.lm_head, "out")
+        if self.lm_head is not None:
+            found["lm_head"] = (self.lm_head, "out")
+        if self.pooling_head is not None:
+            found |= self.pooling_head.weight_map()
         return {self.config.named(path): target for path, target in found.items()}
 
     def is_ignorable(self, name: str) -> bool:
         """Tensors some checkpoints carry that nothing needs: rotary tables, a copy of the tied output matrix, what
-        looks at pictures."""
+        looks at pictures, what is behind the hidden states where something else is asked of them."""
         if name.endswith(".rotary_emb.inv_freq") or name.startswith(self.config.ignored):
+            return True
+        if not self.config.generates and name.startswith((self.config.named("lm_head."), "score.")):
             return True
         return self.config.tie_word_embeddings and name == self.config.named("lm_head.weight")
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..layer_spec import KVSpec
 from ..layers.attention import Attention, AttentionBatch
+from ..layers.head import Head
 from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
 
@@ -18,6 +19,7 @@ class Model(Protocol):
 
     config: ModelConfig
     place: Placement
+    pooling_head: Head | None  # behind the pooled hidden state
 
     def __call__(
         self,

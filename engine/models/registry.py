@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..head_spec import base_name
 from ..model_file import ModelError
 from .cohere import COHERE
 from .cohere2 import COHERE2
@@ -53,7 +54,7 @@ def find_family(raw: Mapping[str, Any]) -> Family:
             return _BY_MODEL_TYPE[model_type]
         names = [model_type]
     for name in names:
-        for known in (name, f"{str(name).removesuffix('Model')}ForCausalLM"):  # the second: an embedding model's
+        for known in (name, base_name(str(name))):  # the second: of a model that embeds or classifies
             if known in _BY_ARCHITECTURE:
                 return _BY_ARCHITECTURE[known]
     if (line := refusal(names)) is not None:

@@ -15,6 +15,7 @@ from ..generation.admission import Ticket, guess_tokens
 from ..generation.answer import Answer, collect
 from ..generation.choice import Choice, Delta
 from ..generation.generation import Generation
+from ..generation.tasks import check_task
 from ..http.auth import key_of, owner_of
 from ..http.disconnect import unless_disconnected
 from ..http.event_stream import EventStream
@@ -27,8 +28,9 @@ async def answer(dialect: Dialect) -> Response:
     """Raises ApiError and EngineDeadError until the answer begins, ClientDisconnected when nobody waits for it."""
     arrival = time.monotonic()
     request, body, server = dialect.request, dialect.body, dialect.server
-    server.engine_info()
+    info = server.engine_info()
     name = server.model_name(body.model)
+    check_task(info, *dialect.tasks)
     if body.request_id is not None and "x-request-id" not in request.headers:
         request.state.request_id = clean_id(body.request_id)
     request_id = request.state.request_id

@@ -24,8 +24,9 @@ from ..generation.logprobs import LogprobFormat, PromptReport, prompt_report
 from ..generation.quota import Charge
 from ..generation.sampling import answer_in_ids, resolve, resolving_size, text_options
 from ..generation.speech import Speech
+from ..generation.tasks import GENERATE
 from ..state import ServerState
-from ..wire.embeddings import EmbeddingRequest
+from ..wire.pooled import PooledRequest
 from ..wire.requests import ChatRequest, CompletionRequest, StreamOptions
 from .ignored import ignored_headers
 from .tokens import chat_tokens
@@ -62,11 +63,12 @@ class Load(NamedTuple):
 
 class Dialect(ABC):
     id_prefix = ""
+    tasks: tuple[str, ...] = (GENERATE,)  # what the model must do, one of these
     streams = False
     in_background = False  # it goes on when the request is over
     n = 1  # choices of each prompt
 
-    def __init__(self, request: Request, body: ChatRequest | CompletionRequest | EmbeddingRequest) -> None:
+    def __init__(self, request: Request, body: ChatRequest | CompletionRequest | PooledRequest) -> None:
         """`body`: the request in words that the engine's side knows, whatever the API's own are."""
         self.request = request
         self.server = ServerState.of(request)

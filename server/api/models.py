@@ -11,6 +11,7 @@ import msgspec
 from fastapi import Request, Response
 
 from ..errors import ANTHROPIC_HEADER, bad_request, shorten
+from ..generation.tasks import GENERATE
 from ..http.auth import administers
 from ..state import ServerState
 from .route import new_router
@@ -29,13 +30,15 @@ def _shown(request: Request) -> tuple[list[str], str]:
 
 
 def _card(server: ServerState, name: str, root: str) -> dict[str, Any]:
+    info = server.engine_info()
+    generates = GENERATE in info.tasks
     permission = {
         "id": f"modelperm-{server.started}",
         "object": "model_permission",
         "created": server.started,
         "allow_create_engine": False,
-        "allow_sampling": True,
-        "allow_logprobs": True,
+        "allow_sampling": generates,
+        "allow_logprobs": generates,
         "allow_search_indices": False,
         "allow_view": True,
         "allow_fine_tuning": False,
@@ -50,7 +53,8 @@ def _card(server: ServerState, name: str, root: str) -> dict[str, Any]:
         "owned_by": "vserve",
         "root": root,
         "parent": None,
-        "max_model_len": server.engine_info().max_model_len,
+        "max_model_len": info.max_model_len,
+        "tasks": list(info.tasks),
         "permission": [permission],
     }
 

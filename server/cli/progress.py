@@ -10,6 +10,8 @@ import socket
 import ssl
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from ... import __version__
 from ...engine import logs
@@ -65,17 +67,32 @@ class ProgressLine:
             url = curl = f"{scheme}://{host}:{sock.getsockname()[1]}"
         name = config.served_model_name[0]
         logs.say(
-            f"vserve {__version__} serves {name} on {info.device} in {info.dtype}, context {info.max_model_len} "
-            f"tokens; ready in {seconds:.1f} s ({phases})\n"
+            f"vserve {__version__} serves {name}{purpose(info)} on {info.device} in {info.dtype}, context "
+            f"{info.max_model_len} tokens; ready in {seconds:.1f} s ({phases})\n"
             f"{url}   try:\n"
-            f"  {example(config, curl, name, chats)}"
+            f"  {example(config, curl, name, chats, info.tasks)}"
         )
 
 
-def example(config: ServerConfig, address: str, name: str, chats: bool) -> str:
+def purpose(info: EngineInfo) -> str:
+    """What it is for, where that is not text."""
+    if "generate" in info.tasks:
+        return ""
+    labels = f" of {len(info.labels)} label{'s' * (len(info.labels) > 1)}" if info.labels else ""
+    return f" ({', '.join(info.tasks)}{labels}; no text)"
+
+
+def example(config: ServerConfig, address: str, name: str, chats: bool, tasks: Sequence[str] = ("generate",)) -> str:
     """A command that this very server answers, with its lock and its certificate, and in words that its model knows.
     The key is named, not shown: what is printed stays in logs."""
-    words = [f"curl {address}/v1/{'chat/completions' if chats else 'completions'}"]
+    asked: dict[str, Any]
+    if "generate" not in tasks:
+        path, asked = ("/v1/embeddings" if "embed" in tasks else "/classify"), {"input": "Hello!"}
+    elif chats:
+        path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
+    else:
+        path, asked = "/v1/completions", {"prompt": "Hello", "max_tokens": 32}
+    words = [f"curl {address}{path}"]
     if config.ssl_certfile is not None:
         words.append(f"--cacert {shlex.quote(config.ssl_certfile)}")
         if config.ssl_cert_reqs == ssl.CERT_REQUIRED:
@@ -83,6 +100,5 @@ def example(config: ServerConfig, address: str, name: str, chats: bool) -> str:
     if any((config.api_key, config.api_key_file, *map(os.environ.get, ENVIRONMENT["api_key"]))):
         words.append('-H "authorization: Bearer $VSERVE_API_KEY"')
     words.append("-H 'content-type: application/json'")
-    asked = {"messages": [{"role": "user", "content": "Hello!"}]} if chats else {"prompt": "Hello", "max_tokens": 32}
     body = json.dumps({"model": name, **asked}, ensure_ascii=False)
     return f"{' '.join(words)} \\\n    -d {shlex.quote(body)}"

@@ -33,6 +33,14 @@ URLS = (
     "/v1/responses",
     "/v1/messages",
     "/v1/embeddings",
+    "/v2/embed",
+    "/classify",
+    "/pooling",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
 )
 
 

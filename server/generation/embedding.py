@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from ...engine.messages import EngineInfo, RequestOutput
 from ...engine.request import Pooling, SamplingParams
 from ..client.mailbox import MailboxLike
-from ..errors import bad_request, context_length_exceeded, unsupported
+from ..errors import bad_request, context_length_exceeded, shorten, unsupported
 from ..text.detokenizer import Detokenizer, NoText
 from ..text.model import TextModel
 from ..text.tokenizer import Tokenizer
 from ..wire.embeddings import EmbeddingRequest
+from ..wire.pooled import PooledRequest
 from .choice import Choice, Delta, Prompt, TextOptions
 from .sampling import prompt_ids, truncated
 
@@ -23,38 +27,87 @@ def resolve_embeddings(
 ) -> list[list[Prompt]]:
     """The pieces of each input: one, but for an input that is longer than the context where that is allowed. Raises
     ApiError (400) for what this model or engine cannot do."""
+    pooling = embedding(model, info, is_normalized(request, model), request.dimensions)
+    info = of_embeddings(model, info)
+    check_prompts(request, info)
+    whole, piece = sampling_of(pooling), sampling_of(msgspec.structs.replace(pooling, normalize=False))
+    size, longest = info.max_model_len, model.pooling.longest
+    prompts = []
+    for token_ids in inputs:
+        ids = _ids(request, token_ids, request.is_text, request.param, model, info)
+        if len(ids) <= size:
+            prompts.append([Prompt(ids, whole)])
+        elif longest is None or 0 < longest < len(ids):
+            raise context_length_exceeded(max(size, longest or 0), len(ids), None, request.param)
+        else:
+            prompts.append([Prompt(ids[start : start + size], piece) for start in range(0, len(ids), size)])
+    return prompts
+
+
+def resolve_pooled(
+    request: PooledRequest, inputs: Sequence[list[int]], pooling: Pooling, model: TextModel, info: EngineInfo, *,
+    param: str, is_text: bool = True,
+) -> list[Prompt]:  # fmt: skip
+    """A prompt of each input, `param` the field that has them. Raises ApiError (400)."""
+    check_prompts(request, info)
+    sampling, prompts = sampling_of(pooling), []
+    for token_ids in inputs:
+        ids = _ids(request, token_ids, is_text, param, model, info)
+        if len(ids) > info.max_model_len:
+            raise context_length_exceeded(info.max_model_len, len(ids), None, param)
+        prompts.append(Prompt(ids, sampling))
+    return prompts
+
+
+def embedding(model: TextModel, info: EngineInfo, normalize: bool, dimensions: int | None = None) -> Pooling:
+    """How this model makes one of a text. Raises ApiError (400) where it cannot, or has no so many dimensions."""
     pooling = model.pooling
     if pooling.problem is not None:
         raise unsupported("model", f"Embedding with this model ({pooling.problem}; --pooling overrides it)")
-    if request.dimensions is not None and request.dimensions > info.hidden_size:
-        raise bad_request(
-            f"'dimensions' is {request.dimensions}; this model's embeddings have {info.hidden_size}.", "dimensions"
-        )
+    if dimensions is not None:
+        if dimensions > info.hidden_size:
+            raise bad_request(
+                f"'dimensions' is {dimensions}; this model's embeddings have {info.hidden_size}.", "dimensions"
+            )
+        if pooling.matryoshka and dimensions not in pooling.matryoshka:
+            known = ", ".join(map(str, pooling.matryoshka))
+            raise bad_request(f"'dimensions' is {dimensions}; this model was trained for {known}.", "dimensions")
+    return Pooling(pooling.kind, normalize, dimensions, head=True)
+
+
+def of_embeddings(model: TextModel, info: EngineInfo) -> EngineInfo:
+    """With the context that an embedding may have, where the model's folder says less than the engine."""
+    most = model.pooling.max_tokens
+    return info if most is None or most >= info.max_model_len else msgspec.structs.replace(info, max_model_len=most)
+
+
+def check_prompts(request: PooledRequest, info: EngineInfo) -> None:
+    """Raises ApiError (400)."""
     if request.priority and info.scheduling_policy != "priority":
         raise unsupported("priority", "'priority' (without --scheduling-policy priority)")
-    # Nothing is sampled: the engine wants to know a limit all the same.
-    sampling = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        pooling=Pooling(pooling.kind, is_normalized(request, model), request.dimensions),
-    )
-    pieces = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(pooling.kind, False, request.dimensions))
-    param = "input" if request.messages is None else "messages"
-    is_text = request.messages is not None or isinstance(request.input[0], str)
-    prompts = []
-    for token_ids in inputs:
-        if not token_ids:
-            raise bad_request(f"'{param}' gives no tokens.", param)
-        ids = prompt_ids(param, token_ids, is_text, model.tokenizer, info)
-        ids = truncated(request, ids, info, 0)
-        size, longest = info.max_model_len, pooling.longest
-        if len(ids) <= size:
-            prompts.append([Prompt(ids, sampling)])
-        elif longest is None or 0 < longest < len(ids):
-            raise context_length_exceeded(max(size, longest or 0), len(ids), None, param)
-        else:
-            prompts.append([Prompt(ids[start : start + size], pieces) for start in range(0, len(ids), size)])
-    return prompts
+
+
+def sampling_of(pooling: Pooling) -> SamplingParams:
+    """Nothing is sampled: the engine wants to know a limit all the same."""
+    return SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
+
+
+def _ids(
+    request: PooledRequest, token_ids: Sequence[int], is_text: bool, param: str, model: TextModel, info: EngineInfo
+) -> array[int]:
+    if not token_ids:
+        raise bad_request(f"'{param}' gives no tokens.", param)
+    return truncated(request, prompt_ids(param, token_ids, is_text, model.tokenizer, info), info, 0)
+
+
+def prompt_prefix(request: EmbeddingRequest, model: TextModel) -> str:
+    """What stands before each text. Raises ApiError (400) for a prompt that the model's folder does not have."""
+    prompts, name = model.pooling.prompts, request.prompt_name
+    if name is not None and name not in prompts:
+        known = f"choose one of {', '.join(prompts)}" if prompts else "it has none"
+        raise bad_request(f"'prompt_name' is {shorten(name)!r}, which the model's folder does not have: {known}.",
+                          "prompt_name")  # fmt: skip
+    return prompts.get((model.pooling.default_prompt if name is None else name) or "", "")
 
 
 def is_normalized(request: EmbeddingRequest, model: TextModel) -> bool:
@@ -104,6 +157,11 @@ def numbers(embedding: bytes) -> list[float]:
     return list(struct.unpack(f"<{len(embedding) // 4}f", embedding))
 
 
+def as_bytes(values: Sequence[float]) -> bytes:
+    """Little-endian float32."""
+    return struct.pack(f"<{len(values)}f", *values)
+
+
 def packed(embedding: bytes, dtype: str, big: bool) -> bytes:
     """The same of float32, float16 or bfloat16, rounded to even; large values become infinite in float16."""
     import numpy as np  # the server starts without it
@@ -116,3 +174,11 @@ def packed(embedding: bytes, dtype: str, big: bool) -> bytes:
         return halves.astype(f"{order}u2").tobytes()
     with np.errstate(over="ignore"):
         return values.astype(order + ("f2" if dtype == "float16" else "f4")).tobytes()
+
+
+def bits(embedding: bytes, signed: bool) -> list[int]:
+    """A bit a number, whether it is above 0, the first in the highest place of each byte: as int8 or uint8."""
+    import numpy as np  # the server starts without it
+
+    packed_bits = np.packbits(np.frombuffer(embedding, "<f4") > 0)
+    return [int(byte) for byte in (packed_bits.view(np.int8) if signed else packed_bits)]

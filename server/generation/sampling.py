@@ -14,7 +14,7 @@ from ...engine.request import SamplingParams, unknown_token
 from ..errors import bad_request, context_length_exceeded, unsupported
 from ..text.model import TextModel
 from ..text.tokenizer import Tokenizer
-from ..wire.embeddings import EmbeddingRequest
+from ..wire.pooled import PooledRequest
 from ..wire.requests import MAX_CHOICES, ChatRequest, CompletionRequest
 from .choice import Prompt, Repetition, TextOptions
 
@@ -145,7 +145,7 @@ def refuse_text(request: ChatRequest | CompletionRequest) -> None:
 
 
 def truncated(
-    request: ChatRequest | CompletionRequest | EmbeddingRequest, token_ids: array[int], info: EngineInfo, room: int
+    request: ChatRequest | CompletionRequest | PooledRequest, token_ids: array[int], info: EngineInfo, room: int
 ) -> array[int]:
     """The prompt's last tokens, or its first ones, as many as the request keeps. `room`: tokens to leave for the
     answer. Raises ApiError (400).

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ..client.client import Client
 from ..generation.choice import Prompt
@@ -13,20 +14,31 @@ from .outputs import EmbeddingOutput, EmbeddingRequestOutput
 from .patient import PatientGeneration
 from .progress_bar import Progress
 
+Output = TypeVar("Output")
+
 STEPS_AHEAD = 4  # of prompts that are with the engine
 
 
+def embedded(id: str, choice: EmbeddingChoice, vector: bytes) -> EmbeddingRequestOutput:
+    return EmbeddingRequestOutput(
+        id, EmbeddingOutput(numbers(vector)), list(choice.prompt.token_ids), choice.num_cached_tokens or 0
+    )
+
+
 async def embed_all(
-    client: Client, tokenizer: Tokenizer, prompts: Sequence[Prompt], ids: Sequence[str], progress: Progress
-) -> list[EmbeddingRequestOutput]:
-    """Keeps the engine busy for some steps, not with all prompts at once: they would be copied to it for nothing.
+    client: Client, tokenizer: Tokenizer, prompts: Sequence[Prompt], ids: Sequence[str], progress: Progress,
+    output: Callable[[str, EmbeddingChoice, bytes], Output],
+) -> list[Output]:  # fmt: skip
+    """`output`: what becomes of the vector of a prompt's id.
+
+    Keeps the engine busy for some steps, not with all prompts at once: they would be copied to it for nothing.
 
     Raises RuntimeError, and ends the others, when the engine fails on one.
     """
     most, most_tokens = STEPS_AHEAD * client.info.max_num_seqs, STEPS_AHEAD * client.info.max_num_batched_tokens
     begun: deque[PatientGeneration] = deque()
     num_sent = num_tokens = 0  # prompts so far; tokens of those that are open
-    outputs = []
+    outputs: list[Output] = []
     try:
         for prompt in prompts:
             while num_sent < len(prompts) and (not begun or (len(begun) < most and num_tokens < most_tokens)):
@@ -43,10 +55,7 @@ async def embed_all(
             assert isinstance(choice, EmbeddingChoice)
             if choice.embedding is None:
                 raise RuntimeError(f"request {generation.id} failed: {choice.stop_reason}")
-            vector = EmbeddingOutput(numbers(choice.embedding))
-            outputs.append(
-                EmbeddingRequestOutput(generation.id, vector, list(prompt.token_ids), choice.num_cached_tokens)
-            )
+            outputs.append(output(generation.id, choice, choice.embedding))
             progress.finished(len(prompt.token_ids), 0)
         return outputs
     finally:

@@ -17,20 +17,20 @@ from ..client.engine_client import EngineDeadError
 from ..client.thread import EngineThread
 from ..errors import ApiError
 from ..generation.choice import Prompt, TextOptions
-from ..generation.embedding import resolve_embeddings
 from ..generation.sampling import resolve, text_options
+from ..generation.tasks import GENERATE
 from ..grammar.tools import definitions
 from ..observe.preemptions import Preemptions
 from ..options.keywords import from_keywords, in_keywords
 from ..text.model import TextModel, load_text_model
 from ..text.spelled import unmarked
 from ..wire.requests import ChatRequest, CompletionRequest
-from .embed_all import embed_all
 from .generate_all import generate_all
-from .outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+from .outputs import CompletionOutput, RequestOutput
+from .pooled import PooledCalls
 from .progress_bar import Progress, loading_bar, progress_bar
 from .prompt_like import PromptLike, tokenised
-from .sampling_params import PoolingParams, SamplingParams, validate
+from .sampling_params import SamplingParams, validate
 
 if TYPE_CHECKING:
     from ..grammar.constraint import Constraint
@@ -42,7 +42,7 @@ Messages = Sequence[Mapping[str, Any]]
 BACKLOG_STEPS = 1  # nobody watches the tokens come: while prompts wait, steps are as large as they can be
 
 
-class LLM:
+class LLM(PooledCalls):
     """A model in an engine process of its own. Use as a context manager, or call `close`, to end that process early."""
 
     def __init__(
@@ -134,30 +134,6 @@ class LLM:
         given = tokenised(cast(PromptLike, prompts or prompt_token_ids or []), self.model.tokenizer)
         return self._run(given, sampling_params, use_tqdm)
 
-    def embed(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        *,
-        use_tqdm: bool | Callable[..., Any] = True,
-        pooling_params: PoolingParams | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """An embedding of each prompt, in their order; see `generate`.
-
-        Raises ValueError before anything is submitted, RuntimeError when the engine fails on a prompt.
-        """
-        self._check_open()
-        inputs = [token_ids for _, token_ids in tokenised(prompts, self.model.tokenizer)]
-        try:
-            found = resolve_embeddings((pooling_params or PoolingParams()).request(), inputs, self.model, self.info)
-            resolved = [prompt for (prompt,) in found]
-        except ApiError as error:
-            raise ValueError(error.message) from None
-        ids = [str(next(self._request_ids)) for _ in resolved]
-        with progress_bar(use_tqdm, len(resolved)) as bar:
-            return self._engine.begin(
-                embed_all(self._engine.client, self.model.tokenizer, resolved, ids, Progress(bar))
-            )()
-
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -233,7 +209,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
-        self._check_open()
+        self._check_task(GENERATE)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,58 @@ class EmbeddingRequestOutput:
 
     request_id: str
     outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    probs: list[float]  # of each class; logits where use_activation is False
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput:
+    """A prompt and its classes."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """A pair of texts and its score."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]  # of the pair; of embeddings, both texts' one after the other
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    data: Any  # numpy, float32 [width], or [tokens, width]
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """A prompt and what the model makes of it, or of each of its tokens."""
+
+    request_id: str
+    outputs: PoolingOutput
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     finished: bool = True

@@ -133,11 +133,14 @@ class SamplingParams:
 
 @dataclass
 class PoolingParams:
-    """What an embedding is to be like. Raises ValueError for values that cannot be."""
+    """What an embedding, classes or scores are to be like. Raises ValueError for values that cannot be."""
 
     truncate_prompt_tokens: int | None = None  # keep the last ones; -1 = as many as the context holds
     dimensions: int | None = None  # only so many of the leading ones
     normalize: bool | None = None  # to length 1; None = what the model's folder says, or so
+    use_activation: bool | None = (
+        None  # of classes and scores: False = logits; of embeddings: another name of normalize
+    )
 
     def __post_init__(self) -> None:
         self.request()

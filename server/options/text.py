@@ -35,8 +35,9 @@ _STRUCTURED: dict[str, tuple[type, str]] = {
 # Of --pooler-config: vLLM's names, older and present, and what they set.
 _POOLER = {
     "pooling_type": "pooling", "seq_pooling_type": "pooling", "normalize": "normalize", "use_activation": "normalize",
-    "enable_chunked_processing": "chunked", "max_embed_len": "longest",
+    "enable_chunked_processing": "chunked", "max_embed_len": "longest", "step_tag_id": "step_tag",
 }  # fmt: skip
+_BY_TOKEN = ("all", "step")  # of pooling_type: for /pooling alone
 _KINDS = {bool: "true or false", str: "a text"}
 
 
@@ -74,7 +75,8 @@ class TextConfig:
     )  # fmt: skip
     pooler_config: str | None = option(
         None, "JSON object on embeddings, as vLLM has it: pooling_type (LAST, MEAN, CLS), normalize, "
-        "enable_chunked_processing (texts beyond the context: the mean of their pieces), max_embed_len",
+        "enable_chunked_processing (texts beyond the context: the mean of their pieces), max_embed_len, step_tag_id "
+        "(the token that ends a step, of models that rate steps)",
         group="text", is_json=True,
     )  # fmt: skip
     override_pooler_config: str | None = option(None, "the same, by vLLM's older name", group="text", is_json=True)
@@ -143,6 +145,10 @@ class TextConfig:
             raise ConfigError(f"{flag} has max_embed_len without enable_chunked_processing: set that too")
         return asked.get("longest", 0) if asked.get("chunked") else None
 
+    def step_tag(self) -> int | None:
+        """The token that ends a step of reasoning, of models that rate steps. Raises ConfigError."""
+        return self._pooler()[1].get("step_tag")
+
     def _pooler(self) -> tuple[str, dict[str, Any]]:
         """(the flag, what it has by our names). Raises ConfigError."""
         if self.pooler_config is not None and self.override_pooler_config is not None:
@@ -160,6 +166,10 @@ class TextConfig:
                 raise ConfigError(f"{flag} has {name} {value!r:.60}: it must be true or false")
             if key == "longest" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{flag} has {name} {value!r:.60}: it must be an integer of at least 1")
+            if key == "step_tag" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ConfigError(f"{flag} has {name} {value!r:.60}: it must be the id of a token")
+            if key == "pooling" and str(value).lower() in _BY_TOKEN:
+                continue  # what every token has is to be had of every model
             if key == "pooling" and str(value).lower() not in POOLINGS:
                 raise ConfigError(f"{flag} has {name} {value!r:.60}: choose one of {', '.join(POOLINGS).upper()}")
             if asked.setdefault(key, value) != value:

@@ -22,7 +22,7 @@ from ..parsers.formats import Formats, choose
 from .defaults import read_defaults, read_described
 from .files import TokenizerFiles, read_tokenizer, template_dict
 from .gguf_tokenizer import read_gguf_tokenizer
-from .pooling import PoolingDefaults, read_pooling
+from .pooling import PoolingDefaults, read_embedding_files, read_pooling
 from .sentencepiece import read_sentencepiece
 from .template import read_template
 from .tokenizer import NoTokenizer, Tokenizer
@@ -104,7 +104,10 @@ def load_text_model(
         max_new_tokens=defaults.max_new_tokens,
         default_sources=defaults.sources,
         formats=formats,
-        pooling=replace(read_pooling(folder, *config.pooler()), longest=config.embed_limit()),
+        pooling=replace(
+            read_pooling(folder, *config.pooler()), **read_embedding_files(folder, described),
+            longest=config.embed_limit(), step_tag=config.step_tag(),
+        ),
         any_whitespace=not structured.get("disable_any_whitespace"),
         additional_properties=not structured.get("disable_additional_properties"),
     )

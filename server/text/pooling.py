@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ class PoolingDefaults:
     normalize: bool = True
     source: str = "default"
     problem: str | None = None  # why this server cannot make the model's embeddings
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name, what is put before texts
+    default_prompt: str | None = None  # the name of the one that is put before all
+    max_tokens: int | None = None  # of an input
+    matryoshka: tuple[int, ...] = ()  # the dimensions that it was trained for; (): any
+    step_tag: int | None = None  # the token that ends a step, for models that rate steps of reasoning
     longest: int | None = None  # tokens of an input that is embedded in pieces; 0: any number, None: never
 
 
@@ -48,7 +54,11 @@ def read_pooling(folder: Path, asked: str, normalized: bool | None = None) -> Po
         normalize = normalized
     if asked != "auto":
         return PoolingDefaults(asked, normalize, "flag")
-    if unknown := [name for name in types if name not in ("Transformer", "Pooling", "Normalize")]:
+    known = ("Transformer", "Pooling", "Normalize", "Dense")
+    unknown = [name for name in types if name not in known]
+    if "Dense" in types and types.index("Dense") < 2:  # of every token
+        unknown.append("Dense")
+    if unknown:
         problem = f"{MODULES} has the module {unknown[0]!r}, which is not supported"
         return PoolingDefaults(LAST, normalize, MODULES, problem)
     if "Pooling" not in types:
@@ -62,6 +72,36 @@ def read_pooling(folder: Path, asked: str, normalized: bool | None = None) -> Po
         problem = f"{name} asks for pooling {' and '.join(modes) or 'of no kind'}, which is not supported"
         return PoolingDefaults(LAST, normalize, name, problem)
     return PoolingDefaults(_KINDS[modes[0]], normalize, name)
+
+
+def read_embedding_files(folder: Path, described: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of PoolingDefaults that other files say: prompts, the longest input, dimensions. `described`: config.json.
+
+    Raises ConfigError for what no model can mean.
+    """
+    if is_gguf(folder):
+        return {}
+    found: dict[str, Any] = {}
+    name = "config_sentence_transformers.json"
+    settings = read_json(folder / name)
+    prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ConfigError(f"{name}: prompts is {prompts!r:.60}, an object of names and texts belongs there: correct it")
+    if default is not None and default not in prompts:
+        raise ConfigError(f"{name}: default_prompt_name is {default!r:.60}, which prompts do not have: correct it")
+    found |= {"prompts": prompts, "default_prompt": default}
+    name = "sentence_bert_config.json"
+    most = read_json(folder / name).get("max_seq_length")
+    if most is not None and not _is_count(most):
+        raise ConfigError(f"{name}: max_seq_length is {most!r:.60}, a whole number above 0 belongs there: correct it")
+    sizes = described.get("matryoshka_dimensions") or []
+    if not isinstance(sizes, list) or not all(map(_is_count, sizes)):
+        raise ConfigError(f"config.json: matryoshka_dimensions is {sizes!r:.60}, a list of numbers belongs there")
+    return found | {"max_tokens": most, "matryoshka": tuple(sizes)}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _of_gguf(path: Path, asked: str, normalize: bool) -> PoolingDefaults:

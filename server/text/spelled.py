@@ -13,7 +13,7 @@ from typing import Any
 
 MARK = "\ufdd0"  # Unicode promises that it is no character: a user's own are left out of a chat
 _ESCAPED = MARK.encode("ascii", "backslashreplace").decode()
-ROLES = ("user", "tool", "function")  # whose words come from elsewhere
+ROLES = ("user", "tool", "function", "query", "document")  # whose words come from elsewhere
 BEGINNING = 8  # characters of special tokens that are looked for first
 
 

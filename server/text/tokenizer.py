@@ -104,6 +104,21 @@ class Tokenizer:
         except BaseException as error:
             raise _unreadable(error) from None
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Two texts, joined as the model wants it. Raises ApiError (400)."""
+        try:
+            return self.core.encode_batch_fast([(first, second)], add_special_tokens=True)[0].ids
+        except BaseException as error:
+            raise _unreadable(error) from None
+
+    def cut(self, text: str, most: int) -> str:
+        """Its first `most` tokens, at least 1 of them."""
+        try:
+            offsets = self.core.encode(text, add_special_tokens=False).offsets
+        except BaseException as error:
+            raise _unreadable(error) from None
+        return text if len(offsets) <= most else text[: offsets[most - 1][1]]
+
     def encode_rendered(self, text: str, add_special_tokens: bool) -> list[int]:
         """Of what `render` gave, whose marks are left out. Raises ApiError (400)."""
         if MARK not in text:
@@ -195,6 +210,12 @@ class NoTokenizer(Tokenizer):
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         return no_text() if texts else []
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        no_text("documents")
+
+    def cut(self, text: str, most: int) -> str:
+        no_text("documents")
 
     def count(self, text: str) -> int:
         no_text()

@@ -234,6 +234,7 @@ class Model(Schema):
     root: str
     parent: str | None
     max_model_len: int
+    tasks: list[str] = Field(description="generate, embed, classify, reward: what requests may ask for")
     permission: list[ModelPermission]
 
 

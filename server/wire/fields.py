@@ -88,6 +88,21 @@ def prompts(value: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> list[s
     return several
 
 
+def texts(value: Any, name: str, most: int) -> list[str]:
+    """One text or many, each a string or an object with one under `text`: a list of them in any case."""
+    several = [value] if isinstance(value, str | dict) else value
+    if not isinstance(several, list):
+        raise bad_request(f"'{name}' must be a text or a list of texts.", name, "invalid_type")
+    if len(several) > most:
+        raise bad_request(f"'{name}' has {len(several)} entries; at most {most} are allowed.", name)
+    found = [one.get("text") if isinstance(one, dict) else one for one in several]
+    if not all(isinstance(text, str) for text in found):
+        raise bad_request(f"'{name}' must be a text or a list of texts.", name, "invalid_type")
+    if not found or not all(found):
+        raise bad_request(f"'{name}' must not be empty.", name, "empty_array")
+    return [str(text) for text in found]
+
+
 def are_integers(value: Any) -> bool:
     """Whether it is a list of integers, of which none is a boolean."""
     if not isinstance(value, list):

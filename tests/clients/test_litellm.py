@@ -66,3 +66,16 @@ def test_errors(options: dict[str, Any]) -> None:
         litellm.completion(messages=SUM, **{**options, "temperature": 9})
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(messages=SUM, **{**options, "model": options["model"].replace("demo", "other")})
+
+
+@pytest.mark.parametrize(("model", "path"), [("hosted_vllm/demo", "/v1"), ("jina_ai/demo", "/v1"), ("cohere/demo", "")])
+def test_rerank(model: str, path: str, base_url: str) -> None:
+    """In the shapes of vLLM, Jina and Cohere."""
+    import litellm
+
+    documents = ["What is 12 + 30?", "A cat sleeps.", "The answer is 42."]
+    address = base_url.removesuffix("/v1") + path
+    asked = {"query": "12 + 30", "documents": documents, "top_n": 2}
+    answer = litellm.rerank(model=model, api_base=address, api_key="none", **asked)
+    first, second = answer.results
+    assert first["relevance_score"] >= second["relevance_score"] and {first["index"], second["index"]} < {0, 1, 2}

@@ -283,7 +283,8 @@ def test_the_folder_says_how(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     """Better no embedding than one that its author would not know."""
     for types, pooling, words in (
-        (("Transformer", "Pooling", "Dense"), LASTTOKEN, "has the module 'Dense'"),
+        (("Transformer", "Dense", "Pooling"), LASTTOKEN, "has the module 'Dense'"),
+        (("Transformer", "Pooling", "LSTM"), LASTTOKEN, "has the module 'LSTM'"),
         (("Transformer", "Pooling"), {"pooling_mode_max_tokens": True}, "asks for pooling pooling_mode_max_tokens"),
         (("Transformer", "Pooling"), {**LASTTOKEN, "pooling_mode_cls_token": True}, " and pooling_mode_cls_token"),
         (("Transformer", "Pooling"), {}, "of no kind"),
@@ -303,8 +304,8 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
 
 def test_a_refusal_names_the_module_and_the_remedy(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "model")
-    as_sentence_transformers(tmp_path / "model", "Transformer", "Pooling", "Dense", **LASTTOKEN)
+    as_sentence_transformers(tmp_path / "model", "Transformer", "Pooling", "LSTM", **LASTTOKEN)
     with LLM(str(tmp_path / "model"), device="cpu", cpu_threads=1, engine_in_process=True) as llm:
-        with pytest.raises(ValueError, match="module 'Dense', which is not supported; --pooling overrides it"):
+        with pytest.raises(ValueError, match="module 'LSTM', which is not supported; --pooling overrides it"):
             llm.embed("a")
         assert llm.generate("a", use_tqdm=False)

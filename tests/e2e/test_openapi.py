@@ -29,6 +29,7 @@ CHECKS = [
     response_schema_conformance,
 ]
 pytestmark = pytest.mark.slow
+INPUTS = ("/v1/embeddings", "/pooling", "/classify")
 HI = [{"role": "user", "content": "Hello!"}]
 # FastAPI's own pages
 HIDDEN = {"/openapi.json", "/docs", "/redoc", "/docs/oauth2-redirect", "/ping"}
@@ -214,6 +215,12 @@ def test_other_answers_fit(server: Any, document: dict[str, Any]) -> None:
         ("post", "/v1/messages/count_tokens", "/v1/messages/count_tokens", {"messages": HI}),
         ("post", "/v1/embeddings", "/v1/embeddings", {"input": ["Hello", "you"]}),
         ("post", "/v1/embeddings", "/v1/embeddings", {"input": [5, 6], "encoding_format": "base64"}),
+        ("post", "/v2/embed", "/v2/embed", {"texts": ["Hello"], "embedding_types": ["float", "ubinary", "base64"]}),
+        ("post", "/pooling", "/pooling", {"input": ["Hello", "you"]}),
+        ("post", "/pooling", "/pooling", {"input": ["Hello"], "task": "token_embed"}),
+        ("post", "/score", "/score", {"text_1": "Hello", "text_2": ["you", "me"]}),
+        ("post", "/rerank", "/rerank", {"query": "Hello", "documents": ["you"], "return_documents": False}),
+        ("post", "/v2/rerank", "/v2/rerank", {"query": "Hello", "documents": ["you"]}),
     ]
     for method, route, path, body in requests:
         answer = httpx.request(method, f"{server.url}{path}", json=body, timeout=240)
@@ -228,6 +235,7 @@ def test_errors_fit(server: Any, document: dict[str, Any]) -> None:
         ("/v1/responses", "/v1/responses", {"input": "x", "previous_response_id": "x"}, 400),
         ("/v1/messages", "/v1/messages", {"messages": HI}, 400),
         ("/tokenize", "/tokenize", {}, 400),
+        ("/classify", "/classify", {"input": "a model that generates"}, 400),
         ("/abort_request", "/abort_request", {"request_id": "none"}, 404),
         ("/v1/requests/{request_id}/cancel", "/v1/requests/none/cancel", None, 404),
     ]
@@ -288,9 +296,9 @@ def thin_out(case: Any, document: dict[str, Any], data: st.DataObject) -> None:
     if case.operation.path in ("/v1/responses", "/v1/responses/input_tokens"):
         body["input"] = "Hello"
         body.pop("previous_response_id", None)
-    if case.operation.path == "/v1/embeddings" and body.get("messages") and not body.get("input"):
+    if case.operation.path in INPUTS and body.get("messages") and not body.get("input"):
         body.pop("input", None)
-    elif case.operation.path == "/v1/embeddings":
+    elif case.operation.path in INPUTS:
         for field in ("messages", "add_generation_prompt", "continue_final_message", "chat_template"):
             body.pop(field, None)
         body.pop("chat_template_kwargs", None)
@@ -299,6 +307,16 @@ def thin_out(case: Any, document: dict[str, Any], data: st.DataObject) -> None:
             given = [[token % 1000 for token in one] if isinstance(one, list) else one for one in given if one]
             given = [one % 1000 if isinstance(one, int) else one for one in given]
         body["input"] = given or "Hello"
+        body.pop("prompt_name", None)
+    if case.operation.path == "/v2/embed":
+        body = {field: value for field, value in body.items() if field not in ("images", "inputs")}
+        case.body = body | {"texts": ["Hello"], "input_type": "clustering"}
+    if case.operation.path.endswith("/rerank"):
+        body |= {"query": body.get("query") or "Hello", "documents": ["you", {"text": "me"}]}
+    if case.operation.path.endswith("/score"):
+        names = ("queries", "text_1", "data_1", "documents", "items", "text_2", "data_2", "instruction")
+        case.body = {field: value for field, value in body.items() if field not in names}
+        case.body |= {"queries": "Hello", "documents": ["you", "me"]}
     if body.get("n"):
         body["n"] = 1 + body["n"] % 4  # the document has the most of all servers, and this one runs few at once
     if "tokens" in body:
@@ -333,7 +351,7 @@ def test_whatever_fits_is_answered(server: Any, document: dict[str, Any], mode: 
     assert sum(statuses.values()) > 200
     if mode == "positive":
         paths = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
-        for path in (*paths, "/v1/responses", "/v1/messages"):
+        for path in (*paths, "/v1/responses", "/v1/messages", "/pooling", "/v2/embed", "/score", "/v2/rerank"):
             assert statuses[path, 200] > 20, statuses
     assert httpx.get(f"{server.url}/health").status_code == 200
     until(lambda: httpx.get(f"{server.url}/load").json() == {"server_load": 0})

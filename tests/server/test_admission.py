@@ -220,7 +220,7 @@ def test_a_long_list_of_embeddings_is_let_in_alone(
     queue = app.state.server.admission
     monkeypatch.setattr(queue, "_max_requests", 1)
     monkeypatch.setattr(queue, "_max_tokens", 1)
-    monkeypatch.setattr("vserve.server.api.embeddings.Embeddings._entry", lambda self, index, pieces: index)
+    monkeypatch.setattr("vserve.server.api.embeddings.vector_of", lambda choice: bytes(4))
     engine.info = msgspec.structs.replace(engine.info, max_num_seqs=4, num_kv_tokens=16)
     answer = client.post("/v1/embeddings", {"input": ["a"] * 64})
     assert answer.status_code == 200 and len(answer.json()["data"]) == 64, answer.text

@@ -13,7 +13,7 @@ from vserve.engine.messages import RequestOutput
 from vserve.engine.request import SamplingParams
 from vserve.server.client.mailbox import Mailbox
 from vserve.server.generation.choice import Prompt
-from vserve.server.offline.embed_all import embed_all
+from vserve.server.offline.embed_all import embed_all, embedded
 
 
 class Engine:
@@ -52,7 +52,7 @@ def embed(engine: Engine, lengths: list[int], fails: int | None = None) -> list[
         prompts = [Prompt([i] * length, SamplingParams(max_tokens=1)) for i, length in enumerate(lengths)]
         progress: Any = SimpleNamespace(finished=lambda num_prompt, num_output: None)
         try:
-            outputs = await embed_all(engine, None, prompts, [*map(str, range(len(lengths)))], progress)  # type: ignore
+            outputs = await embed_all(engine, None, prompts, [*map(str, range(len(lengths)))], progress, embedded)  # type: ignore
         finally:
             running.cancel()
         return [output.outputs.embedding[0] for output in outputs]

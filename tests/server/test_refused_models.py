@@ -41,9 +41,13 @@ def edit(folder: Path, **changes: object) -> None:
         ),
         (lambda f: edit(f, quantization_config={"quant_method": "aqlm"}), "quantized with .*AQLM"),
         (lambda f: edit(f, dtype="int8"), "dtype is 'int8'"),
+        (
+            lambda f: edit(f, architectures=["LlamaForSequenceClassification"], id2label={"1": "a"}),
+            "id2label has the keys 1: they count from 0 on",
+        ),
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
     ],
-    ids=["architecture", "recurrent", "code", "quantized", "dtype", "missing"],
+    ids=["architecture", "recurrent", "code", "quantized", "dtype", "labels", "missing"],
 )
 def test_a_model_that_cannot_be_served_is_refused_before_torch(tmp_path, tiny_model, change, words) -> None:
     folder = tmp_path / "model"

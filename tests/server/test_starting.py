@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.messages import Progress
-from vserve.server.cli.progress import ProgressLine, example
+from vserve.server.cli.progress import ProgressLine, example, purpose
 from vserve.server.http.front_door import FrontDoor
 from vserve.server.http.page import load_page
 from vserve.server.options.config import ServerConfig
@@ -51,7 +52,11 @@ def test_nobody_waits_for_the_weights_of_a_model_without_a_tokenizer(monkeypatch
 
 def test_the_announcement(capfd: Any) -> None:
     info: Any = SimpleNamespace(
-        device="cpu", dtype="float32", max_model_len=2048, startup_seconds={"device": 0.01, "weights": 1.5}
+        device="cpu",
+        dtype="float32",
+        max_model_len=2048,
+        startup_seconds={"device": 0.01, "weights": 1.5},
+        tasks=("generate", "embed"),
     )
     with socket.create_server(("127.0.0.1", 0)) as sock:
         ProgressLine().ready(info, ServerConfig(host="127.0.0.1", served_model_name=("m",)), sock, 3.5)
@@ -122,3 +127,16 @@ def test_answers_while_loading_have_an_id(path: str) -> None:
         assert len({first.headers["x-request-id"], second.headers["x-request-id"], ""}) == 3
 
     asyncio.run(main())
+
+
+def test_a_model_that_writes_no_text_is_not_told_to(engine: Any) -> None:
+    config = ServerConfig(served_model_name=("m",))
+    assert purpose(engine.info) == "" and "/v1/completions" in example(config, "http://h", "m", False)
+    for tasks, labels, words, path in (
+        (("embed",), (), " (embed; no text)", "/v1/embeddings"),
+        (("classify",), ("a", "b"), " (classify of 2 labels; no text)", "/classify"),
+        (("reward",), ("a",), " (reward of 1 label; no text)", "/classify"),
+    ):
+        assert purpose(msgspec.structs.replace(engine.info, tasks=tasks, labels=labels)) == words
+        shown = example(config, "http://h", "m", True, tasks)
+        assert shown.startswith(f"curl http://h{path} ") and '"input": "Hello!"' in shown

@@ -165,7 +165,7 @@ def test_structured_outputs_that_are_not_built(config: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--pooler-config.pooling_type", "STEP"], "has pooling_type 'STEP': choose one of LAST, MEAN, CLS"),
+        (["--pooler-config.pooling_type", "MAX"], "has pooling_type 'MAX': choose one of LAST, MEAN, CLS"),
         (["--pooler-config.dimensions", "8"], "has 'dimensions': it may set pooling_type, seq_pooling_type, normalize"),
         (["--pooler-config.normalize", "2"], "has normalize 2: it must be true or false"),
         (["--pooler-config", "[]"], "is no JSON object: give one such as"),

@@ -1,0 +1,111 @@
+"""POST /classify, and POST /pooling: whatever a model makes of texts that is not text"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+
+from ...engine.request import ALL, LAST, Pooling
+from ..errors import bad_request
+from ..generation.answer import Answer
+from ..generation.choice import Prompt
+from ..generation.embedding import as_bytes, numbers, of_embeddings, resolve_pooled
+from ..generation.generation import Generation
+from ..generation.pooling import MAX_NUMBERS, check_numbers, pooled_values, pooling_of
+from ..generation.scores import activated
+from ..generation.tasks import CLASSIFY, EMBED, REWARD
+from ..wire.pooled import ClassifyRequest, PoolingRequest
+from .answer import answer
+from .dialect import Head
+from .pooled import InputDialect, encoded, usage, vector_of
+from .read import read_request
+from .route import new_router
+
+router = new_router()
+
+
+@router.post("/classify", response_class=Response)
+async def classify(request: Request) -> Response:
+    """How likely each class is."""
+    return await answer(Classify(request, await read_request(ClassifyRequest, request)))
+
+
+@router.post("/pooling", response_class=Response)
+async def pooling(request: Request) -> Response:
+    """Vectors or numbers, of each input or of each of its tokens."""
+    return await answer(PoolingDialect(request, await read_request(PoolingRequest, request)))
+
+
+class Classify(InputDialect):
+    body: ClassifyRequest
+    id_prefix = "classify-"
+    tasks = (CLASSIFY, REWARD)
+
+    async def prompts(self) -> list[Prompt]:
+        server, body = self.server, self.body
+        info = server.engine_info()
+        if info.by_token and CLASSIFY in info.tasks:
+            raise bad_request("This model classifies each token: use /pooling.", "model", "unsupported_task")
+        token_ids = await self.token_ids(body.truncate_prompt_tokens is None)
+        pooling = Pooling(LAST, normalize=False, head=True)
+        work = partial(
+            resolve_pooled, body, token_ids, pooling, server.model, info, param=body.param, is_text=body.is_text
+        )
+        return await server.tokenise(sum(map(len, token_ids)) >> 6, work)
+
+    def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
+        info = self.server.client.info
+        data = []
+        for index, choice in enumerate(generation.choices):
+            logits = numbers(vector_of(choice))
+            best = max(range(len(logits)), key=logits.__getitem__)
+            probabilities = activated(logits, info.activation if self.body.activates else "")
+            data.append(
+                {"index": index, "label": info.labels[best], "probs": probabilities, "num_classes": len(logits)}
+            )
+        about = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
+        return about | {"data": data, "usage": usage(generation)}
+
+
+class PoolingDialect(InputDialect):
+    body: PoolingRequest
+    id_prefix = "pool-"
+    tasks = (EMBED, CLASSIFY, REWARD)
+
+    async def prompts(self) -> list[Prompt]:
+        server, body = self.server, self.body
+        model, info = server.model, server.engine_info()
+        self._pooling = pooling_of(body.task, model, info, normalize=body.normalize, dimensions=body.dimensions)
+        token_ids = await self.token_ids(body.truncate_prompt_tokens is None)
+        limited = of_embeddings(model, info) if EMBED in info.tasks else info
+        work = partial(
+            resolve_pooled, body, token_ids, self._pooling, model, limited, param=body.param, is_text=body.is_text
+        )
+        prompts = await server.tokenise(sum(map(len, token_ids)) >> 6, work)
+        check_numbers(prompts, self._pooling, info, body.param)
+        return prompts
+
+    def slowness(self, answers: Sequence[Answer]) -> int:
+        return len(answers) * MAX_NUMBERS if self._pooling.kind == ALL else super().slowness(answers)
+
+    def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
+        data = [
+            {"index": index, "object": "pooling", "data": self._entry(vector_of(choice), choice.prompt)}
+            for index, choice in enumerate(generation.choices)
+        ]
+        about = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
+        return about | {"data": data, "usage": usage(generation)}
+
+    def _entry(self, values: bytes, prompt: Prompt) -> Any:
+        body, defaults = self.body, self.server.model.pooling
+        found = pooled_values(
+            values, prompt.token_ids, self._pooling, self.server.client.info, defaults,
+            activate=body.use_activation is not False, normalize=body.normalize,
+        )  # fmt: skip
+        if body.encoding_format != "base64":
+            return found
+        flat = [number for row in found for number in (row if isinstance(row, list) else [row])]
+        return encoded(as_bytes(flat), body)

@@ -1,0 +1,96 @@
+"""What those APIs share that ask for vectors or numbers of texts: nothing is streamed, nothing is sampled."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ApiError
+from ..generation.answer import Answer
+from ..generation.choice import Choice, Prompt
+from ..generation.embedding import EmbeddingChoice, EmbeddingOptions, numbers, packed
+from ..generation.generation import Generation
+from ..text.encoding import Encoder
+from ..wire.pooled import EncodedRequest, InputRequest, PooledRequest
+from ..wire.tokens import TokenizeRequest
+from .dialect import Dialect, Load, Ready
+from .tokens import chat_tokens
+
+
+class PooledDialect(Dialect):
+    body: PooledRequest
+
+    @property
+    def param(self) -> str:
+        """The field that has the texts."""
+        raise NotImplementedError
+
+    def load(self, num_tokens: int) -> Load:
+        """A list, which is soon done, counts as no more than runs at once: the queue has room for others beside it."""
+        info = self.server.client.info
+        return Load(
+            min(self.num_prompts, info.max_num_seqs), min(num_tokens, self.server.admission.capacity), self.param
+        )
+
+    async def prepare(self, prompts: Sequence[Prompt]) -> Ready:
+        return Ready(prompts, EmbeddingOptions())
+
+    def slowness(self, answers: Sequence[Answer]) -> int:
+        info = self.server.client.info
+        return len(answers) * (len(info.labels) or info.hidden_size)
+
+
+class InputDialect(PooledDialect):
+    """Of inputs, or of one conversation."""
+
+    body: InputRequest
+
+    @property
+    def num_prompts(self) -> int:
+        return self.body.num_inputs
+
+    @property
+    def param(self) -> str:
+        return self.body.param
+
+    async def token_ids(self, fits: bool, prefix: str = "") -> list[list[int]]:
+        """Of each input. `fits`: those are refused that are longer than the context; `prefix`: stands before each text.
+        Raises ApiError (400)."""
+        body, server, info = self.body, self.server, self.server.client.info
+        if body.messages is not None:
+            chat = TokenizeRequest.model_construct(
+                messages=body.messages, add_special_tokens=body.add_special_tokens,
+                add_generation_prompt=bool(body.add_generation_prompt), chat_template=body.chat_template,
+                continue_final_message=body.continue_final_message, chat_template_kwargs=body.chat_template_kwargs,
+            )  # fmt: skip
+            _, ids = await chat_tokens(self.request, chat, body.messages, fits=fits)
+            return [ids]
+        inputs: Sequence[str | list[int]] = body.input
+        if prefix:
+            inputs = [prefix + one if isinstance(one, str) else one for one in inputs]
+        num_characters = sum(len(text) for text in inputs if isinstance(text, str))
+        encoder = Encoder(server.lanes, server.model.tokenizer, info.max_model_len, self.param, fits=fits)
+        return await server.encode(num_characters, encoder, inputs, body.add_special_tokens is not False)
+
+
+def vector_of(choice: Choice) -> bytes:
+    """What the engine has said of a prompt: little-endian float32."""
+    assert isinstance(choice, EmbeddingChoice)
+    if choice.embedding is None:
+        raise ApiError(400, "The request was cancelled.", code="cancelled")
+    return choice.embedding
+
+
+def encoded(vector: bytes, body: EncodedRequest) -> str | list[float]:
+    """As the body wants it."""
+    if body.encoding_format != "base64":
+        return numbers(vector)
+    if body.embed_dtype in (None, "float32") and body.endianness != "big":
+        return b64encode(vector).decode()
+    return b64encode(packed(vector, body.embed_dtype or "float32", body.endianness == "big")).decode()
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    num_tokens = sum(len(prompt.token_ids) for prompt in generation.prompts)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
