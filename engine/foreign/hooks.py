@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.integrations import moe
 from transformers.modeling_utils import AttentionInterface
 
+from ...kernels.moe import ExpertWeights, experts
 from ..config import ConfigError
 
 NAME = "vserve"  # of both, in a config
@@ -28,17 +29,32 @@ def attend(
 def run_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """x [T, hidden], ids int64 and weights [T, k] of each token's experts → [T, hidden].
 
-    The same numbers whatever shares the batch in fp32, no atomics; no host sync in bf16 on Hopper and later.
+    The same numbers whatever shares the batch in fp32, no atomics. Most mixtures go to our own kernels, the others to
+    torch's grouped product, for which the host does not wait in bf16 on Hopper and later.
     """
     if x.device.type == "meta":
         return x.new_empty(x.shape)
+    if _are_gated_by_silu(module):
+        matrices = ExpertWeights(module.gate_up_proj, module.down_proj)  # type: ignore[arg-type]
+        return experts(x.contiguous(), ids.int(), weights.float(), matrices)
     if x.is_cuda and torch.cuda.is_current_stream_capturing() and not _goes_into_a_graph(x):
         raise ConfigError(
-            "mixtures of experts that transformers' code computes go into CUDA graphs in bfloat16 on Hopper GPUs and "
+            "these experts, which transformers' code computes, go into CUDA graphs in bfloat16 on Hopper GPUs and "
             "later only: pass --dtype bfloat16 there, or --enforce-eager"
         )
-    result: Tensor = grouped_mm_experts_forward(module, x, ids, weights)
+    result: Tensor = moe.grouped_mm_experts_forward(module, x, ids, weights)
     return result
+
+
+def _are_gated_by_silu(module: Any) -> bool:
+    """down(silu(gate(x)) · up(x)) with [E, 2I, H] and [E, H, I], and nothing else."""
+    return (
+        module.has_gate
+        and module.is_concatenated
+        and not (module.is_transposed or module.has_bias or getattr(module, "has_post_expert_norm", False))
+        and type(module)._apply_gate is moe._default_apply_gate
+        and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    )
 
 
 def _goes_into_a_graph(x: Tensor) -> bool:
@@ -48,4 +64,4 @@ def _goes_into_a_graph(x: Tensor) -> bool:
 
 def register() -> None:
     AttentionInterface.register(NAME, attend)
-    ExpertsInterface.register(NAME, run_experts)
+    moe.ExpertsInterface.register(NAME, run_experts)

@@ -51,5 +51,5 @@ def test_mixtures_go_into_graphs(generate, foreign_model, model_type) -> None:
 
 def test_a_mixture_that_no_graph_takes_says_so(generate, foreign_model) -> None:
     with pytest.raises(Exception, match="pass --dtype bfloat16 there, or --enforce-eager"):
-        run(generate, foreign_model("qwen3_moe"), device="cuda", dtype="float16")
-    assert run(generate, foreign_model("qwen3_moe"), device="cuda", dtype="float16", enforce_eager=True)
+        run(generate, foreign_model("gpt_oss"), device="cuda", dtype="float16")
+    assert run(generate, foreign_model("gpt_oss"), device="cuda", dtype="float16", enforce_eager=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vserve.engine.foreign import hooks
 from vserve.engine.foreign.model import TransformersModel
 from vserve.engine.foreign.modules import Norm, Part, Product
 from vserve.engine.layers.embedding import Embedding
@@ -68,10 +69,13 @@ def test_every_architecture_is_in_one_list(foreign_models: Any) -> None:
 
 
 @pytest.mark.parametrize("model_type", ALL)
-def test_logits_equal_transformers(foreign_model: Callable[..., Path], parity: Any, model_type: str) -> None:
+def test_logits_equal_transformers(
+    foreign_model: Callable[..., Path], parity: Any, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = foreign_model(model_type)
     model = load(folder)
     assert_equal(parity, model, folder)
+    monkeypatch.setattr(hooks, "experts", lambda x, *_: torch.zeros_like(x))  # the kernels' twin looks at numbers
     with NoSync():
         parity_step(parity, model)
 
@@ -149,6 +153,18 @@ def test_products_share_their_input_and_give_the_same(foreign_model: Callable[..
     alone = load(folder, apart)
     assert not any(isinstance(module, (Part, Norm)) for module in alone.modules())
     assert_equal(parity, alone, folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ours"), [("qwen3_moe", True), ("deepseek_v3", True), ("glm4_moe", True), ("gpt_oss", False)]
+)
+def test_whose_experts(
+    foreign_model: Callable[..., Path], parity: Any, model_type: str, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = load(foreign_model(model_type)), []
+    monkeypatch.setattr(hooks, "experts", lambda x, *_: calls.append(len(x)) or torch.zeros_like(x))
+    parity.PagedRunner(model, parity.sequences()).step(ONE_STEP)
+    assert bool(calls) == ours
 
 
 def test_embeddings_in_place_of_ids_and_wanted_tokens(foreign_model: Callable[..., Path], parity: Any) -> None:
