@@ -102,7 +102,12 @@ def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
     source = folder if config.hf_config_path is None else resolve_config_path(config)
     with _naming(changes):
         model = ModelConfig.from_folder(
-            folder, source, changes, config.quantization, config.model_impl, config.trust_remote_code,
+            folder,
+            source,
+            changes,
+            config.quantization,
+            config.model_impl,
+            config.trust_remote_code,
             purpose_of(config),
         )
     return without_windows(model) if config.disable_sliding_window else model
@@ -115,9 +120,7 @@ def check_described(folder: Path, config: EngineConfig) -> None:
     purpose = purpose_of(config)
     if config.hf_config_path is None:
         with _naming(changes := overrides(config)):
-            check_model(
-                folder, changes, config.quantization, config.model_impl, config.trust_remote_code, purpose
-            )
+            check_model(folder, changes, config.quantization, config.model_impl, config.trust_remote_code, purpose)
 
 
 @contextmanager

@@ -71,8 +71,10 @@ def even_rows(device: torch.device, rows: int) -> int:
     are 33 rows of tiles; with 4096 some multiprocessors have nothing to do at the end, and a row takes 1 % more time.
     Unchanged where no such number is near, and on other devices.
     """
-    # A plan for another machine is made where there may be no card.
-    processors = num_processors(device) if device.type == "cuda" and torch.cuda.is_available() else 0
+    try:
+        processors = num_processors(device) if device.type == "cuda" else 0
+    except (AssertionError, RuntimeError):  # what is planned is another machine's card, and here is none
+        processors = 0
     step = MANY_ROWS.consumers * ROWS.value * (processors // 4)
     if not step or processors % 4:
         return rows

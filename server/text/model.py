@@ -105,8 +105,10 @@ def load_text_model(
         default_sources=defaults.sources,
         formats=formats,
         pooling=replace(
-            read_pooling(folder, *config.pooler()), **read_embedding_files(folder, described),
-            longest=config.embed_limit(), step_tag=config.step_tag(),
+            read_pooling(folder, *config.pooler()),
+            **read_embedding_files(folder, described),
+            longest=config.embed_limit(),
+            step_tag=config.step_tag(),
         ),
         any_whitespace=not structured.get("disable_any_whitespace"),
         additional_properties=not structured.get("disable_additional_properties"),
