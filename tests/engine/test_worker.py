@@ -60,7 +60,12 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (calls.append("mem_get_info"), 80_000_000_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
-    monkeypatch.setattr(worker, "load_model", lambda *_, **options: calls.append("load_model"))
+
+    def load(path: object, config: ModelConfig, **options: Any) -> Any:
+        calls.append("load_model")
+        return SimpleNamespace(config=config)
+
+    monkeypatch.setattr(worker, "load_model", load)
     monkeypatch.setattr(worker, "describe", lambda model: {})
     monkeypatch.setattr(worker, "ModelRunner", lambda model, **options: calls.append("runner") or Card(calls))
     layout = KVLayout.of([KVSpec(1, 8, 8)], 16, 32)
