@@ -48,7 +48,9 @@ def mixed_sizes(max_mixed_tokens: int, large_mixed_tokens: tuple[int, ...]) -> t
     if not max_mixed_tokens:
         return [], list(large_mixed_tokens)
     small = min(max_mixed_tokens, MIXED_TOKENS[-1])
-    sizes = [*(n for n in MIXED_TOKENS if n < small), small, small + FEW_DECODES]
+    sizes = [*(n for n in MIXED_TOKENS if n < small), small]
+    if small == max_mixed_tokens:
+        sizes.append(small + FEW_DECODES)
     limits = (n for n in (*LARGE_TOKENS, max_mixed_tokens) if small < n <= min(max_mixed_tokens, LARGE_TOKENS[-1]))
     return sizes, sorted({*large_mixed_tokens, *(n + FEW_DECODES for n in limits)})
 
@@ -69,6 +71,7 @@ class StepGraphs:
         self.decodes = decode_sizes(max_decodes)
         self.mixed_decodes = sorted({min(rows, max_decodes) for rows in MIXED_DECODE_ROWS})
         self.large_decodes = sorted({min(rows, max_decodes) for rows in LARGE_DECODE_ROWS})
+        self.max_mixed_tokens = max_mixed_tokens
         self.mixed_tokens, self.large_tokens = mixed_sizes(max_mixed_tokens, large_mixed_tokens)
         self._graphs: dict[Shape, StepGraph] = {}
 
@@ -76,7 +79,7 @@ class StepGraphs:
         """Largest first."""
         found = [Shape(size, 0, size, 0) for size in self.decodes]
         for tokens in self.mixed_tokens:
-            few = tokens == self.mixed_tokens[-1]  # the scheduler exceeds its limit only beside few decodes
+            few = tokens > self.max_mixed_tokens  # the scheduler exceeds its limit only beside few decodes
             rows = [n for n in self.mixed_decodes if n < tokens and (n <= FEW_DECODES or not few)]
             found += [Shape(n, MIXED_PREFILL_ROWS, tokens, tokens) for n in rows]
         for tokens in self.large_tokens:

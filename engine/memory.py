@@ -110,7 +110,7 @@ def plan_memory(
         available = budget - weights - activations - graphs - other
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     else:
-        total = budget = machine_bytes()
+        total = budget = machine_bytes() // config.data_parallel_size
         activations, graphs = step_bytes(runner.model.config, max_num_batched_tokens, runner.max_num_seqs), 0
         other = row_bytes(runner.max_num_seqs, runner.max_model_len, config.block_size, len(layout.groups))
         # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.

@@ -106,6 +106,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     block_size: int
     num_blocks: int  # usable ones, the null block not counted
     num_kv_tokens: int  # of context that these hold, in requests of full length
+    num_kv_groups: int = 1  # a token of a short request takes its share of a block in each
     enable_prefix_caching: bool
     scheduling_policy: str
     max_logprobs: int  # -1: no limit

@@ -135,4 +135,4 @@ def without_windows(model: ModelConfig) -> ModelConfig:
     """Every layer sees all of a context that is no longer than the smallest window: what it would have seen anyway."""
     smallest = min((layer.attention.window for layer in model.layers if layer.attention.window), default=0)
     layers = tuple(replace(layer, attention=replace(layer.attention, window=0)) for layer in model.layers)
-    return replace(model, layers=layers, longest=smallest)
+    return replace(model, layers=layers, longest=min((n for n in (smallest, model.longest) if n), default=0))

@@ -75,9 +75,16 @@ class Result:
     def output_rate(self) -> float:
         """Tokens a second, of answers that ended while requests came in; where all came at once, of all."""
         start, end = self.answers[0].sent, self.answers[-1].sent
-        if end - start < self.seconds / 2:
+        if not self.rate:
             return sum(answer.ask.num_output for answer in self.answers) / self.seconds
         return sum(tokens for time, tokens in self.ends if start <= time <= end) / (end - start)
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether answers end as fast as requests come."""
+        seconds = self.answers[-1].sent - self.answers[0].sent
+        asked = sum(answer.ask.num_output for answer in self.answers)
+        return not self.rate or self.output_rate * seconds >= 0.85 * asked
 
     @property
     def total_rate(self) -> float:
@@ -97,7 +104,7 @@ def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, co
     budget = int(card.memory * config.gpu_memory_utilization)
     cache = budget - weights - step - GRAPHS - OTHER
     if config.kv_cache_memory_bytes is not None:
-        cache = config.kv_cache_memory_bytes
+        cache = min(config.kv_cache_memory_bytes, card.memory - weights - step - GRAPHS - OTHER)
     specs, chunk = [layer.attention.kv for layer in model.layers], settings.max_num_batched_tokens
     layout = KVLayout.of(specs, config.block_size, settings.max_model_len)
     blocks = max(0, cache) // layout.block_bytes(dtype.itemsize)
@@ -109,6 +116,7 @@ def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, co
             "built yet"
         )
     length = min(settings.max_model_len, longest)
+    # Its depth is 1: the clock knows a step's result before the next is planned.
     scheduler = SchedulerConfig(
         max_model_len=length, max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs, max_mixed_tokens=settings.max_mixed_tokens,
@@ -164,9 +172,11 @@ def knee(setup: Setup, wanted: Wanted, num_prompt: int, num_output: int, replica
 
     low = high = None
     rate = 1.0 * replicas
+    # Who asks for little only, time a token for instance, is served at any rate while a queue grows: the load has to be
+    # worked off as well.
     while low is None or high is None or high.rate > 1.03 * low.rate:
         result = asked(rate)
-        if wanted.met(result):
+        if wanted.met(result) and result.keeps_up:
             low = result
             rate = rate * 2 if high is None else (low.rate + high.rate) / 2
         else:

@@ -40,7 +40,7 @@ class Precompile:
     def start(cls, config: EngineConfig) -> Precompile | None:
         """None where it cannot help: no GPU, few cores, no process to be had, or kernels that were compiled before."""
         on_gpu = config.device != "cpu" and os.path.exists("/dev/nvidiactl")
-        count = num_helpers()
+        count = num_helpers(config.data_parallel_size)
         model = Path(config.model).expanduser()
         if not on_gpu or count < 2 or not (model.is_dir() or is_gguf(model)):
             return None
@@ -86,11 +86,11 @@ class Precompile:
             process.wait()
 
 
-def num_helpers() -> int:
-    """As many as half of the cores and the free memory carry."""
+def num_helpers(num_engines: int = 1) -> int:
+    """As many as half of the cores and the free memory carry, where so many engines start at once."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(MAX_HELPERS, cores // 2, free // HOST_BYTES)
+    return min(MAX_HELPERS, cores // 2 // num_engines, free // HOST_BYTES // num_engines)
 
 
 def fingerprint(config: EngineConfig) -> str:
@@ -106,7 +106,17 @@ def fingerprint(config: EngineConfig) -> str:
         described = read_config(Path(config.hf_config_path or config.model).expanduser())
         digest.update(json.dumps(described, sort_keys=True).encode())
     options = dataclasses.asdict(config)
-    for unrelated in ("model", "seed", "load_format", "revision", "download_dir", "backlog_steps", "prefix_cache_seed"):
+    for unrelated in (
+        "model",
+        "seed",
+        "load_format",
+        "revision",
+        "download_dir",
+        "backlog_steps",
+        "prefix_cache_seed",
+        "cpu_threads",
+        "data_parallel_size",
+    ):
         options.pop(unrelated)
     digest.update(json.dumps(options, sort_keys=True).encode())
     return digest.hexdigest()[:32]

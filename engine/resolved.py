@@ -133,6 +133,7 @@ class Fitted(Resolved):
             block_size=self.block_size,
             num_blocks=plan.num_blocks - 1,
             num_kv_tokens=plan.num_tokens,
+            num_kv_groups=len(plan.layout.groups),
             enable_prefix_caching=self.enable_prefix_caching,
             scheduling_policy=self.scheduling_policy,
             max_logprobs=self.max_logprobs,

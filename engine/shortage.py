@@ -53,11 +53,16 @@ def killed(phase: str, done: int, total: int, config: EngineConfig) -> str:
     """Of an engine that the system killed while it started, as it does when memory runs out. `done`: of `total` bytes
     of the phase; 0: unknown."""
     read = f" ({gib(done)} of {gib(total)} done)" if total else ""
-    found = remedies(config, phase, on_card=config.device == "cuda")
+    # Of the machine's own memory, whatever the model runs on: a card's is never a reason to be killed.
+    found = ["serve a smaller model"]
+    if config.data_parallel_size > 1:
+        found = [f"lower --data-parallel-size (now {config.data_parallel_size})", *found]
+    elif config.device == "cpu":
+        found = [remedies(config, phase)]
     return (
         f"the engine process was killed by signal 9 while {_doing(phase)}{read}; out of memory is the usual reason "
         f"(dmesg tells): the machine has {gib(available_bytes())} free of {gib(machine_bytes())}; what helps, in this "
-        f"order: give it (or the container) more memory, {found}"
+        f"order: give it (or the container) more memory, {', '.join(found)}"
     )
 
 

@@ -109,6 +109,7 @@ def shape_of(
 class StepModel:
     def __init__(self, shape: Shape, card: Card, costs: Costs | None = None) -> None:
         self.shape, self.card, self.costs = shape, card, costs or Costs()
+        self._full = shape.windows.count(0) / len(shape.windows)  # share of the layers
         self._share = [(window, self.shape.windows.count(window) / len(shape.windows)) for window in set(shape.windows)]
 
     def seconds(self, plan: StepPlan, shared: int = 0) -> float:
@@ -117,7 +118,7 @@ class StepModel:
         costs, tokens = self.costs, plan.total_tokens
         prompts = zip(plan.num_tokens[plan.num_decodes :], plan.num_computed[plan.num_decodes :], strict=True)
         contexts = sum(self._seen(computed + 1) for computed in plan.num_computed[: plan.num_decodes])
-        contexts -= (1 - costs.shared) * self._seen(1) * shared
+        contexts -= (1 - costs.shared) * self._full * shared  # layers with a window have read few of them
         pairs = sum(self._pairs(count, computed) for count, computed in prompts)
         return (
             self.product_seconds(tokens, len(plan.sampled))

@@ -9,11 +9,13 @@ import torch
 
 from .config import ConfigError, EngineConfig
 from .host_memory import available_bytes, gib, machine_bytes
+from .layer_spec import MoESpec
 from .model_config import ModelConfig
 from .quant.online import OnlineScheme
 from .resolved import Machine
 
 LARGEST_SHARE = 0.97  # of a card: its context and libraries need the rest
+HELPERS = 5 << 30  # bytes of a card that our own processes may have, which compile kernels and end
 STEP_SHARE = 0.02  # of a card, beside the weights, for a step and a little cache
 
 
@@ -21,6 +23,10 @@ def weight_size(config: ModelConfig, parameters: int, dtype: torch.dtype, stored
     """Bytes. Codes stay codes on the CPU. `stored`: bytes in the checkpoint; `parameters`: as if not quantised."""
     if config.quantization is None or on_card:
         return parameters * dtype.itemsize
+    if isinstance(config.quantization, OnlineScheme) and config.quantization.experts_alone:
+        mixtures = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)]
+        experts = sum(3 * mlp.routing.num_experts * mlp.inner * config.hidden_size for mlp in mixtures)
+        return int(experts * config.quantization.bytes_each + (parameters - experts) * dtype.itemsize)
     if isinstance(config.quantization, OnlineScheme):
         return _with_codes(config, parameters, dtype, config.quantization.bytes_each)
     return _with_codes(config, parameters, dtype, stored / parameters)
@@ -37,13 +43,13 @@ def check_weights(
     """→ bytes of the weights. Raises ConfigError where this machine cannot hold them, with what would do."""
     on_card = machine.device.type == "cuda"
     size = weight_size(model, parameters, dtype, stored, on_card)
-    share, room, free = config.gpu_memory_utilization, available_bytes(), 0
+    share, room, free = config.gpu_memory_utilization, available_bytes() // config.data_parallel_size, 0
     where = f"the machine has {gib(room)} free of {gib(machine_bytes())}"
     if on_card:
         room, free = int(machine.card_bytes * share), machine.card_free
         where = f"{machine.name} has {gib(free)} free of {gib(machine.card_bytes)}"
         where += f", of which vserve may use {gib(room)} (--gpu-memory-utilization {share})"
-        room = min(free, room - (machine.card_bytes - free))
+        room -= max(0, machine.card_bytes - free - HELPERS)
     if size <= room:
         return size
     remedies = list(_utilization(machine, share, size)) if on_card else []

@@ -217,8 +217,9 @@ def _warn(notices: tuple[str, ...]) -> None:
 
 def expert_steps(model: Model) -> list[int]:
     """Numbers of tokens that meet every tile of the experts' products."""
-    routings = {layer.mlp.routing for layer in model.config.layers if isinstance(layer.mlp, MoESpec)}
-    return sorted({tokens for how in routings for tokens in tokens_of_tiles(how.top_k, how.num_experts)})
+    routings = [layer.mlp.routing for layer in model.config.layers if isinstance(layer.mlp, MoESpec)]
+    sizes = {(how.top_k, how.num_experts) for how in routings} | getattr(model, "experts", set())
+    return sorted({tokens for size in sizes for tokens in tokens_of_tiles(*size)})
 
 
 def warm_up_steps(

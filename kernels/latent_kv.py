@@ -66,7 +66,7 @@ def write_latent_triton(
         *rotary.stride()[:2], *query.stride()[:2], latent.stride(0), cos_sin.stride(0), *cache.stride()[:2], eps,
         PAGE=cache.shape[1], RANK=rank, RANK_PAD=triton.next_power_of_2(rank), HALF=half,
         HALF_PAD=triton.next_power_of_2(half), GROUP=group, INTERLEAVED=interleaved, num_warps=4,
-        **pdl_options(query),
+        **pdl_options(query, yields=True),
     )  # fmt: skip
 
 

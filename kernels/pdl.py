@@ -56,16 +56,19 @@ def launched_plainly(device: torch.device) -> None:
 MAX_ROWS = 16
 
 
-def pdl_options(tensor: torch.Tensor, rows: int = 1) -> dict[str, Any]:
+def pdl_options(tensor: torch.Tensor, rows: int = 1, yields: bool = False) -> dict[str, Any]:
     """What a launch on tensor's device passes on: the kernel's constexpr PDL, and Triton's launch attribute.
 
     `rows`: tokens or requests that the kernel works on; left out where it pays for any number, as between the rotation
     and decode attention, which has lengths and tables to read before it needs what was rotated. Raises RuntimeError for
-    a kernel that would take part as the next one after attend_beside: give it its number of rows, or launch it plainly.
+    a kernel that would take part as the next one after attend_beside: give it its number of rows, or launch it plainly,
+    or with `yields`, which does so just then.
     """
     takes_part = rows <= MAX_ROWS and pdl_available(tensor.device)
     if tensor.device in _overlapping:
         _overlapping.discard(tensor.device)
+        if takes_part and yields:
+            return {"PDL": False}
         if takes_part:
             raise RuntimeError(
                 f"a kernel for {rows} rows takes part in programmatic dependent launch right after attend_beside, of "

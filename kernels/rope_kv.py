@@ -95,7 +95,7 @@ def rope_write_kv_triton(
         *key_cache.stride()[:3], *value_cache.stride()[:3], eps,
         PAGE=page, DIM=dim, HALF=half, BLOCK=block, TAIL_BLOCK=triton.next_power_of_2(max(1, dim - 2 * half)),
         VALUE_SIZE=value_size, VALUE_PAD=triton.next_power_of_2(value_size), GROUP=group, NORM=norm,
-        num_warps=min(8, max(1, group * block // 256)), **pdl_options(query),
+        num_warps=min(8, max(1, group * block // 256)), **pdl_options(query, yields=True),
     )  # fmt: skip
 
 

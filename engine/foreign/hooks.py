@@ -46,6 +46,18 @@ def run_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> T
     return result
 
 
+def expert_sizes(model: nn.Module) -> set[tuple[int, int]]:
+    """(experts a token, experts) of the mixtures that our own kernels compute."""
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 1
+    found = set()
+    for module in model.modules():
+        stacked = getattr(module, "gate_up_proj", None)
+        if isinstance(stacked, Tensor) and hasattr(module, "has_gate") and _are_gated_by_silu(module):
+            found.add((int(chosen), stacked.shape[0]))
+    return found
+
+
 def _are_gated_by_silu(module: Any) -> bool:
     """down(silu(gate(x)) · up(x)) with [E, 2I, H] and [E, H, I], and nothing else."""
     return (

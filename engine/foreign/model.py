@@ -115,6 +115,7 @@ class TransformersModel(nn.Module):
             self._map[path] = norm, ""
             put(model, path, Norm(norm))
         self._hold_the_rest(model)
+        self.experts = hooks.expert_sizes(model)
         self.body, self.given, self.head = body_of(model), Given(), model
         put(model, next(path for path, module in model.named_modules() if module is self.body), self.given)
         self.eval()

@@ -116,6 +116,8 @@ class Plain:
             if name in self._module._parameters:
                 empty = torch.empty(tensor.shape, dtype=self._dtypes[name], device=self._device)
                 self._module._parameters[name] = frozen(empty)
+            elif tensor.is_floating_point():  # a correction of the routing, say, in more digits than the model
+                self._module._buffers[name] = tensor.to(self._dtypes[name])
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
         for name, target in self._tensors().items():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...kernels.moe import ExpertWeights, experts
 from ..layer_spec import MoESpec
+from ..model_file import ModelError
 from ..quant.codes import Codes, decoded
 from ..quant.experts import QuantizedExperts
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
@@ -164,6 +165,11 @@ class Experts(nn.Module):
         found = {}
         for name, (rows, columns) in shapes.items():
             if self.spec.stored == "blocks":
+                if STACKED not in self.formats:
+                    raise ModelError(
+                        "experts are stored as MXFP4 blocks, and config.json has no quantization_config that says so: "
+                        "take the config.json that came with these weights"
+                    )
                 self.formats[STACKED].expected(rows, columns)  # raises where there are no whole groups
                 found[f"{name}_blocks"] = Stored((size, rows, columns // 32, 16), ("U8",))
                 found[f"{name}_scales"] = Stored((size, rows, columns // 32), ("U8",))

@@ -20,6 +20,8 @@ from ..model_config import ModelConfig
 from ..quant.format import Format, Stored
 from ..quant.method import Dequantized
 
+INNER_EPS = 1e-6  # of the norms of what is compressed, whatever config.json says of the others
+
 
 class LatentExpansion(nn.Module):
     """kv_b_proj, which would make each head's key and value of the latent, taken apart into a matrix a head for either.
@@ -75,11 +77,11 @@ class LatentAttentionBlock(nn.Module):
         self.q_norm: RMSNorm | None = None
         if spec.q_rank:
             self.down = Linear(hidden, {"q": spec.q_rank, "kv": row}, place=place, bias=spec.bias)
-            self.q_norm = RMSNorm(spec.q_rank, config.norm_eps, place)
+            self.q_norm = RMSNorm(spec.q_rank, INNER_EPS, place)
         else:
             self.down = Linear(hidden, {"kv": row}, place=place, bias=spec.bias)
         self.query = Linear(spec.q_rank or hidden, {"q": spec.num_heads * head}, place=place, rule="column", unit=head)
-        self.kv_norm = RMSNorm(rank, config.norm_eps, place)
+        self.kv_norm = RMSNorm(rank, INNER_EPS, place)
         self.expansion = LatentExpansion(spec, place)
         self.num_heads = self.query.shape.rows // head  # of this rank
         self.attention = Attention(

@@ -66,7 +66,9 @@ def with_stored_experts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...
             return replace(spec, stored="blocks")
         found = next((shape for name, shape in shapes.items() if name.endswith(f".{spec.stacked_names[0]}")), ())
         rows, columns = 2 * spec.inner, config.hidden_size
-        if found[1:] == (rows, columns) and not (rows == columns and spec.stored):
+        if found[1:] == (rows, columns) == (columns, rows) and spec.stored:
+            return spec  # the family knows
+        if found[1:] == (rows, columns):
             return replace(spec, stored="stacked")
         return replace(spec, stored="transposed") if found[1:] == (columns, rows) else spec
 

@@ -109,7 +109,7 @@ def route_of(request: Request, num_engines: int) -> Route:
     session, rank = request.headers.get("x-session-id"), request.headers.get("x-data-parallel-rank")
     if rank is None:
         return Route(session)
-    if not rank.isascii() or not rank.isdigit() or int(rank) >= num_engines:
+    if not rank.isascii() or not rank.isdigit() or len(rank) > 4 or int(rank) >= num_engines:
         raise bad_request(
             f"The header X-data-parallel-rank is {rank!r:.40}, and the engines here are 0 to {num_engines - 1} "
             "(--data-parallel-size): name one of them, or leave it out."

@@ -123,11 +123,17 @@ def _search(setup: Setup, wanted: Wanted, arguments: argparse.Namespace) -> tupl
         _table(rows)
         return rows, 0
     first = arguments.replicas or (max(1, int(arguments.rate / best.rate)) if best else 1)
+    last = first if arguments.replicas else 2 * first + 2
+    if last > MOST_REPLICAS:
+        raise ConfigError(
+            f"--rate {arguments.rate:g} needs some {first} cards: at most {MOST_REPLICAS} are computed; ask for a "
+            "smaller rate"
+        )
     found = None
-    for replicas in range(first, min(MOST_REPLICAS, 2 * first + 2) + 1):
+    for replicas in range(first, last + 1):
         result = steady(setup, arguments.rate, *size, replicas)
         rows.append(_row(replicas, result, wanted))
-        if arguments.replicas or wanted.met(result):
+        if arguments.replicas or (wanted.met(result) and result.keeps_up):
             found = replicas
             break
     _table(rows)

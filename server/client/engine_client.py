@@ -158,8 +158,11 @@ class EngineClient:
         self.send(request)
         self._next_id = id
         mailbox.id, mailbox.request, mailbox.owner = id, request, self
+        mailbox.rescued = True
         self._mailboxes[id] = mailbox
         self._count_in(mailbox, 0)
+        if mailbox.expired:  # its engine may have died before it read that
+            self._send(AbortRequests([id], unless_begun=True))
 
     def _count_in(self, mailbox: Mailbox, num_cached: int) -> None:
         assert mailbox.request is not None
@@ -183,7 +186,11 @@ class EngineClient:
 
     def expire(self, mailboxes: Iterable[Mailbox]) -> None:
         """Ends them with the finish reason "abort", unless the engine has begun with one of them."""
-        ids = [mailbox.id for mailbox in mailboxes if mailbox.owner is self]
+        ids = []
+        for mailbox in mailboxes:
+            if mailbox.owner is self:
+                ids.append(mailbox.id)
+                mailbox.expired = True
         if ids and self.ready:
             self._send(AbortRequests(ids, unless_begun=True))
 
@@ -351,7 +358,8 @@ class EngineClient:
                 self._restarting = asyncio.create_task(self._restart())
 
     def _rescue(self) -> None:
-        unheard = [mailbox for mailbox in self._mailboxes.values() if mailbox.request is not None]
+        # Only once: a request that takes its engine down must not take down one after the other.
+        unheard = [box for box in self._mailboxes.values() if box.request is not None and not box.rescued]
         for mailbox in unheard:
             del self._mailboxes[mailbox.id]
             self.waiting_tokens -= mailbox.waiting_tokens

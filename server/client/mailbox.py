@@ -39,8 +39,8 @@ class Mailbox:
     """A slow reader finds its outputs merged."""
 
     __slots__ = (
-        "_error", "_on_news", "_output", "_waiter", "arrival", "finished", "id", "num_preemptions", "owner", "request",
-        "waiting_tokens",
+        "_error", "_on_news", "_output", "_waiter", "arrival", "expired", "finished", "id", "num_preemptions", "owner",
+        "request", "rescued", "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, id: int, arrival: float, request: AddRequest | None = None, owner: object = None) -> None:
@@ -48,6 +48,8 @@ class Mailbox:
         self.request = request  # what was sent, until the first word comes back: it can be sent elsewhere as well
         self.owner = owner  # the client of the engine that has it
         self.waiting_tokens = 0  # of its prompt, which nobody has computed yet
+        self.rescued = False  # its engine died before the first word, and another one got it
+        self.expired = False  # it may wait no longer for its first step
         self.arrival = arrival  # time.monotonic()
         self.finished = False  # the engine has said its last word
         self.num_preemptions = 0

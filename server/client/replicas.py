@@ -83,6 +83,8 @@ class Replicas:
         self.death_listeners: list[Callable[[str], None]] = []
         self._router: Router | None = None
         self._told = [_Told() for _ in self.engines]
+        self._epoch = 0
+        self._known_epochs = [-1] * len(self.engines)
         self._started = False
         for index, engine in enumerate(self.engines):
             engine.stats_listeners.append(self._step)
@@ -133,8 +135,12 @@ class Replicas:
 
     @property
     def epoch(self) -> int:
-        """Another one whenever an engine has become ready that knows nothing yet."""
-        return sum(engine.epoch - (not engine.ready) for engine in self.engines)
+        """Another one, never had before, whenever an engine has become ready that knows nothing yet."""
+        for index, engine in enumerate(self.engines):
+            if engine.ready and self._known_epochs[index] != engine.epoch:
+                self._known_epochs[index] = engine.epoch
+                self._epoch += 1
+        return self._epoch
 
     @property
     def num_restarts(self) -> int:
@@ -175,8 +181,9 @@ class Replicas:
             n, prompt, sampling, priority=priority, cache_salt=cache_salt, num_cached=num_cached
         )
 
-    def _choose(self, prompt: bytes, salt: str | None, route: Route) -> tuple[int, int]:
-        """→ (engine, tokens that it probably has cached). Raises EngineDeadError where there is none."""
+    def _choose(self, prompt: bytes, salt: str | None, route: Route, grammar: str | None = None) -> tuple[int, int]:
+        """→ (engine, tokens that it probably has cached). `grammar`: one that it must know already. Raises
+        EngineDeadError where there is none."""
         router = self._router
         if router is None or not self.ready:
             raise EngineDeadError(self.down or "the engines are not ready")
@@ -184,13 +191,21 @@ class Replicas:
             engine = self.engines[route.engine]
             if not engine.ready:
                 raise EngineDeadError(f"engine {route.engine}, which was asked for, is down: {engine.down}")
-        loads = [
-            Load(engine.waiting_tokens, engine.num_open)
-            if engine.ready and engine.stalled is None and route.engine in (None, index) else None
+        fit = [
+            engine.ready and route.engine in (None, index) and (grammar is None or self._knows(index, grammar))
             for index, engine in enumerate(self.engines)
-        ]  # fmt: skip
+        ]
+        if not any(fit):
+            raise EngineDeadError("no engine that serves knows the grammar of this request")
+        loads = [
+            Load(engine.waiting_tokens, engine.num_open) if fits and engine.stalled is None else None
+            for engine, fits in zip(self.engines, fit, strict=True)
+        ]
         if not any(loads):  # all that serve are stalled: one that may go on is better than none
-            loads = [Load(engine.waiting_tokens, engine.num_open) if engine.ready else None for engine in self.engines]
+            loads = [
+                Load(engine.waiting_tokens, engine.num_open) if fits else None
+                for engine, fits in zip(self.engines, fit, strict=True)
+            ]
         return router.choose(prefix_keys(prompt, salt), len(prompt) // 4, loads, route.session)
 
     def _rescuer(self, index: int) -> Callable[[list[Mailbox]], list[Mailbox]]:
@@ -199,9 +214,10 @@ class Replicas:
                 self._router.forget(index)
             left = []
             for mailbox in mailboxes:
-                assert mailbox.request is not None
+                sent = mailbox.request
+                assert sent is not None
                 try:
-                    chosen, _ = self._choose(mailbox.request.prompt, mailbox.request.cache_salt, ANYWHERE)
+                    chosen, _ = self._choose(sent.prompt, sent.cache_salt, ANYWHERE, sent.sampling.grammar)
                     self.engines[chosen].adopt(mailbox)
                 except EngineDeadError:
                     left.append(mailbox)
@@ -220,6 +236,7 @@ class Replicas:
             engine.abort(wanted)
 
     def expire(self, mailboxes: Iterable[Mailbox]) -> None:
+        """All of them are one engine's: the prompts of a request stay together."""
         wanted = list(mailboxes)
         for engine in self.engines:
             engine.expire(wanted)
@@ -236,6 +253,10 @@ class Replicas:
             if engine.ready and self._is_news(message, engine, told):
                 engine.send(message)
 
+    def _knows(self, index: int, grammar: str) -> bool:
+        told = self._told[index]
+        return told.epoch == self.engines[index].epoch and grammar in told.keys
+
     @staticmethod
     def _is_news(message: ToEngine, engine: EngineClient, told: _Told) -> bool:
         if told.epoch != engine.epoch:
@@ -249,7 +270,9 @@ class Replicas:
             told.keys.add(message.key)
             return not known
         if isinstance(message, DropGrammars):
+            known = not told.keys.isdisjoint(message.keys)
             told.keys.difference_update(message.keys)
+            return known
         return True
 
     # ---- watching ----
@@ -284,6 +307,9 @@ class Replicas:
                 listener(cause)
         else:
             logger.error("an engine will not come back (%s); %d others serve", cause, len(self.serving))
+            for dead in self.engines:
+                while dead.dead is not None and dead.step_listeners and self.serving:
+                    self.serving[0].watch_steps(dead.step_listeners.pop())
 
     # ---- life and death ----
 
@@ -303,7 +329,9 @@ class Replicas:
                     f"--data-parallel-size {len(infos)}: engine 0 runs on {infos[0].device}, but engine {index} on "
                     f"{info.device}: each needs a card of its own, lower it"
                 )
-        self._router = Router(len(infos), min(info.num_kv_tokens for info in infos))
+        self._router = Router(
+            len(infos), min(info.num_blocks * info.block_size // info.num_kv_groups for info in infos)
+        )
         self._started = True
 
     def kill(self) -> None:

@@ -143,7 +143,8 @@ class Admission:
 
     @property
     def capacity(self) -> int:
-        """Tokens that run at once."""
+        """Tokens that run at once, of requests as long as the context: where layers have windows, of short ones fewer
+        do."""
         return self.client.info.num_kv_tokens
 
     def _full(self, what: str, option: str, queued: int, new: int, limit: int, wait: float) -> ApiError:

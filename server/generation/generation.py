@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from ..text.tokenizer import Tokenizer
 from .choice import Choice, Delta, Prompt, TextOptions
 
 PLAIN = TextOptions()
+_numbers = itertools.count()
 
 
 class Observer(Protocol):
@@ -67,6 +69,8 @@ class Generation:
         self._text = text
         self._priority = priority
         self._cache_salt = cache_salt
+        if len(prompts) > 1 and prompts[0].sampling.pooling is None and route == ANYWHERE:
+            route = Route(session=f"request {next(_numbers)}")  # to one engine: its time limits hold for all together
         self._route = route
         self._closed = False
         self._cancelled = False

@@ -224,7 +224,7 @@ class GrammarService:
             return
         del self._entries[entry.key]
         self._bytes -= entry.size
-        if entry.epoch == self._client.epoch:
+        if entry.epoch >= 0:
             with contextlib.suppress(EngineDeadError):  # then it has forgotten everything
                 self._client.send(DropGrammars([entry.key]))
 

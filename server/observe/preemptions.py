@@ -48,6 +48,6 @@ class Preemptions:
             "%d preempted, to be computed again (mode RECOMPUTE): the KV cache of %d blocks is full with %d running. "
             "Raise %s, or lower --max-num-seqs (now %d) to about %d, or --max-num-batched-tokens (now %d); "
             "total_cumulative_preemption_cnt=%d",
-            self._unsaid, stats.num_blocks, stats.num_running, more, info.max_num_seqs, max(1, stats.num_running),
-            info.max_num_batched_tokens, self.total, extra={"fields": fields},
+            self._unsaid, stats.num_blocks, stats.num_running, more, info.max_num_seqs // len(self._client.engines),
+            max(1, stats.num_running), info.max_num_batched_tokens, self.total, extra={"fields": fields},
         )  # fmt: skip

@@ -100,7 +100,7 @@ def test_an_engine_that_cannot_start_leaves_nothing_behind(checkpoint, tmp_path,
 def test_no_helpers_where_no_process_can_be_started(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(precompile.os.path, "exists", lambda path: True)
-    monkeypatch.setattr(precompile, "num_helpers", lambda: 5)
+    monkeypatch.setattr(precompile, "num_helpers", lambda *_: 5)
     started = []
 
     def start(*_, **__):
@@ -130,7 +130,7 @@ def test_no_helpers_without_a_gpu(checkpoint):
 def test_no_helpers_where_all_is_compiled(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(precompile.os.path, "exists", lambda path: True)
-    monkeypatch.setattr(precompile, "num_helpers", lambda: 5)
+    monkeypatch.setattr(precompile, "num_helpers", lambda *_: 5)
     started: list[list[str]] = []
     monkeypatch.setattr(precompile.subprocess, "Popen", lambda command, **_: started.append(command))
     config = EngineConfig(str(checkpoint))

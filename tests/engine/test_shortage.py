@@ -166,13 +166,16 @@ def test_other_errors_are_left_as_they_are() -> None:
 def test_an_engine_that_was_killed_while_it_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shortage, "available_bytes", lambda: 128 << 20)
     monkeypatch.setattr(shortage, "machine_bytes", lambda: 16 * GIB)
-    line = killed("weights", 3 * GIB, 14 * GIB, EngineConfig("m"))
+    line = killed("weights", 3 * GIB, 14 * GIB, EngineConfig("m", device="cpu"))
     assert "killed by signal 9 while loading the weights (3.00 GiB of 14.00 GiB done)" in line
     assert "has 0.12 GiB free of 16.00 GiB" in line and line.endswith(
         "give it (or the container) more memory, add -q int4 (to a checkpoint in 16 bit), serve a smaller model"
     )
-    later = killed("memory", 0, 0, EngineConfig("m", max_model_len=999, quantization="int8"))
+    later = killed("memory", 0, 0, EngineConfig("m", device="cpu", max_model_len=999, quantization="int8"))
     assert "lower --max-model-len (now 999), lower --max-num-seqs, serve" in later
+    for device in ("cuda", "auto"):  # the machine's memory ran out, not a card's
+        many = killed("weights", 0, 0, EngineConfig("m", device=device, data_parallel_size=4))
+        assert many.endswith("more memory, lower --data-parallel-size (now 4), serve a smaller model")
 
 
 def test_files_in_memory_give_way_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

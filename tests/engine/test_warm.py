@@ -104,7 +104,7 @@ def test_made_up_weights_are_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp
 def test_helpers_compile_for_a_gguf_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(precompile.os.path, "exists", lambda path: True)
-    monkeypatch.setattr(precompile, "num_helpers", lambda: 2)
+    monkeypatch.setattr(precompile, "num_helpers", lambda *_: 2)
     monkeypatch.setattr(precompile, "read_config", lambda path: {"read": path.name})
     started: list[Any] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))

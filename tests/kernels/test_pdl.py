@@ -65,3 +65,10 @@ def test_a_plain_launch_waits_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_engine_overlaps_more_rows_than_take_part() -> None:
     """So that the product or the norm behind attend_beside, which has a row a request, is a plain launch."""
     assert layer.MIN_DECODES > pdl.MAX_ROWS
+
+
+def test_who_yields_launches_plainly_just_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write into the cache, where no norm of ours comes between two layers' attention."""
+    attend_beside(monkeypatch)
+    assert pdl.pdl_options(torch.zeros(1), yields=True) == {"PDL": False}
+    assert pdl.pdl_options(torch.zeros(1), yields=True) == TAKES_PART

@@ -211,10 +211,20 @@ def test_a_window_that_is_a_mask_limits_the_context(foreign_model: Callable[...,
 
     assert read("phimoe").max_position_embeddings == 512 and read("phimoe").max_model_len == 64
     assert read("llama4_text").max_model_len == 64
+    assert without_windows(read("phimoe")).max_model_len == 64, "there is nothing that could be switched off"
     told = read("starcoder2")  # here attention is told
     assert told.max_model_len == 512 and without_windows(told).max_model_len == 8
     model = load(foreign_model("starcoder2"), without_windows)
     assert [spec.window for spec in model.kv_specs()] == [0, 0]
+
+
+def test_corrections_of_the_routing_are_fp32_in_every_model(foreign_model: Callable[..., Path]) -> None:
+    folder = foreign_model("dots1")
+    config = ModelConfig.from_folder(folder, implementation="transformers")
+    model = load_model(folder, config, dtype=torch.bfloat16, device=torch.device("cpu"), max_model_len=64)
+    assert isinstance(model, TransformersModel) and len(model.experts) == 1
+    found = [tensor for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert found and all(tensor.dtype is torch.float32 for tensor in found)
 
 
 def test_dummy_weights(foreign_model: Callable[..., Path], parity: Any) -> None:

@@ -93,6 +93,15 @@ def test_blocks_that_do_not_fit_are_refused(parity: Parity, published: Path, tmp
         parity.load(folder)
 
 
+def test_blocks_that_no_config_describes_are_refused(parity: Parity, published: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(published / "quantized", tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"MXFP4 blocks, and config\.json has no quantization_config that says so"):
+        parity.load(folder)
+
+
 def test_sinks_are_fp32_and_the_heads_own(parity: Parity, published: Path) -> None:
     config = ModelConfig.from_folder(published / "twin")
     model = parity.load(published / "twin", dtype=torch.bfloat16)

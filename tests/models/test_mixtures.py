@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vserve.engine.model_config import ModelError, parse_model_config
+from vserve.engine.models.mixture import with_stored_experts
 
 Parity = Any  # test_model_parity.py
 
@@ -49,6 +50,15 @@ def test_experts_in_one_tensor(
     save_file(stacked(tensors, transposed), folder / "model.safetensors", {"format": "pt"})
     found = parity.PagedRunner(parity.load(folder), parity.sequences()).run(parity.CHUNKED)
     assert parity.difference(found, parity.oracle(tiny_model(family))) < 2e-4
+
+
+def test_experts_whose_two_layouts_have_one_shape_are_stored_as_the_family_says() -> None:
+    """Granite 3's smaller mixture: hidden 1024, and twice 512 gates."""
+    raw = {"model_type": "granitemoe", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 9}  # fmt: skip
+    config = parse_model_config(raw)
+    (layer,) = with_stored_experts(config, {"model.layers.0.block_sparse_moe.input_linear.weight": (8, 64, 64)}).layers
+    assert layer == config.layers[0] and layer.mlp.stored == "stacked"  # type: ignore[union-attr]
 
 
 def test_both_names_of_the_number_of_experts(tiny_model: Callable[..., Path]) -> None:

@@ -108,6 +108,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "deepseek_v3": {
         "gqa": {},
+        "coarse": {"rms_norm_eps": 0.05},  # not that of the norms of what is compressed
         "plain queries": {"q_lora_rank": None, "first_k_dense_replace": 0},
         "halves": {"rope_interleave": False, "attention_bias": True, "norm_topk_prob": False},
         "wide values": {"v_head_dim": 40, "kv_lora_rank": 48, "n_group": 1, "topk_group": 1},

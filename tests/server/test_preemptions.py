@@ -42,7 +42,7 @@ def test_once_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
         max_num_batched_tokens=512,
     )  # fmt: skip
     config = EngineConfig("m", gpu_memory_utilization=0.8)  # what was asked for: no other setting becomes of it
-    client: Any = SimpleNamespace(info=info, config=config, stats_listeners=[])
+    client: Any = SimpleNamespace(info=info, config=config, stats_listeners=[], engines=[None])
     watch = Preemptions(client)
     (step,) = client.stats_listeners
     stats = EngineStats(num_running=9, num_blocks=30)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 
-from vserve.engine.messages import pack_tokens
-from vserve.server.client.routing import BLOCK, Load, Router, prefix_keys
+from vserve.engine.config import EngineConfig
+from vserve.engine.messages import AddGrammar, AddRequest, SetVocabulary, pack_tokens
+from vserve.engine.request import SamplingParams
+from vserve.server.client.engine_client import EngineClient
+from vserve.server.client.mailbox import EngineDeadError, Mailbox
+from vserve.server.client.replicas import Replicas
+from vserve.server.client.routing import BLOCK, Load, Route, Router, prefix_keys
 
 IDLE = Load(0, 0)
 
@@ -129,3 +135,89 @@ def test_routing_costs_little() -> None:
         router.choose(prefix_keys(text, None), len(text) // 4, [IDLE] * 4)
         times.append(time.perf_counter() - started)
     assert min(times) <= 3e-4, min(times)
+
+
+class Engine:
+    """Of EngineClient, what Replicas looks at."""
+
+    def __init__(self) -> None:
+        self.ready, self.epoch, self.stalled, self.down, self.dead = True, 1, None, None, None
+        self.waiting_tokens = self.num_open = 0
+        self.sent: list[Any] = []
+        self.adopted: list[Mailbox] = []
+        self.send = self.sent.append
+        self.adopt = self.adopted.append
+
+    def restart(self) -> None:
+        self.ready, self.epoch = True, self.epoch + 1
+
+
+@pytest.fixture
+def replicas() -> Replicas:
+    made = Replicas(EngineConfig("m", data_parallel_size=2, device="cpu"))
+    made.engines = [Engine(), Engine()]  # type: ignore[list-item]
+    made._router, made._started = Router(2, 1000 * BLOCK), True
+    return made
+
+
+def test_an_epoch_never_comes_back(replicas: Replicas) -> None:
+    """One engine's restart and the other's death must not cancel out: who is new would be told nothing."""
+    first, second = replicas.engines
+    seen = [replicas.epoch]
+    second.ready = False
+    assert replicas.epoch == seen[-1]
+    second.restart()  # type: ignore[attr-defined]
+    seen.append(replicas.epoch)
+    first.ready = False
+    seen.append(replicas.epoch)
+    first.restart()  # type: ignore[attr-defined]
+    seen.append(replicas.epoch)
+    assert seen[1] == seen[2] and len(set(seen)) == 3
+
+
+def test_grammars_go_to_each_engine_once_and_rescued_requests_to_who_knows_theirs(replicas: Replicas) -> None:
+    first, second = replicas.engines
+    words, grammar = SetVocabulary([b"a"], (0,)), AddGrammar("k", "llguidance", b"")
+    second.ready = False
+    replicas.send(words)
+    replicas.send(grammar)
+    second.restart()  # type: ignore[attr-defined]
+    sampling = SamplingParams(max_tokens=1, grammar="k")
+    mailbox = Mailbox(1, 0.0, AddRequest(1, prompt(0, 1), sampling))
+    first.ready = False
+    assert replicas._rescuer(0)([mailbox]) == [mailbox], "nobody else knows its grammar"
+    first.ready = True
+    for message in (words, grammar):
+        replicas.send(message)
+        replicas.send(message)
+    assert first.sent == second.sent == [words, grammar]  # type: ignore[attr-defined]
+    first.ready = False
+    assert replicas._rescuer(0)([mailbox]) == []
+    assert second.adopted == [mailbox]  # type: ignore[attr-defined]
+
+
+def test_a_named_engine_is_the_only_one(replicas: Replicas) -> None:
+    first, second = replicas.engines
+    first.stalled = second.stalled = 30.0
+    assert {replicas._choose(prompt(seed, 1), None, Route(engine=1))[0] for seed in range(20)} == {1}
+    second.ready = False
+    with pytest.raises(EngineDeadError, match="engine 1, which was asked for, is down"):
+        replicas._choose(prompt(0, 1), None, Route(engine=1))
+
+
+def test_a_request_is_rescued_once_and_an_expired_one_stays_expired() -> None:
+    """Or one that takes its engine down would take down all of them, one after the other."""
+    engine = EngineClient(EngineConfig("m"))
+    sent: list[Any] = []
+    engine.ready, engine._send = True, sent.append
+    mailbox = Mailbox(7, 0.0, AddRequest(5, prompt(0, 1), SamplingParams(max_tokens=1, seed=3), n=4))
+    mailbox.expired = True
+    engine.adopt(mailbox)
+    request, expiry = sent
+    assert (request.n, request.sampling.seed, expiry.ids, expiry.unless_begun) == (1, 5, [mailbox.id], True)
+    assert engine.waiting_tokens == BLOCK
+    offered: list[Mailbox] = []
+    engine.rescue = lambda mailboxes: offered.extend(mailboxes) or mailboxes  # type: ignore[func-returns-value]
+    engine._rescue()
+    engine.fail_all(EngineDeadError("gone"))
+    assert offered == [] and engine.waiting_tokens == 0
