@@ -157,6 +157,7 @@ def test_the_loop_is_never_held(engine: Any, text_model: Any, name: str, leaves:
         max_model_len=CONTEXT,
         vocab_size=32_000,
         num_blocks=100_000,
+        num_kv_tokens=1_600_000,
         max_logprobs=20,
         max_num_seqs=MAX_NUM_SEQS,
     )
@@ -173,6 +174,7 @@ def test_the_loop_is_never_held(engine: Any, text_model: Any, name: str, leaves:
             asking = asyncio.create_task(http.post(path, content=body, headers=headers))
             if leaves:
                 while not other.open:
+                    assert not asking.done(), asking.result().text
                     await asyncio.sleep(0)
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
