@@ -81,7 +81,7 @@ def code(folder: Path) -> None:
         pytest.param(lambda f: edit(f / "config.json", num_hidden_layers=10**9), ["config.json"], id="huge-layers"),
         pytest.param(lambda f: edit(f / "config.json", vocab_size=-1), ["vocab_size"], id="negative"),
         pytest.param(pickled, ["pytorch_model.bin", "could run code", "safetensors"], id="pickle"),
-        pytest.param(code, ["Evil", "LlamaForCausalLM"], id="code"),
+        pytest.param(code, ["Evil", "--trust-remote-code"], id="code"),
         pytest.param(
             lambda f: (f / "tokenizer.json").write_text('{"version": '),
             ["cannot load the tokenizer", "--tokenizer"],

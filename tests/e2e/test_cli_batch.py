@@ -66,7 +66,7 @@ BAD = {
     "{": "line 1 of - is no JSON",
     "[]": "line 2 of - has no 'custom_id'",
     "\xe9": "line 3 of - is not text in UTF-8",
-    line("a", url="/v1/rerank"): "url one of /v1/chat/completions, /v1/chat/completions/batch, /v1/completions",
+    line("a", url="/v1/images"): "url one of /v1/chat/completions, /v1/chat/completions/batch, /v1/completions",
     line("b", method="GET"): "method must be POST",
     line("c", stream=True): "has 'stream'",
     json.dumps({"custom_id": "d", "url": TEXT}): "has no 'body'",
