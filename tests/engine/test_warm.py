@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine import kernel_cache, loader, precompile, warm, worker
+from vserve.engine import kernel_cache, loader, logs, precompile, warm, worker
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.kernel_cache import CacheSize, use_kernel_cache
 from vserve.engine.precompile import fingerprint
 from vserve.server.cli import main
 
 VARIABLES = ("TRITON_CACHE_DIR", "TRITON_HOME", "VSERVE_CACHE", "XDG_CACHE_HOME")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets it up for a whole process, and this one goes on."""
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vserve.engine.batch import WANTED, Batch, Shape
 from vserve.engine.graphs import LARGE_PREFILL_ROWS, MIXED_DECODE_ROWS, StepGraph, StepGraphs
+from vserve.engine.kv_layout import GroupSpec, KVLayout
 from vserve.engine.layers.weights import Placement
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
 from vserve.engine.request import SamplingParams
@@ -99,6 +100,10 @@ class Steps:
         self.runner = ModelRunner(
             model, max_num_seqs=MAX_SEQS, max_model_len=max_len, block_size=PAGE, device=self.device
         )
+        # One table for all layers, whatever their windows: the oracle keeps every key.
+        specs = tuple(model.kv_specs())
+        self.runner.layout = KVLayout(specs, (GroupSpec(0, tuple(range(len(specs)))),), PAGE)
+        self.runner.make_rows(max_len)
         self.runner.bind_cache(self.num_blocks, self.dtype)
         self.caches: list[Tensor] = self.models.caches_of(model)
         generator = torch.Generator(self.device).manual_seed(2)
