@@ -86,10 +86,6 @@ class Result:
         asked = sum(answer.ask.num_output for answer in self.answers)
         return not self.rate or self.output_rate * seconds >= 0.85 * asked
 
-    @property
-    def total_rate(self) -> float:
-        return sum(answer.ask.num_prompt + answer.ask.num_output for answer in self.answers) / self.seconds
-
 
 def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, costs: Costs | None = None) -> Setup:
     """The engine's settings on that card, resolved as the engine itself does. `stored`: bytes of the weights' files; 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -52,7 +51,6 @@ class Engine:
     plan: StepPlan | None = None
     ends: float = 0.0  # of the step under way
     open: dict[int, Answer] = field(default_factory=dict)
-    alive: bool = True
     rows: dict[int, Ask] = field(default_factory=dict)  # who computes on which row
 
     def begin(self, now: float) -> None:
@@ -66,13 +64,13 @@ class Engine:
         """Tokens of context that several who decode have, counted for each but one of them."""
         for new in plan.new_rows:
             self.rows[new.row] = self.open[new.request_id].ask
-        groups: dict[int, int] = {}
+        groups: set[int] = set()
         shared = 0
         for row in plan.rows[: plan.num_decodes]:
             ask = self.rows[row]
             if ask.prefix:
                 shared += ask.prefix if ask.group in groups else 0
-                groups[ask.group] = ask.prefix
+                groups.add(ask.group)
         return shared
 
     def end(self) -> list[Answer]:
@@ -120,7 +118,7 @@ class Simulation:
                 assert may_send, "requests are open, but no engine has anything to compute"
                 now = max(now, waiting[0].arrival)
                 continue
-            ends, index = heapq.nsmallest(1, busy)[0]
+            ends, index = min(busy)
             if may_send and waiting[0].arrival < ends:
                 now = waiting[0].arrival
                 continue
@@ -135,7 +133,7 @@ class Simulation:
         return sum(engine.scheduler.num_preemptions for engine in self.engines)
 
     def _send(self, ask: Ask, now: float) -> None:
-        engine = min((e for e in self.engines if e.alive), key=lambda e: len(e.open))
+        engine = min(self.engines, key=lambda engine: len(engine.open))
         self._next_id += 1
         sampling = SamplingParams(max_tokens=ask.num_output, ignore_eos=True)
         engine.open[self._next_id] = Answer(ask, now, engine=engine.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layer_spec import LayerSpec, MoESpec, RoutingSpec
+from ..layer_spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MoESpec, RoutingSpec
 from ..model_file import ModelError
 from ..raw_config import RawConfig
 from . import deepseek_v2
@@ -56,11 +56,15 @@ def sigmoid_mixture(raw: RawConfig) -> MoESpec:
     return mixture_spec(raw, routing)
 
 
-def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
-    attention = latent_attention_spec(raw, interleaved=raw.get("rope_interleave") is not False)
+def sigmoid_layers(raw: RawConfig, attention: AttentionSpec | LatentAttentionSpec) -> tuple[LayerSpec, ...]:
+    """Dense ones, then mixtures of these experts; without any of them, nothing is asked of the experts' keys."""
     dense, count = dense_then_mixtures(raw), layer_count(raw)
     plain = (LayerSpec(attention, mlp_spec(raw)),) * dense
     return plain if dense == count else plain + (LayerSpec(attention, sigmoid_mixture(raw)),) * (count - dense)
+
+
+def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
+    return sigmoid_layers(raw, latent_attention_spec(raw, interleaved=raw.get("rope_interleave") is not False))
 
 
 DEEPSEEK_V3 = Family(

@@ -8,9 +8,8 @@ from typing import Any
 from ..layer_spec import LayerSpec
 from ..raw_config import RawConfig
 from . import deepseek_v2, llama
-from .deepseek_v2 import dense_then_mixtures
-from .deepseek_v3 import sigmoid_mixture
-from .family import Family, attention_spec, layer_count, mlp_spec
+from .deepseek_v3 import sigmoid_layers
+from .family import Family, attention_spec
 
 DEFAULTS: dict[str, Any] = {
     **llama.DEFAULTS,
@@ -46,9 +45,7 @@ def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
         qkv_bias=bool(raw.get("attention_bias")),
         qk_norm="head" if raw.get("use_qk_norm") else "",
     )
-    dense, count = dense_then_mixtures(raw), layer_count(raw)
-    plain = (LayerSpec(attention, mlp_spec(raw)),) * dense
-    return plain if dense == count else plain + (LayerSpec(attention, sigmoid_mixture(raw)),) * (count - dense)
+    return sigmoid_layers(raw, attention)
 
 
 GLM4_MOE = Family(
