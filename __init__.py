@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .server.offline.adapters import LoRARequest
     from .server.offline.llm import LLM
     from .server.offline.outputs import (
         ClassificationRequestOutput,
@@ -23,6 +24,7 @@ __all__ = [
     "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "PoolingParams",
     "PoolingRequestOutput",
     "RequestOutput",
@@ -39,6 +41,7 @@ _HOMES = {
     "ClassificationRequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "EmbeddingRequestOutput": "outputs",
+    "LoRARequest": "adapters",
     "PoolingParams": "sampling_params",
     "PoolingRequestOutput": "outputs",
     "RequestOutput": "outputs",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 
+from .adapters.loading import AdapterLoading
 from .grammar import Grammars, Matcher
 from .guide import Guide
 from .messages import (
@@ -41,6 +42,7 @@ class Arrivals:
         self._resumed = resumed
         self._grammars = Grammars()
         self._broken_grammars: dict[str, str] = {}  # why requests that name them must fail
+        self.adapters: AdapterLoading | None = None  # where adapters are served
         self._held: dict[int, Request] = {}  # until their grammars are loaded, by id
 
     def abort(self, message: AbortRequests) -> list[RequestOutput]:
@@ -125,7 +127,16 @@ class Arrivals:
             )
         if np.asarray(token_ids, np.int32).view(np.uint32).max() >= self._vocab_size:
             return unknown_token_problem(token_ids.tolist(), self._vocab_size)  # reading there would cost a GPU
-        return sampling.problem(self._vocab_size)
+        return self._adapter_problem(sampling) or sampling.problem(self._vocab_size)
+
+    def _adapter_problem(self, sampling: SamplingParams) -> str | None:
+        if not (id := sampling.adapter):
+            return None
+        if self.adapters is None or not self.adapters.knows(id):
+            return "its adapter is not loaded"
+        if sampling.prompt_logprobs is not None and id in self.adapters.with_head:
+            return "its adapter changes the output matrix, and there are no prompt_logprobs of such"
+        return None
 
     def change_grammars(self, message: SetVocabulary | AddGrammar | DropGrammars) -> None:
         """What goes wrong here is told to the requests that name the grammar."""

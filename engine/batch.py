@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..kernels.attention import DecodeWorkspace
 from ..kernels.batch_inputs import build_inputs, build_slots, commit_tokens
+from ..kernels.kv_unpack import PromptPages
+from ..kernels.verify import verify_drafts
 from .layers.attention import AttentionBatch
 from .plan import StepPlan
 from .rows import RowTables, Upload, aligned
@@ -21,22 +23,29 @@ ROWS, QUERY_START, SAMPLE_INDEX, WANTED, SAMPLED, SAMPLE_ROW = range(6)
 
 @dataclass(frozen=True)
 class Shape:
-    """What a step is padded to: rows that decode come first, then rows with longer queries, `tokens` in all."""
+    """What a step is padded to: rows that decode come first, then rows with queries of any length, `tokens` in all."""
 
     decode_rows: int
     prefill_rows: int
     tokens: int
     max_query_len: int  # of the prefill rows, 0 = there are none
+    num_drafts: int = 0  # of each decode row, behind its one token
 
     @property
     def rows(self) -> int:
         return self.decode_rows + self.prefill_rows
 
+    @property
+    def samples(self) -> int:
+        """At most. No fewer than rows."""
+        return self.rows + self.decode_rows * self.num_drafts
+
     @classmethod
     def of(cls, plan: StepPlan) -> Shape:
         """The plan's own, without padding."""
         queries = plan.num_tokens[plan.num_decodes :]
-        return cls(plan.num_decodes, len(queries), plan.num_decodes + sum(queries), max(queries, default=0))
+        tokens = plan.num_decode_tokens + sum(queries)
+        return cls(plan.num_decodes, len(queries), tokens, max(queries, default=0), plan.num_drafts)
 
 
 @dataclass
@@ -50,7 +59,7 @@ class Batch:
 
 @dataclass
 class SampleBatch:
-    """Who samples in a step, and where: S requests of B."""
+    """Who samples in a step, and where: S samples, with drafts several in a row of one request."""
 
     plan: StepPlan
     rows: Tensor  # int32 [S]
@@ -63,35 +72,42 @@ class BatchBuilder:
         self.tables = tables
         self.page_size = page_size
         self.workspace = workspace
+        self.prompt_pages: PromptPages | None = None
 
     def header(self, plan: StepPlan, shape: Shape) -> Tensor:
-        """int32 [6, ≥ rows + 1] on the host; padding rows are the dummy row with no token and no sample.
+        """int32 [6, ≥ samples + 1] on the host; padding rows are the dummy row with no token and no sample.
 
         A fresh pinned buffer each time: torch's host allocator hands it out again only once the copy out of it has been
         made, so the host never writes what an in-flight copy still reads.
         """
         device = self.tables.device
-        header = torch.empty(6, header_width(shape.rows), dtype=torch.int32, pin_memory=device.type == "cuda")
+        header = torch.empty(6, header_width(shape.samples), dtype=torch.int32, pin_memory=device.type == "cuda")
         lines = header.numpy()
-        decodes, num_sampled = plan.num_decodes, len(plan.sampled)
+        decodes, query_len, num_sampled = plan.num_decodes, 1 + plan.num_drafts, len(plan.sampled)
         first, last = shape.decode_rows, shape.decode_rows + len(plan.rows) - decodes  # the rows with longer queries
         lines[ROWS] = self.tables.dummy_row
         lines[ROWS, :decodes] = plan.rows[:decodes]
         lines[ROWS, first:last] = plan.rows[decodes:]
         query_start = lines[QUERY_START]
-        query_start[: decodes + 1] = np.arange(decodes + 1, dtype=np.int32)
-        query_start[decodes + 1 :] = decodes
+        query_start[: decodes + 1] = np.arange(0, plan.num_decode_tokens + 1, query_len, dtype=np.int32)
+        query_start[decodes + 1 :] = plan.num_decode_tokens
         query_start[first + 1 : last + 1] += np.cumsum(plan.num_tokens[decodes:], dtype=np.int32)
         query_start[last + 1 :] = query_start[last]
         lines[SAMPLE_INDEX:] = 0
         lines[SAMPLE_INDEX] = -1
         at = np.array(plan.sampled + plan.pooled, dtype=np.int32)
         at[at >= decodes] += first - decodes
-        lines[WANTED, : len(at)] = query_start[at + 1] - 1
+        wanted = query_start[at + 1] - 1
         at = at[:num_sampled]
         lines[SAMPLE_INDEX, at] = np.arange(num_sampled, dtype=np.int32)
-        lines[SAMPLED, :num_sampled] = at
-        lines[SAMPLE_ROW, :num_sampled] = lines[ROWS, at]
+        if plan.num_drafts:  # each of the first rows samples behind every one of its tokens, as all of them decode
+            every = np.arange(plan.num_decode_tokens, dtype=np.int32)
+            wanted, at = np.concatenate((every, wanted[decodes:])), np.concatenate((every // query_len, at[decodes:]))
+            lines[SAMPLE_INDEX, :decodes] = every[::query_len]
+            lines[SAMPLE_INDEX, at[len(every) :]] += decodes * plan.num_drafts
+        lines[WANTED, : len(wanted)] = wanted
+        lines[SAMPLED, : len(at)] = at
+        lines[SAMPLE_ROW, : len(at)] = lines[ROWS, at]
         return header
 
     def write_rows(self, plan: StepPlan) -> None:
@@ -116,26 +132,37 @@ class BatchBuilder:
             slots.append(torch.empty_like(input_ids))
             build_slots(table, rows, query_start, positions, slots[-1], self.page_size)
         attention = AttentionBatch(
-            shape.decode_rows, 1, shape.max_query_len, rows, seq_lens, query_start, slots, self.workspace,
-            beside and shape.decode_rows > 0 and shape.prefill_rows > 0,
+            shape.decode_rows, 1 + shape.num_drafts, shape.max_query_len, rows, seq_lens, query_start, slots,
+            self.workspace, beside and shape.decode_rows > 0 and shape.prefill_rows > 0, self.prompt_pages,
         )  # fmt: skip
         return Batch(input_ids, positions, attention)
 
     def samples(self, plan: StepPlan, header: Tensor, host: Tensor, batch: Batch) -> SampleBatch:
-        count = len(plan.sampled)
-        seq_lens = batch.attention.seq_lens.index_select(0, header[SAMPLED, :count])
+        count = plan.num_samples
+        if plan.num_drafts:
+            seq_lens = batch.positions.index_select(0, header[WANTED, :count]) + 1
+        else:
+            seq_lens = batch.attention.seq_lens.index_select(0, header[SAMPLED, :count])
         return SampleBatch(plan, header[SAMPLE_ROW, :count], host.numpy()[SAMPLE_ROW, :count], seq_lens)
 
-    def commit(self, header: Tensor, num_rows: int, tokens: Tensor) -> None:
-        """Appends the sampled tokens to the rows' history, on the device: the next step needs nothing from the host."""
-        commit_tokens(
-            self.tables.token_ids,
-            self.tables.num_computed,
-            header[ROWS, :num_rows],
-            header[QUERY_START, : num_rows + 1],
-            tokens,
-            header[SAMPLE_INDEX, :num_rows],
-        )
+    def commit(self, header: Tensor, shape: Shape, tokens: Tensor) -> Tensor | None:
+        """Appends the sampled tokens to the rows' history, on the device: the next step needs nothing from the host.
+
+        With drafts: int32 [2, decode_rows], of each row how many tokens it keeps, and how many had been proposed.
+        """
+        tables, count, kept = self.tables, shape.rows, None
+        rows, query_start, index = header[ROWS, :count], header[QUERY_START, : count + 1], header[SAMPLE_INDEX, :count]
+        if shape.num_drafts:
+            first = shape.decode_rows
+            kept = tokens.new_empty(2, first)
+            verify_drafts(
+                tables.token_ids, tables.num_computed, tables.num_proposed, rows[:first], query_start[: first + 1],
+                tokens, index[:first], kept, shape.num_drafts,
+            )  # fmt: skip
+            rows, query_start, index = rows[first:], query_start[first:], index[first:]
+        if len(rows):
+            commit_tokens(tables.token_ids, tables.num_computed, rows, query_start, tokens, index)
+        return kept
 
     def take_back(self, samples: SampleBatch, postponed: tuple[int, ...]) -> None:
         """After `commit`: the last token of these samples' rows is to be computed again; what was sampled after it is
@@ -146,6 +173,6 @@ class BatchBuilder:
         self.tables.num_computed.index_add_(0, rows, torch.ones_like(rows), alpha=-1)
 
 
-def header_width(num_rows: int) -> int:
+def header_width(num_samples: int) -> int:
     """Every line starts where Triton's variant for aligned pointers may be used."""
-    return aligned(num_rows + 1)
+    return aligned(num_samples + 1)

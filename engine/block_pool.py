@@ -28,6 +28,8 @@ class BlockPool:
         self.by_key: dict[bytes, int | dict[int, None]] = {}  # a dict is an ordered set of equal blocks
         # Called with the key and the block when cached content is lost because its block is taken for a new owner.
         self.evicted: Callable[[bytes, int], None] | None = None
+        # Called with the key once no block holds its content any more, for whatever reason.
+        self.lost: Callable[[bytes], None] | None = None
         # The free list is a ring of pointers through these two lists. The null block is never free: it is the head.
         self.next = [*range(1, num_blocks), NULL_BLOCK]
         self.prev = [num_blocks - 1, *range(num_blocks - 1)]
@@ -103,6 +105,8 @@ class BlockPool:
             if known:
                 return
         del self.by_key[key]
+        if self.lost is not None:
+            self.lost(key)
 
     def check_invariants(self) -> None:
         """Raises InvariantError where the counts, the free list and the map disagree. O(blocks)."""

@@ -109,6 +109,18 @@ def _rope_scaling(text: str) -> str | None:
     return 'its "rope_type" is missing, as in \'{"rope_type": "yarn", "factor": 4.0}\''
 
 
+def _kv_events(text: str) -> str | None:
+    from .kv_events import problem
+
+    return problem(text)
+
+
+def _speculation(text: str) -> str | None:
+    from .speculation.settings import problem
+
+    return problem(text)
+
+
 def _no_text(text: str) -> str | None:
     return None if text else "it is empty: give it a text, or leave it out"
 
@@ -221,6 +233,20 @@ class EngineConfig:
         group="cache",
         bounds=Bounds(above=0, at_most=1, note="it is a share"),
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "of keys and values in the cache; fp8 (fp8_e4m3): half the memory of 16 bits; fp8_per_token_head: the same, "
+        "with a scale for each token and head; auto: the activations' type, or what the checkpoint says",
+        choices=(
+            "auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head",
+        ),
+        group="cache",
+    )  # fmt: skip
+    calculate_kv_scales: bool = option(
+        False,
+        "for a cache of 8 bits: a scale for each token and head, instead of the checkpoint's or 1.0",
+        group="cache",
+    )
     kv_cache_memory_bytes: int | None = option(
         None,
         "size of the KV cache in bytes (default: what is left on a GPU, 1 GiB on the CPU)",
@@ -236,10 +262,49 @@ class EngineConfig:
         "keep it secret, who knows it can compute keys (default: random)",
         group="cache", secret=True, problem=_no_text,
     )  # fmt: skip
+    kv_events_config: str | None = option(
+        None, "what of the prefix cache is told to routers, as JSON: {\"enable_kv_cache_events\": true, \"endpoint\": "
+        "\"tcp://*:5557\"} publishes vLLM's events over ZeroMQ", group="cache", is_json=True, problem=_kv_events,
+    )  # fmt: skip
+    enable_lora: bool = option(
+        False, "serve adapters (LoRA) beside the model: each request names one, or none", group="adapters"
+    )
+    merge_lora: str | None = option(
+        None, "folder of one adapter that is merged into the model as it is loaded: served alone, at no cost a token",
+        group="adapters", problem=_no_file,
+    )  # fmt: skip
+    qlora_adapter_name_or_path: str | None = option(None, "an older name of merge_lora", group="adapters")
+    max_loras: int = option(
+        4, "adapters that the requests of a step may have; each takes a slot of device memory", group="adapters",
+        bounds=Bounds(1, 1024),
+    )  # fmt: skip
+    max_lora_rank: int = option(
+        16, "largest rank of an adapter; slots have room for it", group="adapters", bounds=Bounds(1, 512)
+    )
+    max_cpu_loras: int | None = option(
+        None, "adapters kept in host memory, ready for a slot; others are read again when they are asked for (default: "
+        "twice max_loras)", group="adapters", bounds=POSITIVE,
+    )  # fmt: skip
+    lora_dtype: str = option(
+        "auto", "of adapters in memory; auto: the model's", choices=("auto", "bfloat16", "float16", "float32"),
+        group="adapters",
+    )  # fmt: skip
+    lora_target_modules: tuple[str, ...] = option(
+        (), "last names of the modules that adapters may change, such as q_proj; fewer make slots smaller (default: "
+        "all that can)", group="adapters",
+    )  # fmt: skip
     data_parallel_size: int = option(
         1, "engines with the same model, each on a card (or a share of the cores) of its own, behind one address",
         group="parallel", bounds=Bounds(1, 64), short="dp",
     )  # fmt: skip
+    tensor_parallel_size: int = option(
+        1, "cards (on the CPU: processes) that share one model, each with a part of every layer: an engine has so many "
+        "ranks", group="parallel", bounds=Bounds(1, 64), short="tp",
+    )  # fmt: skip
+    enable_expert_parallel: bool = option(
+        False, "ranks hold whole experts of a mixture, not a slice of each", group="parallel", short="ep"
+    )
+    disable_custom_all_reduce: bool = option(False, "ranks sum through NCCL alone", group="parallel")
     max_num_batched_tokens: int | None = option(
         None,
         "tokens computed in one step, decodes or not (default: 8192 on a card of 70 GB, 2048 on less, of mixtures of "
@@ -280,6 +345,11 @@ class EngineConfig:
         0, "most tokens that a step computes of one prompt, so that others are in it too; 0: no limit, or 4 % of the "
         "context where max_long_partial_prefills needs one", group="scheduler", bounds=UNLIMITED,
     )  # fmt: skip
+    speculative_config: str | None = option(
+        None, "JSON object that turns drafts on, such as '{\"method\": \"ngram\", \"num_speculative_tokens\": 7}': "
+        "answers stay the same, and come faster where they repeat what stood before",
+        group="scheduler", problem=_speculation, is_json=True, short="sc",
+    )  # fmt: skip
     scheduling_policy: str = option(
         "fcfs",
         "who runs first: by arrival, or by the request's priority",
@@ -302,16 +372,51 @@ class EngineConfig:
         self._check_batch()
         self._check_partial_prefills()
         self._check_purpose()
+        self._check_events()
+        self._check_adapters()
         if self.engine_in_process and self.data_parallel_size > 1:
             raise ConfigError(
                 f"--engine-in-process has room for one engine, and --data-parallel-size is {self.data_parallel_size}: "
                 "leave one of them out"
             )
 
+    @property
+    def num_ranks(self) -> int:
+        """Of all engines."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    def _check_events(self) -> None:
+        from .kv_events import settings
+
+        if self.kv_events_config and not self.enable_prefix_caching and settings(self.kv_events_config) is not None:
+            raise ConfigError("--kv-events-config: a prefix cache that is off has no events; leave one of them out")
+
     def _check_purpose(self) -> None:
         from .purpose import purpose_of  # it reads EngineConfig
 
         purpose_of(self)
+
+    def _check_adapters(self) -> None:
+        if (old := self.qlora_adapter_name_or_path) is not None:
+            if self.merge_lora not in (None, old):
+                raise ConfigError("--merge-lora and --qlora-adapter-name-or-path are one option: leave one out")
+            object.__setattr__(self, "merge_lora", old)
+        if self.enable_lora and self.merge_lora is not None:
+            raise ConfigError(
+                "--merge-lora makes one model of two, and --enable-lora serves adapters beside: choose one"
+            )
+        if self.enable_lora and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "--enable-lora serves adapters on one card, and --tensor-parallel-size is "
+                f"{self.tensor_parallel_size}: leave one of them out, or merge one adapter (--merge-lora)"
+            )
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"--max-cpu-loras is {self.max_cpu_loras}: it must be at least --max-loras ({self.max_loras}), whose "
+                "adapters are kept on the host too"
+            )
+        if self.merge_lora is not None and self.load_format == "dummy":
+            raise ConfigError("--merge-lora has nothing to merge into with --load-format dummy: leave one of them out")
 
     def _check_batch(self) -> None:
         """Here, where both were said: no model has to be read to know that they contradict each other."""
@@ -364,7 +469,11 @@ class SchedulerConfig:
     prefix_cache_seed: str = field(default="", repr=False)  # of the keys; "": a random secret
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
+    max_loras: int = 0  # adapters that the running requests may have; 0: none is served
+    max_cpu_loras: int = 0
     depth: int = 1  # steps in flight
+    max_drafts: int = 0  # tokens that are drafted for a request in a step, at most
+    draft_depths: tuple[tuple[int, int], ...] = ()  # (up to so many running requests, drafts of each)
 
 
 def default_cpu_threads() -> int:

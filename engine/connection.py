@@ -29,6 +29,7 @@ class Connection(asyncio.Protocol):
         self._received = bytearray()
         self._outbox: list[bytes] = []
         self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket
         self._gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -42,6 +43,7 @@ class Connection(asyncio.Protocol):
     ) -> Connection:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: cls(incoming, on_message, on_lost), sock=sock)
+        connection._socket = sock
         return connection
 
     def send(self, message: Any) -> None:
@@ -50,6 +52,21 @@ class Connection(asyncio.Protocol):
         if not self._outbox:
             self._loop.call_soon(self._flush)
         self._outbox.append(encoded)
+
+    def send_now(self, encoded: bytes) -> None:
+        """A message, encoded, in a frame of its own, which is on its way when this returns if the socket takes it.
+        Transports may wait for the end of the turn, in which there is still work to do."""
+        self._flush()
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        frame = self._encoder.encode([msgspec.Raw(encoded)])
+        data, sent = LENGTH.pack(len(frame)) + frame, 0
+        if not transport.get_write_buffer_size():
+            with contextlib.suppress(OSError):  # it is full, or nobody is there, as on_lost will tell
+                sent = self._socket.send(data)
+        if sent < len(data):
+            transport.write(data[sent:])
 
     def _flush(self) -> None:
         messages, self._outbox = self._outbox, []

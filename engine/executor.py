@@ -6,23 +6,60 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
+import msgspec
 import torch
 
+from .encoders.runner import EncoderRunner
 from .mask import TokenMask
 from .plan import StepPlan, StepResult
 from .runner import ModelRunner
 
 
-class Executor:
-    """A step is two calls: `execute` launches the forward pass, `sample` what follows it.
+class Executor(Protocol):
+    """Runs steps somewhere, in order. A step is two calls: `execute` launches the forward pass, `sample` what follows.
 
-    On a GPU both launch on the loop's thread and a second thread blocks on the step's event. On the CPU, where
+    Each of them raises what the launch raises.
+    """
+
+    def execute(self, plan: StepPlan) -> None:
+        """Starts a step. `sample` must follow before the next one."""
+        ...
+
+    def sample(self, mask: TokenMask | None = None) -> None:
+        """The results come from `result`, oldest first."""
+        ...
+
+    def result(self) -> Awaitable[StepResult]:
+        """Of the oldest step in flight. Raises what the step raised."""
+        ...
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether the oldest step in flight was over within that time."""
+        ...
+
+    def recover(self, error: Exception) -> None:
+        """After a step has raised `error`. Raises RuntimeError where none can follow it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def steps_in_flight(device: torch.device) -> int:
+    """On a GPU the next step is launched before the last is over; on the CPU, launching is computing."""
+    return 2 if device.type == "cuda" else 1
+
+
+class ThreadExecutor:
+    """On one rank, in this process.
+
+    On a GPU both calls launch on the loop's thread and a second thread blocks on the step's event. On the CPU, where
     launching is computing, the second thread does it all, once `sample` has been called.
     """
 
-    def __init__(self, runner: ModelRunner, *, num_threads: int | None = None) -> None:
+    def __init__(self, runner: ModelRunner | EncoderRunner, *, num_threads: int | None = None) -> None:
         self.runner = runner
         self.asynchronous = runner.device.type == "cuda"
         self.num_threads = num_threads
@@ -35,13 +72,11 @@ class Executor:
         self._thread.start()
 
     def execute(self, plan: StepPlan) -> None:
-        """Starts a step. `sample` must follow before the next one. Raises what the launch raises."""
         if self.asynchronous and plan.rows:
             self.runner.execute(plan)
         self._plan = plan
 
     def sample(self, mask: TokenMask | None = None) -> None:
-        """Raises what the launch raises; the results come from `result`, oldest first."""
         plan, self._plan = self._plan, None
         assert plan is not None, "sample() without execute()"
         future = asyncio.get_running_loop().create_future()
@@ -60,18 +95,36 @@ class Executor:
         self._futures.append(future)
         self._work.put((work, future))
 
+    @property
+    def newest(self) -> asyncio.Future[StepResult]:
+        """Of the step sampled last."""
+        return self._futures[-1]
+
     def result(self) -> asyncio.Future[StepResult]:
-        """Of the oldest step in flight. Raises what the step raised."""
         return self._futures.popleft()
 
     async def wait(self, seconds: float) -> bool:
-        """Whether the oldest step in flight was over within that time."""
         done, _ = await asyncio.wait([self._futures[0]], timeout=seconds)
         return bool(done)
+
+    def recover(self, error: Exception) -> None:
+        if self.asynchronous:
+            try:
+                torch.cuda.synchronize()
+            except Exception as lost:
+                raise RuntimeError(f"the GPU is lost ({lost}); restart vserve") from error
 
     def close(self) -> None:
         self._work.put(None)
         self._thread.join(timeout=5)
+
+    def _counted(self, result: StepResult) -> StepResult:
+        runner = self.runner
+        if not runner.num_graph_misses and not runner.num_late_compilations:
+            return result
+        return msgspec.structs.replace(
+            result, num_graph_misses=runner.num_graph_misses, num_late_compilations=runner.num_late_compilations
+        )
 
     def _run(self) -> None:
         if self.num_threads is not None:
@@ -79,7 +132,7 @@ class Executor:
         while (item := self._work.get()) is not None:
             work, future = item
             try:
-                result: StepResult | BaseException = work()
+                result: StepResult | BaseException = self._counted(work())
             except BaseException as error:
                 result = error
             try:

@@ -1,6 +1,7 @@
 """Faults on purpose, so that tests can watch what becomes of them: VSERVE_FAULT=step:123:oom.
 
-A fault is place:when:kind, several are separated by commas. They are refused unless VSERVE_ALLOW_FAULTS=1 is set too.
+A fault is place:when:kind, or place:when:kind:rank for another rank than 0; several are separated by commas. They are
+refused unless VSERVE_ALLOW_FAULTS=1 is set too.
 No code asks whether faults are on: the function that is to fail is wrapped once, when the engine has started.
 
     phase:NAME       start-up has come to this phase (imports, weights, memory, warm-up, graphs, …)
@@ -26,10 +27,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .config import ConfigError
 
 if TYPE_CHECKING:
+    from .encoders.runner import EncoderRunner
     from .loop import EngineLoop
+    from .runner import ModelRunner
 
 PLACES = ("phase", "step", "sample", "schedule", "add", "grammar", "detokenize")
 KINDS = ("error", "oom", "lost", "nan", "hang", "block", "exit", "kill", "segv")
+rank = 0  # of this process
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,11 @@ class Fault:
     place: str
     when: str  # the phase's name, or the number of the call, from 1
     kind: str
+    rank: int = 0
 
 
 def planned() -> list[Fault]:
-    """What the environment asks for. Raises ConfigError when it must not, or asks for nonsense."""
+    """What the environment asks for of this rank. Raises ConfigError when it must not, or asks for nonsense."""
     text = os.environ.get("VSERVE_FAULT", "")
     if not text:
         return []
@@ -48,14 +53,15 @@ def planned() -> list[Fault]:
         raise ConfigError("VSERVE_FAULT makes the server fail on purpose: unset it, or set VSERVE_ALLOW_FAULTS=1 too")
     faults = []
     for item in text.split(","):
-        place, when, kind = [*item.split(":"), "", ""][:3]
-        if place not in PLACES or kind not in KINDS or not (when if place == "phase" else when.isdigit()):
+        place, when, kind, at = [*item.split(":"), "", "", "0"][:4]
+        known = place in PLACES and kind in KINDS and (at or "0").isdigit()
+        if not known or not (when if place == "phase" else when.isdigit()):
             raise ConfigError(
-                f"VSERVE_FAULT has {item!r}: write place:when:kind, "
+                f"VSERVE_FAULT has {item!r}: write place:when:kind or place:when:kind:rank, "
                 f"places {', '.join(PLACES)}, kinds {', '.join(KINDS)}"
             )
-        faults.append(Fault(place, when, kind))
-    return faults
+        faults.append(Fault(place, when, kind, int(at or "0")))
+    return [fault for fault in faults if fault.rank == rank]
 
 
 def hit_phase(name: str) -> None:
@@ -64,18 +70,22 @@ def hit_phase(name: str) -> None:
             _strike(fault)
 
 
-def arm_engine(engine: EngineLoop) -> None:
+def arm_engine(engine: EngineLoop, runner: ModelRunner | EncoderRunner) -> None:
     from .grammar import GrammarMatcher
 
-    runner = engine.executor.runner
+    arm_runner(runner, engine)
     for owner, name, place in (
-        (runner, "execute", "step"),
-        (runner, "sample", "sample"),
         (engine.scheduler, "schedule", "schedule"),
         (engine.scheduler, "add", "add"),
         (GrammarMatcher, "fill", "grammar"),
     ):
         arm(owner, name, place, engine)
+
+
+def arm_runner(runner: ModelRunner | EncoderRunner, engine: EngineLoop | None = None) -> None:
+    """`engine`: of rank 0. The others follow what it samples."""
+    arm(runner, "execute", "step", engine)
+    arm(runner, "sample" if engine is not None else "follow", "sample", engine)
 
 
 def arm(owner: Any, name: str, place: str, engine: EngineLoop | None = None) -> None:
@@ -93,7 +103,7 @@ def arm(owner: Any, name: str, place: str, engine: EngineLoop | None = None) -> 
         fault = faults.get(calls)
         if fault is not None and fault.kind == "nan":
             result = function(*args, **kwargs)
-            _poison(engine)
+            _poison(owner)
             return result
         if fault is not None:
             _strike(fault, engine)
@@ -132,13 +142,13 @@ def _lose_device(engine: EngineLoop | None) -> None:
 
     setattr(torch.cuda, "synchronize", synchronize)  # noqa: B010
     if engine is not None:
-        engine.executor.asynchronous = True
+        engine.executor.asynchronous = True  # type: ignore[attr-defined]
 
 
-def _poison(engine: EngineLoop | None) -> None:
+def _poison(runner: ModelRunner) -> None:
     """The step's first sample sees NaN instead of what the model computed."""
     import torch
 
-    assert engine is not None and engine.executor.runner._launched is not None
+    assert runner._launched is not None
     with torch.inference_mode():
-        engine.executor.runner._launched.hidden[:1] = float("nan")
+        runner._launched.hidden[:1] = float("nan")

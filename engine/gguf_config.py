@@ -174,7 +174,9 @@ def _is_number(value: Any) -> bool:
 def _architecture(file: GGUFFile) -> str:
     name, kind = file.metadata.get("general.architecture"), file.metadata.get("general.type", "model")
     if kind == "adapter":
-        raise ModelError(f"{file.path} is a LoRA adapter: merge it into its base model, and pass the result")
+        raise ModelError(
+            f"{file.path} is a LoRA adapter: merge it into its base model (llama-export-lora), and pass that"
+        )
     if name is None:
         raise ModelError(f"{file.path} lacks the key general.architecture: download it again")
     if name not in ARCHITECTURES:

@@ -6,7 +6,7 @@ Launching a step's kernels one by one takes the host some 20 ms; replaying a gra
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +14,14 @@ from torch import Tensor
 
 from .batch import WANTED, Batch, BatchBuilder, Shape, header_width
 from .plan import StepPlan
-from .scheduler import FEW_DECODES
+from .scheduler import BESIDE_DRAFTS, FEW_DECODES
 
 MIXED_TOKENS = (128, 256, 512, 768, 1024)
 MIXED_DECODE_ROWS = (0, 16, 32, 64, 128, 256, 512)
 MIXED_PREFILL_ROWS = 16
+# Of more prompts than that, as after a burst of short ones: coarse, for they are rare.
+MANY_PREFILL_ROWS = 128
+MANY_TOKENS = 256  # the smaller of two sizes; the other is the largest of a small step
 # Steps of many tokens, for long queues: coarser, since there the host's time matters less. Steps of more than these
 # are launched kernel by kernel: the GPU is so long at it that padding would cost more.
 LARGE_TOKENS = (2048, 4096)
@@ -33,7 +36,7 @@ class StepGraph:
     graph: torch.cuda.CUDAGraph
     header: Tensor  # int32 [6, width], static: filled before each replay
     batch: Batch  # static tensors that the replay fills
-    hidden: Tensor  # [rows, hidden], static: of the tokens that the header wants
+    hidden: Tensor  # [samples, hidden], static: of the tokens that the header wants
 
 
 def decode_sizes(largest: int) -> list[int]:
@@ -55,6 +58,11 @@ def mixed_sizes(max_mixed_tokens: int, large_mixed_tokens: tuple[int, ...]) -> t
     return sizes, sorted({*large_mixed_tokens, *(n + FEW_DECODES for n in limits)})
 
 
+def draft_sizes(most: int) -> list[int]:
+    """As decode_sizes, up to what has graphs for some number of drafts; coarser, for each has its own."""
+    return sorted({*(size for size in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256) if size <= most), most})
+
+
 class StepGraphs:
     """An explicit table from padded shapes to graphs: steps that only decode, and steps with some prompt tokens too."""
 
@@ -65,14 +73,23 @@ class StepGraphs:
         max_decodes: int,
         max_mixed_tokens: int,
         large_mixed_tokens: tuple[int, ...],
+        drafts: Mapping[int, int] | None = None,
+        coarse: bool = False,
     ) -> None:
+        """`drafts`: up to how many decodes there are graphs for so many drafts of each. `coarse`: fewer graphs, of
+        steps that come less often."""
+        self.drafts = {count: min(most, max_decodes) for count, most in (drafts or {}).items()}
         self.builder = builder  # needed to capture: before, the rows may still be made anew
         self.forward = forward
-        self.decodes = decode_sizes(max_decodes)
-        self.mixed_decodes = sorted({min(rows, max_decodes) for rows in MIXED_DECODE_ROWS})
+        self.decodes = [n for n in decode_sizes(max_decodes) if not coarse or n.bit_count() == 1 or n == max_decodes]
+        mixed_rows = LARGE_DECODE_ROWS if coarse else MIXED_DECODE_ROWS
+        self.mixed_decodes = sorted({min(rows, max_decodes) for rows in mixed_rows})
         self.large_decodes = sorted({min(rows, max_decodes) for rows in LARGE_DECODE_ROWS})
         self.max_mixed_tokens = max_mixed_tokens
         self.mixed_tokens, self.large_tokens = mixed_sizes(max_mixed_tokens, large_mixed_tokens)
+        self.many_tokens: list[int] = []
+        if max_decodes > MIXED_PREFILL_ROWS:
+            self.many_tokens = [n for n in self.mixed_tokens if n in (MANY_TOKENS, self.mixed_tokens[-1])]
         self._graphs: dict[Shape, StepGraph] = {}
 
     def shapes(self) -> list[Shape]:
@@ -82,32 +99,61 @@ class StepGraphs:
             few = tokens > self.max_mixed_tokens  # the scheduler exceeds its limit only beside few decodes
             rows = [n for n in self.mixed_decodes if n < tokens and (n <= FEW_DECODES or not few)]
             found += [Shape(n, MIXED_PREFILL_ROWS, tokens, tokens) for n in rows]
+        for tokens in self.many_tokens:
+            rows = [n for n in self.large_decodes if n < tokens]
+            found += [Shape(n, MANY_PREFILL_ROWS, tokens, tokens) for n in rows]
         for tokens in self.large_tokens:
             rows = [n for n in self.large_decodes if n < tokens]
             found += [Shape(n, LARGE_PREFILL_ROWS, tokens, tokens) for n in rows]
+        for count, most in self.drafts.items():
+            found += [Shape(size, 0, size * (1 + count), 0, count) for size in draft_sizes(most)]
+            sizes = [tokens for tokens in self.mixed_tokens if tokens > most * (1 + count)]
+            found += [Shape(most, BESIDE_DRAFTS, tokens, tokens, count) for tokens in sizes]
         return sorted(found, key=lambda shape: -shape.tokens)
 
     def expects(self, plan: StepPlan) -> bool:
         """Whether a plan of this size should find a graph."""
-        return plan.total_tokens == plan.num_decodes or plan.total_tokens <= max(self.mixed_tokens, default=0)
+        if plan.num_drafts and plan.num_decodes > self.drafts.get(plan.num_drafts, 0):
+            return False
+        return plan.total_tokens == plan.num_decode_tokens or plan.total_tokens <= max(self.mixed_tokens, default=0)
 
     def find(self, plan: StepPlan) -> StepGraph | None:
         """The smallest graph that holds this plan, if there is one."""
         decodes, prefills, tokens = plan.num_decodes, len(plan.rows) - plan.num_decodes, plan.total_tokens
+        if plan.num_drafts:
+            return self._find_drafts(plan)
         if not prefills:
             size = _at_least(self.decodes, decodes)
             return None if size is None else self._graphs.get(Shape(size, 0, size, 0))
         if not self.mixed_tokens:
             return None
         large = tokens > self.mixed_tokens[-1]
-        rows = _at_least(self.large_decodes if large else self.mixed_decodes, decodes)
+        if large:
+            sizes, decode_rows, max_prefills = self.large_tokens, self.large_decodes, LARGE_PREFILL_ROWS
+        elif prefills > MIXED_PREFILL_ROWS:
+            sizes, decode_rows, max_prefills = self.many_tokens, self.large_decodes, MANY_PREFILL_ROWS
+        else:
+            sizes, decode_rows, max_prefills = self.mixed_tokens, self.mixed_decodes, MIXED_PREFILL_ROWS
+        rows = _at_least(decode_rows, decodes)
         if rows is None:
             return None
-        size = _at_least(self.large_tokens if large else self.mixed_tokens, max(tokens, rows + 1))
-        max_prefills = LARGE_PREFILL_ROWS if large else MIXED_PREFILL_ROWS
+        size = _at_least(sizes, max(tokens, rows + 1))
         if size is None or prefills > max_prefills or (large and size > tokens * LARGE_PADDING):
             return None
         return self._graphs.get(Shape(rows, max_prefills, size, size))
+
+    def _find_drafts(self, plan: StepPlan) -> StepGraph | None:
+        count, most = plan.num_drafts, self.drafts.get(plan.num_drafts, 0)
+        if plan.num_decodes > most:
+            return None
+        prefills = len(plan.rows) - plan.num_decodes
+        if not prefills:
+            rows = next(rows for rows in draft_sizes(most) if rows >= plan.num_decodes)
+            return self._graphs.get(Shape(rows, 0, rows * (1 + count), 0, count))
+        tokens = _at_least(self.mixed_tokens, max(plan.total_tokens, most * (1 + count) + 1))
+        if tokens is None or prefills > BESIDE_DRAFTS:
+            return None
+        return self._graphs.get(Shape(most, BESIDE_DRAFTS, tokens, tokens, count))
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -116,18 +162,19 @@ class StepGraphs:
         assert self.builder is not None
         device = self.builder.tables.device
         for shape in self.shapes():
-            header = torch.zeros(6, header_width(shape.rows), dtype=torch.int32, device=device)
+            header = torch.zeros(6, header_width(shape.samples), dtype=torch.int32, device=device)
             # Dummy rows without a token: the capture run must not touch a row.
             header[0] = self.builder.tables.dummy_row
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # Errors of this thread alone: with several ranks, NCCL's own looks at events meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 batch, hidden = self._run(header, shape)
             self._graphs[shape] = StepGraph(shape, graph, header, batch, hidden)
 
     def _run(self, header: Tensor, shape: Shape) -> tuple[Batch, Tensor]:
         assert self.builder is not None
         batch = self.builder.gather(header, shape, beside=True)
-        return batch, self.forward(batch, header[WANTED, : shape.rows])
+        return batch, self.forward(batch, header[WANTED, : shape.samples])
 
 
 def _at_least(sizes: list[int], wanted: int) -> int | None:

@@ -21,8 +21,9 @@ RERANKER_TOKENS = ("no", "yes")  # of Qwen3-Reranker, a CausalLM that is asked f
 DIFFERENCE, ROWS = METHODS = ("from_2_way_softmax", "no_post_processing")  # of classifier_from_token, as vLLM has them
 # What is read of config.json here.
 KEYS = (
-    "classifier_from_token", "id2label", "is_original_qwen3_reranker", "matryoshka_dimensions", "method", "num_labels",
-    "problem_type", "sbert_ce_default_activation_function", "sentence_transformers",
+    "classifier_activation", "classifier_bias", "classifier_from_token", "classifier_pooling", "id2label",
+    "is_original_qwen3_reranker", "matryoshka_dimensions", "method", "num_labels", "pooling", "problem_type",
+    "sbert_ce_default_activation_function", "sentence_transformers",
 )  # fmt: skip
 _ACTIVATIONS = {
     "": "", "Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid", "SiLU": "silu",
@@ -40,6 +41,9 @@ class ProjectionSpec:
     bias: bool = False
     activation: str = ""  # tanh | relu | gelu | sigmoid | silu
     folder: Path | None = None  # that has its tensors; None: the checkpoint's
+    norm: str = ""  # the path of a LayerNorm behind that
+    norm_eps: float = 0.0
+    norm_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,9 @@ class HeadSpec:
     # Rows of the output matrix that take the place of a classifier's; of two, their difference (second - first).
     token_ids: tuple[int, ...] = ()
     reranks: bool = False  # it is Qwen3-Reranker, or asks for the same two tokens
+    # Which hidden state classes are made of, whatever a request says: the first ("cls"), all tokens' mean ("mean"), or
+    # all, of whose logits the mean is taken ("late"). "": the request says it.
+    pooled: Literal["", "cls", "mean", "late"] = ""
 
     @property
     def width(self) -> int:
@@ -62,7 +69,7 @@ class HeadSpec:
 
 def base_name(architecture: str) -> str:
     """The architecture whose layers one with a head has."""
-    for suffix in (*SUFFIXES, "Model"):
+    for suffix in (*SUFFIXES, "ForMaskedLM", "Model"):
         if architecture.endswith(suffix):
             return f"{architecture.removesuffix(suffix)}ForCausalLM"
     return architecture
@@ -92,8 +99,56 @@ def read_head(folder: Path | None, raw: Mapping[str, Any], hidden: int, purpose:
 
 def _classifier(raw: Mapping[str, Any], hidden: int, by_token: bool) -> HeadSpec:
     labels = read_labels(raw)
-    layer = ProjectionSpec("score", hidden, len(labels), bias=by_token)
-    return HeadSpec("classify", (layer,), labels, _activation(raw, len(labels)), by_token)
+    layers, pooled = _products(raw, hidden, len(labels), by_token)
+    return HeadSpec("classify", layers, labels, _activation(raw, len(labels)), by_token, pooled=pooled)
+
+
+# Of encoders: paths of the products before the classes, and of these.
+_POOLERS = {"Bert": "bert", "NomicBert": "nomic_bert", "New": "new", "Gte": "gte"}
+_DENSE = {"Roberta": "tanh", "XLMRoberta": "tanh", "Camembert": "tanh", "Electra": "gelu"}
+
+
+def _products(
+    raw: Mapping[str, Any], hidden: int, num_labels: int, by_token: bool
+) -> tuple[tuple[ProjectionSpec, ...], Any]:
+    """The products that make classes, and what they are made of (HeadSpec.pooled), as transformers has them."""
+    name = str((raw.get("architectures") or [""])[0])
+    kind = base_name(name).removesuffix("ForCausalLM")
+
+    def classes(path: str, bias: bool = True) -> ProjectionSpec:
+        return ProjectionSpec(path, hidden, num_labels, bias)
+
+    def dense(path: str, activation: str) -> ProjectionSpec:
+        return ProjectionSpec(path, hidden, hidden, True, activation)
+
+    if kind == "ModernBert":
+        activation = str(raw.get("classifier_activation") or "gelu")
+        if activation not in _ACTIVATIONS.values():
+            known = ", ".join(name for name in _ACTIVATIONS.values() if name)
+            raise ModelError(f"config.json: classifier_activation is {activation!r}, supported are {known}")
+        head = ProjectionSpec(
+            "head.dense", hidden, hidden, bool(raw.get("classifier_bias")), activation, norm="head.norm",
+            norm_eps=float(raw.get("norm_eps") or 1e-5), norm_bias=bool(raw.get("norm_bias")),
+        )  # fmt: skip
+        return (head, classes("classifier")), "" if by_token else _classifier_pooling(raw, "cls", ("cls", "mean"))
+    if by_token and kind in (*_POOLERS, *_DENSE, "EuroBert"):
+        return (classes("classifier"),), ""
+    if kind in _POOLERS:
+        return (dense(f"{_POOLERS[kind]}.pooler.dense", "tanh"), classes("classifier")), "cls"
+    if kind in _DENSE:
+        return (dense("classifier.dense", _DENSE[kind]), classes("classifier.out_proj")), "cls"
+    if kind == "EuroBert":
+        pooled = _classifier_pooling(raw, "late", ("bos", "mean", "late"))
+        return (dense("dense", "gelu"), classes("classifier")), "cls" if pooled == "bos" else pooled
+    pooled = {"avg": "mean", "cls": "cls"}.get(str(raw.get("pooling")), "") if kind == "LlamaBidirectional" else ""
+    return (classes("score", bias=by_token),), pooled
+
+
+def _classifier_pooling(raw: Mapping[str, Any], default: str, known: tuple[str, ...]) -> str:
+    found = raw.get("classifier_pooling") or default
+    if found not in known:
+        raise ModelError(f"config.json: classifier_pooling is {found!r}: choose one of {', '.join(known)}")
+    return str(found)
 
 
 def _reward(hidden: int, steps: bool) -> HeadSpec:

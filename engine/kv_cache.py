@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Mapping
 from hashlib import sha256
-from itertools import cycle
+from itertools import cycle, groupby
 
 from .block_pool import NULL_BLOCK, BlockPool
 from .config import SchedulerConfig
 from .invariants import require
+from .kv_events import KVEvents
 from .kv_group import KVGroup, longest_request
 from .request import Request
 
@@ -42,12 +43,17 @@ class KVCacheManager:
         # Of one request alone.
         self.max_tokens = longest_request(config.windows, config.num_blocks, chunk, size, config.max_model_len)
         self.tables: dict[int, BlockTable] = {}  # by request id
+        self.events: KVEvents | None = None  # see publish
         self.prefix_queries = 0  # tokens looked up; resumed requests would flatter the rate and are not counted
         self.prefix_hits = 0  # tokens found
         # A secret start of every chain: keys cannot be computed outside of this process (prefix-cache timing attacks).
         # Engines that are to know the same blocks by the same keys are given one secret.
         given = config.prefix_cache_seed
         self.seed = sha256(given.encode("utf-8", "surrogatepass")).digest() if given else os.urandom(32)
+
+    def publish(self, events: KVEvents) -> None:
+        """From now on they are told which contents come and go."""
+        self.events, self.pool.lost = events, events.removed
 
     @property
     def num_free_blocks(self) -> int:
@@ -131,9 +137,10 @@ class KVCacheManager:
         if missing <= 0:
             return 0
         if self.has_windows:
+            computed = request.num_computed_tokens - request.num_in_flight_drafts  # at least
             for place, group in enumerate(self.groups):
                 if group.window:
-                    left = group.leave_behind(groups[place], table.left[place], request.num_computed_tokens)
+                    left = group.leave_behind(groups[place], table.left[place], computed)
                     table.left[place] = left
         if missing * self.num_groups > pool.num_free:
             return -1
@@ -152,10 +159,27 @@ class KVCacheManager:
             # A narrow window leaves a block behind before all its tokens are known: then nobody will find it.
             first, suffix = max(start, left), group.suffix
             pairs = [(block, key + suffix) for block, key in zip(blocks[first:end], hashes[first:end], strict=True)]
+            if self.events is not None:
+                self._tell(request, group, first, [key for _, key in pairs])
             for block, key in pairs:
                 self.pool.register(block, key)
             registered += pairs
         table.num_registered = end
+
+    def _tell(self, request: Request, group: KVGroup, first: int, keys: list[bytes]) -> None:
+        """What of these blocks, the first of which is the request's block `first`, nobody has had so far."""
+        assert self.events is not None
+        size, find, tokens = self.block_size, self.pool.find, request.token_ids
+        new = [index for index, key in enumerate(keys) if find(key) is None]
+        # Runs: index minus place in the list is the same for neighbours.
+        for _, run in groupby(enumerate(new), lambda pair: pair[1] - pair[0]):
+            indices = [index for _, index in run]
+            start, end = first + indices[0], first + indices[-1] + 1
+            self.events.stored(
+                group.index, keys[indices[0] : indices[-1] + 1],
+                request.block_hashes[start - 1] if start else None, tokens[start * size : end * size],
+                request.cache_salt, start == 0,
+            )  # fmt: skip
 
     def unregister(self, request: Request, num_tokens: int) -> None:
         """Of what this request has registered, forget blocks beyond its first `num_tokens`: they are computed anew."""
@@ -239,6 +263,10 @@ class KVCacheManager:
 
 def extra_keys(request: Request) -> dict[int, tuple[bytes, ...]]:
     """What tells blocks apart beside their tokens, by the index of the block from which on it does: the chain carries
-    it on. So far the cache salt, from the first block on."""
-    salt = request.cache_salt
-    return {} if salt is None else {0: (b"salt" + salt.encode("utf-8", "surrogatepass"),)}
+    it on. So far the cache salt and the adapter, by the id of its load, from the first block on."""
+    extras: tuple[bytes, ...] = ()
+    if request.cache_salt is not None:
+        extras = (b"salt" + request.cache_salt.encode("utf-8", "surrogatepass"),)
+    if request.adapter:
+        extras += (b"adapter" + request.adapter.to_bytes(8, "little"),)
+    return {0: extras} if extras else {}

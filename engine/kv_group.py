@@ -39,11 +39,11 @@ class KVGroup:
     place of such a block in the table, which so stays as long as the others' and only ever grows.
     """
 
-    __slots__ = ("block_size", "chunk", "num_seen", "pool", "suffix", "window")
+    __slots__ = ("block_size", "chunk", "index", "num_seen", "pool", "suffix", "window")
 
     def __init__(self, index: int, window: int, block_size: int, chunk: int, pool: BlockPool) -> None:
         """`chunk`: tokens of a request that a step computes at most."""
-        self.window, self.block_size, self.chunk, self.pool = window, block_size, chunk, pool
+        self.index, self.window, self.block_size, self.chunk, self.pool = index, window, block_size, chunk, pool
         self.suffix = b"" if index == 0 else index.to_bytes(2, "little")  # of its keys: groups share no content
         self.num_seen = -(-(window - 1) // block_size)  # blocks before its own that a block's first token sees
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .kv_format import NUMBERS, KVFormat
 from .kv_group import blocks_held, longest_request
 from .layer_spec import KVSpec
 
@@ -34,16 +35,17 @@ class KVLayout:
     specs: tuple[KVSpec, ...]  # of all layers
     groups: tuple[GroupSpec, ...]  # those that keep all tokens first: a prefix is looked up in them first
     block_size: int
+    format: KVFormat = NUMBERS
 
     @classmethod
-    def of(cls, specs: Sequence[KVSpec], block_size: int, max_model_len: int) -> KVLayout:
+    def of(cls, specs: Sequence[KVSpec], block_size: int, max_model_len: int, format: KVFormat = NUMBERS) -> KVLayout:
         """Of those in which a request of the whole context takes about the fewest bytes, the one of fewest groups."""
         specs = tuple(specs)
         kinds: dict[int, list[int]] = {}
         for index, spec in enumerate(specs):
             kinds.setdefault(spec.window if spec.window < max_model_len else 0, []).append(index)
         widest = 0 if 0 in kinds else max(kinds)
-        layouts = [cls(specs, (GroupSpec(widest, tuple(range(len(specs)))),), block_size)]
+        layouts = [cls(specs, (GroupSpec(widest, tuple(range(len(specs)))),), block_size, format)]
         in_order = sorted(kinds, key=lambda window: (window > 0, -window))
         for size in range(1, max(map(len, kinds.values())) + 1):
             groups = tuple(
@@ -52,7 +54,7 @@ class KVLayout:
                 for first in range(0, len(kinds[window]), size)
             )
             if len(groups) <= MAX_GROUPS:
-                layouts.append(cls(specs, groups, block_size))
+                layouts.append(cls(specs, groups, block_size, format))
         costs = [layout.request_blocks(max_model_len) * layout.block_elements for layout in layouts]
         few = [pair for pair in zip(costs, layouts, strict=True) if pair[0] <= (1 + WORTH_GROUPS) * min(costs)]
         return min(few, key=lambda pair: (len(pair[1].groups), pair[0]))[1]
@@ -72,8 +74,11 @@ class KVLayout:
         """Numbers in a block."""
         return self.block_size * sum(max(self.specs[i].token_elements for i in place) for place in self.places)
 
-    def block_bytes(self, item_bytes: int) -> int:
-        return self.block_elements * item_bytes
+    def block_bytes(self, number_bytes: int) -> int:
+        """With its scales; number_bytes: of an element of the activations."""
+        format, specs = self.format, self.specs
+        scales = sum(max(format.scale_bytes(specs[i]) for i in place) for place in self.places)
+        return self.block_elements * format.item_bytes(number_bytes) + self.block_size * scales
 
     def request_blocks(self, num_tokens: int, chunk: int = 1) -> int:
         """That a request has at most when steps compute up to `chunk` of its tokens; 1: while it decodes."""

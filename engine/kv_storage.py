@@ -1,4 +1,7 @@
-"""The memory of the KV cache. How pages lie in it is decided here, and nowhere else."""
+"""The memory of the KV cache. How pages lie in it is decided here, and nowhere else.
+
+Keys, values and, where tokens have scales of their own, these lie apart, each together over all blocks of a layer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ def allocate(
     Layers at one place of their groups are given the same memory: every block is one group's at a time. Where their
     keys and their values are as large, each lie together over all blocks, contiguous; else, a block's page of keys is
     followed by its page of values, and both have strides. Values that are part of the keys are a view of them.
+    dtype: of numbers; codes are of the layout's.
     """
+    if layout.format.code:
+        dtype = getattr(torch, layout.format.code)
     size, found = layout.block_size, {}
     for place in layout.places:
         specs = [layout.specs[layer] for layer in place]
@@ -34,6 +40,21 @@ def allocate(
                 key_page = size * _key_elements(spec)
                 values = pages[:, key_page : key_page + size * _value_elements(spec)]
                 found[layer] = _views(pages[:, :key_page], values, spec, size)
+    return [found[layer] for layer in range(len(layout.specs))]
+
+
+def allocate_scales(layout: KVLayout, num_blocks: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Of each layer: fp32 [num_blocks, block_size, KV] for keys, and for values; layers at one place share them too."""
+    found = {}
+    for place in layout.places:
+        heads = max(layout.specs[layer].num_kv_heads for layer in place)
+        both = torch.ones(2, num_blocks, layout.block_size * heads, dtype=torch.float32, device=device)
+        for layer in place:
+            mine = layout.specs[layer].num_kv_heads
+            keys, values = (
+                plane[:, : layout.block_size * mine].unflatten(1, (layout.block_size, mine)) for plane in both
+            )
+            found[layer] = keys, values
     return [found[layer] for layer in range(len(layout.specs))]
 
 

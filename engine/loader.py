@@ -12,11 +12,17 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import cast
 
 import torch
 
+from .adapters.adapter import Adapter
+from .adapters.merged import MergedCheckpoint
 from .checkpoint import PICKLED, Checkpoint, TensorInfo, open_checkpoint
 from .config import EngineConfig
+from .dummy_weights import fill_with_noise
+from .encoders.decoder import attend_both_ways
+from .encoders.model import Encoder
 from .foreign.modules import Plain
 from .hub_gguf import hub_gguf, split_name
 from .layers.norm import Norm
@@ -27,9 +33,12 @@ from .model_path import cache_folder, find_model
 from .models.blocks import CausalLM
 from .models.mixture import has_experts, with_stored_experts
 from .models.model import Model
+from .parallel.divide import check_divides
+from .parallel.group import ALONE, Group, SingleGroup
 from .pickled import PATTERNS
 from .quant.format import FLOATS, Format, Scheme, Stored
 from .quant.headers import named
+from .quant.kv_scales import read_cache_scales
 from .quant.online import ROUTERS
 
 logger = logging.getLogger(__name__)
@@ -37,7 +46,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 _LOADER_THREADS = 4  # reading and copying overlap; more only fight over the disk
-# Scales of a quantised cache, under all of the names that they have had: the cache here is not quantised.
+# Scales of a quantised cache and of attention's inputs, under all of the names that they have had: no module's tensors.
 _CACHE_SCALE = re.compile(r"\.(q|k|v|kv|prob|prob_output|output)_(scale|zero_point)$")
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_WEIGHTS = ["*.safetensors"]
@@ -113,14 +122,22 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
     admit: Callable[[int, int], None] | None = None,
+    group: Group = ALONE,
+    whole_experts: bool = False,
+    adapter: Adapter | None = None,
 ) -> Model:
     """The model of `model_path` on `device`, its weights in `dtype`, frozen, ready for contexts up to `max_model_len`.
 
-    `admit` gets (parameters, bytes in the checkpoint) before anything is allocated, and raises what is too large.
+    `group`: those who share it; this rank takes its part of each matrix. `whole_experts`: and of the experts some, all
+    of each. Raises ModelError where the model cannot be divided over so many.
+    `admit` gets (parameters, bytes in the checkpoint), of what this rank has of them, before anything is allocated, and
+    raises what is too large.
+    `adapter` is merged into the weights as they are read.
     load_format "dummy" needs no weights: N(0, 0.02), norms 1, seeded. Raises ModelError, before anything is allocated
     where the fault is in a file and before anything is copied where the checkpoint does not fit config.json.
     """
-    place = Placement(dtype, torch.device(device))
+    check_divides(config, group.size, whole_experts)
+    place = Placement(dtype, torch.device(device), group, whole_experts)
     report = progress or (lambda done, total: None)
     checkpoint = None if load_format == "dummy" else open_checkpoint(model_path, load_format)
     if checkpoint is not None and config.foreign is not None:
@@ -136,9 +153,13 @@ def load_model(
             "not of one model, download both again"
         )
     config = _named_as_stored(config, headers)
-    bare = "embed_tokens.weight" in headers  # saved without its head, as embedding models are
-    prefix = "model." if bare else ""  # what the names lack at their beginning
-    if bare and not config.tie_word_embeddings and config.generates:
+    if checkpoint is not None and adapter is not None:
+        checkpoint = MergedCheckpoint(checkpoint, adapter, config)
+        headers = checkpoint.headers
+        if checkpoint.unties:
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+    prefix = _lacking(config, headers)
+    if prefix and config.encoder is None and not config.tie_word_embeddings and config.generates:
         logger.info("the checkpoint has no output matrix: it makes embeddings, and no text")
         config = dataclasses.replace(config, generates=False)
     if config.tie_word_embeddings and any(name.startswith("lm_head.") and name != "lm_head.weight" for name in headers):
@@ -151,31 +172,46 @@ def load_model(
         holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
         loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
         if admit is not None:
-            admit(count_parameters(config), stored)
+            parameters = count_parameters(config, group.size, whole_experts)
+            admit(parameters, int(stored * (parameters / count_parameters(config))))
         for holder in holders:
             holder.create()
         if checkpoint is None:
-            _fill_with_noise(model, seed, report)
+            fill_with_noise(model, seed, report)
         else:
             _load(checkpoint, loads, report)
+            _load_cache_scales(checkpoint, model)
         if (head := model.pooling_head) is not None:
             head.load_modules(torch.Generator(place.device).manual_seed(seed) if checkpoint is None else None)
         for holder in holders:
             holder.finish()
+    group.prepare(config.hidden_size * dtype.itemsize)
     if config.quantization is not None:
         _give_back()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    if isinstance(model, CausalLM) and not config.causal:
+        attend_both_ways(model)
     return model
 
 
 def make_model(config: ModelConfig, place: Placement, max_len: int) -> Model:
     """Without weights: a decoder of our own blocks, or of transformers' code."""
+    if config.encoder is not None:
+        return cast(Model, Encoder(config, place, max_len))  # all that is asked of one here, and by EncoderRunner
     if config.foreign is None:
         return CausalLM(config, place, max_len)
     from .foreign.model import TransformersModel  # it imports transformers
 
     return TransformersModel(config, place, max_len)
+
+
+def _lacking(config: ModelConfig, headers: dict[str, TensorInfo]) -> str:
+    """What the names lack at their beginning, of a model that was saved without its head, as embedding models are."""
+    if config.encoder is None:
+        return "model." if "embed_tokens.weight" in headers else ""
+    prefix, words = config.encoder.prefix, f"{config.encoder.paths['words']}.weight"
+    return prefix if words in headers else ""
 
 
 def _named_as_stored(config: ModelConfig, headers: dict[str, TensorInfo]) -> ModelConfig:
@@ -193,10 +229,18 @@ def _give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def count_parameters(config: ModelConfig) -> int:
-    """Of the model as it would be stored without quantisation; a tied output matrix counts once. Allocates nothing."""
-    model = make_model(dataclasses.replace(config, quantization=None), Placement(config.dtype, torch.device("meta")), 1)
-    choose_formats(model)
+def count_parameters(config: ModelConfig, size: int = 1, whole_experts: bool = False) -> int:
+    """Of the model as it would be stored without quantisation; a tied output matrix counts once. Allocates nothing.
+
+    size: what the first of so many ranks has, which has most.
+    """
+    place = Placement(config.dtype, torch.device("meta"), SingleGroup(0, size), whole_experts)
+    model = make_model(dataclasses.replace(config, quantization=None), place, 1)
+    holders = choose_formats(model)
+    if size > 1:
+        for holder in holders:
+            holder.create()
+        return sum(parameter.numel() for parameter in model.parameters())
     expected = (holder.expected(part) for holder, part in model.weight_map().values())
     return sum(prod(stored.shape) for tensors in expected for stored in tensors.values())
 
@@ -233,23 +277,6 @@ def choose_formats(model: Model, stored: dict[str, dict[str, TensorInfo]] | None
     for key, holder in holders.items():
         holder.choose(formats[key])
     return list(holders.values())
-
-
-def _fill_with_noise(model: Model, seed: int, progress: Progress) -> None:
-    """Layer by layer on the device, always in the same order: a seed gives the same weights again."""
-    generator = torch.Generator(model.place.device).manual_seed(seed)
-    holders: dict[int, WeightHolder] = {}
-    sizes: dict[int, int] = {}
-    for holder, part in model.weight_map().values():
-        num_elements = sum(prod(stored.shape) for stored in holder.expected(part).values())
-        holders[id(holder)] = holder
-        sizes[id(holder)] = sizes.get(id(holder), 0) + num_elements * model.place.dtype.itemsize
-    done, total = 0, sum(sizes.values())
-    progress(0, total)
-    for key, holder in holders.items():
-        holder.randomize(generator)
-        done += sizes[key]
-        progress(done, total)
 
 
 @dataclass
@@ -322,6 +349,15 @@ def _unexpected_type(name: str, info: TensorInfo, stored: Stored, scheme: Scheme
     if stored.dtypes == FLOATS and scheme is None:
         return f"{found}, and config.json has no quantization_config that says what it means: download both again"
     return f"{found}, expected {' or '.join(stored.dtypes)}: the weights do not fit config.json, download both again"
+
+
+def _load_cache_scales(checkpoint: Checkpoint, model: Model) -> None:
+    """For a cache of 8 bits, whether there will be one or not: a number or a few a layer."""
+    layers, place = model.attention_layers(), model.place
+    heads = [layer.attention.kv.num_kv_heads for layer in model.config.layers]
+    for layer, scales in read_cache_scales(checkpoint, heads).items():
+        keys, values = (scale.narrow(0, *place.span(len(scale))).to(place.device) for scale in scales)
+        layers[layer].code_scales = keys, values
 
 
 def _load(checkpoint: Checkpoint, loads: list[_Load], progress: Progress) -> None:

@@ -11,20 +11,25 @@ from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
-import torch
 
+from .adapters.loading import AdapterLoading
+from .adapters.store import AdapterStore
 from .arrivals import Arrivals
 from .config import SchedulerConfig
 from .executor import Executor
+from .kv_events import KVEvents, Publisher
 from .mask import guides, make_mask
 from .mask_threads import MaskThreads, Patience
 from .messages import (
     HISTORY,
     AbortRequests,
+    AdapterLoaded,
     AddRequest,
+    DropAdapter,
     EngineStats,
     FromEngine,
     LastSteps,
+    LoadAdapter,
     ReadSteps,
     RequestOutput,
     Shutdown,
@@ -61,8 +66,8 @@ class InFlight:
 
 class EngineLoop:
     def __init__(
-        self, config: SchedulerConfig, executor: Executor, send: Callable[[FromEngine], None], *, seed: int = 0,
-        shares_thread: bool = False,
+        self, config: SchedulerConfig, executor: Executor, send: Callable[[FromEngine], None], *, vocab_size: int,
+        seed: int = 0, shares_thread: bool = False, adapters: AdapterStore | None = None,
     ) -> None:  # fmt: skip
         """`shares_thread`: the event loop is not the engine's own, so nothing may block it."""
         self.config = config
@@ -71,8 +76,12 @@ class EngineLoop:
         self._shares_thread = shares_thread
         self.history: deque[StepRecord] = deque(maxlen=HISTORY)
         self._send = send
-        self._vocab_size = executor.runner.model.config.vocab_size
+        self._vocab_size = vocab_size
         self._arrivals = Arrivals(self.scheduler, self._vocab_size, seed, self._resumed)
+        self.adapters: AdapterLoading | None = None
+        if adapters is not None and (book := self.scheduler.adapters) is not None:
+            self.adapters = AdapterLoading(adapters, book, send, self._adapter_failed, self._awaken)
+            self._arrivals.adapters = self.adapters
         self._inbox: deque[ToEngine] = deque()
         self._adding: Iterator[list[RequestOutput]] = iter(())  # the requests of a message, and what ended on arrival
         self._is_behind = False  # the turn was over before the inbox was empty
@@ -82,10 +91,18 @@ class EngineLoop:
         self._plans: deque[InFlight] = deque()
         self._pacer = Pacer()
         self._unsampled = False  # the newest of them waits for its mask, and that for the results of the others
+        self._num_graph_misses = self._num_late_compilations = 0  # as the last result has them
         self._num_violations = 0  # of what should hold at rest
         self._host_seconds = 0.0
         self._device_seconds = 0.0
         self._watch: StepWatch | None = None  # where somebody watches
+        self._events: KVEvents | None = None  # where somebody wants to know what is cached
+
+    def publish(self, publisher: Publisher) -> None:
+        """From now on what the prefix cache gains and loses."""
+        self._events = KVEvents(publisher.publish, self.config.block_size, self.config.windows)
+        self.scheduler.kv.publish(self._events)
+        self._events.flush()
 
     def submit(self, message: ToEngine) -> None:
         """Called on the loop's thread. The next step sees it, unless there is more than can be taken in by then."""
@@ -165,6 +182,8 @@ class EngineLoop:
                 outputs += self._arrivals.abort(message)
             elif isinstance(message, Shutdown):
                 return False
+            elif isinstance(message, LoadAdapter | DropAdapter):
+                self._change_adapters(message)
             elif isinstance(message, WatchSteps):
                 self._watch = StepWatch(self.scheduler.kv, self._send) if message.on else None
             elif isinstance(message, ReadSteps):
@@ -176,6 +195,24 @@ class EngineLoop:
         if outputs:
             self._emit(outputs, 0)
         return True
+
+    def _change_adapters(self, message: LoadAdapter | DropAdapter) -> None:
+        if self.adapters is None:
+            if isinstance(message, LoadAdapter):
+                self._send(AdapterLoaded(message.id, error="adapters are off: --enable-lora turns them on"))
+        elif isinstance(message, LoadAdapter):
+            self.adapters.load(message)
+        else:
+            self._adapter_failed(message.id, "it was unloaded")  # nobody should be left who has it
+            self.adapters.drop(message)
+
+    def _adapter_failed(self, id: int, error: str) -> None:
+        ended = self.scheduler.reject_adapter(id, f"its adapter cannot be used: {error}")
+        if ended:
+            self._emit(ended, 0)
+
+    def _awaken(self) -> None:
+        self._wake.set()
 
     def _resumed(self, outputs: list[RequestOutput]) -> None:
         if outputs:
@@ -189,6 +226,8 @@ class EngineLoop:
         while len(self._plans) < self.config.depth and not self._unsampled:
             started = time.perf_counter()
             plan = self.scheduler.schedule()
+            if self.adapters is not None:
+                self.adapters.fetch()
             if plan is None:
                 return
             constrained = self.scheduler.in_flight[-1].constrained
@@ -222,7 +261,7 @@ class EngineLoop:
         """The results of all earlier steps are in: the grammars know every token before those to be sampled. Rows whose
         masks take too long sit out, so that the others can go on."""
         self._unsampled = False
-        sampled = self.scheduler.in_flight[-1].sampled
+        sampled = self.scheduler.in_flight[-1].undrafted()
         bound = guides(sampled)
         for guide in bound:
             self.masks.begin(guide)
@@ -252,6 +291,7 @@ class EngineLoop:
             return
         started = time.perf_counter()
         self._pacer.finished(plan.kind, result.device_seconds, started)
+        self._num_graph_misses, self._num_late_compilations = result.num_graph_misses, result.num_late_compilations
         sampled = self.scheduler.in_flight[0].sampled
         outputs = self.scheduler.update(result)
         if self.scheduler.num_constrained:
@@ -268,6 +308,8 @@ class EngineLoop:
             )
         )  # fmt: skip
         self._emit(outputs, plan.num_tokens)
+        if self._events is not None:
+            self._events.flush()
         if self._watch is not None and plan.watched is not None:
             report = StepReport(
                 plan.step, time.monotonic(), round(1e6 * host_seconds), round(1e6 * result.device_seconds),
@@ -290,13 +332,9 @@ class EngineLoop:
                 )  # fmt: skip
 
     def _fail(self, step: int, error: Exception) -> None:
-        """Only the step's own requests fail, unless the device is gone."""
+        """Only the step's own requests fail, unless no step can follow."""
         logger.error("step %d failed: %s: %s", step, type(error).__name__, error, exc_info=error)
-        if self.executor.asynchronous:
-            try:
-                torch.cuda.synchronize()
-            except Exception as lost:
-                raise RuntimeError(f"the GPU is lost ({lost}); restart vserve") from error
+        self.executor.recover(error)
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
         self._emit(self.scheduler.fail(step, message), 0)
 
@@ -304,8 +342,8 @@ class EngineLoop:
         stats: EngineStats = msgspec.structs.replace(
             self.scheduler.stats(self._device_seconds, self._host_seconds),
             step_tokens=step_tokens,  # 0 where no step is reported: a step must not be counted twice
-            num_graph_misses=self.executor.runner.num_graph_misses,
-            num_late_compilations=self.executor.runner.num_late_compilations,
+            num_graph_misses=self._num_graph_misses,
+            num_late_compilations=self._num_late_compilations,
             num_invariant_violations=self._num_violations,
         )
         preempted, self.scheduler.preempted = self.scheduler.preempted, []

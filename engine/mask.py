@@ -17,6 +17,11 @@ class TokenMask:
     bits: np.ndarray  # int32 [len(rows), ceil(V / 32)], bit 1 = allowed
     postponed: tuple[int, ...] = ()  # indexes into plan.sampled: they sample nothing yet
 
+    def behind(self, count: int) -> TokenMask:
+        """The same, with indexes into the samples of a step where so many are verified drafts, all of others."""
+        rows, postponed = [row + count for row in self.rows], tuple(row + count for row in self.postponed)
+        return TokenMask(rows, self.bits, postponed) if count else self
+
 
 def guides(sampled: Sequence[Request | None]) -> list[Guide]:
     """Of the live constrained rows among a step's samples, all of whose predecessors have been taken in."""

@@ -6,6 +6,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from .cpu_memory import machine_bytes, row_bytes, step_bytes
 from .host_memory import GIB, gib
 from .kv_layout import KVLayout
 from .models.model import Model
+from .ranks.agreement import gather
 from .request import SamplingParams
 from .runner import ModelRunner
 
@@ -40,6 +42,7 @@ class MemoryPlan:
     max_model_len: int
     layout: KVLayout
     notices: tuple[str, ...] = ()
+    tightest: str = ""  # of several ranks, the one whose numbers these are: the others have as much room or more
 
     @property
     def needed(self) -> int:
@@ -63,6 +66,7 @@ class MemoryPlan:
         rows = [
             ("weights", gib(self.weights)),
             *((name, gib(size)) for name, size in beside if size),  # on the CPU: no graphs
+            *((("tightest", self.tightest),) if self.tightest else ()),
             ("KV cache", f"{gib(self.cache)} = {blocks} = {self.num_tokens} tokens"),
             *((("KV groups", self._kept()),) if any(self.layout.windows) else ()),
             ("in all", f"{gib(self.needed + self.cache)} of {gib(self.budget)}"),
@@ -86,6 +90,13 @@ def weight_bytes(model: Model) -> int:
     return sum(seen.values())
 
 
+def prompt_page_bytes(runner: ModelRunner, dtype: torch.dtype) -> int:
+    """Where prompts' codes become numbers, one layer's at a time."""
+    if not runner.layout.format.code:
+        return 0
+    return runner.prompt_page_tokens * runner.prompt_page_elements * dtype.itemsize
+
+
 def plan_memory(
     runner: ModelRunner,
     config: EngineConfig,
@@ -99,20 +110,25 @@ def plan_memory(
     weights = weight_bytes(runner.model)
     if runner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        runner.dummy_step(runner.max_num_seqs, max_num_batched_tokens, WORST_SAMPLING)
+        adapted = runner.adapters is not None  # what their sums need, too
+        runner.dummy_step(runner.max_num_seqs, max_num_batched_tokens, WORST_SAMPLING, adapted=adapted)
+        for most, drafts in runner.draft_depths:  # more logits than requests, where few may run
+            runner.dummy_step(most, most * (1 + drafts), WORST_SAMPLING, drafts)
         torch.cuda.synchronize()
         activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         budget = int(total * config.gpu_memory_utilization)
         other = total - free - weights
+        activations += prompt_page_bytes(runner, dtype)
         graphs = _graph_bytes(runner, graph_shapes, activations // max_num_batched_tokens, dtype)
         available = budget - weights - activations - graphs - other
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     else:
-        total = budget = machine_bytes() // config.data_parallel_size
+        total = budget = machine_bytes() // config.num_ranks
         activations, graphs = step_bytes(runner.model.config, max_num_batched_tokens, runner.max_num_seqs), 0
         other = row_bytes(runner.max_num_seqs, runner.max_model_len, config.block_size, len(layout.groups))
+        other += 0 if runner.adapters is None else runner.adapters.num_bytes
         # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.
         wanted = 2 * runner.max_num_seqs * layout.request_blocks(runner.max_model_len, chunk) * block_bytes
         available = min(CPU_CACHE_BYTES, wanted, budget - weights - activations - other)
@@ -129,12 +145,25 @@ def plan_memory(
         num_blocks = config.num_gpu_blocks_override + 1
         advice = f"raise --num-gpu-blocks-override (now {config.num_gpu_blocks_override})"
     cache = num_blocks * block_bytes
-    plan = MemoryPlan(
+    plan = _tightest(runner, MemoryPlan(
         total, budget, weights, activations, graphs, other, cache, num_blocks, runner.max_model_len, layout
-    )
-    if runner.device.type == "cpu" and plan.needed + cache > budget:
+    ))  # fmt: skip
+    if runner.device.type == "cpu" and plan.needed + plan.cache > plan.budget:
         raise ConfigError(_too_large(config, plan, block_bytes))
     return _fit(runner, config, advice, plan, chunk)
+
+
+def _tightest(runner: ModelRunner, plan: MemoryPlan) -> MemoryPlan:
+    """Of all ranks' plans the one with the least room: one scheduler hands out the same blocks on every rank."""
+    group = runner.model.place.group
+    if group.size == 1:
+        return plan
+    names = ("num_blocks", "total", "budget", "weights", "activations", "graphs", "other", "cache")
+    found = gather(group, runner.device, [getattr(plan, name) for name in names])
+    rank = min(range(group.size), key=lambda rank: found[rank][0])
+    device = f"cuda:{rank}" if runner.device.type == "cuda" else "cpu"
+    least: dict[str, Any] = dict(zip(names, found[rank], strict=True))
+    return dataclasses.replace(plan, tightest=f"rank {rank} of {group.size} ({device})", **least)
 
 
 def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:
@@ -143,10 +172,14 @@ def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:
     if config.num_gpu_blocks_override is not None:
         option, most = f"--num-gpu-blocks-override {config.num_gpu_blocks_override}", blocks - 1
     return (
-        f"{option} does not fit: the KV cache would take {gib(plan.cache)}; of {gib(plan.budget)}, weights take "
-        f"{gib(plan.weights)}, a step {gib(plan.activations)} and rows {gib(plan.other)}; set it to "
+        f"{option} does not fit{_at(plan)}: the KV cache would take {gib(plan.cache)}; of {gib(plan.budget)}, weights "
+        f"take {gib(plan.weights)}, a step {gib(plan.activations)} and rows {gib(plan.other)}; set it to "
         f"{max(1, most)} or less"
     )
+
+
+def _at(plan: MemoryPlan) -> str:
+    return f" on {plan.tightest}" if plan.tightest else ""
 
 
 def _with_narrow_rows(
@@ -176,7 +209,7 @@ def _graph_bytes(runner: ModelRunner, shapes: Sequence[Shape], token_bytes: int,
     if not shapes:
         return 0
     hidden = runner.model.config.hidden_size * dtype.itemsize
-    kept = sum(shape.rows * hidden + GRAPH_NODE_BYTES for shape in shapes)
+    kept = sum(shape.samples * hidden + GRAPH_NODE_BYTES for shape in shapes)
     return kept + max(shape.tokens for shape in shapes) * token_bytes
 
 
@@ -185,16 +218,16 @@ def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPla
     fits = plan.layout.longest_request(plan.num_blocks, chunk, runner.max_model_len)
     if fits < min(config.block_size, runner.max_model_len):
         raise ConfigError(
-            f"no memory is left for the KV cache: of {gib(plan.budget)}, weights take {gib(plan.weights)}, a step "
-            f"{gib(plan.activations)}, graphs {gib(plan.graphs)} and others {gib(plan.other)}; {advice}, or "
+            f"no memory is left for the KV cache{_at(plan)}: of {gib(plan.budget)}, weights take {gib(plan.weights)}, "
+            f"a step {gib(plan.activations)}, graphs {gib(plan.graphs)} and others {gib(plan.other)}; {advice}, or "
             f"lower --max-num-batched-tokens or --max-num-seqs"
         )
     if fits >= runner.max_model_len:
         return plan
     if config.max_model_len is not None:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len} does not fit: the KV cache holds {fits} tokens; {advice}, or set "
-            f"--max-model-len {fits} or less"
+            f"--max-model-len {config.max_model_len} does not fit{_at(plan)}: the KV cache holds {fits} tokens; "
+            f"{advice}, or set --max-model-len {fits} or less"
         )
     notice = f"context cut from {runner.max_model_len} to {fits} tokens, what the KV cache holds; for more, {advice}"
     return dataclasses.replace(plan, max_model_len=fits, notices=(notice,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -70,6 +71,19 @@ class DropGrammars(msgspec.Struct, frozen=True, array_like=True, tag="drop_gramm
     keys: list[str]
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapter"):
+    """From now on requests may name it; answered by AdapterLoaded."""
+
+    id: int  # of this load, above 0: random, so that keys of cached prefixes differ from those of any other
+    path: str  # of its folder
+
+
+class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapter"):
+    """Nobody will name it any more."""
+
+    id: int
+
+
 class WatchSteps(msgspec.Struct, frozen=True, array_like=True, tag="watch"):
     """From now on send StepReports, or no longer."""
 
@@ -81,6 +95,12 @@ class ReadSteps(msgspec.Struct, frozen=True, array_like=True, tag="read_steps"):
 
     id: int
     count: int
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """The first message of a client that has not started the engine: its number, which no other one ever had."""
+
+    client: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
@@ -122,7 +142,9 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     by_token: bool = False  # each token has classes of its own; steps: of them, those that end a step of reasoning
     steps: bool = False
     reranks: bool = False  # it is Qwen3-Reranker, or one like it: a score is how much likelier "yes" is than "no"
+    reads_both_ways: bool = False  # no option makes it generate
     quantization: dict[str, str | int] = {}  # of quant/described.py; empty: none
+    kv_cache: dict[str, str | int] = {}  # dtype, scales, block_bytes
     fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow
 
 
@@ -166,11 +188,20 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_late_compilations: int = 0  # kernels compiled after the engine was ready
     num_corrupted_requests: int = 0  # ended by NaN logits
     num_invariant_violations: int = 0  # times that the books of an idle engine did not balance
+    num_drafts: int = 0  # times that drafts of a request were verified
+    num_draft_tokens: int = 0  # of them all
+    num_accepted_tokens: tuple[int, ...] = ()  # of them those that held, by their position
 
 
 def sum_of(*each: EngineStats) -> EngineStats:
     """Field by field."""
-    return EngineStats(*(sum(values) for values in zip(*map(msgspec.structs.astuple, each), strict=True)))
+    return EngineStats(*map(_sum, zip(*map(msgspec.structs.astuple, each), strict=True)))
+
+
+def _sum(values: tuple[Any, ...]) -> Any:
+    if isinstance(values[0], tuple):
+        return tuple(map(sum, zip_longest(*values, fillvalue=0)))
+    return sum(values)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
@@ -216,6 +247,15 @@ class LastSteps(msgspec.Struct, frozen=True, array_like=True, tag="last_steps"):
     steps: list[StepRecord]
 
 
+class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True, tag="adapter_loaded"):
+    """The answer to LoadAdapter."""
+
+    id: int
+    rank: int = 0
+    base: str | None = None  # what its configuration calls its base model
+    error: str | None = None  # why it cannot be served, in one line
+
+
 class BlockMap(msgspec.Struct, frozen=True, array_like=True):
     """A part of the cache: blocks in use, and free ones that still hold a cached prefix, cell by cell."""
 
@@ -237,5 +277,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Every second from the event loop that steps, idle or not."""
 
 
-ToEngine = AddRequest | AbortRequests | SetVocabulary | AddGrammar | DropGrammars | WatchSteps | ReadSteps | Shutdown
-FromEngine = Progress | EngineInfo | Failure | StepOutputs | StepReports | LastSteps | Heartbeat
+ToEngine = (
+    AddRequest | AbortRequests | SetVocabulary | AddGrammar | DropGrammars | LoadAdapter | DropAdapter | WatchSteps
+    | ReadSteps | Shutdown
+)  # fmt: skip
+FromEngine = Progress | EngineInfo | Failure | StepOutputs | StepReports | LastSteps | AdapterLoaded | Heartbeat

@@ -7,12 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .encoders.families import EncoderFamily, find_encoder, layers_of
+from .encoders.spec import EncoderSpec
 from .foreign.choice import Foreign, choose
 from .head_spec import HeadSpec, read_head
-from .layer_spec import FrameSpec, LayerSpec
+from .layer_spec import AttentionSpec, FrameSpec, LayerSpec, MoESpec
 from .model_file import ModelError, is_gguf, read_config
 from .models.family import MAX_LAYERS, Family, Names
+from .models.registry import find_family
 from .overrides import overridden
+from .parallel.divide import check_divides, refuse_encoder, refuse_foreign
 from .purpose import ANY, Purpose
 from .quant.scheme import make_scheme, read_quantization
 from .raw_config import RawConfig
@@ -29,7 +33,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer as its config.json describes it: what its layers are, and what is around them."""
+    """A transformer as its config.json describes it: what its layers are, and what is around them."""
 
     architecture: str
     vocab_size: int
@@ -49,6 +53,8 @@ class ModelConfig:
     head: HeadSpec | None = None  # what is behind the pooled hidden state
     generates: bool = True  # it has an output matrix
     foreign: Foreign | None = None  # a model that transformers' code computes; None: one of vserve's own families
+    causal: bool = True  # a token sees those before it alone; else the whole text: nothing is cached or generated
+    encoder: EncoderSpec | None = None  # a model of BERT's shape; None: a decoder
 
     @classmethod
     def from_folder(
@@ -108,14 +114,23 @@ def check_model(
     implementation: str = "auto",
     trusted: bool = False,
     purpose: Purpose = ANY,
+    size: int = 1,
+    whole_experts: bool = False,
 ) -> None:
-    """Raises ModelError as ModelConfig.from_folder does, within milliseconds. What only transformers' code can tell of
-    a model that it computes is left to that."""
+    """Raises ModelError as ModelConfig.from_folder does, and where `size` ranks cannot share the model, within
+    milliseconds. What only transformers' code can tell of a model that it computes is left to that."""
     raw = overridden(read_config(folder), changes)
     _dtype_name(raw)
     kind = choose(raw, implementation, folder, trusted)
-    if not isinstance(kind, Foreign):
-        read_head(folder, raw, _parse(raw, None, kind, purpose).hidden_size, purpose)
+    if isinstance(kind, Foreign):
+        refuse_foreign(kind.architecture, size)
+    elif isinstance(kind, EncoderFamily):
+        refuse_encoder(str(raw.get("model_type")), size)
+        read_head(folder, raw, _parse_encoder(raw, None, kind, purpose).hidden_size, purpose)
+    else:
+        described = _parse(raw, None, kind, purpose)
+        check_divides(described, size, whole_experts)
+        read_head(folder, raw, described.hidden_size, purpose)
     _scheme(folder, raw, quantization)
 
 
@@ -134,6 +149,8 @@ def parse_model_config(
     import torch
 
     dtype, kind = getattr(torch, _dtype_name(raw)), choose(raw, implementation, folder, trusted)
+    if isinstance(kind, EncoderFamily):
+        return _parse_encoder(raw, dtype, kind, purpose)
     if isinstance(kind, Foreign):
         from .foreign.config import read  # it imports transformers
 
@@ -147,20 +164,18 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
         raise ModelError(f"config.json: {family.nested} is {inner!r:.60}, an object belongs there: correct the file")
     # Options change the outer object: what it says counts.
     raw = {**inner, **{key: value for key, value in raw.items() if value is not None or key not in inner}}
-    for key, both_ways in (("is_causal", False), ("use_bidirectional_attention", True)):
-        if raw.get(key) is both_ways:
-            raise ModelError(
-                f"config.json: {key} is {str(both_ways).lower()}, only causal attention is supported: use another model"
-            )
     values = RawConfig(raw, family.defaults)
     hidden_size = values.count("hidden_size")
     head = read_head(None, raw, hidden_size, purpose)
     eos = values.get("eos_token_id")
+    layers, causal = family.layers(values), _is_causal(raw, family)
+    if not causal:
+        _check_both_ways(raw, layers, purpose)
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=values.count("vocab_size"),
         hidden_size=hidden_size,
-        layers=family.layers(values),
+        layers=layers,
         norm_eps=values.number(family.norm_eps),
         tie_word_embeddings=bool(values.get("tie_word_embeddings")),
         max_position_embeddings=values.count("max_position_embeddings"),
@@ -171,8 +186,67 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
         other_names=family.other_names,
         ignored=(*family.ignored, *_drafting_layers(family, values)),
         head=head,
-        generates=head is None and purpose.runner != "pooling",
+        generates=head is None and purpose.runner != "pooling" and causal,
+        causal=causal,
     )
+
+
+def _parse_encoder(raw: dict[str, Any], dtype: Any, family: EncoderFamily, purpose: Purpose) -> ModelConfig:
+    _refuse_generation(raw, purpose)
+    values = family.described(raw)
+    spec, hidden_size = family.read(values, family.prefix), values.count("hidden_size")
+    return ModelConfig(
+        architecture=str((raw.get("architectures") or [family.name])[0]),
+        vocab_size=values.count("vocab_size"),
+        hidden_size=hidden_size,
+        layers=layers_of(spec),
+        norm_eps=values.number(family.norm_eps),
+        tie_word_embeddings=False,
+        max_position_embeddings=values.count("max_position_embeddings"),
+        longest=family.longest(values),
+        dtype=dtype,
+        eos_token_ids=(),
+        head=read_head(None, raw, hidden_size, purpose),
+        generates=False,
+        causal=False,
+        encoder=spec,
+    )
+
+
+def reads_both_ways(raw: Mapping[str, Any]) -> bool:
+    """Whether a model with this config.json attends to whole texts. Within milliseconds."""
+    if find_encoder(raw) is not None:
+        return True
+    try:
+        return not _is_causal(raw, find_family(raw))
+    except ModelError:
+        return False
+
+
+def _is_causal(raw: Mapping[str, Any], family: Family) -> bool:
+    if raw.get("use_bidirectional_attention") is True or raw.get("is_causal") is False:
+        return False
+    return family.causal or raw.get("is_causal") is True
+
+
+def _check_both_ways(raw: Mapping[str, Any], layers: tuple[LayerSpec, ...], purpose: Purpose) -> None:
+    """Raises ModelError for layers that cannot be computed so."""
+    _refuse_generation(raw, purpose)
+    windows = raw.get("use_bidirectional_attention") is not True  # else it is known how far they reach back and on
+    for layer in layers:
+        attention = layer.attention
+        plain = isinstance(attention, AttentionSpec) and not (attention.soft_cap or attention.sinks)
+        if not plain or isinstance(layer.mlp, MoESpec) or (attention.window and windows):
+            raise ModelError(
+                "config.json: attention goes both ways (is_causal, use_bidirectional_attention), which is computed "
+                "for plain layers only, without windows, caps, sinks and experts: use another model"
+            )
+
+
+def _refuse_generation(raw: Mapping[str, Any], purpose: Purpose) -> None:
+    if purpose.runner == "generate":
+        name = (raw.get("architectures") or [raw.get("model_type")])[0]
+        raise ModelError(f"--runner generate: {name} reads texts both ways, it generates none: leave it out")
 
 
 def _drafting_layers(family: Family, raw: RawConfig) -> list[str]:

@@ -43,7 +43,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         what = f"{folder} has no config.json" if folder.is_dir() else f"{folder} is no folder"
         if (folder / "adapter_config.json").exists():
-            what, remedy = f"{folder} is a LoRA adapter", "merge it into its base model, and pass the result's folder"
+            what, remedy = f"{folder} is a LoRA adapter", f"pass its base model, and --merge-lora {folder}"
         elif files := sorted(folder.glob("*.gguf")):
             what, remedy = f"{what}, only GGUF files", f"pass one of them, such as {files[0]}"
         raise ModelError(f"{what}: {remedy}") from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import ConfigError, EngineConfig
+from .encoders.families import ENCODERS
 from .head_spec import KEYS
 from .model_file import ModelError
 from .models.registry import FAMILIES
@@ -30,7 +31,7 @@ _ROPE = ("rope_scaling", "rope_parameters")  # transformers before 5, and since
 
 def unknown_key(changes: Mapping[str, Any]) -> str | None:
     """What is wrong with --hf-overrides: it would change nothing."""
-    keys = _KEYS.union(KEYS, *(family.defaults for family in FAMILIES))
+    keys = _KEYS.union(KEYS, *(family.defaults for family in (*FAMILIES, *ENCODERS)))
     unknown = sorted(changes.keys() - keys)
     return f"nothing reads {unknown[0]!r}; it may set {', '.join(sorted(keys))}" if unknown else None
 
@@ -120,7 +121,10 @@ def check_described(folder: Path, config: EngineConfig) -> None:
     purpose = purpose_of(config)
     if config.hf_config_path is None:
         with _naming(changes := overrides(config)):
-            check_model(folder, changes, config.quantization, config.model_impl, config.trust_remote_code, purpose)
+            check_model(
+                folder, changes, config.quantization, config.model_impl, config.trust_remote_code, purpose,
+                config.tensor_parallel_size, config.enable_expert_parallel,
+            )  # fmt: skip
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plan import StepPlan
 
-Kind = tuple[int, int]
+Kind = tuple[int, int, int]
 
 LEARNING_RATE = 0.25
 SAFETY = 0.6e-3  # seconds: results reach the host a little after the step has ended, and so seem to begin late
@@ -18,12 +18,13 @@ class Pacer:
     def __init__(self) -> None:
         self._device: dict[Kind, float] = {}
         self._host = 0.0
-        self._kind: Kind = (0, 0)  # of the step launched last
+        self._kind: Kind = (0, 0, 0)  # of the step launched last
         self._begun = 0.0  # when the device began with the oldest step in flight, as far as the host can tell
 
     @staticmethod
     def kind(plan: StepPlan) -> Kind:
-        return (plan.num_decodes + 7) // 8, (plan.total_tokens - plan.num_decodes + 63) // 64
+        prompts = plan.total_tokens - plan.num_decode_tokens
+        return (plan.num_decodes + 7) // 8, (prompts + 63) // 64, plan.num_drafts
 
     def launched(self, plan: StepPlan, seconds: float, alone: bool, now: float) -> None:
         """`alone`: nothing else was in flight, the device begins with it at once."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import msgspec
 
 from .request import SamplingParams
@@ -16,6 +18,15 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int
     num_computed_tokens: int  # prefix hit
     sampling: SamplingParams
+    slot: int = -1  # of its adapter; -1: none
+
+
+class AdapterCopy(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter's matrices go into a slot of the device before the step runs."""
+
+    slot: int
+    id: int
+    path: str  # for who does not have it in memory
 
 
 class BlockWrite(msgspec.Struct, frozen=True, array_like=True):
@@ -27,7 +38,12 @@ class BlockWrite(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Which row computes how many tokens. Rows of query length one come first (`num_decodes` of them)."""
+    """Which row computes how many tokens.
+
+    First come `num_decodes` rows whose next token is sampled: query length 1 + `num_drafts`. With drafts all of these
+    sample, 1 + num_drafts tokens each of which the device keeps those that it finds its drafts right for, and one more.
+    Rows of query length one that take no drafts are then among the others.
+    """
 
     step: int
     rows: list[int]
@@ -39,10 +55,22 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     new_blocks: list[list[BlockWrite]]  # one list a KV group
     scored: list[int] = []  # indexes into rows of those whose prompt tokens' log-probabilities are wanted
     pooled: list[int] = []  # of those that become embeddings
+    num_drafts: int = 0  # of each of the first `num_decodes` rows
+    adapters: list[AdapterCopy] = []
 
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Of the first `num_decodes` rows."""
+        return self.num_decodes * (1 + self.num_drafts)
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens sampled, those behind a wrong draft among them."""
+        return len(self.sampled) + self.num_decodes * self.num_drafts
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -64,14 +92,26 @@ NOTHING_ALLOWED = (
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a step sampled: entry i belongs to row plan.rows[plan.sampled[i]]."""
+    """What a step sampled: the tokens kept of row plan.rows[plan.sampled[0]], then those of the next one …"""
 
     step: int
-    token_ids: list[int]
+    token_ids: list[int]  # flat
     logprobs: list[TokenLogprobs | None] | None = None  # None when no row asked
-    errors: dict[int, str] = {}  # i → why this row's sample is worthless (NaN logits …): only that request fails
+    errors: dict[int, str] = {}  # index into token_ids → why that one is worthless (NaN …): only its request fails
     device_seconds: float = 0.0
     prompt_logprobs: list[list[TokenLogprobs]] = []  # for each of plan.scored, of the prompt tokens that follow those
     # computed in this step
     embeddings: list[bytes | None] = []  # little-endian float32, of those of plan.pooled whose prompt ends in this
     # step; None: not finite
+    num_graph_misses: int = 0  # of the ranks so far: decode steps that ran without a CUDA graph though graphs are on
+    num_late_compilations: int = 0  # kernels compiled after the engine was ready, so far
+    counts: list[int] = []  # tokens kept of each of plan.sampled, one at least; empty: one each
+    drafted: list[int] = []  # of each of the first plan.num_decodes rows: drafts that somebody had proposed
+    num_proposed: int = 0  # rows with drafts that somebody has proposed for the step to come
+
+    def tokens_by_row(self) -> list[list[int]]:
+        """Of each of plan.sampled."""
+        if not self.counts:
+            return [[token] for token in self.token_ids]
+        tokens = iter(self.token_ids)
+        return [list(islice(tokens, count)) for count in self.counts]

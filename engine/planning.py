@@ -13,6 +13,7 @@ from .checkpoint import checkpoint_bytes
 from .config import ConfigError, EngineConfig, SchedulerConfig
 from .cpu_memory import LOGIT_COPIES
 from .host_memory import GIB, gib
+from .kv_format import planned_format
 from .kv_layout import KVLayout
 from .loader import count_parameters
 from .model_config import ModelConfig
@@ -90,6 +91,8 @@ class Result:
 def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, costs: Costs | None = None) -> Setup:
     """The engine's settings on that card, resolved as the engine itself does. `stored`: bytes of the weights' files; 0
     where they are not here. Raises ConfigError where the model does not fit."""
+    if not model.causal:
+        raise ConfigError(f"{model.architecture} generates no text: only loads of generation are planned")
     machine = Machine(torch.device("cuda"), card.name, card.memory, 1, card.memory)
     settings = resolve(config, model, machine)
     parameters, dtype = count_parameters(model), settings.dtype
@@ -102,7 +105,8 @@ def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, co
     if config.kv_cache_memory_bytes is not None:
         cache = min(config.kv_cache_memory_bytes, card.memory - weights - step - GRAPHS - OTHER)
     specs, chunk = [layer.attention.kv for layer in model.layers], settings.max_num_batched_tokens
-    layout = KVLayout.of(specs, config.block_size, settings.max_model_len)
+    format = planned_format(settings, model)
+    layout = KVLayout.of(specs, config.block_size, settings.max_model_len, format)
     blocks = max(0, cache) // layout.block_bytes(dtype.itemsize)
     longest = layout.longest_request(blocks, chunk, settings.max_model_len) if blocks > 1 else 0
     if longest < min(config.block_size, settings.max_model_len):
@@ -122,7 +126,8 @@ def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, co
     )  # fmt: skip
     shape = shape_of(
         model.layers, parameters=parameters, vocab=model.vocab_size, hidden=model.hidden_size,
-        tied=model.tie_word_embeddings, item=dtype.itemsize, kv_item=dtype.itemsize,
+        tied=model.tie_word_embeddings, item=dtype.itemsize,
+        kv_item=format.item_bytes(dtype.itemsize),
     )  # fmt: skip
     tokens = (blocks - 1) * length // max(1, layout.request_blocks(length))
     return Setup(card, weights, cache, tokens, scheduler, StepModel(shape, card, costs))

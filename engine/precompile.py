@@ -40,7 +40,7 @@ class Precompile:
     def start(cls, config: EngineConfig) -> Precompile | None:
         """None where it cannot help: no GPU, few cores, no process to be had, or kernels that were compiled before."""
         on_gpu = config.device != "cpu" and os.path.exists("/dev/nvidiactl")
-        count = num_helpers(config.data_parallel_size)
+        count = num_helpers(config.num_ranks)
         model = Path(config.model).expanduser()
         if not on_gpu or count < 2 or not (model.is_dir() or is_gguf(model)):
             return None
@@ -113,6 +113,7 @@ def fingerprint(config: EngineConfig) -> str:
         "revision",
         "download_dir",
         "backlog_steps",
+        "kv_events_config",
         "prefix_cache_seed",
         "cpu_threads",
         "data_parallel_size",
@@ -124,26 +125,33 @@ def fingerprint(config: EngineConfig) -> str:
 
 def run_share(config: EngineConfig, count: int, index: int) -> None:
     """Runs every `count`-th step of the warm-up, from the `index`-th on."""
-    from . import worker
+    from . import rank
+    from .kv_format import planned_format
     from .overrides import read_model_config
+    from .parallel.group import SingleGroup
     from .resolved import resolve
+    from .runner import ModelRunner
 
-    machine = worker.open_machine(dataclasses.replace(config, device="cuda"))
+    machine = rank.open_machine(dataclasses.replace(config, device="cuda"))
     if (index + 1) * HELPER_BYTES > machine.card_bytes:
         return
     folder = Path(config.model).expanduser()
     whole = read_model_config(folder, config)
-    if whole.foreign is not None:
-        return  # transformers' code makes all of its layers, or none
+    if whole.foreign is not None or not whole.causal:
+        return  # transformers' code makes all of its layers, or none; what reads whole texts has few kernels of ours
     layers = (*dict.fromkeys(whole.layers), whole.layers[-1])  # the last layer does less than others
     few_layers = dataclasses.replace(whole, layers=layers)
     settings = resolve(config, whole, machine)
     context = min(settings.max_model_len, max(LONGEST_CONTEXT, settings.max_num_batched_tokens))
     settings = dataclasses.replace(settings, max_model_len=context, load_format="dummy")
-    runner = worker.make_runner(worker.load(folder, few_layers, settings), settings)
+    # Scales are as in the whole model where its configuration says so; else the engine compiles these kernels.
+    format = planned_format(settings, whole)
+    alone = SingleGroup(0, config.tensor_parallel_size)
+    runner = rank.make_runner(rank.load(folder, few_layers, settings, alone), settings, format)
+    assert isinstance(runner, ModelRunner)
     runner.bind_cache(1, settings.dtype)
-    more = worker.expert_steps(runner.model)
-    for step in worker.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)[index::count]:
+    more = rank.expert_steps(runner.model)
+    for step in rank.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)[index::count]:
         runner.dummy_step(*step)
 
 

@@ -16,12 +16,15 @@ import sys
 from collections.abc import Callable
 
 from . import faults, logs
+from .clients import FIRST, Clients
 from .config import ConfigError, EngineConfig
 from .connection import Connection
 from .kernel_cache import use_kernel_cache
+from .kv_events import Publisher, settings
 from .messages import EngineStart, Failure, FromEngine, Heartbeat, Progress, ToEngine
 from .precompile import Precompile
 from .prefetch import Prefetch
+from .ranks.peers import Peers, RankLost, share_of_threads
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +37,11 @@ async def run_engine(
 ) -> None:
     """Loads, says EngineInfo, and steps until a Shutdown. `attach` receives the function that takes messages.
 
-    Raises ConfigError or ModelError for what the user can mend, anything else for what the user cannot.
+    Raises ConfigError or ModelError for what the user can mend, RankLost, anything else for what the user cannot.
     """
     loop = asyncio.get_running_loop()
 
-    def report(progress: Progress) -> None:  # called on the worker's thread
+    def report(progress: Progress) -> None:  # called on the thread that starts the engine
         loop.call_soon_threadsafe(send, progress)
         faults.hit_phase(progress.phase)
 
@@ -49,46 +52,67 @@ async def run_engine(
             precompile.wait()
 
     use_kernel_cache()
+    config = share_of_threads(config)
+    peers = Peers(config)
+    await peers.start()
     # Both work while torch is imported and the weights are copied.
     prefetch = Prefetch.start(config.model) if config.load_format != "dummy" else None
     precompile = Precompile.start(config)
     try:
         # torch takes seconds: on a thread, so that the heart beats and the first Progress leaves
-        await asyncio.to_thread(importlib.import_module, ".worker", __package__)
-        from .executor import Executor
+        await asyncio.to_thread(importlib.import_module, ".engine", __package__)
+        from .engine import Engine
         from .loop import EngineLoop
-        from .worker import Worker
 
-        worker = await asyncio.to_thread(Worker, config, report, before_memory)
+        engine = await peers.beside(asyncio.to_thread(Engine, config, report, before_memory, peers.seat))
+    except BaseException:
+        peers.close(patience=0.0)  # they wait for rank 0, and read nothing
+        raise
     finally:  # also of an engine that cannot start: this process may live on
         if prefetch is not None:
             prefetch.stop()
         if precompile is not None:
             precompile.kill()
-    executor = Executor(worker.runner, num_threads=worker.num_threads)
-    engine = EngineLoop(
-        worker.scheduler_config, executor, send, seed=config.seed, shares_thread=config.engine_in_process
-    )
-    faults.arm_engine(engine)
-    attach(engine.submit)
-    send(worker.info)
+    executor = engine.executor(peers)
+    steps = EngineLoop(
+        engine.scheduler_config, executor, send, vocab_size=engine.vocab_size, seed=config.seed,
+        shares_thread=config.engine_in_process, adapters=engine.adapter_store,
+    )  # fmt: skip
+    publisher = None
+    if (published := settings(config.kv_events_config)) is not None:
+        publisher = Publisher(published)
+        steps.publish(publisher)
+    faults.arm_engine(steps, engine.rank.runner)
+    attach(steps.submit)
+    send(engine.info)
     try:
-        await engine.run()
+        await peers.beside(steps.run())
     finally:
-        engine.masks.close()
+        if publisher is not None:
+            publisher.close()
+        steps.masks.close()
+        if steps.adapters is not None:
+            steps.adapters.close()
         executor.close()
 
 
-async def serve(sock: socket.socket) -> int:
-    """Returns the exit code."""
+async def serve(sock: socket.socket, listener: socket.socket | None = None) -> int:
+    """Returns the exit code. `listener`: where further clients come."""
     configured: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
     submit: Callable[[ToEngine], None] | None = None
     early: list[ToEngine] = []
+    clients: Clients | None = None
 
     def receive(message: EngineStart | ToEngine) -> None:
         if isinstance(message, EngineStart):
             configured.set_result(EngineConfig(**message.options))
-        elif submit is not None:
+        elif clients is not None:
+            clients.take(FIRST, message)
+        else:
+            take(message)
+
+    def take(message: ToEngine) -> None:
+        if submit is not None:
             submit(message)
         else:
             early.append(message)
@@ -104,25 +128,30 @@ async def serve(sock: socket.socket) -> int:
     # Without the API process there is nobody to serve; os._exit because a step may be running on another thread.
     connection = await Connection.open(sock, EngineStart | ToEngine, receive, lambda _: os._exit(0))
     loop = asyncio.get_running_loop()
+    send: Callable[[FromEngine], None] = connection.send
+    if listener is not None:
+        clients = Clients(connection.send, take)
+        send = clients.send
+        clients.server = await loop.create_unix_server(clients.accept, sock=listener)
 
     def beat() -> None:
-        connection.send(Heartbeat())
+        send(Heartbeat())
         loop.call_later(HEARTBEAT, beat)
 
     beat()
     try:
         config = await configured
-        connection.send(Progress("imports"))
-        await run_engine(config, connection.send, attach)
+        send(Progress("imports"))
+        await run_engine(config, send, attach)
         code = 0
     except Exception as error:
         from .model_config import ModelError
 
-        expected = isinstance(error, ConfigError | ModelError)
+        expected = isinstance(error, ConfigError | ModelError | RankLost)
         if not expected:
             logger.error("engine process failed", exc_info=error)
         message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
-        connection.send(Failure(message))
+        send(Failure(message))
         code = 1
     await connection.finish(LAST_WORDS)
     return code
@@ -146,6 +175,7 @@ def dump_stacks_on_signal() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--clients-fd", type=int)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text")
@@ -158,12 +188,13 @@ def main() -> None:
     logs.configure(arguments.log_level, arguments.log_format, "engine")
     sock = socket.socket(fileno=arguments.fd)
     sock.setblocking(False)
+    listener = None if arguments.clients_fd is None else socket.socket(fileno=arguments.clients_fd)
     try:
         import uvloop
 
-        code = uvloop.run(serve(sock))
+        code = uvloop.run(serve(sock, listener))
     except ImportError:
-        code = asyncio.run(serve(sock))
+        code = asyncio.run(serve(sock, listener))
     logs.flush()
     os._exit(code)  # threads that wait for a device must not keep a finished process alive
 

@@ -58,6 +58,7 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True):
     normalize: bool = True  # to length 1; of all tokens', their numbers together
     dimensions: int | None = None  # only so many of the leading ones; None = all
     head: bool = False  # they go through the model's head, where it has one, before any of that
+    second: int = 0  # of a pair of texts, the first token of the second one, for models that tell them apart; 0: none
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,6 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
     grammar: str | None = None  # key of an AddGrammar message that came before
     pooling: Pooling | None = None  # nothing is sampled: the answer is a vector made of the prompt
+    adapter: int = 0  # id of a LoadAdapter message that came before; 0: the model as it is
     thinking: Thinking | None = None  # where reasoning comes before what the grammar says, or has a budget
 
     @property
@@ -177,12 +179,15 @@ class Request:
         "arrival",
         "block_hashes",
         "cache_salt",
+        "ends",
         "finish_reason",
         "first_scheduled",
         "grammar",
         "id",
+        "longest",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_in_flight_drafts",
         "num_in_flight_steps",
         "num_in_flight_tokens",
         "num_preemptions",
@@ -192,6 +197,7 @@ class Request:
         "row",
         "sampling",
         "shares_prompt",
+        "slot",
         "status",
         "stop_reason",
         "token_ids",
@@ -217,16 +223,23 @@ class Request:
             self.block_hashes = []  # of its full blocks, chained
         self.num_prompt_tokens = len(self.token_ids)
         self.sampling = sampling
+        # Tokens that end it, from min_tokens on.
+        self.ends = sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
         self.priority = priority
         self.cache_salt = cache_salt
         self.arrival = arrival
         self.first_scheduled: float | None = None  # time.monotonic()
+        self.longest = self.num_prompt_tokens + sampling.max_tokens  # tokens with which it ends at last
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None  # the stop token id; None for EOS
         self.row: int | None = None  # of the device tables, for as long as it runs
-        self.num_computed_tokens = 0  # advanced when a step is scheduled, not when its result arrives
+        self.slot = -1  # of its adapter, for as long as it runs
+        # Advanced when a step is scheduled, not when its result arrives. With drafts in flight it is an upper bound, as
+        # is the number of tokens in flight: how many of the drafts hold, the device knows.
+        self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0  # sampled on the device, value not yet on the host
+        self.num_in_flight_drafts = 0  # of them, those that may turn out wrong
         self.num_in_flight_steps = 0  # scheduled steps that contain it and have not returned
         self.num_cached_tokens: int | None = None  # prefix hit of its first admission
         self.num_preemptions = 0
@@ -241,6 +254,11 @@ class Request:
             self.shares_prompt = False
 
     @property
+    def adapter(self) -> int:
+        """Its id; 0: none."""
+        return self.sampling.adapter
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -250,7 +268,7 @@ class Request:
 
     @property
     def target(self) -> int:
-        """Tokens that exist, counting those whose value is still on the device."""
+        """Tokens that exist, counting those whose value is still on the device; with drafts, at most."""
         return len(self.token_ids) + self.num_in_flight_tokens
 
     @property
@@ -262,3 +280,15 @@ class Request:
             f"Request({self.id}, {self.status.name}, tokens={self.num_tokens}+{self.num_in_flight_tokens}, "
             f"computed={self.num_computed_tokens})"
         )
+
+
+def ending(request: Request, token: int) -> FinishReason | None:
+    """Why a request ends with the token that has just been appended; None: it does not."""
+    sampling = request.sampling
+    if token in request.ends and request.num_output_tokens >= sampling.min_tokens:
+        if sampling.ignore_eos or token not in sampling.eos_token_ids:
+            request.stop_reason = token
+        return FinishReason.STOP
+    if request.grammar is not None and request.grammar.terminated:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if request.num_tokens >= request.longest else None

@@ -12,14 +12,16 @@ import torch
 
 from ..kernels.linear_hopper import even_rows
 from .config import ConfigError, EngineConfig, SchedulerConfig
+from .encoders.limits import whole_texts
+from .kv_format import KVSettings
 from .layer_spec import MoESpec
 from .memory import MemoryPlan
 from .messages import EngineInfo
 from .model_config import ModelConfig
+from .speculation.settings import NO_DRAFTS, Speculation, read_speculation
 
 # Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
 LARGE_CHUNKS = (2, 4)
-STEPS_IN_FLIGHT = {"cuda": 2, "cpu": 1}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Resolved:
     seed: int
     max_model_len: int
     block_size: int
+    kv_cache_dtype: str  # the activations' type, fp8_e4m3 or fp8_e5m2
+    calculate_kv_scales: bool
+    tensor_parallel_size: int
+    enable_expert_parallel: bool
+    disable_custom_all_reduce: bool
     enable_prefix_caching: bool
     prefix_cache_seed: str = field(repr=False)  # "": a random one
     max_num_batched_tokens: int
@@ -58,9 +65,17 @@ class Resolved:
     long_prefill_token_threshold: int
     enable_chunked_prefill: bool
     scheduling_policy: str
+    speculative_config: str  # as it was given; "": no drafts
+    speculation: Speculation
     enforce_eager: bool
     max_cudagraph_capture_size: int
     max_logprobs: int
+    enable_lora: bool
+    max_loras: int  # 0: no adapter is served
+    max_cpu_loras: int
+    max_lora_rank: int
+    lora_dtype: torch.dtype
+    lora_target_modules: tuple[str, ...]  # empty: all that can have one
     reduced: tuple[str, ...] = ()  # options that became less than the model or the device would allow
     notices: tuple[str, ...] = ()  # for the log
 
@@ -72,6 +87,10 @@ class Resolved:
     def mixed_step(self) -> int:
         """Most tokens of a step with prompts beside decodes, where no long queue waits."""
         return min(self.max_mixed_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
+    @property
+    def draft_depths(self) -> tuple[tuple[int, int], ...]:
+        return self.speculation.depths
 
     @property
     def uses_graphs(self) -> bool:
@@ -101,21 +120,28 @@ class Fitted(Resolved):
 
     plan: MemoryPlan
 
-    def scheduler_config(self, windows: tuple[int, ...]) -> SchedulerConfig:
-        """`windows`: of the KV groups."""
-        return SchedulerConfig(
-            num_blocks=self.plan.num_blocks,
-            windows=windows,
-            policy=self.scheduling_policy,
-            depth=STEPS_IN_FLIGHT[self.device.type],
-            **self._named_as_in(SchedulerConfig),
-        )
+    def scheduler_config(self, windows: tuple[int, ...], depth: int) -> SchedulerConfig:
+        """`windows`: of the KV groups; `depth`: steps in flight."""
+        derived = {
+            "num_blocks": self.plan.num_blocks,
+            "windows": windows,
+            "policy": self.scheduling_policy,
+            "depth": depth,
+            "max_drafts": max((drafts for _, drafts in self.draft_depths), default=0),
+            "draft_depths": self.draft_depths,
+        }
+        format = self.plan.layout.format
+        if self.prefix_cache_seed and format.code:  # equal keys are to mean equal bytes in all engines of a fleet
+            derived["prefix_cache_seed"] = f"{self.prefix_cache_seed}\0{format.code}{format.token_scales:d}"
+        return SchedulerConfig(**(self._named_as_in(SchedulerConfig) | derived))
 
     def info(self, startup_seconds: dict[str, float], quantization: dict[str, str | int]) -> EngineInfo:
         plan = self.plan
         dtype = str(self.dtype).removeprefix("torch.")
         options = self._named_as_in(EngineConfig) | {
             "dtype": dtype,
+            "lora_dtype": str(self.lora_dtype).removeprefix("torch."),
+            "lora_target_modules": " ".join(self.lora_target_modules),
             "device": self.machine.name,
             "cpu_threads": self.machine.cpu_threads,
             "kv_cache_memory_bytes": plan.cache,
@@ -146,6 +172,11 @@ class Fitted(Resolved):
                 "other": plan.other,
                 "kv_cache": plan.cache,
             },
+            kv_cache={
+                "dtype": self.kv_cache_dtype,
+                "scales": plan.layout.format.scales,
+                "block_bytes": plan.layout.block_bytes(self.dtype.itemsize),
+            },
             startup_seconds=startup_seconds,
             settings=options,
             quantization=quantization,
@@ -164,13 +195,19 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
     tokens, seqs, reduced, notices = resolve_limits(config, machine, mixture)
     mixed = resolve_max_mixed_tokens(config, device.type, tokens, mixture)
     length = choose_max_model_len(config, model)
+    dtype = choose_dtype(config.dtype, model.dtype, device)
+    loras = config.max_loras if config.enable_lora else 0
     names = {spec.name for spec in dataclasses.fields(Resolved)}
     asked = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config) if spec.name in names}
     found = {
         "machine": machine,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
-        "dtype": choose_dtype(config.dtype, model.dtype, device),
+        "dtype": dtype,
+        **vars(KVSettings.of(config, model, str(dtype).removeprefix("torch."))),
+        "max_loras": loras,
+        "max_cpu_loras": max(loras, config.max_cpu_loras or 2 * loras) if loras else 0,
+        "lora_dtype": dtype if config.lora_dtype == "auto" else getattr(torch, config.lora_dtype),
         "model_impl": "vserve" if model.foreign is None else "transformers",
         "max_model_len": length,
         "max_logprobs": model.vocab_size if config.max_logprobs < 0 else config.max_logprobs,
@@ -183,9 +220,13 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
         "max_long_partial_prefills": config.max_long_partial_prefills or 0,
         "long_prefill_token_threshold": choose_long_prefill(config, length),
         "backlog_steps": config.backlog_steps or SchedulerConfig.backlog_steps,
+        "speculative_config": config.speculative_config or "",
+        "speculation": choose_speculation(config, model, tokens, seqs),
         "reduced": reduced,
         "notices": notices,
     }
+    if not model.causal:
+        found |= whole_texts(config, length, machine)
     return Resolved(**(asked | found))
 
 
@@ -251,6 +292,20 @@ def large_mixed_tokens(
     sizes = [times * max_mixed_tokens for times in LARGE_CHUNKS if max_mixed_tokens]
     within = [size for size in sizes if size <= max_num_batched_tokens]
     return tuple(even(size) if even(size) <= max_num_batched_tokens else size for size in within)
+
+
+def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, seqs: int) -> Speculation:
+    speculation = read_speculation(config.speculative_config)
+    if speculation is None:
+        return NO_DRAFTS
+    if not model.generates:
+        raise ConfigError("--speculative-config: this model samples no tokens, there is nothing to draft; leave it out")
+    speculation = speculation.within(seqs, tokens)
+    if any(drafts for _, drafts in speculation.depths):
+        return speculation
+    raise ConfigError(
+        f"--speculative-config: a step of {tokens} tokens has no room for drafts; raise --max-num-batched-tokens"
+    )
 
 
 def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:

@@ -68,6 +68,8 @@ class RowTables:
         self.dummy_row = max_num_seqs
         self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        # Of the tokens behind those that there are: drafts that somebody has proposed. Others stand there by chance.
+        self.num_proposed = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.params = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=device)
         self.block_tables = [
             torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)

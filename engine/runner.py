@@ -6,17 +6,22 @@ import logging
 import time
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from ..kernels.attention import DecodeWorkspace
 from ..kernels.attention_inputs import PagedCache
-from .batch import WANTED, Batch, BatchBuilder, SampleBatch, Shape
+from ..kernels.kv_fp8 import fixed_scales
+from ..kernels.kv_unpack import PromptPages
+from .adapters.tables import AdapterTables
+from .batch import ROWS, SAMPLE_INDEX, WANTED, Batch, BatchBuilder, SampleBatch, Shape
+from .compilations import LateCompilations
 from .graphs import StepGraphs
+from .kv_format import NUMBERS, KVFormat
 from .kv_layout import KVLayout
-from .kv_storage import allocate
+from .kv_storage import allocate, allocate_scales
 from .mask import TokenMask
 from .models.model import Model
 from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs
@@ -25,11 +30,25 @@ from .prompt_logprobs import PromptScorer, PromptScores
 from .request import Pooling, SamplingParams
 from .rows import RowTables
 from .sampler import Sampler, Samples
+from .scheduler import BESIDE_DRAFTS
+from .speculation.drafter import Drafter, NgramDrafter
+from .speculation.settings import NO_DRAFTS, Speculation
 
 logger = logging.getLogger(__name__)
 
 LOGIT_ROWS = 32
+PROMPT_PAGE_TOKENS = 1 << 17
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True))
+
+
+@dataclass
+class Drafts:
+    kept: Tensor | None  # of BatchBuilder.commit, where drafts were verified
+    proposed: Tensor | None  # int32 [rows], of a Drafter
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.kept, self.proposed) if tensor is not None]
 
 
 @dataclass
@@ -39,6 +58,7 @@ class Pending:
     plan: StepPlan
     host: list[Tensor]
     samples: Samples
+    drafts: Drafts
     scores: PromptScores | None
     pooled: Pooled | None
     started: float
@@ -54,6 +74,7 @@ class Pending:
             seconds = time.perf_counter() - self.started
         host = iter(self.host)
         tokens, finite = next(host).tolist(), next(host).numpy()
+        drafts = [next(host).numpy() for _ in self.drafts.tensors]
         errors = {}
         if self.samples.possible is not None:
             errors = dict.fromkeys(np.flatnonzero(~next(host).numpy()).tolist(), NOTHING_ALLOWED)
@@ -68,7 +89,29 @@ class Pending:
             for j, i in enumerate(self.samples.logprob_rows):
                 logprobs[i] = TokenLogprobs(values[j], ranks[j], ids[j], tops[j])
         scores = self.scores.lists(*host) if self.scores is not None else []
-        return StepResult(self.plan.step, tokens, logprobs, errors, seconds, scores, embeddings)
+        result = StepResult(self.plan.step, tokens, logprobs, errors, seconds, scores, embeddings)
+        if self.drafts.proposed is not None:
+            result = msgspec.structs.replace(result, num_proposed=int(np.count_nonzero(drafts[-1])))
+        return result if self.drafts.kept is None else keep(result, self.plan, drafts[0])
+
+
+def keep(result: StepResult, plan: StepPlan, kept: np.ndarray) -> StepResult:
+    """A step's result without what was sampled behind wrong drafts. kept: int32 [2, ≥ num_decodes], tokens that each
+    row keeps, and drafts that had been proposed to it."""
+    decodes, query_len = plan.num_decodes, 1 + plan.num_drafts
+    counts = np.ones(len(plan.sampled), dtype=np.int64)
+    counts[:decodes] = kept[0, :decodes]
+    starts = np.arange(len(counts)) + np.minimum(np.arange(len(counts)), decodes) * plan.num_drafts
+    places = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    found = {place: new for new, place in enumerate(places.tolist())}
+    return msgspec.structs.replace(
+        result,
+        token_ids=[result.token_ids[place] for place in found],
+        logprobs=result.logprobs and [result.logprobs[place] for place in found],
+        errors={found[place]: error for place, error in result.errors.items() if place in found},
+        counts=counts.tolist(),
+        drafted=np.minimum(kept[1, :decodes], query_len - 1).tolist(),
+    )
 
 
 def padded_logits(num_sampled: int, num_rows: int) -> int:
@@ -88,7 +131,7 @@ class Launched:
     """A step between `execute` and `sample`."""
 
     header: Tensor
-    num_rows: int
+    shape: Shape
     samples: SampleBatch
     hidden: Tensor  # [≥ S, hidden], rows of padding behind
     scores: PromptScores | None
@@ -99,19 +142,31 @@ class Launched:
 
 class ModelRunner:
     def __init__(
-        self, model: Model, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        model: Model,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        kv_format: KVFormat = NUMBERS,
+        speculation: Speculation = NO_DRAFTS,
     ) -> None:
         self.model = model
+        self.drafter: Drafter | None = NgramDrafter(speculation) if speculation.depths else None
+        self.draft_depths = [depth for depth in speculation.depths if depth[1]]
         self.device = device
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.layout = KVLayout.of(model.kv_specs(), block_size, max_model_len)
+        self.layout = KVLayout.of(model.kv_specs(), block_size, max_model_len, kv_format)
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.workspace = self._make_workspace() if device.type == "cuda" else None
         self.graphs: StepGraphs | None = None
+        self.adapters: AdapterTables | None = None
+        self.adapter_graphs: StepGraphs | None = None  # of steps with adapters
         self.num_graph_misses = 0
-        self._late_compilations: list[int] = []
+        self._late = LateCompilations()
         self._launched: Launched | None = None
         self.make_rows(max_model_len)
 
@@ -144,20 +199,26 @@ class ModelRunner:
         started, event = time.perf_counter(), self._record()
         builder = self.builder
         builder.write_rows(plan)
-        num_sampled, num_wanted = len(plan.sampled), len(plan.sampled) + len(plan.pooled)
+        num_sampled, num_wanted = plan.num_samples, plan.num_samples + len(plan.pooled)
         wants_all = bool(plan.scored) or self.pooler.needs_all(plan)
-        graph = self.graphs.find(plan) if self.graphs is not None and not wants_all else None
+        adapters = self.adapters if self.adapters is not None and self.adapters.begin(plan) else None
+        graphs = self.graphs if adapters is None else self.adapter_graphs
+        graph = graphs.find(plan) if graphs is not None and not wants_all else None
         every: Tensor | None = None  # the hidden states of all tokens
         num_logits = num_sampled
         if graph is not None:
             shape = graph.shape
-            num_logits = padded_logits(num_sampled, shape.rows)
+            num_logits = padded_logits(num_sampled, shape.samples)
+            if adapters is not None:
+                adapters.group(plan, shape.tokens, num_logits)
             host = builder.header(plan, shape)
             header = graph.header.copy_(host, non_blocking=True)
             graph.graph.replay()
             batch, hidden = graph.batch, graph.hidden
         else:
             shape = Shape.of(plan)
+            if adapters is not None:
+                adapters.group(plan, shape.tokens, num_logits)
             host = builder.header(plan, shape)
             header = host.to(self.device, non_blocking=True)
             # Dummy steps compile what graphs will launch.
@@ -168,23 +229,24 @@ class ModelRunner:
                 hidden = every.index_select(0, wanted)
             else:
                 hidden = self.forward(batch, wanted)
-                self.num_graph_misses += self.graphs is not None and self.graphs.expects(plan)
+                self.num_graph_misses += graphs is not None and graphs.expects(plan)
         scores = self.scorer(plan, every) if every is not None and plan.scored else None
         pooled = self.pooler(plan, hidden[num_sampled:num_wanted], every) if plan.pooled else None
         samples = builder.samples(plan, header, host, batch)
-        self._launched = Launched(header, shape.rows, samples, hidden[:num_logits], scores, pooled, started, event)
+        self._launched = Launched(header, shape, samples, hidden[:num_logits], scores, pooled, started, event)
 
     @torch.inference_mode()
     def sample(self, mask: TokenMask | None = None) -> Pending:
         assert self._launched is not None, "sample() without execute()"
         step, self._launched = self._launched, None
-        logits = self.model.logits(step.hidden)[: len(step.samples.plan.sampled)]
+        plan = step.samples.plan
+        if mask is not None:
+            mask = mask.behind(plan.num_decodes * plan.num_drafts)
+        logits = self._logits(step)[: plan.num_samples]
         samples = self.sampler(logits, step.samples, mask)
-        self.builder.commit(step.header, step.num_rows, samples.tokens)
-        if mask is not None and mask.postponed:
-            self.builder.take_back(step.samples, mask.postponed)
-        plan, scores, pooled = step.samples.plan, step.scores, step.pooled
-        outputs = [samples.tokens, samples.finite]
+        drafts = self._take(step, samples.tokens, mask.postponed if mask is not None else ())
+        scores, pooled = step.scores, step.pooled
+        outputs = [samples.tokens, samples.finite, *drafts.tensors]
         if samples.possible is not None:
             outputs.append(samples.possible)
         if pooled is not None:
@@ -192,7 +254,7 @@ class ModelRunner:
         outputs += samples.logprobs or ()
         outputs += scores.tensors if scores is not None else ()
         if self.copy_stream is None:
-            return Pending(plan, outputs, samples, scores, pooled, step.started)
+            return Pending(plan, outputs, samples, drafts, scores, pooled, step.started)
         end = self._record()
         assert step.event is not None and end is not None
         with torch.cuda.stream(self.copy_stream):
@@ -200,10 +262,44 @@ class ModelRunner:
             host = [t.to("cpu", non_blocking=True) for t in outputs]
             copied = torch.cuda.Event(blocking=True)
             copied.record(self.copy_stream)
-        return Pending(plan, host, samples, scores, pooled, step.started, (step.event, end, copied), outputs)
+        return Pending(plan, host, samples, drafts, scores, pooled, step.started, (step.event, end, copied), outputs)
+
+    @torch.inference_mode()
+    def follow(self, postponed: tuple[int, ...] = ()) -> None:
+        """What `sample` is on the other ranks: rank 0 samples, they take its tokens. postponed: as in its mask."""
+        assert self._launched is not None, "follow() without execute()"
+        step, self._launched = self._launched, None
+        plan = step.samples.plan
+        self._logits(step)  # rank 0 needs this rank's part of them
+        tokens = torch.empty(plan.num_samples, dtype=torch.int32, device=self.device)
+        self._take(step, tokens, tuple(row + plan.num_decodes * plan.num_drafts for row in postponed))
+
+    def _logits(self, step: Launched) -> Tensor:
+        if self.adapters is None:
+            return self.model.logits(step.hidden)
+        self.adapters.begin_sampling()
+        logits = self.model.logits(step.hidden)
+        self.adapters.end()
+        return logits
+
+    def _take(self, step: Launched, tokens: Tensor, postponed: tuple[int, ...]) -> Drafts:
+        """On every rank: the tokens of rank 0 into the rows, and drafts of what may follow. postponed: samples."""
+        if step.samples.plan.num_samples:
+            self.model.place.group.broadcast(tokens)
+        kept = self.builder.commit(step.header, step.shape, tokens)
+        if postponed:
+            self.builder.take_back(step.samples, postponed)
+        proposed, rows = None, step.shape.rows
+        if self.drafter is not None:
+            proposed = self.drafter.propose(self.tables, step.header[ROWS, :rows], step.header[SAMPLE_INDEX, :rows])
+        return Drafts(kept, proposed)
 
     def forward(self, batch: Batch, wanted: Tensor | None) -> Tensor:
         """Hidden states of the wanted tokens, or of all."""
+        if wanted is not None and self.adapters is not None and self.adapters.step.tokens is not None:
+            # The tiles of adapters are of all tokens, in the last layer too.
+            every = self.model(batch.input_ids, batch.positions, batch.attention)
+            return every.index_select(0, wanted)
         return self.model(batch.input_ids, batch.positions, batch.attention, wanted=wanted)
 
     def _record(self) -> torch.cuda.Event | None:
@@ -218,63 +314,123 @@ class ModelRunner:
     def bind_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
         """Allocates the paged cache; each layer's comes with the block tables that the rows have now."""
         layers, caches = self.model.attention_layers(), allocate(self.layout, num_blocks, dtype, self.device)
+        scales = self._scales(num_blocks)
         for index, group in enumerate(self.layout.groups):
             for layer in group.layers:
-                layers[layer].bind(PagedCache(*caches[layer], self.tables.block_tables[index]), index)
+                cache = PagedCache(*caches[layer], self.tables.block_tables[index], *scales[layer])
+                layers[layer].bind(cache, index)
+        if size := self.prompt_page_elements:
+            self.builder.prompt_pages = PromptPages.create(
+                self.prompt_page_tokens, self.block_size, size, dtype, self.device
+            )
+
+    def _scales(self, num_blocks: int) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Of keys and values of each layer, None where these are no codes."""
+        layers, format = self.model.attention_layers(), self.layout.format
+        if not format.code:
+            return [(None, None)] * len(layers)
+        if format.token_scales:
+            return list(allocate_scales(self.layout, num_blocks, self.device))
+        found: list[tuple[Tensor | None, Tensor | None]] = []
+        for layer in layers:
+            ones = torch.ones(layer.spec.num_kv_heads, device=self.device)
+            keys, values = layer.code_scales or (ones, ones)
+            found.append(
+                (fixed_scales(keys, num_blocks, self.block_size), fixed_scales(values, num_blocks, self.block_size))
+            )
+        return found
+
+    @property
+    def prompt_page_tokens(self) -> int:
+        """Of which the codes of a step's prompts are unpacked at once; with more, they are read by a slower kernel."""
+        return min(PROMPT_PAGE_TOKENS, self.max_num_seqs * self.max_model_len)
+
+    @property
+    def prompt_page_elements(self) -> int:
+        """Of a token, keys and values, in the layer with most of those whose codes are unpacked; 0: there is none."""
+        if not self.layout.format.code or self.device.type != "cuda" or self.model.place.dtype.itemsize > 2:
+            return 0
+        layers = self.model.attention_layers()
+        return max((layer.spec.token_elements for layer in layers if layer.reads_numbers(self.block_size)), default=0)
 
     def row_bytes(self, max_model_len: int) -> int:
         """Bytes of the row tables that grow with the context: tokens, and a block table for each KV group."""
         width = max_model_len + len(self.layout.groups) * -(-max_model_len // self.block_size)
         return (self.max_num_seqs + 1) * width * 4
 
+    def _forward_adapted(self, batch: Batch, wanted: Tensor | None) -> Tensor:
+        """While graphs are captured."""
+        assert self.adapters is not None
+        self.adapters.use(len(batch.input_ids))
+        hidden = self.forward(batch, wanted)
+        self.adapters.end()
+        return hidden
+
     def plan_graphs(self, max_decodes: int, max_mixed_tokens: int, large_mixed_tokens: tuple[int, ...]) -> StepGraphs:
         """For steps with up to this many decodes, or these numbers of tokens in all; `capture_graphs` makes them."""
         decodes = min(max_decodes, self.max_num_seqs)
-        return StepGraphs(None, self.forward, decodes, max_mixed_tokens, large_mixed_tokens)
+        drafts = {count: most for most, count in self.draft_depths}
+        if self.adapters is not None:
+            self.adapter_graphs = StepGraphs(
+                None, self._forward_adapted, decodes, max_mixed_tokens, (), drafts, coarse=True
+            )
+        return StepGraphs(None, self.forward, decodes, max_mixed_tokens, large_mixed_tokens, drafts)
 
     @torch.inference_mode()
     def capture_graphs(self, graphs: StepGraphs) -> None:
         """Steps that fit one of these graphs replay it from here on."""
-        graphs.builder = self.builder
         torch.cuda.empty_cache()  # or what the warm-up left would be given back meanwhile, and hide what is taken
         before = torch.cuda.mem_get_info()[0]
-        graphs.capture()
-        rows = {shape.rows for shape in graphs.shapes()}
+        every = [graphs] if self.adapter_graphs is None else [graphs, self.adapter_graphs]
+        for one in every:
+            one.builder = self.builder
+            one.capture()
+        rows = {shape.samples for shape in graphs.shapes()}
+        drafted = (count * (1 + drafts) + BESIDE_DRAFTS for count, drafts in self.draft_depths)
+        most_sampled = max(self.max_num_seqs, *drafted, 0)
         hidden = torch.zeros(max(rows), self.model.config.hidden_size, dtype=self.model.place.dtype, device=self.device)
-        for count in {padded_logits(n, most) for most in rows for n in range(1, min(most, self.max_num_seqs) + 1)}:
+        for count in {padded_logits(n, most) for most in rows for n in range(1, min(most, most_sampled) + 1)}:
             self.model.logits(hidden[:count])
         self.graphs = graphs
         logger.info(
-            "%d CUDA graphs took %.2f GiB", len(graphs.shapes()), (before - torch.cuda.mem_get_info()[0]) / 2**30
+            "%d CUDA graphs took %.2f GiB",
+            sum(len(one.shapes()) for one in every),
+            (before - torch.cuda.mem_get_info()[0]) / 2**30,
         )
 
     @property
     def num_late_compilations(self) -> int:
-        return len(self._late_compilations)
+        return len(self._late)
 
     def count_compilations(self) -> None:
-        """From here on every kernel should be ready: one that is compiled holds up all requests."""
-        late = self._late_compilations  # not self: Triton keeps the hook longer than this runner is wanted
+        """From here on every kernel should be ready."""
+        self._late.count()
 
-        def compiled(**_: object) -> None:
-            late.append(1)
+    def dummy_step(
+        self, num_seqs: int, num_tokens: int, sampling: SamplingParams, num_drafts: int = 0, adapted: bool = False
+    ) -> StepResult:
+        """A step through the real path that leaves nothing behind: its block tables point to the null block.
 
-        triton.knobs.runtime.jit_post_compile_hook = compiled
-
-    def dummy_step(self, num_seqs: int, num_tokens: int, sampling: SamplingParams) -> StepResult:
-        """A step through the real path that leaves nothing behind: its block tables point to the null block."""
+        `num_drafts`: of each request, beside one token; what num_tokens has beyond that is another one's prompt.
+        `adapted`: every request has the adapter of the first slot, whatever is in it.
+        """
         if not self.model.config.generates:
             sampling = POOLED
         num_seqs = min(num_seqs, num_tokens, self.max_num_seqs)
         lengths = [
             min(num_tokens // num_seqs + (i < num_tokens % num_seqs), self.max_model_len) for i in range(num_seqs)
         ]
+        if num_drafts:
+            prompt = num_tokens - num_seqs * (1 + num_drafts)
+            lengths = [1 + num_drafts] * num_seqs + [prompt] * (prompt > 0)
         lengths.sort(key=lambda n: n != 1)
-        rows = [NewRow(i, 0, bytes(4 * n), n, 0, sampling) for i, n in enumerate(lengths)]
+        num_decodes, num_seqs = num_seqs if num_drafts else lengths.count(1), len(lengths)
+        slot = 0 if adapted else -1
+        rows = [NewRow(i, 0, bytes(4 * n), n, 0, sampling, slot) for i, n in enumerate(lengths)]
         every, generates = list(range(num_seqs)), self.model.config.generates
         plan = StepPlan(
-            -1, every, lengths, [0] * num_seqs, every if generates else [], lengths.count(1), rows,
-            [[] for _ in self.layout.groups], pooled=[] if generates else every,
+            -1, every, lengths, [0] * num_seqs, every if generates else [], num_decodes, rows,
+            [[] for _ in self.layout.groups], pooled=[] if generates else every, num_drafts=num_drafts,
         )  # fmt: skip
         self.execute(plan)
         return self.sample().wait()
@@ -286,4 +442,5 @@ class ModelRunner:
             max(layer.num_heads for layer in layers),
             max(layer.spec.value_dim for layer in layers),
             self.device,
+            1 + max((drafts for _, drafts in self.draft_depths), default=0),
         )

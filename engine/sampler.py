@@ -57,7 +57,7 @@ class Sampler:
         # What was made of a row's parameters, and of whose: a row goes from one request to another.
         self._allowed: dict[int, tuple[SamplingParams, Tensor]] = {}
         self._bad_words: dict[int, tuple[SamplingParams, np.ndarray, np.ndarray]] = {}
-        self._biases: dict[int, tuple[SamplingParams, Tensor, Tensor]] = {}  # int32 [n, 2]: below min_tokens, and after
+        self._biases: dict[int, tuple[SamplingParams, Tensor]] = {}  # int32 [n, 2]
         self._counts: Tensor | None = None  # int32 [min(R, COUNT_ROWS), V], of zeros
 
     def __call__(self, logits: Tensor, batch: SampleBatch, mask: TokenMask | None = None) -> Samples:
@@ -79,8 +79,10 @@ class Sampler:
             params.copy_(self.tables.params.index_select(0, batch.rows).t())
             floats = params[:6].view(torch.float32)
         if limited:
-            if used & (BIAS | MIN_TOKENS):
+            if used & BIAS:
                 self._apply_bias(logits, batch, flags)
+            if used & MIN_TOKENS:
+                self._forbid_ends(logits, batch, flags)
             if used & ALLOWED:
                 self._apply_allowed(logits, batch, flags)
             if used & BAD_WORDS:
@@ -126,22 +128,32 @@ class Sampler:
         return sampling
 
     def _apply_bias(self, logits: Tensor, batch: SampleBatch, flags: np.ndarray) -> None:
-        """logit_bias, and minus infinity on what would end a request before its min_tokens."""
-        chosen = np.flatnonzero(flags & (BIAS | MIN_TOKENS))
-        rows, plan = batch.rows_cpu[chosen], batch.plan
-        at = np.array(plan.sampled)[chosen]
-        num_outputs = np.array(plan.num_computed)[at] + np.array(plan.num_tokens)[at] - self.tables.prompt_len[rows]
+        """logit_bias."""
+        chosen = np.flatnonzero(flags & BIAS)
         entries = []
-        for row, count in zip(rows.tolist(), num_outputs.tolist(), strict=True):
+        for row in batch.rows_cpu[chosen].tolist():
             sampling = self._sampling(row)
             known = self._biases.get(row)
             if known is None or known[0] is not sampling:
-                known = self._biases[row] = (sampling, *_lay_out_bias(sampling, logits))
-            entries.append(known[1] if count < sampling.min_tokens else known[2])
-        offsets = np.cumsum([0, *map(len, entries)])
-        if offsets[-1]:
-            index, starts = _upload(logits.device, chosen, offsets)
-            apply_logit_bias(logits, index, starts, torch.cat(entries))
+                known = self._biases[row] = (sampling, _lay_out_bias(sampling, logits.device))
+            entries.append(known[1])
+        index, starts = _upload(logits.device, chosen, np.cumsum([0, *map(len, entries)]))
+        apply_logit_bias(logits, index, starts, torch.cat(entries))
+
+    def _forbid_ends(self, logits: Tensor, batch: SampleBatch, flags: np.ndarray) -> None:
+        """Minus infinity on what would end a request before its min_tokens. How many it has, the device knows."""
+        index, tokens, lengths = [], [], []
+        for i in np.flatnonzero(flags & MIN_TOKENS).tolist():
+            row = int(batch.rows_cpu[i])
+            sampling = self._sampling(row)
+            ends = sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
+            forbidden = [token for token in dict.fromkeys(ends) if 0 <= token < logits.shape[1]]
+            tokens += forbidden
+            index += [i] * len(forbidden)
+            lengths += [int(self.tables.prompt_len[row]) + sampling.min_tokens] * len(forbidden)
+        at, token, length = _upload(logits.device, index, tokens, lengths)
+        place = at.long(), token.long()
+        logits[place] = logits[place].masked_fill_(batch.seq_lens[place[0]] < length, float("-inf"))
 
     def _apply_allowed(self, logits: Tensor, batch: SampleBatch, flags: np.ndarray) -> None:
         chosen = np.flatnonzero(flags & ALLOWED)
@@ -184,17 +196,10 @@ def _upload(device: torch.device, *arrays: np.ndarray | list[int]) -> list[Tenso
     return upload.send(device)
 
 
-def _lay_out_bias(sampling: SamplingParams, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As apply_logit_bias wants it, on the device: for outputs below min_tokens, and for the others."""
+def _lay_out_bias(sampling: SamplingParams, device: torch.device) -> Tensor:
+    """As apply_logit_bias wants it, on the device."""
     bias = sampling.logit_bias or {}
-    kinds = [bias]
-    if sampling.min_tokens:
-        ends = sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
-        kinds.append(bias | dict.fromkeys((token for token in ends if 0 <= token < logits.shape[1]), float("-inf")))
-    pairs = []
-    for kind in kinds:
-        pair = np.empty((len(kind), 2), dtype=np.int32)
-        pair[:, 0], pair[:, 1] = list(kind), np.array(list(kind.values()), dtype=np.float32).view(np.int32)
-        pairs.append(pair.reshape(-1))
-    sent = [each.view(-1, 2) for each in _upload(logits.device, *pairs)]
-    return sent[-1], sent[0]
+    pairs = np.empty((len(bias), 2), dtype=np.int32)
+    pairs[:, 0], pairs[:, 1] = list(bias), np.array(list(bias.values()), dtype=np.float32).view(np.int32)
+    (sent,) = _upload(device, pairs.reshape(-1))
+    return sent.view(-1, 2)

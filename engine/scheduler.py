@@ -12,15 +12,17 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from .adapters.book import AdapterBook
 from .config import SchedulerConfig
 from .invariants import check_scheduler
 from .kv_cache import KVCacheManager
 from .messages import EngineStats, RequestOutput
 from .plan import NOT_FINITE, NOTHING_ALLOWED, StepPlan, StepResult, TokenLogprobs
 from .prompt_results import PromptResults
-from .request import FinishReason, Request, Status
+from .request import FinishReason, Request, Status, ending
 from .roster import Roster
 from .sharing import Sharing
+from .speculation.depth import Depth
 from .step import Step
 
 Logprobs = list[TokenLogprobs] | None
@@ -29,6 +31,10 @@ RUNNING, FINISHED = Status.RUNNING, Status.FINISHED
 # So few decodes do not cut the chunk of a prompt short: it would leave a few tokens of a thousand for another step, and
 # if the next prompt fills that one, the first has to wait for twice as long.
 FEW_DECODES = 16
+# Requests without drafts beside those with some: with more, or in a large step, nobody takes any, as there is no CUDA
+# graph for that.
+BESIDE_DRAFTS = 16
+FARTHEST = 1024  # places of the queue that are looked at for somebody whose adapter has a slot
 
 
 class Scheduler:
@@ -36,6 +42,9 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         assert config.max_num_seqs <= config.max_num_batched_tokens, "every running request must be able to decode"
+        drafted = (min(most, config.max_num_seqs) * (1 + drafts) for most, drafts in config.draft_depths)
+        assert max(drafted, default=0) <= config.max_num_batched_tokens, "and with drafts, too"
+        assert 1 + config.depth * config.max_drafts <= config.max_num_batched_tokens, "what windows keep of a request"
         assert config.policy in ("fcfs", "priority") and config.depth >= 1
         self.config = config
         self.kv = KVCacheManager(config)
@@ -43,6 +52,10 @@ class Scheduler:
         self.in_flight: deque[Step] = deque()
         self.sharing = Sharing.of(config)
         self.prompt_results = PromptResults()
+        self.drafting = Depth(config.draft_depths) if config.max_drafts else None
+        self.adapters = AdapterBook(config.max_loras, config.max_cpu_loras) if config.max_loras else None
+        if self.adapters is not None:
+            self.adapters.busy = self._adapters_in_flight
         self.num_constrained = 0  # unfinished requests with a grammar
         self._undelivered: list[RequestOutput] = []  # of requests refused on arrival
         # Beyond this many tokens, the last one's value is needed before the request can go on, if it can at all.
@@ -66,6 +79,7 @@ class Scheduler:
         fits = request.num_tokens <= self.kv.max_tokens
         if fits:
             self.kv.extend_hashes(request)  # before it is in any book, lest it stays there when this raises
+        request.longest = min(request.num_prompt_tokens + request.sampling.max_tokens, self.stop + 1)
         self.roster.add(request)
         self.num_constrained += request.grammar is not None
         self.prompt_results.add(request)
@@ -84,6 +98,11 @@ class Scheduler:
     def reject(self, request: Request, error: str) -> RequestOutput:
         """End an unfinished request now; results still in flight for it are ignored."""
         return self._finish(request, FinishReason.ERROR, error=error)
+
+    def reject_adapter(self, adapter: int, error: str) -> list[RequestOutput]:
+        """End every request that has this adapter now."""
+        having = [entry[3] for entry in self.roster.entries.values() if entry[3].adapter == adapter]
+        return [self.reject(request, error) for request in having]
 
     def has_unfinished(self) -> bool:
         return bool(self.roster.entries or self._undelivered)
@@ -113,8 +132,10 @@ class Scheduler:
         return step.freeze(self.kv, self.prompt_results, self.num_constrained > 0)
 
     def _schedule_decodes(self, step: Step) -> list[Request]:
-        """Pass 1: one token for each running request that lacks just one. Returns the others."""
+        """Pass 1: one token, and drafts of those behind it, for each running request that lacks just one. Returns the
+        others."""
         block_size, stop, scheduled = self.config.block_size, self.stop, step.scheduled
+        step.num_drafts = most = self.drafting.depth(len(self.roster.running)) if self.drafting is not None else 0
         pooling = self.prompt_results.pooling
         constrained = self.num_constrained > 0
         prefills = []
@@ -124,8 +145,10 @@ class Scheduler:
             if total - computed != 1:
                 prefills.append(request)
                 continue
-            if (total > stop or total - request.num_prompt_tokens >= request.sampling.max_tokens) and (
-                request not in pooling  # nothing is sampled: such a prompt may fill the context
+            if (
+                total >= request.longest
+                and request not in pooling  # nothing is sampled: such a prompt may fill the context
+                and (total > stop or not self._may_go_on(request))
             ):
                 continue  # a sure end: the sample in flight is its last
             if request.status is not RUNNING:
@@ -133,25 +156,51 @@ class Scheduler:
             if constrained and (guide := request.grammar) and not guide.may_decode(request.num_in_flight_tokens):
                 continue  # nobody shall wait for its mask
             offset = computed % block_size
-            if offset == 0 and not self._grow(step, request, total):
-                continue
             if offset == block_size - 1:
                 step.filled.append(request)
-            scheduled[request] = 1
+            if most and self._may_draft(request, total + most):
+                if self._grow(step, request, total + most):
+                    scheduled[request] = 1 + most
+            elif offset or self._grow(step, request, total):
+                scheduled[request] = 1
+        large = self._large_step() if scheduled else 0
+        if most and (large or len(prefills) + len(self.roster.waiting) > BESIDE_DRAFTS - self._num_undrafted(step)):
+            most = step.num_drafts = 0  # blocks that some have taken for drafts will be used
+            scheduled.update(dict.fromkeys(scheduled, 1))
         if scheduled and (mixed := self.config.max_mixed_tokens):
             # Beside decodes, prompts come in smaller chunks: nobody waits long for the next token, and who began
             # together does not end together. A long queue gets larger ones, for throughput; a few decodes do not cut a
             # chunk short, and however many there are, a quarter is left to prompts.
-            decodes = len(scheduled)
-            if decodes <= FEW_DECODES:
-                mixed += decodes
-            if large := self.config.large_mixed_tokens:
-                each = self.roster.num_waiting_tokens // self.config.backlog_steps
-                mixed = max((size for size in large if size <= each), default=mixed)
-            mixed = max(mixed, decodes + max(1, mixed // 4))
+            decodes = sum(scheduled.values()) if most else len(scheduled)  # tokens of theirs
+            if len(scheduled) <= FEW_DECODES:
+                mixed += len(scheduled)
+            mixed = max(large or mixed, decodes + max(1, mixed // 4))
             step.limit = min(step.limit, mixed)
-        step.budget = step.limit - len(scheduled)
+        step.budget = step.limit - (sum(scheduled.values()) if most else len(scheduled))
         return prefills
+
+    def _large_step(self) -> int:
+        """Tokens of a step that works off a long queue; 0: the queue is none."""
+        sizes = self.config.large_mixed_tokens
+        if not sizes or not self.config.max_mixed_tokens:
+            return 0
+        each = self.roster.num_waiting_tokens // self.config.backlog_steps
+        return max((size for size in sizes if size <= each), default=0)
+
+    def _num_undrafted(self, step: Step) -> int:
+        return sum(1 for num_new in step.scheduled.values() if num_new == 1)
+
+    def _may_go_on(self, request: Request) -> bool:
+        """Whether wrong drafts in flight may leave it a token short of its max_tokens."""
+        sure = request.target - request.num_in_flight_drafts
+        return sure - request.num_prompt_tokens < request.sampling.max_tokens
+
+    def _may_draft(self, request: Request, total: int) -> bool:
+        """Whether a step may compute drafts of this request's tokens up to `total`: its context and the cache must hold
+        them, and no token behind the first one may have to wait for a mask."""
+        if total > self.stop or request in self.prompt_results.pooling:
+            return False
+        return request.grammar is None or not request.grammar.binds(total - len(request.token_ids))
 
     def _schedule_prefills(self, step: Step, prefills: list[Request]) -> None:
         """Pass 2: prompts (and all tokens of resumed requests) begun in an earlier step, in the order of admission."""
@@ -178,13 +227,15 @@ class Scheduler:
         roster, sharing = self.roster, self.sharing
         now = time.monotonic() if roster.waiting else 0.0
         place, most, promised = 0, step.budget, 0
+        if self.adapters is not None:
+            self.adapters.begin_pass()
         if sharing is not None and roster.waiting:
             sharing.count(roster.running.values(), step, self.kv)
         while roster.waiting and roster.free_rows and step.budget:
             if sharing is not None:
-                place, most, promised = sharing.next(roster.waiting), sharing.chunk, sharing.promised
-                if place < 0:
-                    break
+                most, promised = sharing.chunk, sharing.promised
+            if (place := self._next(place)) < 0:
+                break
             request = roster.waiting[place][3]
             if request.num_in_flight_steps:
                 break  # preempted, and a sample of it may be on its way: it has to know all its tokens to start over
@@ -194,6 +245,10 @@ class Scheduler:
                 break
             request.own_prompt()
             roster.start(place)
+            if self.adapters is not None and request.adapter:
+                request.slot, copy = self.adapters.start(request.adapter)
+                if copy is not None:
+                    step.adapters.append(copy)
             request.first_scheduled = request.first_scheduled or now
             step.admitted[request] = request.num_computed_tokens
             step.appended[request] = len(self.kv.tables[request.id].groups[0])
@@ -202,6 +257,20 @@ class Scheduler:
             self.kv.register(request, request.num_computed_tokens + num_new, step.registered)
             if sharing is not None:
                 sharing.note(request, request.num_computed_tokens + num_new, self.kv)
+
+    def _next(self, first: int) -> int:
+        """Place in the queue, from `first` on, of who may begin; -1 for nobody."""
+        waiting, sharing, adapters = self.roster.waiting, self.sharing, self.adapters
+        if adapters is None:
+            return first if sharing is None else sharing.next(waiting)
+        for place in range(first, min(len(waiting), first + FARTHEST)):
+            allowed = sharing is None or sharing.next(waiting, place) == place
+            if allowed and adapters.may_start(waiting[place][3].adapter):
+                return place
+        return -1
+
+    def _adapters_in_flight(self) -> set[int]:
+        return {request.adapter for step in self.in_flight for request in step.scheduled}
 
     def _grow(self, step: Step, request: Request, num_tokens: int) -> bool:
         """Blocks for this many tokens, preempting the least important requests as long as there is no room.
@@ -241,7 +310,7 @@ class Scheduler:
         """Append what the oldest plan in flight has sampled and end the requests that are done."""
         step = self.in_flight.popleft()
         assert step.index == result.step, f"result of step {result.step}, but the oldest in flight is {step.index}"
-        assert len(step.sampled) == len(result.token_ids), "one sample for each sampled row"
+        assert len(step.sampled) == len(result.counts or result.token_ids), "samples for each sampled row"
         self.num_steps += 1
         self.step_tokens = step.total
         for planned in step.scheduled:
@@ -252,51 +321,83 @@ class Scheduler:
         for pooled, embedding in zip(step.pooled, result.embeddings, strict=True):
             if pooled and not pooled.finished:
                 outputs.append(self._embedded(pooled, embedding))
-        constrained = self.num_constrained > 0
-        block_size, max_model_len, logprobs = self.config.block_size, self.config.max_model_len, result.logprobs
-        for index, (request, token) in enumerate(zip(step.sampled, result.token_ids, strict=True)):
+        if step.num_drafting:
+            self._settle(step, result)
+        if self.drafting is not None:
+            self.drafting.learn(step, result)
+        careful = bool(result.errors) or self.num_constrained > 0
+        block_size, logprobs, end = self.config.block_size, result.logprobs, 0
+        for request, tokens in zip(step.sampled, result.tokens_by_row(), strict=True):
+            count = len(tokens)
+            end += count
             if request is None:
                 continue
-            request.num_in_flight_tokens -= 1
+            request.num_in_flight_tokens -= count
             if request.status is FINISHED:
                 continue
-            if index in result.errors:
-                if result.errors[index] != NOTHING_ALLOWED:
-                    self._distrust(request)
-                outputs.append(self._finish(request, FinishReason.ERROR, error=result.errors[index]))
-                continue
-            if constrained and request.grammar is not None and (error := request.grammar.accept(token)):
-                outputs.append(self._finish(request, FinishReason.ERROR, error=error))
-                continue
-            tokens, sampling = request.token_ids, request.sampling
-            tokens.append(token)
-            num_outputs = len(tokens) - request.num_prompt_tokens
-            if num_outputs == 1:
-                self.prompt_tokens_computed += request.num_prompt_tokens - (request.num_cached_tokens or 0)
-            if len(tokens) % block_size == 0:
-                self.kv.extend_hashes(request)
-                if request.num_computed_tokens >= len(tokens):
-                    # By some plan in flight. Which one does not matter: `fail` revokes what later ones registered, too.
-                    self.kv.register(request, len(tokens), self.in_flight[-1].registered)
-            reason, error = None, ""
-            if num_outputs >= sampling.min_tokens and token in sampling.eos_token_ids and not sampling.ignore_eos:
-                reason = FinishReason.STOP
-            elif num_outputs >= sampling.min_tokens and token in sampling.stop_token_ids:
-                reason, request.stop_reason = FinishReason.STOP, token
-            elif constrained and request.grammar is not None and request.grammar.terminated:
-                reason = FinishReason.STOP
-            elif num_outputs >= sampling.max_tokens or len(tokens) >= max_model_len:
-                reason = FinishReason.LENGTH
-            elif len(tokens) > self.stop:
-                reason, error = FinishReason.ERROR, self.kv.too_small(request)
-            entry = [chosen] if logprobs and (chosen := logprobs[index]) else None
+            known = request.token_ids
+            before, reason, error = len(known), None, ""
+            for token in tokens:
+                if careful and (error := self._problem(request, token, result, end - count + len(known) - before)):
+                    reason = FinishReason.ERROR
+                    break
+                known.append(token)
+                if (careful or token in request.ends or len(known) >= request.longest) and (
+                    reason := ending(request, token)
+                ):
+                    break
+            if len(known) % block_size < count:
+                self._cache(request)
             if reason is not None:
-                outputs.append(self._finish(request, reason, [token], entry, error))
-            elif num_outputs == 1:
-                outputs.append(self._output(request, [token], entry))
+                del tokens[len(known) - before :]
+            entries = None
+            if logprobs:
+                entries = [entry for entry in logprobs[end - count : end - count + len(tokens)] if entry] or None
+            if reason is not None or before == request.num_prompt_tokens:
+                outputs.append(self._milestone(request, tokens, entries, reason, error))
             else:
-                outputs.append(RequestOutput(request.id, [token], None, None, entry))
+                outputs.append(RequestOutput(request.id, tokens, None, None, entries))
         return outputs
+
+    def _milestone(
+        self, request: Request, tokens: list[int], logprobs: Logprobs, reason: FinishReason | None, error: str
+    ) -> RequestOutput:
+        """With its first tokens, or its last."""
+        if tokens and request.num_output_tokens == len(tokens):
+            self.prompt_tokens_computed += request.num_prompt_tokens - (request.num_cached_tokens or 0)
+        if reason is None:
+            return self._output(request, tokens, logprobs)
+        too_long = request.num_output_tokens >= request.sampling.max_tokens
+        if reason is FinishReason.LENGTH and not too_long and request.num_tokens < self.config.max_model_len:
+            reason, error = FinishReason.ERROR, self.kv.too_small(request)
+        return self._finish(request, reason, tokens, logprobs, error)
+
+    def _problem(self, request: Request, token: int, result: StepResult, place: int) -> str:
+        """Why this token of the request is none, or "". `place`: of the token in the result."""
+        if place in result.errors:
+            if result.errors[place] != NOTHING_ALLOWED:
+                self._distrust(request)
+            return result.errors[place]
+        return request.grammar.accept(token) if request.grammar is not None else ""
+
+    def _cache(self, request: Request) -> None:
+        """Blocks have filled with tokens that are known now: others may find those that are computed."""
+        self.kv.extend_hashes(request)
+        if computed := min(len(request.token_ids), request.num_computed_tokens):
+            # By some plan, which may be in flight. Which one does not matter: `fail` revokes what later ones
+            # registered, too.
+            self.kv.register(request, computed, self.in_flight[-1].registered if self.in_flight else [])
+
+    def _settle(self, step: Step, result: StepResult) -> None:
+        """How many drafts were right is known: what counted more comes down to that."""
+        for request, count in zip(step.sampled[: step.num_drafting], result.counts, strict=False):
+            if request is None:
+                continue
+            wrong = step.num_drafts + 1 - count
+            request.num_in_flight_tokens -= wrong
+            request.num_in_flight_drafts -= step.num_drafts
+            if request.status is RUNNING:
+                request.num_computed_tokens -= wrong
 
     def _embedded(self, request: Request, embedding: bytes | None) -> RequestOutput:
         """The first and last output of a request whose prompt was pooled."""
@@ -325,14 +426,24 @@ class Scheduler:
         self.num_steps += 1
         for request in failed.scheduled:
             request.num_in_flight_steps -= 1
-        for sampled in filter(None, failed.sampled):
-            sampled.num_in_flight_tokens -= 1
+        for index, sampled in enumerate(failed.sampled):
+            if sampled is not None:
+                num_drafts = failed.num_drafts if index < failed.num_drafting else 0
+                sampled.num_in_flight_tokens -= 1 + num_drafts
+                sampled.num_in_flight_drafts -= num_drafts
         for planned in (failed, *later):
             self.kv.revoke(planned.registered)
         outputs, self._undelivered = self._undelivered, []
         for request in failed.scheduled:
             if not request.finished:
                 outputs.append(self._finish(request, FinishReason.ERROR, error=message))
+        lost = {copy.id for copy in failed.adapters}  # their slots may hold anything
+        for planned in later:
+            for request in planned.scheduled:
+                if request.adapter in lost and not request.finished:
+                    outputs.append(self._finish(request, FinishReason.ERROR, error=message))
+        if self.adapters is not None:
+            self.adapters.forget(lost)
         for planned in later:
             for request, num_hit_tokens in planned.admitted.items():
                 if num_hit_tokens and not request.finished:
@@ -343,16 +454,23 @@ class Scheduler:
         for planned in later:
             planned.sampled = [None if sampled is request else sampled for sampled in planned.sampled]
             planned.pooled = [None if pooled is request else pooled for pooled in planned.pooled]
-        request.num_in_flight_tokens = 0
+        request.num_in_flight_tokens = request.num_in_flight_drafts = 0
         if not request.num_output_tokens:
             request.num_cached_tokens = None
         if request.status is RUNNING:
             self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        self.kv.free(request)
+        self._leave(request)
         request.num_computed_tokens = 0
         self.roster.requeue(request)
+
+    def _leave(self, request: Request) -> None:
+        """It has neither blocks nor a slot any more."""
+        self.kv.free(request)
+        if self.adapters is not None and request.adapter:
+            self.adapters.stop(request.adapter)
+            request.slot = -1
 
     def _finish(
         self, request: Request, reason: FinishReason, tokens: Sequence[int] = (), logprobs: Logprobs = None,
@@ -360,7 +478,7 @@ class Scheduler:
     ) -> RequestOutput:  # fmt: skip
         """The one place where a request ends; what it returns is the last that is said about it."""
         if request.status is RUNNING:
-            self.kv.free(request)
+            self._leave(request)
         self.roster.remove(request)
         self.prompt_results.discard(request)
         self.num_constrained -= request.grammar is not None
@@ -385,7 +503,7 @@ class Scheduler:
             len(self.roster.running), len(self.roster.waiting), self.config.num_blocks - 1, self.kv.num_free_blocks,
             self.num_preemptions, self.kv.prefix_queries, self.kv.prefix_hits, self.num_steps, self.step_tokens,
             self.prompt_tokens_computed, device_seconds, host_seconds,
-            num_corrupted_requests=self.num_corrupted_requests,
+            num_corrupted_requests=self.num_corrupted_requests, **(self.drafting.counts() if self.drafting else {}),
         )  # fmt: skip
 
     def check_invariants(self, thorough: bool = False) -> None:

@@ -57,13 +57,14 @@ class Sharing:
             self._open_long += is_open and self._is_long(request)
             self.promised += kv.num_blocks_missing(request)
 
-    def next(self, waiting: list[Entry]) -> int:
-        """Place in the queue of who may begin; -1 for nobody. Short prompts pass long ones that have to wait."""
-        if self._most and self._open >= self._most:
+    def next(self, waiting: list[Entry], first: int = 0) -> int:
+        """Place in the queue, from `first` on, of who may begin; -1 for nobody. Short prompts pass long ones that have
+        to wait."""
+        if first >= len(waiting) or (self._most and self._open >= self._most):
             return -1
         if not self._most_long or self._open_long < self._most_long:
-            return 0
-        return next((place for place, entry in enumerate(waiting) if not self._is_long(entry[3])), -1)
+            return first
+        return next((place for place in range(first, len(waiting)) if not self._is_long(waiting[place][3])), -1)
 
     def _is_long(self, request: Request) -> bool:
         return request.num_tokens > self._long

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from .kv_cache import KVCacheManager, Registered
-from .plan import BlockWrite, NewRow, StepPlan
+from .plan import AdapterCopy, BlockWrite, NewRow, StepPlan
 from .request import Request
 from .roster import row_of
 
@@ -17,6 +18,7 @@ class Step:
     """A plan while it is made, and what its result will need while it is in flight."""
 
     __slots__ = (
+        "adapters",
         "admitted",
         "appended",
         "budget",
@@ -24,6 +26,8 @@ class Step:
         "filled",
         "index",
         "limit",
+        "num_drafting",
+        "num_drafts",
         "pooled",
         "registered",
         "sampled",
@@ -37,6 +41,8 @@ class Step:
         self.limit = budget  # tokens the step may compute
         self.budget = budget  # of them left
         self.total = 0  # tokens planned
+        self.num_drafts = 0  # of each request that decodes, but for those that take none
+        self.num_drafting = 0  # requests with drafts: the first ones of `sampled`
         self.scheduled: dict[Request, int] = {}  # → query length, in the order of the passes
         self.appended: dict[Request, int] = {}  # → entries appended to its block table, hits included
         self.filled: list[Request] = []  # may complete a block in this step
@@ -45,17 +51,27 @@ class Step:
         self.registered: Registered = []
         self.scored: list[tuple[Request, int]] = []  # → the first token computed: the log-probabilities come from there
         self.pooled: list[Request | None] = []  # whose prompts end in this step; None: to be thrown away
+        self.adapters: list[AdapterCopy] = []  # that get a slot with this step
         self.constrained = False  # a grammar limits what some row samples
 
     def freeze(self, kv: KVCacheManager, prompts: PromptResults, some_have_grammars: bool) -> StepPlan:
         """The plan, which shares nothing with the scheduler. What it computes counts as computed from here on."""
         scheduled = self.scheduled
-        batch = [request for request, num_new in scheduled.items() if num_new == 1]
-        num_decodes = len(batch)
-        if num_decodes < len(scheduled):
-            batch += [request for request, num_new in scheduled.items() if num_new != 1]
+        batch = self._drafting() if self.num_drafts else []
+        self.num_drafting = num_decodes = len(batch)
+        if batch:
+            drafting = set(batch)
+            batch += [request for request in scheduled if request not in drafting]
+        else:
+            self.num_drafts = 0
+            batch = [request for request, num_new in scheduled.items() if num_new == 1]
+            num_decodes = len(batch)
+            if num_decodes < len(scheduled):
+                batch += [request for request, num_new in scheduled.items() if num_new != 1]
         new_rows = [
-            NewRow(row_of(r), r.id, r.token_ids.tobytes(), r.num_prompt_tokens, r.num_computed_tokens, r.sampling)
+            NewRow(
+                row_of(r), r.id, r.token_ids.tobytes(), r.num_prompt_tokens, r.num_computed_tokens, r.sampling, r.slot
+            )
             for r in self.admitted
         ]
         new_blocks: list[list[BlockWrite]] = [[] for _ in range(kv.num_groups)]
@@ -74,17 +90,30 @@ class Step:
             num_computed.append(computed)
             request.num_computed_tokens = computed = computed + num_new
             request.num_in_flight_steps += 1
-            if computed == len(request.token_ids) + request.num_in_flight_tokens and request not in pooling:
+            num_drafts = computed - len(request.token_ids) - request.num_in_flight_tokens
+            if num_drafts >= 0 and request not in pooling:
                 sampled.append(index)
                 self.sampled.append(request)
-                request.num_in_flight_tokens += 1
+                request.num_in_flight_tokens += 1 + num_drafts
+                if num_drafts:
+                    request.num_in_flight_drafts += num_drafts
         self.total = self.limit - self.budget
         if some_have_grammars:
             self.constrained = any(
                 request and request.grammar and request.grammar.binds(request.num_in_flight_tokens - 1)
-                for request in self.sampled
+                for request in self.undrafted()
             )
         scored, pooled = prompts.plan(self, batch, num_computed) if prompts else ([], [])
         return StepPlan(
-            self.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled
-        )
+            self.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled,
+            self.num_drafts, self.adapters,
+        )  # fmt: skip
+
+    def _drafting(self) -> list[Request]:
+        """Who computes more tokens than there are."""
+        return [r for r, num_new in self.scheduled.items() if r.num_computed_tokens + num_new > r.target]
+
+    def undrafted(self) -> list[Request | None]:
+        """`sampled`, without those who take drafts: their grammars limit nothing in this step."""
+        first = self.num_drafting
+        return [*repeat(None, first), *self.sampled[first:]] if first else self.sampled

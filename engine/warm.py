@@ -37,8 +37,8 @@ def warm(config: EngineConfig, report: Callable[[Progress], None]) -> Warmed:
     report(Progress("imports"))
     import torch
 
+    from .engine import Engine
     from .loader import resolve_model_path
-    from .worker import Worker
 
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -50,10 +50,10 @@ def warm(config: EngineConfig, report: Callable[[Progress], None]) -> Warmed:
     before = CacheSize.of(folder)
     helpers = Precompile.start(config)
     try:
-        worker = Worker(config, report, helpers.wait if helpers is not None else lambda: None)
+        engine = Engine(config, report, helpers.wait if helpers is not None else lambda: None)
     finally:
         if helpers is not None:
             helpers.kill()
-    info = worker.info
+    info = engine.info
     seconds = time.monotonic() - started
     return Warmed(info.device, folder, before, CacheSize.of(folder), info.startup_seconds, seconds)

@@ -11,6 +11,7 @@ from .config import ConfigError, EngineConfig
 from .host_memory import available_bytes, gib, machine_bytes
 from .layer_spec import MoESpec
 from .model_config import ModelConfig
+from .parallel.divide import sizes
 from .quant.online import OnlineScheme
 from .resolved import Machine
 
@@ -20,16 +21,24 @@ STEP_SHARE = 0.02  # of a card, beside the weights, for a step and a little cach
 
 
 def weight_size(config: ModelConfig, parameters: int, dtype: torch.dtype, stored: int, on_card: bool) -> int:
-    """Bytes. Codes stay codes on the CPU. `stored`: bytes in the checkpoint; `parameters`: as if not quantised."""
-    if config.quantization is None or on_card:
+    """Bytes. Codes stay codes; on a card not those of experts, and none where activations are in fp32. `stored`: bytes
+    in the checkpoint; `parameters`: as if not quantised."""
+    if config.quantization is None or (on_card and dtype.itemsize > 2):
         return parameters * dtype.itemsize
-    if isinstance(config.quantization, OnlineScheme) and config.quantization.experts_alone:
-        mixtures = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)]
-        experts = sum(3 * mlp.routing.num_experts * mlp.inner * config.hidden_size for mlp in mixtures)
-        return int(experts * config.quantization.bytes_each + (parameters - experts) * dtype.itemsize)
-    if isinstance(config.quantization, OnlineScheme):
-        return _with_codes(config, parameters, dtype, config.quantization.bytes_each)
-    return _with_codes(config, parameters, dtype, stored / parameters)
+    online = config.quantization if isinstance(config.quantization, OnlineScheme) else None
+    bytes_each = online.bytes_each if online else stored / parameters
+    experts = _experts(config)
+    if online and online.experts_alone:
+        return int(experts * (dtype.itemsize if on_card else bytes_each) + (parameters - experts) * dtype.itemsize)
+    if on_card:
+        return experts * dtype.itemsize + _with_codes(config, parameters - experts, dtype, bytes_each)
+    return _with_codes(config, parameters, dtype, bytes_each)
+
+
+def _experts(config: ModelConfig) -> int:
+    """Parameters of experts."""
+    mixtures = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)]
+    return sum(3 * mlp.routing.num_experts * mlp.inner * config.hidden_size for mlp in mixtures)
 
 
 def _with_codes(config: ModelConfig, parameters: int, dtype: torch.dtype, bytes_each: float) -> int:
@@ -40,10 +49,11 @@ def _with_codes(config: ModelConfig, parameters: int, dtype: torch.dtype, bytes_
 def check_weights(
     config: EngineConfig, model: ModelConfig, machine: Machine, dtype: torch.dtype, parameters: int, stored: int
 ) -> int:
-    """→ bytes of the weights. Raises ConfigError where this machine cannot hold them, with what would do."""
+    """→ bytes of the weights; of one rank, as `parameters` and `stored` are. Raises ConfigError where this machine
+    cannot hold them, with what would do."""
     on_card = machine.device.type == "cuda"
     size = weight_size(model, parameters, dtype, stored, on_card)
-    share, room, free = config.gpu_memory_utilization, available_bytes() // config.data_parallel_size, 0
+    share, room, free = config.gpu_memory_utilization, available_bytes() // config.num_ranks, 0
     where = f"the machine has {gib(room)} free of {gib(machine_bytes())}"
     if on_card:
         room, free = int(machine.card_bytes * share), machine.card_free
@@ -53,6 +63,7 @@ def check_weights(
     if size <= room:
         return size
     remedies = list(_utilization(machine, share, size)) if on_card else []
+    remedies += list(_ranks(config, model, size, room)) if on_card else []
     remedies += smaller_weights(model, parameters, dtype, room, on_card)
     more = "a larger card" if on_card else "more memory"
     name = str(dtype).removeprefix("torch.")
@@ -70,14 +81,24 @@ def _utilization(machine: Machine, share: float, size: int) -> Iterable[str]:
         yield f"raise --gpu-memory-utilization to {needed}"
 
 
+def _ranks(config: EngineConfig, model: ModelConfig, size: int, room: int) -> Iterable[str]:
+    """The fewest that would do, each with a card like this one."""
+    now = config.tensor_parallel_size
+    for count in sizes(model, config.enable_expert_parallel):
+        each = size * now // count
+        if count > now and each <= room:
+            yield f"set --tensor-parallel-size {count} ({gib(each)} a card)"
+            return
+
+
 def smaller_weights(model: ModelConfig, parameters: int, dtype: torch.dtype, room: int, on_card: bool) -> Iterable[str]:
     """The ways to store them that fit `room` bytes."""
     if model.quantization is not None:
         return
     if dtype.itemsize > 2 and parameters * 2 <= room:
         yield f"add --dtype bfloat16 ({gib(parameters * 2)})"
-    if not on_card:
-        for kind in ("int8", "int4"):
+    if not on_card or (dtype.itemsize == 2 and not _experts(model)):
+        for kind in ("fp8" if on_card else "int8", "int4"):
             size = _with_codes(model, parameters, dtype, OnlineScheme(kind).bytes_each)
             if size <= room:
                 yield f"add -q {kind} ({gib(size)})"

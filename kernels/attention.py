@@ -12,6 +12,7 @@ from .attention_decode import DecodeWorkspace, decode_attention_triton
 from .attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from .attention_prefill import prefill_attention_triton
 from .attention_prefill_hopper import prefill_attention_hopper, supports
+from .kv_fp8 import decode
 from .prefill_work import PrefillWork
 
 __all__ = [
@@ -89,6 +90,7 @@ def decode_attention_torch(
     plain = query_len == 1 and not scoring.soft_cap and scoring.sinks is None and not scoring.window
     if (
         plain
+        and cache.key_scales is None
         and len(lengths) > 1
         and min(lengths) > 0
         and len(lengths) * max(lengths) * num_kv_heads * key_size <= _BATCH_ELEMENTS
@@ -129,6 +131,14 @@ def prefill_attention_torch(
     return out
 
 
+def _tokens(
+    cache: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor, start: int, end: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Tokens start to end of these blocks, [num_tokens, KV, D]: as they are, or in `dtype` where they are codes."""
+    found = _pages(cache, blocks)[start:end]
+    return found if scales is None else decode(found, _pages(scales, blocks)[start:end], dtype)
+
+
 def _pages(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """[num_blocks, page, ...] → the tokens of these blocks, [num_tokens, ...]; a view where they are neighbours."""
     ids = blocks.tolist()
@@ -156,8 +166,8 @@ def _attend_request(
     first_page = first // page
     used = blocks[first_page : (length + page - 1) // page]
     start, end = first - first_page * page, length - first_page * page
-    key = _pages(cache.keys, used)[start:end]
-    value = _pages(cache.values, used)[start:end]
+    key = _tokens(cache.keys, cache.key_scales, used, start, end, query.dtype)
+    value = _tokens(cache.values, cache.value_scales, used, start, end, query.dtype)
     num_keys = end - start
 
     causal = query_len > 1

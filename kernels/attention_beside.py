@@ -35,9 +35,11 @@ def attend_beside(
     workspace: DecodeWorkspace | None,
     work: PrefillWork,
     out: Tensor,
+    prompt_cache: PagedCache | None = None,
 ) -> None:
     """`decode_attention` of `decodes`, whose tokens come first, and `prefill_attention` of `prompts`, where `supports`
-    says yes. The arguments are theirs; query and out are of the whole step, work is made of `prompts`.
+    says yes. The arguments are theirs; query and out are of the whole step, work is made of `prompts`. prompt_cache: of
+    prompts, where that is not `cache`; nothing that writes it may have been launched as a dependent.
 
     The overlap is that of a CUDA graph: launched one by one, the three follow each other.
     """
@@ -46,7 +48,7 @@ def attend_beside(
     stream = torch.cuda.current_stream(query.device)
     share = num_processors(query.device) // SHARE
     rest = num_processors(query.device) - share
-    prefill = query, cache, prompts, scoring
+    prefill = query, prompt_cache or cache, prompts, scoring
     prefill_attention_hopper(*prefill, work=work, out=out, programs=share, others=rest)
     first = stream.record_event()
     decode_attention_triton(

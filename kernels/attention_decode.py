@@ -13,41 +13,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .attention_decode_fp8 import decode_fp8_kernel
 from .attention_inputs import PagedCache, Scoring, UniformBatch
+from .attention_parts import LOG2E, LOWEST, soft_cap_scores, split_size_of, visible_keys
+from .kv_fp8 import TOKEN_SCALES, packs, scale_kind, tl_code
 from .pdl import pdl_options
 from .tiles import fits, tile_table
-
-LOG2E = tl.constexpr(1.4426950408889634)
-# The running maximum starts at a finite value, so that a row that has seen no key yet gives exp2(-inf - LOWEST) = 0
-# instead of the NaN of exp2(-inf - -inf).
-LOWEST = tl.constexpr(-1e30)
 
 MAX_SPLITS = 64
 LATENT_SHARE = 2  # a program that loads keys in two tiles takes as much of an SM as so many others
 MERGE_COLUMNS = 16  # of a value that one program merges: many small programs have all their loads in flight at once
-
-
-@triton.jit
-def soft_cap_scores(scores, cap):
-    """cap * tanh(scores / cap), tanh written with exp2 so that it cannot overflow (x -> inf gives 1 - 2/inf)."""
-    return cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / cap))))
-
-
-@triton.jit
-def _visible_keys(seq_len, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that any query token of the request sees, and how many there are from there on."""
-    first_key = seq_len * 0
-    if WINDOW > 0:
-        first_key = tl.maximum(seq_len - QUERY_LEN - WINDOW + 1, 0)
-    return first_key, seq_len - first_key
-
-
-@triton.jit
-def _split_size(num_keys, num_splits, min_split_tokens, BLOCK_N: tl.constexpr):
-    """Keys per split: at least min_split_tokens, a multiple of BLOCK_N, and at most num_splits splits in all."""
-    wanted = tl.minimum(tl.maximum(num_keys // min_split_tokens, 1), num_splits)
-    blocks = (num_keys + wanted * BLOCK_N - 1) // (wanted * BLOCK_N)
-    return tl.maximum(blocks, 1) * BLOCK_N
 
 
 @triton.jit(
@@ -79,11 +54,11 @@ def _decode_kernel(
     table_row = tl.load(rows_ptr + request)  # in flight together with the length
     seq_len = tl.load(seq_lens_ptr + request)
     table_row_ptr = table_ptr + table_row.to(tl.int64) * stride_table
-    first_key, num_keys = _visible_keys(seq_len, QUERY_LEN, WINDOW)
+    first_key, num_keys = visible_keys(seq_len, QUERY_LEN, WINDOW)
     start_key = first_key
     end_key = seq_len
     if SPLIT:
-        split_size = _split_size(num_keys, tl.num_programs(2), min_split_tokens, BLOCK_N)
+        split_size = split_size_of(num_keys, tl.num_programs(2), min_split_tokens, BLOCK_N)
         start_key = first_key + split * split_size
         end_key = tl.minimum(start_key + split_size, seq_len)
     lane = tl.arange(0, BLOCK_N)
@@ -223,8 +198,8 @@ def _merge_kernel(
     seq_len = tl.load(seq_lens_ptr + token // QUERY_LEN)  # of the whole step, as above
     if PDL:
         gdc_wait()
-    _, num_keys = _visible_keys(seq_len, QUERY_LEN, WINDOW)
-    split_size = _split_size(num_keys, num_splits, min_split_tokens, BLOCK_N)
+    _, num_keys = visible_keys(seq_len, QUERY_LEN, WINDOW)
+    split_size = split_size_of(num_keys, num_splits, min_split_tokens, BLOCK_N)
     if split_size >= num_keys:  # a single split: the decode kernel has written the result itself
         return
 
@@ -265,7 +240,7 @@ def tile_size(head_size: int) -> int:
 
 @lru_cache(maxsize=4096)
 def decode_tile(dtype: torch.dtype, head_size: int, num_requests: int) -> DecodeTile:
-    """The tile for this dtype and the larger of key and value size."""
+    """The tile for this dtype of the cache and the larger of key and value size."""
     wanted = dtype.itemsize, tile_size(head_size)
     rows = (row for row in tile_table("decode") if (row["element_bytes"], row["head_size"]) == wanted)
     row = next(row for row in rows if fits(row["max_requests"], num_requests))
@@ -377,7 +352,7 @@ def decode_attention_triton(
     if num_requests == 0:
         return out
 
-    tile = decode_tile(query.dtype, max(key_size, value_size), num_requests)
+    tile = decode_tile(keys.dtype, max(key_size, value_size), num_requests)
     block_n = block_n or tile.block_n
     group, tail = num_heads // num_kv_heads, key_tail(keys, values)
     tile_rows = group * query_len
@@ -400,21 +375,36 @@ def decode_attention_triton(
             "create it with larger max_rows, max_query_len or heads"
         )
 
-    value_pad = max(triton.next_power_of_2(value_size), 16)
-    _decode_kernel[(num_kv_heads * row_blocks, num_requests, num_splits)](
-        out, workspace.partial_out, workspace.partial_lse,
-        query, keys, values, table, rows, seq_lens, query if sinks is None else sinks,
-        float(scoring.scale), min_split_tokens, table.stride(0),
-        *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
+    constants = dict(
         NUM_HEADS=num_heads, GROUP=group, QUERY_LEN=query_len, PAGE=page,
         KEY_SIZE=key_size - tail, KEY_PAD=max(triton.next_power_of_2(key_size - tail), 16),
-        VALUE_SIZE=value_size, VALUE_PAD=value_pad,
-        TAIL=tail, TAIL_PAD=max(triton.next_power_of_2(tail), 16),
+        VALUE_SIZE=value_size, VALUE_PAD=max(triton.next_power_of_2(value_size), 16),
         WINDOW=window, SOFT_CAP=float(scoring.soft_cap), HAS_SINKS=sinks is not None,
-        SAME_STRIDES=keys.stride() == values.stride(),
         SPLIT=num_splits > 1, ROW_BLOCKS=row_blocks, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages, WAIT=not beside, **pdl_options(query),
     )  # fmt: skip
+    grid = num_kv_heads * row_blocks, num_requests, num_splits
+    key_scales, value_scales = cache.key_scales, cache.value_scales
+    if key_scales is None or value_scales is None:
+        _decode_kernel[grid](
+            out, workspace.partial_out, workspace.partial_lse,
+            query, keys, values, table, rows, seq_lens, query if sinks is None else sinks,
+            float(scoring.scale), min_split_tokens, table.stride(0),
+            *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
+            TAIL=tail, TAIL_PAD=max(triton.next_power_of_2(tail), 16), SAME_STRIDES=keys.stride() == values.stride(),
+            **constants,
+        )  # fmt: skip
+    else:
+        words = keys.view(torch.int16), values.view(torch.int16)
+        decode_fp8_kernel[grid](
+            out, workspace.partial_out, workspace.partial_lse,
+            query, *words, key_scales, value_scales, table, rows, seq_lens, query if sinks is None else sinks,
+            float(scoring.scale), min_split_tokens, table.stride(0),
+            *query.stride()[:2], *words[0].stride()[:3], *words[1].stride()[:3],
+            *key_scales.stride(), *value_scales.stride(), *out.stride()[:2],
+            CODE=tl_code(keys.dtype), PACKED=query.dtype == torch.bfloat16 and packs(query.device),
+            TOKEN_SCALES=scale_kind(key_scales) == TOKEN_SCALES, **constants,
+        )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(num_requests * query_len, num_heads, triton.cdiv(value_size, MERGE_COLUMNS))](
             out, workspace.partial_out, workspace.partial_lse, seq_lens,

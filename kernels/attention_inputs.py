@@ -17,11 +17,15 @@ class PagedCache:
     keys [num_blocks, page, KV, D], values [num_blocks, page, KV, Dv]: only the last dimensions need to be contiguous,
     and values may be a view of keys. block_table int32 [num_rows, max_blocks]: the token at position p of the request
     in row r lies at offset p % page of block block_table[r, p // page].
+    key_scales and value_scales fp32 [num_blocks, page, KV], both or neither: keys and values are codes of a float8 type
+    (kv_fp8.py).
     """
 
     keys: Tensor
     values: Tensor
     block_table: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

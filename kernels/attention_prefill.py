@@ -7,8 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_decode import LOG2E, LOWEST, key_tail, soft_cap_scores, tile_size
+from .attention_decode import key_tail, tile_size
 from .attention_inputs import PagedCache, RaggedBatch, Scoring
+from .attention_parts import LIFT, LOG2E, LOWEST, soft_cap_scores
+from .kv_fp8 import scale_kind
 from .tiles import fits, tile_table
 
 
@@ -17,16 +19,20 @@ from .tiles import fits, tile_table
     do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "seq_lens_ptr", "query_start_ptr", "sinks_ptr"],
 )
 def _prefill_kernel(
-    out_ptr, query_ptr, key_ptr, value_ptr, table_ptr, rows_ptr, seq_lens_ptr, query_start_ptr, sinks_ptr,
-    scale, num_requests, stride_table,
+    out_ptr, query_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+    table_ptr, rows_ptr, seq_lens_ptr, query_start_ptr, sinks_ptr, scale, num_requests, stride_table,
     stride_query_token, stride_query_head, stride_key_block, stride_key_slot, stride_key_head,
-    stride_value_block, stride_value_slot, stride_value_head, stride_out_token, stride_out_head,
+    stride_value_block, stride_value_slot, stride_value_head,
+    stride_key_scale_block, stride_key_scale_slot, stride_key_scale_head,
+    stride_value_scale_block, stride_value_scale_slot, stride_value_scale_head, stride_out_token, stride_out_head,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, REQUESTS_PAD: tl.constexpr,
     KEY_SIZE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
     TAIL: tl.constexpr, TAIL_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """SCALES: of kv_fp8.py. They multiply scores and weights, or where all tokens have the same, all scores and the
+    result."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # Heads are the fastest axis: those of the longest blocks all start first.
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -83,6 +89,11 @@ def _prefill_kernel(
     table_row_ptr = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * stride_table
     key_ptr += kv_head.to(tl.int64) * stride_key_head
     value_ptr += kv_head.to(tl.int64) * stride_value_head
+    if SCALES > 0:
+        key_scale_ptr += kv_head.to(tl.int64) * stride_key_scale_head
+        value_scale_ptr += kv_head.to(tl.int64) * stride_value_scale_head
+        if SCALES == 1:
+            scale *= tl.load(key_scale_ptr)
     start_key = first_position * 0
     if WINDOW > 0:
         start_key = tl.maximum(first_position - WINDOW + 1, 0)
@@ -118,6 +129,8 @@ def _prefill_kernel(
                 other=0.0,
             )
             scores = tl.dot(query_tail, tl.trans(key_tail.to(query.dtype)), scores, input_precision="ieee")
+        if SCALES == 2:
+            scores *= tl.load(key_scale_ptr + block * stride_key_scale_block + slot * stride_key_scale_slot)[None, :]
         if SOFT_CAP > 0:
             scores = soft_cap_scores(scores * scale, SOFT_CAP)
         # Most tiles lie before the first row's position (and after the last row's window limit): every row sees all of
@@ -136,6 +149,9 @@ def _prefill_kernel(
         weights = tl.exp2(scores * exp_scale - new_max[:, None])
         running_sum = running_sum * decay + tl.sum(weights, 1)
         running_max = new_max
+        if SCALES == 2:
+            value_scale_ptrs = value_scale_ptr + block * stride_value_scale_block + slot * stride_value_scale_slot
+            weights *= (tl.load(value_scale_ptrs) * LIFT)[None, :]
 
         if TAIL > 0:
             value = key
@@ -148,6 +164,10 @@ def _prefill_kernel(
         acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * decay[:, None], input_precision="ieee")
 
     result = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
+    if SCALES == 1:
+        result *= tl.load(value_scale_ptr)
+    if SCALES == 2:
+        result *= 1.0 / LIFT
     out_ptrs = out_ptr + (token_index * stride_out_token + head * stride_out_head)[:, None] + value_column[None, :]
     store_mask = row_exists[:, None] & (value_column < VALUE_SIZE)[None, :]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=store_mask)
@@ -195,7 +215,7 @@ def prefill_attention_triton(
 ) -> torch.Tensor:
     """`prefill_attention` (see attention.py) on Triton; the arguments after `out` override the tile."""
     keys, values, table = cache.keys, cache.values, cache.block_table
-    sinks = scoring.sinks
+    sinks, key_scales, value_scales = scoring.sinks, cache.key_scales, cache.value_scales
     num_tokens, num_heads, key_size = query.shape
     _, page, num_kv_heads, value_size = values.shape
     num_requests = batch.rows.shape[0]
@@ -211,12 +231,17 @@ def prefill_attention_triton(
         # More heads than a tile has rows: one key head is as good as several at the same place.
         num_kv_heads, group = group // block_m, block_m
         keys, values = (x.expand(-1, -1, num_kv_heads, -1) for x in (keys, values))
+        if key_scales is not None and value_scales is not None:
+            key_scales, value_scales = (x.expand(-1, -1, num_kv_heads) for x in (key_scales, value_scales))
     block_m = max(block_m, triton.next_power_of_2(group))
     num_places = num_tokens // (block_m // group) + num_requests
     _prefill_kernel[(num_places * num_kv_heads,)](
-        out, query, keys, values, table, batch.rows, batch.seq_lens, batch.query_start,
+        out, query, keys, values, query if key_scales is None else key_scales,
+        query if value_scales is None else value_scales, table, batch.rows, batch.seq_lens, batch.query_start,
         query if sinks is None else sinks, float(scoring.scale), num_requests, table.stride(0),
-        *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
+        *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        *((0, 0, 0) if key_scales is None else key_scales.stride()),
+        *((0, 0, 0) if value_scales is None else value_scales.stride()), *out.stride()[:2],
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE=page,
         REQUESTS_PAD=16 if num_requests <= 16 else max(1024, triton.next_power_of_2(num_requests)),
         KEY_SIZE=key_size - tail, KEY_PAD=max(triton.next_power_of_2(key_size - tail), 16),
@@ -224,7 +249,7 @@ def prefill_attention_triton(
         TAIL=tail, TAIL_PAD=max(triton.next_power_of_2(tail), 16),
         WINDOW=scoring.window, SOFT_CAP=float(scoring.soft_cap), HAS_SINKS=sinks is not None,
         SAME_STRIDES=keys.stride() == values.stride(),
-        BLOCK_M=block_m, BLOCK_N=block_n or tile.block_n,
+        SCALES=scale_kind(key_scales), BLOCK_M=block_m, BLOCK_N=block_n or tile.block_n,
         num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages,
     )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from .attention_decode import LOWEST
+from .attention_parts import LOWEST
 from .prefill_work import BLOCK_M, LINE
 
 SIZE = gl.constexpr(128)  # of a head
@@ -52,7 +52,7 @@ def _num_tiles(position, num_tokens, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    descs, smem, query_bars, key_bars, value_bars, work_ptr, num_others, table_ptr, stride_table,
+    descs, smem, query_bars, key_bars, value_bars, work_ptr, num_others, table_ptr, stride_table, block_rows,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def _produce(
             for i in gl.static_range(CHUNKS):
                 chunk = (num_tiles - 1 - back) * CHUNKS + i
                 key = gl.where(chunk < num_chunks, chunk, 0) * CHUNK
-                slots += (gl.load(table_row_ptr + key // PAGE) * PAGE + key % PAGE,)  # type: ignore[assignment]
+                slots += (gl.load(table_row_ptr + key // PAGE) * block_rows + key % PAGE,)  # type: ignore[assignment]
             stage = step % STAGES
             phase = (step // STAGES + 1) & 1
             _fetch(key_desc, slots, head, key_boxes, key_bars, stage, phase, CHUNKS)
@@ -289,10 +289,10 @@ def _clean(value_smem, stage, tile_start, seq_len, BLOCK_N: gl.constexpr):
             box.store(gl.where(exists[:, None], box.load(layout), 0.0))
 
 
-@gluon.jit(do_not_specialize=["num_others", "stride_table"], do_not_specialize_on_alignment=["table_ptr"])
+@gluon.jit(do_not_specialize=["num_others", "stride_table", "block_rows"], do_not_specialize_on_alignment=["table_ptr"])
 def prefill_hopper_kernel(
-    query_desc, key_desc, value_desc, out_ptr, work_ptr, num_others, table_ptr, stride_table, stride_out_token,
-    exp_scale, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
+    query_desc, key_desc, value_desc, out_ptr, work_ptr, num_others, table_ptr, stride_table, block_rows,
+    stride_out_token, exp_scale, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()  # attention_beside.py has a kernel that begins now; all others wait for this one's end
@@ -316,7 +316,8 @@ def prefill_hopper_kernel(
             (_consume, (B, smem, query_bars, key_bars, value_bars, out_ptr, stride_out_token, exp_scale,
                         GROUP, BLOCK_N, STAGES, QUERY_STAGES)),
             (_produce, ((query_desc, key_desc, value_desc), smem, query_bars, key_bars, value_bars, work_ptr,
-                        num_others, table_ptr, stride_table, KV_HEADS, GROUP, PAGE, BLOCK_N, STAGES, QUERY_STAGES)),
+                        num_others, table_ptr, stride_table, block_rows, KV_HEADS, GROUP, PAGE, BLOCK_N,
+                        STAGES, QUERY_STAGES)),
         ],
         [4, 1],
         [232, 40],

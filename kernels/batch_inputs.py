@@ -247,7 +247,9 @@ def _build_slots_kernel(
             tl.store(slots_ptr + token, tl.where(inside, block * PAGE + position % PAGE, -1), mask=token < end)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows_ptr", "query_start_ptr", "sample_index_ptr"]
+)
 def _commit_tokens_kernel(
     token_ids_ptr, num_computed_ptr, rows_ptr, query_start_ptr, sampled_ptr, sample_index_ptr,
     token_stride, max_len, num_rows, BLOCK: tl.constexpr,

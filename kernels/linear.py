@@ -24,6 +24,7 @@ MAX_ROWS = 64  # of x
 MAX_SPLITS = 4
 MAX_SPLIT_N = 8192  # of a weight whose K is split
 MIN_BLOCK_N = 16
+PARTIALS = 1 << 22  # fp32 numbers of a workspace: also for what quant_linear and fp8_linear split
 
 
 def small_linear(
@@ -100,13 +101,13 @@ _workspaces: dict[torch.device, _Workspace] = {}
 
 
 def prepare(device: torch.device) -> _Workspace:
-    """Allocate the device's workspace (8 MiB) unless it is there; RuntimeError while a CUDA graph is captured."""
+    """Allocate the device's workspace (16 MiB) unless it is there; RuntimeError while a CUDA graph is captured."""
     workspace = _workspaces.get(device)
     if workspace is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"small_linear has no workspace on {device} and a graph is captured: call prepare first")
         workspace = _workspaces[device] = _Workspace(
-            torch.empty(MAX_SPLITS * MAX_ROWS * MAX_SPLIT_N, dtype=torch.float32, device=device),
+            torch.empty(PARTIALS, dtype=torch.float32, device=device),
             torch.zeros(MAX_SPLIT_N // MIN_BLOCK_N, dtype=torch.int32, device=device),
         )
     return workspace
@@ -235,24 +236,36 @@ def _dot_kernel(
 
     out_ptrs = out_ptr + m[None, :] * stride_out + n[:, None]
     out_mask = row_exists & (n < N)[:, None]
+    store_sum(
+        acc, out_ptrs, out_mask, bias_ptr, n, N, partials_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M),
+        counters_ptr + tile, split, HAS_BIAS, BLOCK_M, BLOCK_N, SPLITS,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_sum(
+    acc, out_ptrs, out_mask, bias_ptr, n, N, partials_ptr, counter_ptr, split,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Writes the sum of all splits' acc [BLOCK_N, BLOCK_M], and the bias of rows n: whoever comes last adds them, in
+    the order of the splits. partials_ptr and counter_ptr: of this tile alone."""
     if SPLITS == 1:
         if HAS_BIAS:
             acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+        tl.store(out_ptrs, acc.to(out_ptrs.dtype.element_ty), mask=out_mask)
     else:
-        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        partials_ptr += tile * (SPLITS * BLOCK_N * BLOCK_M)
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         tl.store(partials_ptr + split * (BLOCK_N * BLOCK_M) + place, acc)
         # All threads' stores come before the one thread's release; its acquire, before all threads' loads.
         tl.debug_barrier()
-        arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
         tl.debug_barrier()
         if arrived == SPLITS - 1:
-            tl.store(counters_ptr + tile, 0)  # for the next call, which waits for the end of this one
+            tl.store(counter_ptr, 0)  # for the next call, which waits for the end of this one
             # In the splits' order, whichever came last. Not from L1, which does not see other SMs' stores.
             total = tl.load(partials_ptr + place, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
                 total += tl.load(partials_ptr + other * (BLOCK_N * BLOCK_M) + place, cache_modifier=".cg")
             if HAS_BIAS:
                 total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=out_mask)
+            tl.store(out_ptrs, total.to(out_ptrs.dtype.element_ty), mask=out_mask)

@@ -27,15 +27,18 @@ def experts(
     matrices: ExpertWeights,
     limit: float = 0.0,
     beside: torch.Tensor | None = None,
+    of: int | None = None,
 ) -> torch.Tensor:
     """Σ_k weights[t, k] · down_e(act(gate_e x_t) · up_e x_t) with e = ids[t, k], for x [T, H] → [T, H] in x's dtype.
 
-    ids int32 [T, k], those of a token all different; weights fp32 [T, k]. Sums are made in fp32, in an order that is
-    always the same. limit 0: act is silu; else gpt-oss's activation, clamped there (`gated`). beside [T, H] is added.
+    ids int32 [T, k], those of a token all different; weights fp32 [T, k]. What has the id E and the weight 0 is left
+    out: another rank has it. Sums are made in fp32, in an order that is always the same. limit 0: act is silu; else
+    gpt-oss's activation, clamped there (`gated`). beside [T, H] is added. of: how many experts the k were chosen among
+    (None: E), by which tiles are chosen.
     The matrices' last dimensions are contiguous on a GPU, x's always.
     """
     if x.is_cuda:
-        return experts_triton(x, ids, weights, *matrices, limit=limit, beside=beside)
+        return experts_triton(x, ids, weights, *matrices, limit=limit, beside=beside, of=of)
     return experts_torch(x, ids, weights, matrices, limit, beside)
 
 
@@ -82,11 +85,13 @@ def sum_of_experts(
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if len(x) == 1:
         for expert, weight in sorted(zip(ids[0].tolist(), weights[0].tolist(), strict=True)):
-            total.add_(mlp(expert, x), alpha=weight)
+            if weight != 0:  # NaN is not 0
+                total.add_(mlp(expert, x), alpha=weight)
     else:
         pairs = ids.flatten().argsort(stable=True)  # (token, place among its k) as one number, by expert
+        pairs = pairs[weights.flatten()[pairs] != 0]
         tokens, shares = pairs // ids.shape[1], weights.flatten()[pairs, None]
-        ends = torch.bincount(ids.flatten()).cumsum(0).tolist()
+        ends = torch.bincount(ids.flatten()[pairs]).cumsum(0).tolist()
         for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if start < end:
                 chosen = tokens[start:end]

@@ -34,15 +34,18 @@ def route(
     how: Routing,
     correction: torch.Tensor | None = None,
     load: torch.Tensor | None = None,
+    mine: range | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, E] → experts int32 [T, k], the best first, and their weights fp32 [T, k]; computed in fp32.
 
     correction fp32 [E] is added to the scores for the choice alone. Of equal scores the lower expert is the better.
     load int64 [E]: to each expert's number the tokens are added that go there.
+    mine: the experts that are here, None: all. Ids count from the first of them on; of the others the weight is 0, and
+    the id len(mine).
     """
     if logits.is_cuda:
-        return route_triton(logits, how, correction, load)
-    return route_torch(logits, how, correction, load)
+        return route_triton(logits, how, correction, load, mine)
+    return route_torch(logits, how, correction, load, mine)
 
 
 def route_torch(
@@ -50,6 +53,7 @@ def route_torch(
     how: Routing,
     correction: torch.Tensor | None = None,
     load: torch.Tensor | None = None,
+    mine: range | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = logits.float()
     if how.score == "softmax":
@@ -67,7 +71,12 @@ def route_torch(
         weights = weights.softmax(dim=1)
     if how.renormalize:
         weights = weights / (weights.sum(dim=1, keepdim=True) + how.epsilon)
-    return ids.int(), weights * how.factor
+    weights = weights * how.factor
+    if mine is not None:
+        ids = ids - mine.start
+        here = (ids >= 0) & (ids < len(mine))
+        ids, weights = ids.where(here, len(mine)), weights.where(here, 0.0)
+    return ids.int(), weights
 
 
 def _in_kept_groups(choice: torch.Tensor, how: Routing) -> torch.Tensor:
@@ -88,15 +97,17 @@ def route_triton(
     how: Routing,
     correction: torch.Tensor | None = None,
     load: torch.Tensor | None = None,
+    mine: range | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (num_tokens, num_experts), k = logits.shape, how.top_k
+    mine = range(num_experts) if mine is None else mine
     ids = torch.empty((num_tokens, k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, k), dtype=torch.float32, device=logits.device)
     if num_tokens:
         size = num_experts // how.num_groups
         _route_kernel[(num_tokens,)](
             logits, logits if correction is None else correction, ids if load is None else load, ids, weights,
-            logits.stride(0), how.factor, how.epsilon,
+            logits.stride(0), how.factor, how.epsilon, mine.start, len(mine),
             SCORE=how.score, CORRECT=correction is not None, GROUPS=how.num_groups, SIZE=size, KEPT=how.kept_groups,
             TOP2=how.group_score == "top2", TOP_K=k, SOFTMAX_CHOSEN=how.softmax_chosen, RENORMALIZE=how.renormalize,
             COUNT=load is not None, BLOCK_G=triton.next_power_of_2(how.num_groups),
@@ -106,9 +117,9 @@ def route_triton(
     return ids, weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "count"])
 def _route_kernel(
-    logits_ptr, correction_ptr, load_ptr, ids_ptr, weights_ptr, stride, factor, epsilon,
+    logits_ptr, correction_ptr, load_ptr, ids_ptr, weights_ptr, stride, factor, epsilon, start, count,
     SCORE: tl.constexpr, CORRECT: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr,
     TOP2: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX_CHOSEN: tl.constexpr, RENORMALIZE: tl.constexpr,
     COUNT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -162,8 +173,9 @@ def _route_kernel(
         weights = weights / tl.sum(weights)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights) + epsilon)
-    tl.store(ids_ptr + token * TOP_K + slot, chosen, mask=slot < TOP_K)
-    tl.store(weights_ptr + token * TOP_K + slot, weights * factor, mask=slot < TOP_K)
+    here = (chosen >= start) & (chosen < start + count)
+    tl.store(ids_ptr + token * TOP_K + slot, tl.where(here, chosen - start, count), mask=slot < TOP_K)
+    tl.store(weights_ptr + token * TOP_K + slot, tl.where(here, weights * factor, 0.0), mask=slot < TOP_K)
     if COUNT:  # whole numbers: in whatever order they are added
         tl.atomic_add(load_ptr + chosen, 1, mask=slot < TOP_K, sem="relaxed")
 

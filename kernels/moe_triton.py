@@ -82,6 +82,7 @@ def experts_triton(
     beside: torch.Tensor | None = None,
     tiles: tuple[MoeTile, MoeTile] | None = None,
     sort: bool | None = None,
+    of: int | None = None,
 ) -> torch.Tensor:
     """kernels.moe.experts; `tiles` (of gate and up, of down: with the same rows) and `sort` override the choice."""
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
@@ -91,7 +92,7 @@ def experts_triton(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return out
-    shape = num_tokens, top_k, num_experts, x.element_size()
+    shape = num_tokens, top_k, of or num_experts, x.element_size()
     first, second = tiles or (gate_up_tile(*shape), down_tile(*shape))
     sort = needs_sort(*shape[:3]) if sort is None else sort
     activated = torch.empty((num_tokens * top_k, inner), dtype=x.dtype, device=x.device)
@@ -130,7 +131,7 @@ def _launch(
     k = x.shape[1]
     _expert_kernel[(max_blocks * triton.cdiv(n, tile.block_n),)](
         x, weight, weight if bias is None else bias, out, pairs, block_experts, num_blocks,
-        out.shape[0], max_blocks, n, k, x.stride(0), weight.stride(0), weight.stride(1),
+        out.shape[0], max_blocks, weight.shape[0], n, k, x.stride(0), weight.stride(0), weight.stride(1),
         0 if bias is None else bias.stride(0), limit,
         TOP_K=top_k, GATED=gated, CLAMPED=limit > 0, HAS_BIAS=bias is not None, SORTED=sort,
         EVEN_K=k % tile.block_k == 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
@@ -141,7 +142,7 @@ def _launch(
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
 def _expert_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, experts_ptr, num_blocks_ptr,
-    num_pairs, max_blocks, N, K, stride_x, stride_expert, stride_w, stride_bias, limit,
+    num_pairs, max_blocks, num_experts, N, K, stride_x, stride_expert, stride_w, stride_bias, limit,
     TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, SORTED: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -166,6 +167,8 @@ def _expert_kernel(
     else:
         pair = tl.where(m == 0, block, num_pairs)
     expert = tl.load(experts_ptr + block).to(tl.int64)
+    if expert >= num_experts:  # another rank's
+        return
     row_exists = pair < num_pairs
     row = tl.where(row_exists, pair // TOP_K, 0).to(tl.int64)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -221,7 +224,9 @@ def _sum_kernel(
     for place in range(TOP_K):
         pair = token * TOP_K + place
         weight = tl.load(weights_ptr + pair)
-        total += weight * tl.load(results_ptr + pair * size + column, mask=mask, other=0.0).to(tl.float32)
+        end = tl.where(weight != 0.0, size, 0)  # what another rank has was not written
+        result = tl.load(results_ptr + pair * size + column, mask=column < end, other=0.0)
+        total += weight * result.to(tl.float32)
     if BESIDE:
         total += tl.load(beside_ptr + token * stride_beside + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * size + column, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .kv_fp8 import encode_triton, token_scale
+from .magnitude import magnitude
 from .norm import normalize, rms_scale
 
 
@@ -78,11 +80,14 @@ def _one_view(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
 @triton.jit
 def rotate_heads(
     heads_ptr, head_stride, out_ptr, out_head_stride, start, num_heads, angle_ptr, weight_ptr, eps,
+    scale_ptr, scale_head_stride,
     DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Heads start to start + GROUP of one token, normed if NORM, rotated, and stored at out_ptr (which may be
-    heads_ptr): rounded to the type of the heads, then converted to that of out_ptr."""
+    heads_ptr): rounded to the type of the heads, then converted to that of out_ptr.
+
+    SCALES: of kv_fp8.py, 0 for none; scale_ptr is the token's, where they are read (1) or written (2)."""
     head = start + tl.arange(0, GROUP)[:, None]
     source = heads_ptr + head * head_stride
     target = out_ptr + head.to(tl.int64) * out_head_stride
@@ -113,7 +118,28 @@ def rotate_heads(
             tl.debug_barrier()
     model_dtype: tl.constexpr = heads_ptr.dtype.element_ty
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if DIM > 2 * HALF:
-        tl.store(target + tail_lane, tail.to(model_dtype).to(out_dtype), mask=tail_mask)
-    tl.store(target + lane, (first * cos - second * sin).to(model_dtype).to(out_dtype), mask=mask)
-    tl.store(target + HALF + lane, (second * cos + first * sin).to(model_dtype).to(out_dtype), mask=mask)
+    turned_first = (first * cos - second * sin).to(model_dtype)
+    turned_second = (second * cos + first * sin).to(model_dtype)
+    if SCALES == 0:
+        if DIM > 2 * HALF:
+            tl.store(target + tail_lane, tail.to(model_dtype).to(out_dtype), mask=tail_mask)
+        tl.store(target + lane, turned_first.to(out_dtype), mask=mask)
+        tl.store(target + HALF + lane, turned_second.to(out_dtype), mask=mask)
+    else:
+        first = turned_first.to(tl.float32)
+        second = turned_second.to(tl.float32)
+        if DIM > 2 * HALF:
+            tail = tail.to(model_dtype).to(tl.float32)
+        scale_ptrs = scale_ptr + head * scale_head_stride
+        if SCALES == 1:
+            code_scale = tl.load(scale_ptrs, mask=head < num_heads, other=1.0)
+        else:
+            largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), axis=1)
+            if DIM > 2 * HALF:
+                largest = tl.maximum(largest, tl.max(magnitude(tail), axis=1))
+            code_scale = token_scale(largest, out_dtype)[:, None]
+            tl.store(scale_ptrs, code_scale, mask=head < num_heads)
+        if DIM > 2 * HALF:
+            tl.store(target + tail_lane, encode_triton(tail, code_scale, out_dtype), mask=tail_mask)
+        tl.store(target + lane, encode_triton(first, code_scale, out_dtype), mask=mask)
+        tl.store(target + HALF + lane, encode_triton(second, code_scale, out_dtype), mask=mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from fastapi import FastAPI
 
 from .. import __version__
 from .api import (
+    adapters,
     chat,
     classify,
     completions,
@@ -23,6 +25,7 @@ from .api import (
     other_names,
     render,
     responses,
+    scale,
     scores,
     stored_chats,
     tokens,
@@ -30,7 +33,10 @@ from .api import (
 )
 from .api.ignored import IGNORED_HEADER
 from .client.client import Client
+from .client.meeting import Meeting
+from .colleagues import Colleagues, Elsewhere
 from .errors import add_error_handlers
+from .generation import quota
 from .generation.admission import Admission
 from .http.auth import Authentication, Locks
 from .http.body_limit import BodyLimit
@@ -45,6 +51,7 @@ from .openapi import DOCS, add_openapi
 from .options.config import ServerConfig
 from .options.http import json_list
 from .state import ServerState
+from .text.beside import Beside
 from .text.model import TextModel
 
 
@@ -55,21 +62,25 @@ def create_app(
     *,
     sources: dict[str, str] | None = None,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+    beside: Beside | None = None,
+    meeting: Meeting | None = None,
 ) -> FastAPI:
     """The server's ASGI application. `sources`: where those settings are from that are no defaults; `lifespan` runs
-    around its life, in the event loop that serves.
+    around its life, in the event loop that serves; `beside`: a second model, loaded; `meeting`: of several API
+    processes, of which this is one.
     """
+    board = None if meeting is None else meeting.board
     metrics = Metrics(client, config)
     page = MetricsPage(metrics, client, model.names[0], config.metrics_prefix)
     http_metrics = HttpMetrics()
-    page.registry.register(http_metrics)
+    page.shares.own.append(http_metrics.collect)
     request_log = RequestLog(config)
     listeners = [request_log.finished]
     tracer = None
     if config.otlp_traces_endpoint is not None:
         tracer = Tracer(config.otlp_traces_endpoint, model.names[0])
         listeners.append(tracer.finished)
-    admission = Admission(client, config, metrics.rejected, metrics.timed_out)
+    admission = Admission(client, config, metrics.rejected, metrics.timed_out, board)
     lanes = Lanes(
         config.tokenizer_pool_size or NUM_THREADS,
         partial(metrics.rejected, "queued_text"),
@@ -79,8 +90,15 @@ def create_app(
         client, config, model, metrics, page, http_metrics, request_log, admission, lanes, sources or {}
     )
 
+    if beside is not None:
+        state.beside = _second(state, beside)
+
+    if client.config.enable_lora:
+        metrics.adapters = state.adapters_in_use
+
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
+        watching = None if board is None else asyncio.create_task(quota.watch(board))
         try:
             if lifespan is None:
                 yield
@@ -88,7 +106,7 @@ def create_app(
                 async with lifespan(app):
                     yield
         finally:
-            for task in state.tasks:
+            for task in (*state.tasks, *([] if watching is None else [watching])):
                 task.cancel()
             if "grammars" in vars(state):  # some request has asked for structured output
                 await state.grammars.close()
@@ -104,16 +122,19 @@ def create_app(
     app.state.server = state
     for api in (
         chat, completions, responses, messages, embeddings, classify, scores, other_names, models, health, operations,
-        tokens, render, stored_chats, control,
+        tokens, render, stored_chats, control, scale, adapters,
     ):  # fmt: skip
         app.router.routes.extend(api.router.routes)
     if config.ui:
         app.router.routes.extend(ui.router.routes)
     add_error_handlers(app)
+    if meeting is not None:
+        state.colleagues = Colleagues(meeting)
+        app.add_middleware(Elsewhere, colleagues=state.colleagues)
     # The last one added is the outermost: a refusal, too, has an id, is counted, and may be read by browsers.
     app.add_middleware(BodyLimit, limit=state.max_body_size, rejected=metrics.rejected)
     pages = (*DOCS, *(load_page().paths if config.ui else ()))
-    if (locks := Locks(config, config.root_path, pages)).are_needed:
+    if (locks := Locks(config, config.root_path, pages, board)).are_needed:
         app.add_middleware(Authentication, locks=locks)
         if config.api_key_file is not None or config.admin_api_key_file is not None:
             state.reloads["keys"] = locks.reload
@@ -128,3 +149,13 @@ def create_app(
     app.add_middleware(RequestMiddleware, metrics=http_metrics, listeners=listeners)
     add_openapi(app)
     return app
+
+
+def _second(first: ServerState, beside: Beside) -> ServerState:
+    """Its own engine, queue, numbers and text; all else is the first one's."""
+    metrics = Metrics(beside.client, beside.config)
+    first.metrics_page.add(metrics, beside.client, beside.model.names[0])
+    admission = Admission(beside.client, beside.config, metrics.rejected, metrics.timed_out)
+    return dataclasses.replace(
+        first, client=beside.client, config=beside.config, model=beside.model, metrics=metrics, admission=admission
+    )

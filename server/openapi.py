@@ -22,11 +22,13 @@ from .dialects.responses.schemas import DeletedResponse, InputItems, InputTokens
 from .http.docs_page import SECURITY_POLICY, docs_page
 from .wire import answers as responses
 from .wire import pooled_answers, rendered
+from .wire.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from .wire.chat_batch import ChatBatch
 from .wire.embeddings import CohereEmbedRequest, EmbeddingRequest
 from .wire.invocations import Invocation, InvocationAnswer, InvocationChunk, ListedModel, ListedModels
 from .wire.pooled import ClassifyRequest, PoolingRequest
 from .wire.requests import ChatRequest, CompletionRequest
+from .wire.scaling import ElasticRequest, ScaleRequest
 from .wire.scores import RerankRequest, ScoreRequest
 from .wire.stored_chats import ChatUpdate, DeletedChat, StoredChat, StoredChats, StoredMessages
 from .wire.tokens import AbortRequest, DetokenizeRequest, TokenizeRequest
@@ -37,8 +39,10 @@ DOCS = ("/docs", "/redoc")  # one page, under the names that people know
 _MEANINGS = {
     400: "The request is wrong; the message says where.",
     401: "A key is missing or wrong.",
+    403: "The key that this needs is another one; the message says which.",
     404: "There is no such model or request.",
     408: "The request took too long.",
+    409: "Something else is under way.",
     413: "The body is too large.",
     415: "The body is no JSON.",
     429: "Too many requests wait; the header Retry-After says when to come back.",
@@ -121,11 +125,15 @@ OPERATIONS = (
     Operation("/v1/models/{model}", ListedModel, "get", errors=(404, 503)),
     Operation("/v1/requests/{request_id}/cancel", responses.Cancelled, errors=(404,)),
     Operation("/abort_request", responses.Cancelled, body=AbortRequest, errors=(400, 404, 413, 415)),
+    Operation("/v1/load_lora_adapter", None, body=LoadAdapterRequest, errors=_BODY, text="text/plain"),
+    Operation("/v1/unload_lora_adapter", None, body=UnloadAdapterRequest, errors=_BODY, text="text/plain"),
     Operation("/load", responses.Load, "get"),
     Operation("/server_info", responses.ServerInfo, "get", errors=(400, 503), query={
         "steps": {"type": "integer", "minimum": 1, "maximum": HISTORY, "description": "how many of the engine's last "
                   "steps to tell of"}}),
     Operation("/reload", responses.Reloaded, errors=(500,)),
+    Operation("/scale_data_parallel", responses.Scaled, body=ScaleRequest, errors=(400, 403, 409, 413, 415, 500, 503)),
+    Operation("/scale_elastic_ep", responses.Scaled, body=ElasticRequest, errors=(400, 403, 409, 413, 415, 500, 503)),
     Operation("/version", responses.Version, "get"),
     Operation("/metrics", None, "get", text="text/plain"),
     *(Operation(path, None, "get", errors=(503,), text="", failure=responses.Health)

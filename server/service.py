@@ -19,13 +19,19 @@ import uvicorn
 from ..engine import faults, logs
 from ..engine.config import ConfigError, EngineConfig
 from ..engine.messages import EngineInfo, Progress
+from .api_processes import ApiProcesses
+from .client.client import Client
 from .client.mailbox import EngineDeadError, ShuttingDownError
+from .client.meeting import Meeting
 from .client.replicas import make_client
-from .client.watchdog import Watchdog
+from .client.watchdog import Watchdogs
+from .colleagues import ColleagueError, Colleagues
 from .http.front_door import FrontDoor
 from .http.page import load_page
 from .http.protocol import uvicorn_options
+from .options.beside import of_first
 from .options.config import ServerConfig
+from .text.beside import Beside, on_gpu
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -38,6 +44,13 @@ SAME_SIGNAL = 0.5
 # The compiler of grammars is loaded in the first moment without a request, or so long after the start without one.
 QUIET = 0.5  # seconds
 WITHOUT_QUIET = 30.0
+
+
+async def _tell_to_reload(colleagues: Colleagues) -> None:
+    try:
+        await colleagues.tell("/own/reload")
+    except ColleagueError as error:
+        logger.error("SIGUSR2: %s", error)
 
 
 class Server(uvicorn.Server):
@@ -64,17 +77,34 @@ class Reporter(Protocol):
 class Service:
     def __init__(
         self, engine_config: EngineConfig, config: ServerConfig, sources: dict[str, str], sock: socket.socket,
-        reporter: Reporter,
+        reporter: Reporter, meeting: Meeting | None = None,
     ) -> None:  # fmt: skip
+        """`meeting`: of several API processes."""
         self.config = config
+        self._meeting = meeting
+        self._is_first = meeting is None or meeting.is_first
         self.sources = sources  # of the settings that are no defaults
         self.sock = sock
         self._reporter = reporter
-        self.client = make_client(engine_config, restarts=config.engine_restarts)
-        self.client.death_listeners.append(lambda _: setattr(self.server, "should_exit", True))
+        self.client = make_client(engine_config, restarts=config.engine_restarts, scalable=True, meeting=meeting)
+        self.beside = Beside.of(config, engine_config)
+        self.clients: list[Client] = [self.client, *([self.beside.client] if self.beside is not None else [])]
+        for client in self.clients:
+            client.death_listeners.append(lambda _: setattr(self.server, "should_exit", True))
         self.front = FrontDoor(self.client, config.root_path, load_page() if config.ui else None)
         self.server = Server(uvicorn_config(self.front, config, self._refused))
         self.app: FastAPI | None = None  # once everything is loaded
+        self._desk = None
+        if meeting is not None:
+            from .desk import Desk  # with FastAPI, for which one process alone does not wait
+
+            self._desk = Desk(meeting, self.front)
+        self._others: ApiProcesses | None = None
+        if meeting is not None and meeting.is_first:
+            self._others = ApiProcesses(
+                meeting, lambda: self.client.config, config, sources, sock.fileno(), self._give_up
+            )
+        self._cause: str | None = None  # why the server cannot go on
         self._started = time.monotonic()
         self._signal: signal.Signals | None = None  # the first that was received
         self._signal_time = 0.0
@@ -88,33 +118,72 @@ class Service:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 asyncio.get_running_loop().add_signal_handler(number, self._receive, number, task)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._reload)
-        serving = asyncio.create_task(self.server.serve(sockets=[self.sock]))
+        if self._others is not None:
+            self._others.start()
+        loaded = asyncio.Event()
+        serving = asyncio.create_task(self._serve(loaded))
         app = await self._start(serving)
-        limits = {"stall_timeout": self.config.stall_timeout, "hang_timeout": self.config.hang_timeout}
-        watching = [asyncio.create_task(Watchdog(engine, **limits).run()) for engine in self.client.engines]
+        # Who has started an engine ends it.
+        hang_timeout = self.config.hang_timeout if self._is_first else 0.0
+        limits = {"stall_timeout": self.config.stall_timeout, "hang_timeout": hang_timeout}
+        watching = [asyncio.create_task(Watchdogs(client, **limits).run()) for client in self.clients]
         try:
             async with app.router.lifespan_context(app):
                 self.app = self.front.app = app
+                loaded.set()
+                desk = await self._meet(app)
                 if self.config.ssl_certfile is not None:
                     app.state.server.reloads["certificates"] = self._reload_certificates
                 gc.collect()
                 gc.freeze()
                 seconds = time.monotonic() - self._started
                 chats = app.state.server.model.tokenizer.has_chat_template
-                self._reporter.ready(self.client.info, self.config, self.sock, seconds, chats)
+                if not serving.done():
+                    self._reporter.ready(self.client.info, self.config, self.sock, seconds, chats)
                 warming = asyncio.create_task(self._warm())
                 await serving
                 warming.cancel()
+                for task in desk:
+                    task.cancel()
         finally:
             for watchdog in watching:
                 watchdog.cancel()
-            await self.client.close()
+            if self._others is not None:
+                await self._others.close()
+            await self._close()
             self._unlink()
-        if self.client.dead is not None:
-            self._leave(f"the engine died: {self.client.dead}", 1)
+        if self._cause is not None:
+            self._leave(self._cause, 1)
+        for client in self.clients:
+            if client.dead is not None:
+                self._leave(f"the engine died: {client.dead}", 1)
         if self._signal is not None:
             logger.info("ended in order after %s", self._signal.name)
         self._leave(None, 0)
+
+    async def _serve(self, loaded: asyncio.Event) -> None:
+        """The first process answers probes while it loads; the others take part when they can."""
+        if not self._is_first:
+            await loaded.wait()
+        await self.server.serve(sockets=[self.sock])
+
+    async def _meet(self, app: FastAPI) -> list[asyncio.Task[None]]:
+        """Several API processes: this one can be asked by the others; the first one waits until all serve."""
+        if self._desk is None:
+            return []
+        self._desk.server = app.state.server
+        tasks = [asyncio.create_task(self._desk.serve())]
+        if self._others is not None:
+            try:
+                await self._others.ready()
+            except EngineDeadError as error:
+                self._give_up(str(error))
+            tasks.append(asyncio.create_task(self._others.watch()))
+        return tasks
+
+    def _give_up(self, cause: str) -> None:
+        self._cause = cause
+        self.server.should_exit = True
 
     def _refused(self, reason: str) -> None:
         if self.app is not None:
@@ -125,7 +194,8 @@ class Service:
     async def _start(self, serving: asyncio.Task[None]) -> FastAPI:
         """Returns when everything is loaded; meanwhile the port answers that it is not."""
         progress = self._reporter
-        self.client.progress_listeners.append(progress)
+        for client in self.clients:
+            client.progress_listeners.append(progress)
         loading = asyncio.create_task(self._load())
         try:
             await asyncio.wait((loading, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -134,31 +204,47 @@ class Service:
             app = await loading
         except asyncio.CancelledError:
             progress.done()
-            await self.client.close()
+            await self._close()
             number = self._signal or signal.SIGTERM
             self._leave(f"stopped by {number.name} while starting", 128 + number)
         except Exception as error:
             progress.done()
-            await self.client.close()
+            await self._close()
             cause = str(error)
             if not isinstance(error, EngineDeadError | ConfigError):
                 logger.error("start-up failed", exc_info=error)
                 cause = f"{type(error).__name__}: {error}"
             self._leave(cause, 1)
         progress.done()
-        self.client.progress_listeners.remove(progress)
+        for client in self.clients:
+            client.progress_listeners.remove(progress)
         return app
 
     async def _load(self) -> FastAPI:
         app = asyncio.create_task(asyncio.to_thread(self._make_app))
-        engine = asyncio.create_task(self.client.start())
+        engine = asyncio.create_task(self._start_engines())
         # Without a tokenizer nobody should wait for the weights, nor for their download.
         done, _ = await asyncio.wait((app, engine), return_when=asyncio.FIRST_EXCEPTION)
         if app not in done:
             await engine  # it failed: the tokenizer may take minutes to load
         made = await app
         await engine
+        await made.state.server.adapters.load_all(self.config.modules())
         return made
+
+    async def _start_engines(self) -> None:
+        """On a card one after the other: the first model's engine takes for its cache what the second's has left."""
+        if self.beside is None:
+            await self.client.start()
+        elif on_gpu(self.client.config):
+            await self.beside.start()
+            await self.client.start()
+        else:
+            await asyncio.gather(self.beside.start(), self.client.start())
+
+    async def _close(self) -> None:
+        for client in self.clients:
+            await client.close()
 
     def _make_app(self) -> FastAPI:
         """On a thread, while the engine starts: its imports and the tokenizer take seconds."""
@@ -169,8 +255,11 @@ class Service:
 
         faults.arm(Detokenizer, "feed", "detokenize")
         engine = self.client.config
-        model = load_text_model(engine.model, self.config, engine, lambda folder: check_described(folder, engine))
-        return create_app(self.client, self.config, model, sources=self.sources)
+        config = of_first(self.config)
+        model = load_text_model(engine.model, config, engine, lambda folder: check_described(folder, engine))
+        if self.beside is not None:
+            self.beside.load()
+        return create_app(self.client, config, model, sources=self.sources, beside=self.beside, meeting=self._meeting)
 
     async def _warm(self) -> None:
         """Loads what the first structured output would wait for, without being in the way of the first answers."""
@@ -195,12 +284,17 @@ class Service:
         number = signal.Signals(number)
         if self._signal is None:
             self._signal = number
+            if self._others is not None:
+                self._others.end(number)
             if self.app is None:
                 task.cancel()
             else:
                 self._draining = asyncio.create_task(self._drain())
         else:
-            self.client.kill()
+            if self._others is not None:
+                self._others.kill()
+            for client in self.clients:
+                client.kill()
             self._leave(f"stopped at once by a second {number.name}", 128 + number)
 
     def _reload(self) -> None:
@@ -208,8 +302,11 @@ class Service:
         if self.app is None:
             logger.warning("SIGUSR2 while starting: nothing is read again")
             return
+        server = self.app.state.server
         try:
-            self.app.state.server.reload()
+            server.reload()
+            if server.colleagues is not None:
+                self._telling = asyncio.create_task(_tell_to_reload(server.colleagues))
         except ConfigError as error:
             logger.error("SIGUSR2: %s; what this is about stays as it was", error)
 
@@ -223,7 +320,8 @@ class Service:
     async def _drain(self) -> None:
         """Nothing new begins; what runs gets `shutdown_timeout` to finish, and then an error as its last word."""
         assert self.app is not None and self._signal is not None
-        self.app.state.server.draining = True
+        for state in self.app.state.server.states:
+            state.draining = True
         timeout = self.config.shutdown_timeout
         if self._num_running:
             logger.info(
@@ -234,7 +332,8 @@ class Service:
         if self._num_running:
             logger.warning("%d requests are cut off: --shutdown-timeout %g is over", self._num_running, timeout)
             over = ShuttingDownError("the server is shutting down")
-            self.client.fail_all(over)
+            for client in self.clients:
+                client.fail_all(over)
             self.app.state.server.lanes.fail(over)
             await self._until_idle(LAST_BYTES)
         self.server.should_exit = True
@@ -247,11 +346,13 @@ class Service:
 
     async def _until_idle(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while self._num_running and self.client.dead is None and time.monotonic() < deadline:
+        while self._num_running and not any(client.dead for client in self.clients) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     def _leave(self, cause: str | None, code: int) -> NoReturn:
         """The cause is the last line: a thread that still imports, or tokenises, must neither delay nor outtalk it."""
+        if self._others is not None:
+            self._others.kill()
         self._unlink()
         logs.flush()
         logging.disable()
@@ -260,7 +361,9 @@ class Service:
         os._exit(code)
 
     def _unlink(self) -> None:
-        if self.config.uds is not None:
+        if self._meeting is not None and self._is_first:
+            self._meeting.close()
+        if self.config.uds is not None and self._is_first:
             with contextlib.suppress(OSError):
                 os.unlink(self.config.uds)
 
@@ -280,10 +383,13 @@ def uvicorn_config(app: FrontDoor, config: ServerConfig, refused: Callable[[str]
 
 
 def run(
-    engine_config: EngineConfig, config: ServerConfig, sources: dict[str, str], sock: socket.socket, reporter: Reporter
-) -> int:
+    engine_config: EngineConfig, config: ServerConfig, sources: dict[str, str], sock: socket.socket, reporter: Reporter,
+    meeting: Meeting | None = None,
+) -> int:  # fmt: skip
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every question among API processes
+
     async def main() -> NoReturn:
-        await Service(engine_config, config, sources, sock, reporter).run()
+        await Service(engine_config, config, sources, sock, reporter, meeting).run()
 
     try:
         import uvloop

@@ -16,10 +16,13 @@ from fastapi import Request
 
 from ..engine.messages import EngineInfo
 from .client.client import Client
+from .colleagues import Colleagues
 from .dialects.store import Store
 from .errors import engine_dead, model_not_found, shutting_down, still_loading
+from .generation.adapters import Adapters
 from .generation.admission import Admission
 from .generation.generation import Generation
+from .generation.tasks import GENERATE
 from .http.middleware import HttpMetrics
 from .lanes import Lanes
 from .observe.exposition import MetricsPage
@@ -62,7 +65,9 @@ class ServerState:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that go on when their request is over
     # What is read again when told to, by name; each raises ConfigError, and then leaves things as they were.
     reloads: dict[str, Callable[[], None]] = field(default_factory=dict)
+    colleagues: Colleagues | None = None  # other API processes of this server
     started: int = field(default_factory=lambda: int(time.time()))
+    beside: ServerState | None = None  # of the second model, where there is one
     # One thread for large bodies: reading them is Python's work, of which only one can be under way at a time.
     bodies: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="body"))
 
@@ -74,6 +79,11 @@ class ServerState:
         service = GrammarService(self.client, self.model, timeout=self.config.grammar_compile_timeout)
         self.metrics.grammars = service
         return service
+
+    @cached_property
+    def adapters(self) -> Adapters:
+        folder, engine = self.config.lora_dir, self.client.config
+        return Adapters(self.client, self.model.names, enabled=engine.enable_lora, folder=folder)
 
     @cached_property
     def pairs(self) -> PairEncoder:
@@ -93,6 +103,21 @@ class ServerState:
         state = request.app.state.server
         assert isinstance(state, ServerState)
         return state
+
+    @property
+    def states(self) -> tuple[ServerState, ...]:
+        """Of each model."""
+        return (self,) if self.beside is None else (self, self.beside)
+
+    def named(self, asked: str | None) -> ServerState:
+        """Of the model with that name; without a name, and for one that none has, of the first."""
+        return next((state for state in self.states if asked in state.model.names), self)
+
+    def serving(self, asked: str | None, tasks: tuple[str, ...]) -> ServerState:
+        """Of the model that a request is for; without a name, what is no text is the second model's."""
+        if asked is None and self.beside is not None and GENERATE not in tasks:
+            return self.beside
+        return self.named(asked)
 
     def engine_info(self) -> EngineInfo:
         """Raises ApiError (503) unless the engine can serve."""
@@ -124,9 +149,20 @@ class ServerState:
         """The name for the answer. Raises ApiError (404)."""
         if asked is None:
             return self.model.names[0]
-        if asked not in self.model.names:
-            raise model_not_found(asked, self.model.names[0])
+        if asked not in self.model.names and self.adapters.find(asked) is None:
+            raise model_not_found(asked, " and ".join(state.model.names[0] for state in self.states))
         return asked
+
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """(Adapters of requests that the engine has begun, of those that wait), by name."""
+        names = {adapter.id: adapter.name for adapter in self.adapters}
+        begun: tuple[set[str], set[str]] = set(), set()
+        for generation in self.generations:
+            name = names.get(generation.prompts[0].sampling.adapter)
+            if name is not None and not generation.closed:
+                waits = all(choice.first_token is None for choice in generation.choices)
+                begun[waits].add(name)
+        return sorted(begun[False]), sorted(begun[True])
 
     def refused(self, reason: str) -> None:
         """A connection was ended by the server, before its request came this far or beside it."""

@@ -97,6 +97,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any) -> Ti
 
 
 @pytest.fixture(scope="session")
+def adapter_files(load_module: Callable[[Path], Any]) -> Any:
+    return load_module(Path(__file__).with_name("adapters.py"))
+
+
+@pytest.fixture(scope="session")
 def foreign_models(load_module: Callable[[Path], Any]) -> Any:
     return load_module(Path(__file__).with_name("foreign_models.py"))
 

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 # From the ground up: a room knows what is below it.
 FLOORS = (
     "client", "errors", "pace", "lanes", "histogram", "options", "parsers", "text", "grammar", "wire", "generation",
-    "observe", "http", "dialects", "state", "api", "openapi", "app", "service", "offline", "cli",
+    "observe", "http", "router", "dialects", "colleagues", "state", "api", "openapi", "app", "desk", "api_processes",
+    "service", "api_process", "offline", "cli",
 )  # fmt: skip
 
 

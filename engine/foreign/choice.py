@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..encoders.families import EncoderFamily, find_encoder
 from ..model_file import ModelError
 from ..models.family import Family
 from ..models.refused import refusal
@@ -39,9 +40,16 @@ class Foreign:
 
 def choose(
     raw: Mapping[str, Any], implementation: str = "auto", folder: Path | None = None, trusted: bool = False
-) -> Family | Foreign:
+) -> Family | EncoderFamily | Foreign:
     """By --model-impl and --trust-remote-code. Raises ModelError where neither can serve a config.json with `raw`."""
     names = _names(raw)
+    if (encoder := find_encoder(raw)) is not None:
+        if implementation == "transformers":
+            raise ModelError(
+                f"--model-impl transformers: {(names or [encoder.name])[0]} is an encoder, which vserve computes "
+                "itself: leave it out"
+            )
+        return encoder
     if implementation in ("vserve", "vllm"):
         return find_family(raw)
     if implementation == "auto":

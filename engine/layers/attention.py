@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ...kernels.attention import DecodeWorkspace, PrefillWork, decode_attention, prefill_attention
 from ...kernels.attention_beside import MIN_DECODES, attend_beside
 from ...kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
-from ...kernels.attention_prefill_hopper import supports
+from ...kernels.attention_prefill_hopper import supports, takes
+from ...kernels.kv_unpack import PromptPages, UnpackedPrompts
 from ...kernels.rope_kv import rope_write_kv
 from ..layer_spec import KVSpec
 from .norm import RMSNorm
@@ -35,12 +36,14 @@ class AttentionBatch:
     slots: list[Tensor]
     workspace: DecodeWorkspace | None = None
     beside: bool = False  # decodes and prompts, both there, at the same time where that pays: for CUDA graphs
+    prompt_pages: PromptPages | None = None  # where prompts' codes are unpacked
     # What the kernels are told of them, made once here rather than once a layer.
     num_decode_tokens: int = field(init=False)
     decodes: UniformBatch = field(init=False)
     prompts: RaggedBatch = field(init=False)
     prefill_work: PrefillWork = field(init=False)
     last_work: PrefillWork = field(init=False)
+    _unpacked: UnpackedPrompts | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         n, query_len = self.num_decodes, self.decode_query_len
@@ -48,6 +51,13 @@ class AttentionBatch:
         self.decodes = UniformBatch(self.rows[:n], self.seq_lens[:n], query_len)
         self.prompts = RaggedBatch(self.rows[n:], self.seq_lens[n:], self.query_start[n:], self.max_query_len)
         self.prefill_work, self.last_work = PrefillWork(self.prompts), PrefillWork(self.prompts, last_only=True)
+
+    def unpacked(self, cache: PagedCache) -> UnpackedPrompts:
+        """The prompts, for layers whose codes are unpacked; made when the first one asks."""
+        if self._unpacked is None:
+            assert self.prompt_pages is not None
+            self._unpacked = UnpackedPrompts(self.prompts, self.prompt_pages, cache.block_table.shape[1])
+        return self._unpacked
 
 
 class Attention(nn.Module):
@@ -77,6 +87,7 @@ class Attention(nn.Module):
         self.rotary, self.scoring, self.q_norm, self.k_norm = rotary, scoring, q_norm, k_norm
         self.spec = KVSpec(num_kv_heads, head_dim, value_dim or head_dim, scoring.window, shared)
         self.sinks = sinks
+        self.code_scales: tuple[Tensor, Tensor] | None = None  # fp32 [KV], of the checkpoint, for a cache of codes
         self.cache: PagedCache | None = None
         self.group = 0
 
@@ -85,6 +96,12 @@ class Attention(nn.Module):
         self.cache, self.group = cache, group
         if self.sinks is not None:  # which are loaded by now
             self.scoring = replace(self.scoring, sinks=self.sinks.weight)
+
+    def reads_numbers(self, page: int) -> bool:
+        """Whether a kernel takes this layer's prompts that reads no codes: of those, it needs numbers."""
+        spec, scoring = self.spec, self.scoring
+        plain = not scoring.window and not scoring.soft_cap and self.sinks is None
+        return plain and takes(self.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, page)
 
     def forward(
         self,
@@ -118,6 +135,8 @@ class Attention(nn.Module):
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
+            cache.key_scales,
+            cache.value_scales,
         )
         return self.attend(query, cache, batch, last_only)
 
@@ -125,16 +144,30 @@ class Attention(nn.Module):
         """query [T, H, D], rotated where it has to be → [T, H·Dv]; the step's keys and values are in the cache."""
         num_tokens, scoring = query.shape[0], self.scoring
         out = query.new_empty(num_tokens, self.num_heads, self.spec.value_dim)
+        prompts, prompt_cache = batch.prompts, cache
         work = batch.last_work if last_only else batch.prefill_work
-        if batch.beside and batch.num_decodes >= MIN_DECODES and supports(query, cache, scoring, out):
+        if (unpacked := self._unpacked(query, cache, batch, out)) is not None:
+            prompts, prompt_cache = unpacked.inside, unpacked.unpack(cache)
+            work = unpacked.last_work if last_only else unpacked.work
+        if batch.beside and batch.num_decodes >= MIN_DECODES and supports(query, prompt_cache, scoring, out):
             attend_beside(
-                query, cache, batch.decodes, batch.prompts, scoring, workspace=batch.workspace, work=work, out=out
-            )
-            return out.view(num_tokens, -1)
-        if decodes := batch.num_decode_tokens:
-            decode_attention(
-                query[:decodes], cache, batch.decodes, scoring, workspace=batch.workspace, out=out[:decodes]
-            )
-        if batch.max_query_len:
-            prefill_attention(query, cache, batch.prompts, scoring, work=work, out=out)
+                query, cache, batch.decodes, prompts, scoring, workspace=batch.workspace, work=work, out=out,
+                prompt_cache=prompt_cache,
+            )  # fmt: skip
+        else:
+            if decodes := batch.num_decode_tokens:
+                decode_attention(
+                    query[:decodes], cache, batch.decodes, scoring, workspace=batch.workspace, out=out[:decodes]
+                )
+            if batch.max_query_len:
+                prefill_attention(query, prompt_cache, prompts, scoring, work=work, out=out)
+        if unpacked is not None:
+            unpacked.attend_outside(query, cache, scoring, out)
         return out.view(num_tokens, -1)
+
+    def _unpacked(self, query: Tensor, cache: PagedCache, batch: AttentionBatch, out: Tensor) -> UnpackedPrompts | None:
+        """Where the cache has codes, and the kernel that wants numbers would take these prompts."""
+        pages = batch.prompt_pages
+        if cache.key_scales is None or pages is None or not batch.max_query_len:
+            return None
+        return batch.unpacked(cache) if supports(query, pages.like(cache), self.scoring, out) else None

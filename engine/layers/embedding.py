@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...kernels.fp8_rows import Fp8Rows
+from ..parallel.divide import vocab_share
 from ..quant.codes import decoded
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
-from .linear import Linear
+from .linear import Adapter, Linear
 from .staging import copy_weight
 from .unquantized import Tied
 from .weights import Placement
@@ -24,6 +26,7 @@ class Embedding(nn.Module):
     """
 
     weight: nn.Parameter
+    adapter: Adapter | None = None  # whose input are the ids
     _format: Format | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, place: Placement, scale: float = 1.0) -> None:
@@ -56,7 +59,9 @@ class Embedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """[T] int32 or int64 → [T, hidden]."""
         found = functional.embedding(input_ids, self.weight)
-        return found if self.scale == 1.0 else found.mul_(self.scale)
+        if self.scale != 1.0:
+            found.mul_(self.scale)
+        return found if self.adapter is None else self.adapter.add(input_ids, found)
 
 
 class LMHead(Linear):
@@ -65,7 +70,9 @@ class LMHead(Linear):
     def __init__(
         self, vocab_size: int, hidden_size: int, place: Placement, tied: Embedding | None = None, bias: bool = False
     ) -> None:
-        super().__init__(hidden_size, {"out": vocab_size}, place=place, rule="column", bias=bias)
+        super().__init__(hidden_size, {"out": vocab_size}, place=place, rule="vocabulary", bias=bias)
+        self.vocab_size, self.group = vocab_size, place.group
+        self.share = vocab_share(vocab_size, place.tp_size)
         if tied is not None:
             self.method = Tied(self.shape, lambda: tied.weight)
 
@@ -73,7 +80,13 @@ class LMHead(Linear):
         if not isinstance(getattr(self, "method", None), Tied):
             super().choose(formats)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, hidden] of the selected rows → fp32 [N, vocab]."""
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
+        """[N, hidden] of the selected rows → fp32 [N, vocab], on every rank."""
+        assert isinstance(x, Tensor), "the last norm is not told of FP8"
         y = self.method.multiply_fp32(x)
-        return y if self.adapter is None else self.adapter(self, x, y)
+        y = y if self.adapter is None else self.adapter.add(x, y)
+        if self.group.size == 1:
+            return y
+        # Of all ranks alike: the last ones may have fewer rows, and lack columns here.
+        found = self.group.all_gather(functional.pad(y, (0, self.share - y.shape[1])), dim=0).split(len(y))
+        return torch.cat([part[:, : self.vocab_size - rank * self.share] for rank, part in enumerate(found)], dim=1)

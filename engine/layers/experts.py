@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...kernels.moe import ExpertWeights, experts
 from ..layer_spec import MoESpec
 from ..model_file import ModelError
+from ..parallel.divide import whole_experts
 from ..quant.codes import Codes, decoded
 from ..quant.experts import QuantizedExperts
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
@@ -46,7 +47,8 @@ class ExpertsMethod(Protocol):
 
 
 class Experts(nn.Module):
-    """Σ_k w_k · expert_k(x), every expert divided over the ranks like an MLP: gate and up by rows, down by columns."""
+    """Σ_k w_k · expert_k(x). Ranks divide every expert like an MLP, gate and up by rows, down by columns; or they hold
+    some of the experts each, which is decided when it is known how these are stored (`whole_experts`)."""
 
     method: ExpertsMethod
 
@@ -54,7 +56,8 @@ class Experts(nn.Module):
         super().__init__()
         self.spec, self.hidden, self.place = spec, hidden, place
         self.num_experts = spec.routing.num_experts
-        self.span = place.span(spec.inner)  # (first, number) of each expert's gates that this rank has
+        self.mine = range(self.num_experts)  # the experts of this rank
+        self.span = (0, spec.inner)  # (first, number) of their gates that it has
         self.formats: dict[str, Format] = {}
         self.biases: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -69,6 +72,12 @@ class Experts(nn.Module):
 
     def choose(self, formats: Mapping[str, Format]) -> None:
         self.formats = dict(formats)
+        place, size = self.place, self.place.tp_size
+        if whole_experts(self.num_experts, self.spec.inner, size, bool(formats), place.whole_experts):
+            first, count = place.span(self.num_experts)
+            self.mine = range(first, first + count)
+        else:
+            self.span = place.span(self.spec.inner)
 
     def expected(self, part: str) -> dict[str, Stored]:
         format = self.formats.get(part)
@@ -81,12 +90,13 @@ class Experts(nn.Module):
     def create(self) -> None:
         inner, place = self.span[1], self.place
         if self.spec.bias:
-            biases = place.empty(self.num_experts, 2 * inner), place.empty(self.num_experts, self.hidden)
+            biases = place.empty(len(self.mine), 2 * inner), place.empty(len(self.mine), self.hidden)
             self.gate_up_bias, self.down_bias = self.biases = biases
         if self.formats and place.device.type in CODES_ON:
-            self.method = QuantizedExperts(self.num_experts, place, self._limit)
+            self.method = QuantizedExperts(len(self.mine), place, self._limit)
         else:
-            self.method = UnquantizedExperts(self.num_experts, self.hidden, inner, place, self._limit)
+            sizes = len(self.mine), self.num_experts, self.hidden, inner
+            self.method = UnquantizedExperts(*sizes, place, self._limit)
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
         if part == STACKED:
@@ -94,10 +104,13 @@ class Experts(nn.Module):
             return
         number, _, name = part.partition(".")
         expert, format = int(number), self.formats.get(part)
+        if expert not in self.mine:
+            return
         if format is None:
             self._take(expert, name, tensors["weight"])
         else:
-            self._take(expert, name, decoded(format, tensors, *self._shape(name), self.place.device))
+            cut = self.span[1] < self.spec.inner
+            self._take(expert, name, decoded(format, tensors, *self._shape(name), self.place.device, cut))
         if self.spec.bias:
             self._take_bias(expert, name, tensors["bias"])
 
@@ -106,7 +119,7 @@ class Experts(nn.Module):
         keep_at_hand(self)
 
     def randomize(self, generator: torch.Generator) -> None:
-        for expert in range(self.num_experts):
+        for expert in self.mine:
             for name in PARTS:
                 shape = self._shape(name)
                 format = self.formats.get(f"{expert}.{name}") or self.formats.get(STACKED)
@@ -120,7 +133,10 @@ class Experts(nn.Module):
                 bias.normal_(0.0, DUMMY_STD, generator=generator)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, beside: Tensor | None = None) -> Tensor:
-        """x [T, hidden], ids int32 and weights fp32 [T, k] → [T, hidden], this rank's summand. `beside` is added."""
+        """x [T, hidden], ids int32 and weights fp32 [T, k] → [T, hidden], this rank's summand. `beside` is added.
+
+        ids count from this rank's first expert on; where they are another's, the weight is 0, the id one past the last.
+        """
         return self.method.mix(x, ids, weights, self.biases, beside)
 
     @property
@@ -146,15 +162,18 @@ class Experts(nn.Module):
             share = whole.rows(start, size)
         else:
             share = whole if size == whole.shape[1] else whole.ordered().columns(start, size)
-        self.method.take(expert, name, share)
+        share = share if isinstance(share, Tensor) else share.to(self.place.device)
+        self.method.take(expert - self.mine.start, name, share)
 
     def _take_bias(self, expert: int, name: str, whole: Tensor) -> None:
         gate_up, down = self.biases
         assert gate_up is not None and down is not None
         start, size = self.span
+        whole_matrix = size == self.spec.inner
+        expert -= self.mine.start
         if name != "down":
             gate_up[expert].narrow(0, size if name == "up" else 0, size).copy_(whole.narrow(0, start, size))
-        elif self.place.tp_rank == 0:
+        elif whole_matrix or self.place.tp_rank == 0:
             down[expert].copy_(whole)
         else:
             down[expert].zero_()  # the ranks' results are summed: only the first adds the bias
@@ -182,7 +201,7 @@ class Experts(nn.Module):
 
     def _load_stacked(self, tensors: Mapping[str, Tensor]) -> None:
         first, second = self.spec.stacked_names
-        for expert in range(self.num_experts):
+        for expert in self.mine:
             for name, matrix in self._matrices(tensors, expert):
                 self._take(expert, name, matrix)
             if self.spec.bias:
@@ -226,9 +245,10 @@ class Experts(nn.Module):
 class UnquantizedExperts(nn.Module):
     """The matrices as numbers in the activations' dtype, gate and up of an expert one matrix."""
 
-    def __init__(self, num_experts: int, hidden: int, inner: int, place: Placement, limit: float) -> None:
+    def __init__(self, num_experts: int, of: int, hidden: int, inner: int, place: Placement, limit: float) -> None:
+        """num_experts of all ranks' `of`."""
         super().__init__()
-        self.inner, self.limit, self.dtype = inner, limit, place.dtype
+        self.of, self.inner, self.limit, self.dtype = of, inner, limit, place.dtype
         self.gate_up = _empty(place, num_experts, 2 * inner, hidden)
         self.down = _empty(place, num_experts, hidden, inner)
 
@@ -248,7 +268,7 @@ class UnquantizedExperts(nn.Module):
         return Counter({"16-bit products, dequantised": 2 * len(self.down)})
 
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None) -> Tensor:
-        return experts(x, ids, weights, ExpertWeights(self.gate_up, self.down, *biases), self.limit, beside)
+        return experts(x, ids, weights, ExpertWeights(self.gate_up, self.down, *biases), self.limit, beside, self.of)
 
 
 def _empty(place: Placement, num_experts: int, rows: int, columns: int) -> nn.Parameter:

@@ -13,6 +13,7 @@ from ..head_spec import HeadSpec, ProjectionSpec
 from ..model_file import ModelError
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from .embedding import Embedding
+from .norm import LayerNorm
 from .weights import Placement, WeightMap, frozen
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -111,6 +112,13 @@ class Head(nn.Module):
             else:
                 layers.append(Projection(one, place.device))
         self.layers = nn.ModuleList(layers)
+        place = Placement(torch.float32, place.device)
+        self.norms = nn.ModuleDict(  # by the index of the layer that they follow
+            {
+                str(i): LayerNorm((one.rows,), one.norm_eps, place, bias=one.norm_bias)
+                for i, one in enumerate(spec.layers) if one.norm
+            }
+        )  # fmt: skip
 
     @property
     def projections(self) -> list[Projection]:
@@ -119,7 +127,11 @@ class Head(nn.Module):
     def weight_map(self) -> WeightMap:
         """Of what the checkpoint has; what lies in folders of its own, `load_modules` reads."""
         part = "out" if self.spec.token_ids else ""
-        return {layer.spec.path: (layer, part) for layer in self.projections if layer.spec.folder is None}
+        found: WeightMap = {layer.spec.path: (layer, part) for layer in self.projections if layer.spec.folder is None}
+        for index, norm in self.norms.items():
+            assert isinstance(norm, LayerNorm)
+            found[self.spec.layers[int(index)].norm] = (norm, "")
+        return found
 
     def load_modules(self, generator: torch.Generator | None) -> None:
         """Dense modules, each of its folder; `generator`: or random ones. Raises ModelError."""
@@ -146,6 +158,8 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """fp32 [N, hidden] → fp32 [N, width]"""
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             x = layer(x)
+            if (norm := self.norms._modules.get(str(index))) is not None:
+                norm.in_place(x)  # type: ignore[operator]
         return x

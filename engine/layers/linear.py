@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.activation import gelu_tanh_mul, silu_mul
+from ...kernels.fp8_rows import Fp8Rows
 from ..layer_spec import Activation
 from ..quant.format import Format, Stored
 from ..quant.method import Dequantized, Quantized
@@ -23,6 +24,8 @@ class LinearMethod(Protocol):
     """
 
     add_rows: int | None  # from how many rows on a product takes the residual; None: never
+    fp8_rows: int | None  # from how many rows on x may come as FP8; None: never
+    fp8_by_group: bool  # then with a scale for 128 columns each, else with one a row
 
     def expected(self, part: str) -> dict[str, Stored]: ...
 
@@ -34,16 +37,29 @@ class LinearMethod(Protocol):
 
     def randomize(self, generator: torch.Generator) -> None: ...
 
-    def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
         """[T, in] → [T, out] of this rank. residual [T, out], given from add_rows rows on: is added to."""
         ...
 
-    def silu_mul(self, x: Tensor) -> Tensor:
-        """[T, in] → [T, out / 2]: silu(gate) · up of the layer's two parts."""
+    def silu_mul(self, x: Tensor | Fp8Rows, fp8_by_group: bool | None = None) -> Tensor | Fp8Rows:
+        """[T, in] → [T, out / 2]: silu(gate) · up of the layer's two parts. fp8_by_group: the result may be FP8."""
         ...
 
     def multiply_fp32(self, x: Tensor) -> Tensor:
         """The same as multiply with a result in fp32, not rounded to the activations' dtype where the device can."""
+        ...
+
+
+class Adapter(Protocol):
+    """What a low-rank adapter adds to a product; see engine/adapters/tables.py."""
+
+    @property
+    def active(self) -> bool:
+        """Whether some row of the step under way has one."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x [T, in], y [T, out] of this rank, written to in place → y. Nothing where it is not active."""
         ...
 
 
@@ -62,17 +78,18 @@ class Linear(nn.Module):
         unit: int = 1,
         bias: bool = False,
         row_order: Mapping[str, Tensor] = {},
+        pieces: Mapping[str, Sequence[int]] = {},
     ) -> None:
         super().__init__()
-        self.shape = LinearShape(in_features, parts, place, rule, unit, bias, row_order)
-        self.adapter: Callable[[Linear, Tensor, Tensor], Tensor] | None = None  # (layer, input, output) → output
+        self.shape = LinearShape(in_features, parts, place, rule, unit, bias, row_order, pieces)
+        self.adapter: Adapter | None = None
 
     def choose(self, formats: Mapping[str, Format]) -> None:
         if not formats:
             self.method = Unquantized(self.shape)
-        elif self.shape.place.device.type == "cpu":
+        elif self.shape.place.device.type != "cuda" or self.shape.place.dtype.itemsize == 2:
             self.method = Quantized(self.shape, formats)
-        else:  # there is no product with codes on a GPU yet
+        else:  # no kernel multiplies codes by fp32
             self.method = Dequantized(self.shape, formats)
         keep_at_hand(self)
 
@@ -91,27 +108,46 @@ class Linear(nn.Module):
     def randomize(self, generator: torch.Generator) -> None:
         self.method.randomize(generator)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def fp8_input(self, rows: int) -> bool | None:
+        """How input of so many rows is best given: as FP8 with a scale for 128 columns each (True), with one a row
+        (False), or as it is (None)."""
+        fp8_rows = self.method.fp8_rows
+        return None if fp8_rows is None or rows < fp8_rows or self.is_adapted else self.method.fp8_by_group
+
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         """[T, in] → [T, out], in the activations' dtype; for the row rule this rank's summand."""
         y = self.method.multiply(x)
-        return y if self.adapter is None else self.adapter(self, x, y)
+        adapter = self.adapter
+        if adapter is None or not adapter.active:
+            return y
+        assert not isinstance(x, Fp8Rows), "fp8_input asks for none in a step with adapters"
+        return adapter.add(x, y)
 
-    def add_to(self, residual: Tensor | None, x: Tensor) -> Tensor | None:
+    @property
+    def is_adapted(self) -> bool:
+        """In this step."""
+        return self.adapter is not None and self.adapter.active
+
+    def add_to(self, residual: Tensor | None, x: Tensor | Fp8Rows) -> Tensor | None:
         """[T, in] → [T, out] that is to be added to residual [T, out]; None: it has been. Where residual is None, the
         result is wanted itself."""
         add_rows = self.method.add_rows
-        if residual is None or add_rows is None or x.shape[0] < add_rows or self.adapter is not None:
+        if residual is None or add_rows is None or x.shape[0] < add_rows or self.is_adapted:
             return self.forward(x)
         self.method.multiply(x, residual)
         return None
 
-    def silu_mul(self, x: Tensor) -> Tensor:
-        """[T, in] → [T, out / 2] of this rank: silu of the first part, times the second."""
-        return self.method.silu_mul(x) if self.adapter is None else silu_mul(self(x))
+    def silu_mul(self, x: Tensor | Fp8Rows, reader: Linear | None = None) -> Tensor | Fp8Rows:
+        """[T, in] → [T, out / 2] of this rank: silu of the first part, times the second; as `reader` takes it best."""
+        if self.is_adapted:
+            return silu_mul(self(x))
+        return self.method.silu_mul(x, None if reader is None else reader.fp8_input(x.shape[0]))
 
-    def activate(self, x: Tensor, activation: Activation) -> Tensor:
-        """[T, in] → [T, out / 2] of this rank: the first half activated, times the second."""
+    def activate(
+        self, x: Tensor | Fp8Rows, activation: Activation, reader: Linear | None = None
+    ) -> Tensor | Fp8Rows:  # fmt: skip
+        """[T, in] → [T, out / 2] of this rank: the first half activated, times the second; as `reader` takes it."""
         if activation == "silu":
-            return self.silu_mul(x)
+            return self.silu_mul(x, reader)
         assert activation == "gelu_tanh", f"there is no kernel for {activation} yet"
         return gelu_tanh_mul(self(x))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ...kernels.fp8_rows import Fp8Rows, add_rms_norm_fp8, rms_norm_fp8
 from ...kernels.layer_norm import add_layer_norm, layer_norm
-from ...kernels.norm import add_rms_norm, rms_norm
+from ...kernels.norm import rms_norm
 from ..layer_spec import NormKind
+from ..parallel.group import ALONE, Group
 from ..quant.format import FLOATS, Format, Stored
 from .weights import Placement, frozen, keep_at_hand
 
@@ -18,16 +20,25 @@ class Norm(nn.Module):
     """Over the last dimension of `shape`, whose weights stand in the checkpoint as "weight".
 
     `order` int64: of the last dimension's elements, where the model has another one than the checkpoint.
-    `scale`: what is added to the residual before is multiplied by it.
+    `scale`: what is added to the residual before is multiplied by it. `group`: ranks that each bring a summand of it.
+    `span`: (first, number) of the first dimension's weights that this rank has, where it is divided.
     """
 
     weight: nn.Parameter
 
     def __init__(
-        self, shape: tuple[int, ...], eps: float, place: Placement, order: Tensor | None = None, scale: float = 1.0
+        self,
+        shape: tuple[int, ...],
+        eps: float,
+        place: Placement,
+        order: Tensor | None = None,
+        scale: float = 1.0,
+        group: Group = ALONE,
+        span: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.eps, self.place, self.order, self.scale = shape, eps, place, order, scale
+        self.shape, self.eps, self.place, self.order, self.scale, self.group = shape, eps, place, order, scale, group
+        self.span = (0, shape[0]) if span is None else span
 
     def choose(self, formats: Mapping[str, Format]) -> None:
         assert not formats, "no format stores vectors"
@@ -36,10 +47,10 @@ class Norm(nn.Module):
         return {"weight": Stored(self.shape, FLOATS)}
 
     def create(self) -> None:
-        self.weight = self.place.empty(*self.shape)
+        self.weight = self.place.empty(self.span[1], *self.shape[1:])
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
-        self.weight.copy_(self._ordered(tensors["weight"]))
+        self.weight.copy_(self._mine(tensors["weight"]))
 
     def finish(self) -> None:
         keep_at_hand(self)
@@ -47,16 +58,20 @@ class Norm(nn.Module):
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.fill_(1.0)
 
-    def forward(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor | None, residual: Tensor, fp8_by_group: bool | None = None
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
         """x and residual [T, size] → (normed, residual): of scale · x + residual, added in place into residual; None:
-        of it."""
+        of it. x is the sum of the group's. fp8_by_group: whoever reads `normed` takes it as FP8 (Linear.fp8_input).
+        """
         raise NotImplementedError
 
     def in_place(self, x: Tensor) -> None:
         """x [T, *shape], any strides but 1 in the last dimension."""
         raise NotImplementedError
 
-    def _ordered(self, weight: Tensor) -> Tensor:
+    def _mine(self, weight: Tensor) -> Tensor:
+        weight = weight.narrow(0, *self.span)
         return weight if self.order is None else weight.index_select(-1, self.order.to(weight.device))
 
 
@@ -74,9 +89,11 @@ class RMSNorm(Norm):
         place: Placement,
         order: Tensor | None = None,
         scale: float = 1.0,
+        group: Group = ALONE,
+        span: tuple[int, int] | None = None,
         less_one: bool = False,
     ) -> None:
-        super().__init__((size,), eps, place, order, scale)
+        super().__init__((size,), eps, place, order, scale, group, span)
         self.less_one = less_one
 
     def create(self) -> None:
@@ -89,10 +106,17 @@ class RMSNorm(Norm):
         if self.less_one:
             self.weight.add_(1)
 
-    def forward(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor | None, residual: Tensor, fp8_by_group: bool | None = None
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+        if fp8_by_group is not None:
+            if x is None:
+                return rms_norm_fp8(residual, self.weight, self.eps, fp8_by_group), residual
+            x = self.group.all_reduce(x)
+            return add_rms_norm_fp8(x, residual, self.weight, self.eps, self.scale, fp8_by_group), residual
         if x is None:
             return rms_norm(residual, self.weight, self.eps), residual
-        return add_rms_norm(x, residual, self.weight, self.eps, self.scale)
+        return self.group.add_rms_norm(x, residual, self.weight, self.eps, self.scale)
 
     def in_place(self, x: Tensor) -> None:
         rms_norm(x, self.weight, self.eps, out=x)
@@ -111,9 +135,11 @@ class LayerNorm(Norm):
         place: Placement,
         order: Tensor | None = None,
         scale: float = 1.0,
+        group: Group = ALONE,
+        span: tuple[int, int] | None = None,
         bias: bool = False,
     ) -> None:
-        super().__init__(shape, eps, place, order, scale)
+        super().__init__(shape, eps, place, order, scale, group, span)
         self.has_bias = bias
 
     def expected(self, part: str) -> dict[str, Stored]:
@@ -122,22 +148,22 @@ class LayerNorm(Norm):
 
     def create(self) -> None:
         super().create()
-        self.bias = self.place.empty(*self.shape) if self.has_bias else None
+        self.bias = self.place.empty(*self.weight.shape) if self.has_bias else None
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
         super().load(part, tensors)
         if self.bias is not None:
-            self.bias.copy_(self._ordered(tensors["bias"]))
+            self.bias.copy_(self._mine(tensors["bias"]))
 
     def randomize(self, generator: torch.Generator) -> None:
         super().randomize(generator)
         if self.bias is not None:
             self.bias.zero_()
 
-    def forward(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, fp8_by_group: bool | None = None) -> tuple[Tensor, Tensor]:
         if x is None:
             return layer_norm(residual, self.weight, self.bias, self.eps), residual
-        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.scale)
+        return add_layer_norm(self.group.all_reduce(x), residual, self.weight, self.bias, self.eps, self.scale)
 
     def in_place(self, x: Tensor) -> None:
         layer_norm(x, self.weight, self.bias, self.eps, out=x)
@@ -146,14 +172,14 @@ class LayerNorm(Norm):
 class NoNorm(nn.Module):
     """The residual addition alone, where a norm would be."""
 
-    def __init__(self, scale: float = 1.0) -> None:
+    def __init__(self, scale: float = 1.0, group: Group = ALONE) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale, self.group = scale, group
 
-    def forward(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, fp8_by_group: bool | None = None) -> tuple[Tensor, Tensor]:
         """As Norm has it; what is normed elsewhere is the residual itself here, and must not be written to."""
         if x is not None:
-            residual.add_(x, alpha=self.scale)
+            residual.add_(self.group.all_reduce(x), alpha=self.scale)
         return residual, residual
 
 
@@ -164,8 +190,22 @@ def make_norm(
     place: Placement,
     order: Tensor | None = None,
     scale: float = 1.0,
+    group: Group = ALONE,
+    span: tuple[int, int] | None = None,
 ) -> Norm:
     if kind in ("layer", "layer_bias"):
-        return LayerNorm(shape, eps, place, order, scale, bias=kind == "layer_bias")
+        return LayerNorm(shape, eps, place, order, scale, group, span, bias=kind == "layer_bias")
     (size,) = shape
-    return RMSNorm(size, eps, place, order, scale, less_one=kind == "rms_less_one")
+    return RMSNorm(size, eps, place, order, scale, group, span, less_one=kind == "rms_less_one")
+
+
+def norm_divided(pairs: Sequence[tuple[Norm, Tensor]], group: Group) -> None:
+    """RMS norms, in place, of vectors that are divided over ranks, in one exchange: x [T, of this rank].
+
+    Ranks have as many elements each, and where several have the same ones, all are had by as many: so the mean of the
+    ranks' means is the whole vector's.
+    """
+    means = torch.stack([x.float().square().mean(dim=1) for _, x in pairs])
+    means = group.all_reduce(means).div_(group.size)
+    for (norm, x), mean in zip(pairs, means, strict=True):
+        x.copy_(x.float() * torch.rsqrt(mean + norm.eps)[:, None] * norm.weight)

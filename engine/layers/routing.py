@@ -81,10 +81,11 @@ class Router(nn.Module):
             if vector is not None:
                 vector.normal_(0.0, DUMMY_STD, generator=generator)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, mine: range | None = None) -> tuple[Tensor, Tensor]:
+        """mine: the experts of this rank; None: all."""
         if self.weight.dtype == torch.float32:
             logits = functional.linear(x.float(), self.weight, self.bias)
         else:
             logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
             logits = logits if self.bias is None else logits.add_(self.bias)
-        return route(logits, self.how, self.correction)
+        return route(logits, self.how, self.correction, mine=mine)

@@ -11,11 +11,12 @@ from torch.nn import functional
 from ...kernels import cublaslt
 from ...kernels.activation import silu_mul
 from ...kernels.cublaslt import Algorithms, measured_linear
+from ...kernels.fp8_rows import Fp8Rows
 from ...kernels.linear import prepare, small_linear, small_linear_rows
 from ...kernels.linear_hopper import HopperTiles, hopper_tiles, linear_hopper, silu_mul_linear_hopper
 from ..quant.format import DUMMY_STD, FLOATS, Stored
 from .staging import copy_weight
-from .weights import LinearShape, frozen, keep_at_hand
+from .weights import LinearShape, keep_at_hand
 
 ADD_ROWS = 448  # from so many on, to add to the residual costs a product less than it saves in the norm behind it
 
@@ -30,6 +31,8 @@ class Unquantized(nn.Module):
     tiles: HopperTiles = ()  # by number of rows: of linear_hopper, where that is faster than cuBLAS
     gated_tiles: HopperTiles = ()  # the same for silu_mul
     add_rows: int | None = None
+    fp8_rows: int | None = None
+    fp8_by_group = False
 
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
@@ -77,7 +80,8 @@ class Unquantized(nn.Module):
         if self.bias is not None:
             self.bias.normal_(0.0, DUMMY_STD, generator=generator)
 
-    def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor), "fp8_rows says that it never comes as FP8"
         rows, weight = x.shape[0], self.weight
         if rows <= self.small_rows and residual is None:
             return small_linear(x, weight, self.bias)
@@ -89,7 +93,8 @@ class Unquantized(nn.Module):
             return residual.addmm_(x, weight.t())
         return functional.linear(x, weight, self.bias)
 
-    def silu_mul(self, x: Tensor) -> Tensor:
+    def silu_mul(self, x: Tensor | Fp8Rows, fp8_by_group: bool | None = None) -> Tensor:
+        assert isinstance(x, Tensor), "fp8_rows says that it never comes as FP8"
         tiles = self.gated_tiles
         if tiles and (tile := tiles[min(x.shape[0], len(tiles) - 1)]) is not None:
             return silu_mul_linear_hopper(x, self.weight, tile)
@@ -114,7 +119,8 @@ class Tied(Unquantized):
 
     def create(self) -> None:
         owned, (span,) = self._owner(), self.shape.spans.values()
-        self.weight = owned if span[1] == owned.shape[0] else frozen(owned.narrow(0, *span))
+        # A rank's part is no parameter of its own: it is the owner's memory.
+        self.weight = owned if span[1] == owned.shape[0] else owned.data.narrow(0, *span)  # type: ignore[assignment]
         self.bias = None
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:

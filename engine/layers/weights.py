@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..parallel.divide import vocab_share
+from ..parallel.group import ALONE, Group
 from ..quant.format import Format, Stored
 
-ShardRule = Literal["replicated", "column", "row"]
+# Rows divided, every rank as many; the same with fewer for the last, as vocabularies want it; columns divided.
+ShardRule = Literal["replicated", "column", "vocabulary", "row"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,16 @@ class Placement:
 
     dtype: torch.dtype
     device: torch.device
-    tp_rank: int = 0
-    tp_size: int = 1
+    group: Group = ALONE
+    whole_experts: bool = False  # experts are dealt to the ranks, never divided
+
+    @property
+    def tp_rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def tp_size(self) -> int:
+        return self.group.size
 
     def span(self, length: int, unit: int = 1) -> tuple[int, int]:
         """(start, length) of this rank's share of `length` rows or columns, cut between units (a unit = one head).
@@ -36,6 +47,12 @@ class Placement:
         if self.tp_size % units == 0:
             return self.tp_rank * units // self.tp_size * unit, unit
         raise ValueError(f"{units} parts cannot be divided over {self.tp_size} ranks: choose a divisor of {units}")
+
+    def vocab_span(self, rows: int) -> tuple[int, int]:
+        """The same of a vocabulary's rows, of which the last ranks may have fewer."""
+        share = vocab_share(rows, self.tp_size)
+        start = self.tp_rank * share
+        return start, min(share, rows - start)
 
     def empty(self, *shape: int) -> nn.Parameter:
         """An uninitialised, frozen weight."""
@@ -59,6 +76,7 @@ class LinearShape:
     rule: "column" divides every part's rows over the ranks, "row" divides the input; `unit` rows (columns) stay
     together. Raises ValueError where they do not divide.
     row_order: part → int64 [rows]: the checkpoint's row for each of the whole part here; parts not named keep theirs.
+    pieces: part → rows of the matrices that the checkpoint has in it, one after the other: each is divided.
     """
 
     def __init__(
@@ -70,6 +88,7 @@ class LinearShape:
         unit: int,
         has_bias: bool,
         row_order: Mapping[str, Tensor] = {},
+        pieces: Mapping[str, Sequence[int]] = {},
     ) -> None:
         self.in_features, self.parts, self.has_bias = in_features, dict(parts), has_bias
         self.row_order = dict(row_order)
@@ -79,12 +98,30 @@ class LinearShape:
         self.offsets: dict[str, int] = {}  # part → its first row here
         self.rows = 0  # of this rank
         for name, rows in parts.items():
-            self.spans[name] = place.span(rows, unit) if rule == "column" else (0, rows)
+            self.spans[name] = (0, rows)
+            if rule == "vocabulary":
+                self.spans[name] = place.vocab_span(rows)
+            elif rule == "column" and name in pieces and place.tp_size > 1:
+                self.spans[name] = (0, self._take_of_pieces(name, pieces[name], unit))
+            elif rule == "column":
+                self.spans[name] = place.span(rows, unit)
             self.offsets[name] = self.rows
             self.rows += self.spans[name][1]
 
+    def _take_of_pieces(self, part: str, pieces: Sequence[int], unit: int) -> int:
+        """→ rows of this rank, which are the order of the part from here on."""
+        rows, first = [], 0
+        for size in pieces:
+            start, share = self.place.span(size, unit)
+            rows.append(torch.arange(first + start, first + start + share))
+            first += size
+        mine = torch.cat(rows)
+        order = self.row_order.get(part)
+        self.row_order[part] = mine if order is None else order[mine]
+        return len(mine)
+
     def ordered(self, part: str, stored: Tensor) -> Tensor:
-        """The rows of the whole part, from the checkpoint's order into the one here."""
+        """The rows of the whole part, from the checkpoint's order into the one here; of pieces, this rank's alone."""
         order = self.row_order.get(part)
         return stored if order is None else stored[order.to(stored.device)]
 

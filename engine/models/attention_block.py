@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention_inputs import Scoring
+from ...kernels.fp8_rows import Fp8Rows
 from ..layer_spec import AttentionSpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.linear import Linear
-from ..layers.norm import Norm, RMSNorm, make_norm
+from ..layers.norm import Norm, RMSNorm, make_norm, norm_divided
 from ..layers.rope import RotaryEmbedding, halves_first
 from ..layers.sinks import Sinks
 from ..layers.weights import Placement, WeightMap
@@ -35,8 +36,6 @@ class AttentionBlock(nn.Module):
         turned = spec.interleaved and spec.rope is not None and place.device.type != "meta"  # where nothing is loaded
         head = halves_first(dim, spec.rotary_dim) if turned else None
         order = {} if head is None else {part: _of_heads(head, sizes[part]) for part in ("q", "k")}
-        if spec.fused:
-            assert place.tp_size == 1, "the heads of one matrix are not divided over ranks"
         self.qkv = Linear(
             config.hidden_size,
             {"qkv": sum(sizes.values())} if spec.fused else sizes,
@@ -45,12 +44,13 @@ class AttentionBlock(nn.Module):
             unit=dim,
             bias=spec.qkv_bias,
             row_order=_in_one(order, sizes) if spec.fused and order else order,
+            pieces={"qkv": tuple(sizes.values())},
         )
         self.heads = [place.span(size, dim)[1] // dim for size in sizes.values()]  # of this rank: q, k, v
         self.head_dim = dim
-        self.qk_norm, self.clip = spec.qk_norm, spec.clip
+        self.qk_norm, self.clip, self.group = spec.qk_norm, spec.clip, place.group
         assert not spec.clip or spec.qk_norm != "head", "norms of heads are fused with what comes behind the clamp"
-        norms: list[Norm | None] = [_qk_norm(spec, config, count, head, place) for count in self.heads[:2]]
+        norms: list[Norm | None] = [_qk_norm(spec, config, sizes[part], head, place) for part in ("q", "k")]
         fused_norms = [norm if isinstance(norm, RMSNorm) and spec.qk_norm == "head" else None for norm in norms]
         self.q_norm, self.k_norm = norms if fused_norms == [None, None] else (None, None)
         self.attention = Attention(
@@ -84,13 +84,24 @@ class AttentionBlock(nn.Module):
         return found
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None
+        self,
+        x: Tensor | Fp8Rows,
+        residual: Tensor | None,
+        positions: Tensor,
+        batch: AttentionBatch,
+        wanted: Tensor | None,
     ) -> Tensor | None:
         """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
         query, key, value = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            for norm, heads in ((self.q_norm, query), (self.k_norm, key)):
-                norm.in_place(heads.view(len(heads), -1) if self.qk_norm == "width" else heads)
+            pairs = [(self.q_norm, query), (self.k_norm, key)]
+            if self.qk_norm == "width":
+                pairs = [(norm, heads.view(len(heads), -1)) for norm, heads in pairs]
+            if self.qk_norm == "width" and self.group.size > 1:
+                norm_divided(pairs, self.group)
+            else:
+                for norm, heads in pairs:
+                    norm.in_place(heads)
         if self.clip:
             for heads in (query, key, value):
                 heads.clamp_(-self.clip, self.clip)
@@ -101,15 +112,17 @@ class AttentionBlock(nn.Module):
 
 
 def _qk_norm(
-    spec: AttentionSpec, config: ModelConfig, num_heads: int, order: Tensor | None, place: Placement
+    spec: AttentionSpec, config: ModelConfig, size: int, order: Tensor | None, place: Placement
 ) -> Norm | None:
-    if not spec.qk_norm:
-        return None
-    assert spec.qk_norm == "head" or place.tp_size == 1, "weights of several heads are not divided over ranks"
-    dim = spec.head_dim
-    sizes = {"head": (dim,), "width": (num_heads * dim,), "each": (num_heads, dim)}
-    assert order is None or spec.qk_norm != "width", "one vector of all heads keeps its order"
-    return make_norm(config.frame.norm, sizes[spec.qk_norm], config.norm_eps, place, order)
+    """size: of the queries or keys of all ranks."""
+    dim, kind = spec.head_dim, config.frame.norm
+    if spec.qk_norm == "width":
+        assert order is None, "one vector of all heads keeps its order"
+        assert kind.startswith("rms"), "the ranks exchange no means"
+        return make_norm(kind, (size,), config.norm_eps, place, span=place.span(size, dim))
+    if spec.qk_norm == "each":
+        return make_norm(kind, (size // dim, dim), config.norm_eps, place, order, span=place.span(size // dim))
+    return make_norm(kind, (dim,), config.norm_eps, place, order) if spec.qk_norm else None
 
 
 def _of_heads(order: Tensor, size: int) -> Tensor:

@@ -11,14 +11,18 @@ from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, 
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head import Head
+from ..layers.linear import Linear
 from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
 from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
+from ..parallel.group import ALONE, Group
 from .attention_block import AttentionBlock
 from .latent_attention import LatentAttentionBlock
 from .mixture import Mixture
 from .mlp import MLP
+
+_AFTER = ("post", "both")  # places of norms, where what is added to the residual stream is normed first
 
 
 def make_attention(
@@ -49,18 +53,23 @@ class DecoderLayer(nn.Module):
         super().__init__()
         before = config.layers[layer - 1].residual_scale if layer else 1.0  # of what comes in to be added
 
-        def norm(wanted: bool, scale: float) -> Norm | NoNorm:
-            return _norm(config, place, scale) if wanted else NoNorm(scale)
+        def norm(wanted: bool, scale: float, group: Group) -> Norm | NoNorm:
+            return _norm(config, place, scale, group) if wanted else NoNorm(scale, group)
 
         scale, parallel = spec.residual_scale, spec.norms == "parallel"
-        first, after = spec.norms != "post", spec.norms in ("post", "both")
-        self.adds = not after and scale == 1.0  # a product may add to the residual stream itself
-        self.attention_norm = norm(first, before)
+        first, after = spec.norms != "post", spec.norms in _AFTER
+        # A product may add to the residual stream itself, where it is no summand of this rank.
+        self.adds = not after and scale == 1.0 and place.tp_size == 1
+        self.group = place.group if after else ALONE
+        self.attention_norm = norm(first, before, _summands(config, layer - 1, place))
         self.attention = make_attention(spec.attention, config, layer, rotary, place)
         self.attention_after = _norm(config, place) if after else None
-        self.mlp_norm = None if parallel else norm(first, scale)
+        self.mlp_norm = None if parallel else norm(first, scale, _summands(config, layer, place))
         self.mlp = make_mlp(spec.mlp, config.hidden_size, place)
         self.mlp_after = _norm(config, place) if after else None
+        # Who alone reads what a norm makes.
+        reader = self.attention.qkv if isinstance(self.attention, AttentionBlock) and not parallel else None
+        self._readers = (reader, self.mlp.gate_up if isinstance(self.mlp, MLP) else None)
 
     def weight_map(self, prefix: str) -> WeightMap:
         norms = {
@@ -84,28 +93,42 @@ class DecoderLayer(nn.Module):
         wanted: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """x: what is still to be added to residual [T, hidden], which is updated in place; → the same of the next.
+        Where ranks share the model, x is a summand of what is added, until a norm comes.
 
         `wanted` int32 [N], last tokens of requests: only they go on once the cache has all keys and values.
         """
-        normed, residual = self.attention_norm(x, residual)
+        of_attention, of_mlp = self._readers
+        normed, residual = self.attention_norm(x, residual, _fp8(of_attention, residual))
         x = self.attention(normed, residual if self.adds else None, positions, batch, wanted)
         if self.attention_after is not None:
+            x = self.group.all_reduce(x)
             self.attention_after.in_place(x)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
         if self.mlp_norm is None:  # of what attention has seen, too
             normed = normed if wanted is None else normed.index_select(0, wanted)
         else:
-            normed, residual = self.mlp_norm(x, residual)
+            normed, residual = self.mlp_norm(x, residual, _fp8(of_mlp, residual))
             x = None
         y = self.mlp(normed, residual if self.adds else None)
         if self.mlp_after is not None:
+            y = self.group.all_reduce(y)
             self.mlp_after.in_place(y)
         return (x if y is None else y if x is None else x + y), residual
 
 
-def _norm(config: ModelConfig, place: Placement, scale: float = 1.0) -> Norm:
-    return make_norm(config.frame.norm, (config.hidden_size,), config.norm_eps, place, scale=scale)
+def _fp8(reader: Linear | None, rows: Tensor) -> bool | None:
+    return None if reader is None else reader.fp8_input(rows.shape[0])
+
+
+def _norm(config: ModelConfig, place: Placement, scale: float = 1.0, group: Group = ALONE) -> Norm:
+    return make_norm(config.frame.norm, (config.hidden_size,), config.norm_eps, place, scale=scale, group=group)
+
+
+def _summands(config: ModelConfig, layer: int, place: Placement) -> Group:
+    """The ranks that each have a summand of what this layer's attention or MLP adds to the residual stream, where it
+    has not been normed, and therefore summed, before."""
+    return ALONE if config.layers[layer].norms in _AFTER else place.group
 
 
 class CausalLM(nn.Module):
@@ -125,7 +148,7 @@ class CausalLM(nn.Module):
             DecoderLayer(spec, config, index, self.rotary[spec.attention.rope, spec.attention.rotary_dim], place)
             for index, spec in enumerate(config.layers)
         )
-        self.norm = _norm(config, place, config.layers[-1].residual_scale)
+        self.norm = _norm(config, place, config.layers[-1].residual_scale, _summands(config, -1, place))
         tied = self.embedding if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied) if config.generates else None
         self.pooling_head = None if config.head is None else Head(config.head, config.vocab_size, place, tied)

@@ -40,6 +40,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     drafts: str = ""  # the key of how many layers its checkpoints have behind the last one, which draft tokens
     nested: str = ""  # the key of the object in config.json that describes the decoder
+    causal: bool = True  # whether its tokens see earlier ones alone, where config.json says nothing of it
 
 
 def layer_count(raw: RawConfig) -> int:

@@ -31,9 +31,12 @@ def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     )
     attention = replace(gemma2.attention_of(raw, full), qk_norm="head", soft_cap=0.0)  # whatever the config says of it
     mlp = mlp_spec(raw, "hidden_activation", activations=gemma.GELU)
+    windows = windows_of(raw, full_every=raw.count("sliding_window_pattern"))
+    if raw.values.get("use_bidirectional_attention") is True:  # half of it on each side
+        windows = tuple(window // 2 + 1 if window else 0 for window in windows)
     return tuple(
         LayerSpec(replace(attention, window=window, rope=sliding if window else full), mlp, norms="both")
-        for window in windows_of(raw, full_every=raw.count("sliding_window_pattern"))
+        for window in windows
     )
 
 

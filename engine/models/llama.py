@@ -33,3 +33,5 @@ def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
 
 
 LLAMA = Family("LlamaForCausalLM", "llama", DEFAULTS, layers)
+# Trained further to read both ways; its classifiers say in "pooling" of what they make classes.
+LLAMA_BOTH_WAYS = Family("LlamaBidirectionalForCausalLM", "llama_bidirec", DEFAULTS, layers, causal=False)

@@ -45,7 +45,7 @@ class Mixture(nn.Module):
             beside = self.shared(x, None)
             if self.shared_gate is not None:
                 beside *= torch.sigmoid(self.shared_gate(x))
-        ids, weights = self.router(x)
+        ids, weights = self.router(x, self.experts.mine)
         total: Tensor = self.experts(x, ids, weights, beside)
         return total
 

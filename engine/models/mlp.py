@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ...kernels.fp8_rows import Fp8Rows
 from ..layer_spec import MLPSpec
 from ..layers.linear import Linear
 from ..layers.weights import Placement, WeightMap
@@ -17,15 +18,15 @@ class MLP(nn.Module):
         assert spec.gated, "there is no MLP without gate yet"
         inner, bias = spec.inner, spec.bias
         parts = {"gate_up": 2 * inner} if spec.fused else {"gate": inner, "up": inner}
-        assert not spec.fused or place.tp_size == 1, "gate and up in one matrix are not divided over ranks"
         self.activation = spec.activation
-        self.gate_up = Linear(hidden, parts, place=place, rule="column", bias=bias)
+        pieces = {"gate_up": (inner, inner)}
+        self.gate_up = Linear(hidden, parts, place=place, rule="column", bias=bias, pieces=pieces)
         self.down = Linear(inner, {"out": hidden}, place=place, rule="row", bias=bias)
 
     def weight_map(self, prefix: str) -> WeightMap:
         found: WeightMap = {f"{prefix}.{part}_proj": (self.gate_up, part) for part in self.gate_up.shape.parts}
         return found | {f"{prefix}.down_proj": (self.down, "out")}
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None) -> Tensor | None:
         """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
-        return self.down.add_to(residual, self.gate_up.activate(x, self.activation))
+        return self.down.add_to(residual, self.gate_up.activate(x, self.activation, self.down))

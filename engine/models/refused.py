@@ -14,7 +14,7 @@ _ALIBI = "its attention adds a bias for distances (ALiBi), which the attention k
 _SPARSE = "its attention chooses which keys it reads, which the attention kernels do not do"
 _DIFFUSION = "it writes text by diffusion, not token after token"
 _PARTS = "it needs inputs beside text, or several models at once"
-_ENCODER = "it is an encoder: it generates no text"
+_ENCODER = "it is an encoder of a kind that is not computed here"
 _ENCODER_DECODER = "it has an encoder and a decoder, and only decoders are served"
 
 # What a class's name begins with → why. Longer beginnings count before shorter ones.

@@ -11,6 +11,7 @@ from .cohere import COHERE
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3
+from .eurobert import EUROBERT
 from .exaone4 import EXAONE4
 from .family import Family
 from .gemma import GEMMA
@@ -22,7 +23,7 @@ from .glm4_moe_lite import GLM4_MOE_LITE
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
-from .llama import LLAMA
+from .llama import LLAMA, LLAMA_BOTH_WAYS
 from .minicpm3 import MINICPM3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -42,8 +43,10 @@ FAMILIES = (
     OLMO2, OLMO3, SMOLLM3, SEED_OSS, EXAONE4, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
     GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MINICPM3, GLM4_MOE_LITE,
 )  # fmt: skip
-_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
-_BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
+BOTH_WAYS = (EUROBERT, LLAMA_BOTH_WAYS)  # they generate nothing
+_BY_ARCHITECTURE = {family.architecture: family for family in (*FAMILIES, *BOTH_WAYS)}
+_BY_ARCHITECTURE["Gemma3TextForCausalLM"] = GEMMA3  # as EmbeddingGemma's Gemma3TextModel would be called
+_BY_MODEL_TYPE = {family.model_type: family for family in (*FAMILIES, *BOTH_WAYS)}
 
 
 def find_family(raw: Mapping[str, Any]) -> Family:
@@ -59,6 +62,5 @@ def find_family(raw: Mapping[str, Any]) -> Family:
                 return _BY_ARCHITECTURE[known]
     if (line := refusal(names)) is not None:
         raise ModelError(line)
-    raise ModelError(
-        f"architecture {names[0] or 'unnamed'} is not supported: serve one of {', '.join(_BY_ARCHITECTURE)}"
-    )
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise ModelError(f"architecture {names[0] or 'unnamed'} is not supported: serve one of {known}")

@@ -48,6 +48,17 @@ class Codes:
         zeros, minima = (None if v is None else v[start:end] for v in (self.zeros, self.minima))
         return replace(self, codes=self.codes[start:end], scales=self.scales[start:end], zeros=zeros, minima=minima)
 
+    def to(self, device: torch.device) -> Codes:
+        """The same there."""
+        beside = ("zeros", "minima", "table", "order")
+        zeros, minima, table, order = (
+            None if value is None else value.to(device) for value in (getattr(self, name) for name in beside)
+        )
+        return replace(
+            self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros, minima=minima, table=table,
+            order=order,
+        )  # fmt: skip
+
     def in_order(self, order: Tensor) -> Codes:
         """Row order[n] as row n: a copy."""
         order = order.to(self.codes.device)
@@ -135,8 +146,16 @@ class Codes:
         return values.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
 
 
-def decoded(format: Format, tensors: Mapping[str, Tensor], rows: int, columns: int, device: torch.device) -> Codes:
-    """What `format` makes of a matrix's tensors, on that device. Raises ModelError for wrong values."""
+def decoded(
+    format: Format, tensors: Mapping[str, Tensor], rows: int, columns: int, device: torch.device, cut: bool = False
+) -> Codes:
+    """What `format` makes of a matrix's tensors, on that device. Raises ModelError for wrong values.
+
+    cut: only a part of it is wanted. Where the codes are what the file has, they stay there, of which no more is read
+    than is taken (`Codes.to`).
+    """
+    if cut and getattr(format, "as_stored", False):
+        return format.decode(tensors, rows, columns)
     return format.decode({suffix: tensor.to(device) for suffix, tensor in tensors.items()}, rows, columns)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..model_file import ModelError
 from .format import DUMMY_STD, Stored
@@ -28,6 +28,7 @@ INPUT = "input_scale"
 class Fp8:
     """w = weight · scale."""
 
+    as_stored: ClassVar[bool] = True  # codes are the file's
     scales: Scales
     input: str | None = None  # suffix of the input's scale, one for all of it, where the checkpoint fixes that too
     beside: tuple[tuple[str, Stored], ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..model_file import ModelError
 from .format import DUMMY_STD, Stored
@@ -30,6 +30,7 @@ class Int8:
     each token instead, which has no rounding that the fixed one would avoid: `Codes` has no zero point of the input.
     """
 
+    as_stored: ClassVar[bool] = True  # codes are the file's
     scales: Scales
     bits: int = 8
     zeros: Scales | None = None

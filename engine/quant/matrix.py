@@ -7,13 +7,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .codes import Codes, rows_at_once
+from .packed import PackedMatrix
 
 SLICE = 1 << 19  # elements that the CPU makes numbers of at a time: they stay in its cache until they are multiplied
 INT4_GROUPS = (256, 128, 64, 32)  # that torch's product takes
 
 
-def make_matrix(codes: Codes) -> nn.Module:
-    """The module that multiplies by `codes`: ([T, K], dtype) → [T, N] in that dtype, on the CPU."""
+def make_matrix(codes: Codes, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The module that multiplies by `codes`: ([T, K], dtype) → [T, N] in that dtype. dtype: of activations."""
+    if codes.codes.device.type == "cuda":
+        return PackedMatrix(codes, dtype) if PackedMatrix.takes(codes, dtype) else FloatMatrix(codes.numbers(dtype))
     if Int4Matrix.takes(codes):
         return Int4Matrix(codes)
     return CodesMatrix(codes)
@@ -31,7 +34,7 @@ def _summand(codes: Codes) -> Tensor | None:
 
 
 class FloatMatrix(nn.Module):
-    """A part that is not quantised beside others that are."""
+    """A part that is not quantised beside others that are, or in a way that no kernel takes."""
 
     name = "a plain product"
 

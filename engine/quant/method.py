@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.activation import silu_mul
+from ...kernels.fp8_rows import Fp8Rows, silu_mul_fp8
 from ..layers.unquantized import Unquantized
 from ..layers.weights import LinearShape
 from .codes import Codes, decoded, joined
 from .format import DUMMY_STD, FLOATS, Format, Stored
 from .matrix import FloatMatrix, make_matrix
+from .packed import PackedMatrix
 
 
 def _decoded(shape: LinearShape, format: Format, part: str, tensors: Mapping[str, Tensor]) -> Codes:
@@ -46,9 +48,15 @@ class Dequantized(Unquantized):
 
 
 class Quantized(nn.Module):
-    """y = x Wᵀ + b; neighbouring parts that are stored alike are one matrix, others are matrices of their own."""
+    """y = x Wᵀ + b; neighbouring parts that are stored alike are one matrix, others are matrices of their own.
+
+    From fp8_rows rows on x may come as FP8, with scales as fp8_by_group says (Linear.fp8_input).
+    """
 
     add_rows: int | None = None
+    fp8_rows: int | None = None
+    fp8_by_group = False
+    _packed: PackedMatrix | None = None  # where it is the only matrix
 
     def __init__(self, shape: LinearShape, formats: Mapping[str, Format]) -> None:
         super().__init__()
@@ -70,10 +78,11 @@ class Quantized(nn.Module):
         if format is None:
             self._take(part, self._share(part, tensors["weight"]).to(place.device, place.dtype))
             return
-        codes = _decoded(self.shape, format, part, tensors)
+        rows, columns, cut = self.shape.parts[part], self.shape.in_features, place.tp_size > 1
+        codes = decoded(format, tensors, rows, columns, place.device, cut)
         if part in self.shape.row_order:
             codes = codes.in_order(self.shape.row_order[part])
-        self._take(part, self._cut(part, codes))
+        self._take(part, self._cut(part, codes).to(place.device))
 
     def randomize(self, generator: torch.Generator) -> None:
         for part, rows in self.shape.parts.items():
@@ -88,13 +97,25 @@ class Quantized(nn.Module):
 
     def finish(self) -> None:
         self._matrices = tuple(self.matrices)  # indexing a ModuleList is slow
+        only = self._matrices[0] if len(self._matrices) == 1 else None
+        if isinstance(only, PackedMatrix):
+            self.__dict__["_packed"] = only
+            if only.fp8:
+                self.fp8_rows, self.fp8_by_group = only.few_rows + 1, only.by_group
+                if self.bias is None and self.shape.place.tp_size == 1:
+                    self.add_rows = self.fp8_rows
 
-    def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
+        if self._packed is not None:
+            return self._packed(x, x.dtype, self.bias, residual)
         y = self._product(x, x.dtype)
         return y if residual is None else residual.add_(y)
 
-    def silu_mul(self, x: Tensor) -> Tensor:
-        return silu_mul(self.multiply(x))
+    def silu_mul(self, x: Tensor | Fp8Rows, fp8_by_group: bool | None = None) -> Tensor | Fp8Rows:
+        if fp8_by_group is None or self._packed is None:
+            return silu_mul(self.multiply(x))
+        gates = self.fp8_rows is not None and x.shape[0] >= self.fp8_rows and self.bias is None
+        return silu_mul_fp8(self._packed.gate(x) if gates else self.multiply(x), x.dtype, fp8_by_group)
 
     def multiply_fp32(self, x: Tensor) -> Tensor:
         return self._product(x, torch.float32)
@@ -117,11 +138,11 @@ class Quantized(nn.Module):
             self._parts[part] = share
             if len(self._parts) == len(self.shape.parts):
                 self.matrices = nn.ModuleList(
-                    make_matrix(part) if isinstance(part, Codes) else FloatMatrix(part)
+                    make_matrix(part, self.shape.place.dtype) if isinstance(part, Codes) else FloatMatrix(part)
                     for part in joined([self._parts.pop(name) for name in self.shape.parts])
                 )
 
-    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _product(self, x: Tensor | Fp8Rows, dtype: torch.dtype) -> Tensor:
         results = [matrix(x, dtype) for matrix in self._matrices]
         y: Tensor = results[0] if len(results) == 1 else torch.cat(results, dim=1)
         if self.bias is not None:

@@ -37,15 +37,15 @@ async def answer(dialect: Dialect) -> Response:
     head = Head(dialect.id_prefix + request_id, int(time.time()), name)
     ticket = await _admit(dialect, arrival)
     if dialect.in_background:
-        generation = await unless_disconnected(request.receive, _submit(dialect, ticket, arrival))
+        generation = await unless_disconnected(request.receive, _submit(dialect, ticket, arrival, name))
         request.state.ticket = None
         return dialect.detach(generation, head, _deltas(dialect, generation), ticket)
     if dialect.streams:
-        generation, first, deltas = await unless_disconnected(request.receive, _begin(dialect, ticket, arrival))
+        generation, first, deltas = await unless_disconnected(request.receive, _begin(dialect, ticket, arrival, name))
         events = dialect.events(generation, head)
         told = stream(generation, events, first, deltas, request_id)
         return EventStream(told, generation.close, dialect.headers, server.config.sse_ping_interval)
-    generation, answers = await unless_disconnected(request.receive, _collect(dialect, ticket, arrival))
+    generation, answers = await unless_disconnected(request.receive, _collect(dialect, ticket, arrival, name))
     content = await server.tokenise(
         dialect.slowness(answers), lambda: msgspec.json.encode(dialect.whole(generation, answers, head))
     )
@@ -70,8 +70,9 @@ async def _admit(dialect: Dialect, arrival: float) -> Ticket:
     return ticket
 
 
-async def _submit(dialect: Dialect, ticket: Ticket, arrival: float) -> Generation:
-    """Prompts that the engine has, with their clocks running. Whoever gets them must close them."""
+async def _submit(dialect: Dialect, ticket: Ticket, arrival: float, name: str) -> Generation:
+    """Prompts that the engine has, with their clocks running, of the model of this name. Whoever gets them must close
+    them."""
     request, body, server = dialect.request, dialect.body, dialect.server
     route = route_of(request, len(server.client.engines))
     prompts = await dialect.prompts()
@@ -82,18 +83,22 @@ async def _submit(dialect: Dialect, ticket: Ticket, arrival: float) -> Generatio
     ticket.settle(load.num_tokens, param="prompt" if load.param == "n" else load.param)
     ready = await dialect.prepare(prompts)
     dialect.reports = [None] * len(ready.prompts)
+    adapter = server.adapters.find(name)
+    if adapter is None:
+        server.model_name(name)  # it may have been unloaded a moment ago
+    ended = None if ready.grammar is None else partial(server.grammars.release, ready.grammar)
     generation = Generation(
         server.client,
         server.metrics,
         server.model.tokenizer,
-        ready.prompts,
+        ready.prompts if adapter is None else [prompt.with_adapter(adapter.id) for prompt in ready.prompts],
         arrival=arrival,
         n=dialect.n,
         text=ready.text,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         route=route,
-        on_close=None if ready.grammar is None else partial(server.grammars.release, ready.grammar),
+        on_close=ended if adapter is None else adapter.use(ended),
     )
     await generation.submit()
     if dialect.charge is not None:
@@ -139,9 +144,11 @@ async def _described(dialect: Dialect, generation: Generation, deltas: Deltas) -
         yield choice, delta
 
 
-async def _begin(dialect: Dialect, ticket: Ticket, arrival: float) -> tuple[Generation, tuple[Choice, Delta], Deltas]:
+async def _begin(
+    dialect: Dialect, ticket: Ticket, arrival: float, name: str
+) -> tuple[Generation, tuple[Choice, Delta], Deltas]:
     """Returns once the engine has said something: until then an error can still be a status code."""
-    generation = await _submit(dialect, ticket, arrival)
+    generation = await _submit(dialect, ticket, arrival, name)
     try:
         deltas = _deltas(dialect, generation)
         return generation, await anext(deltas), deltas
@@ -150,8 +157,8 @@ async def _begin(dialect: Dialect, ticket: Ticket, arrival: float) -> tuple[Gene
         raise
 
 
-async def _collect(dialect: Dialect, ticket: Ticket, arrival: float) -> tuple[Generation, list[Answer]]:
-    generation = await _submit(dialect, ticket, arrival)
+async def _collect(dialect: Dialect, ticket: Ticket, arrival: float, name: str) -> tuple[Generation, list[Answer]]:
+    generation = await _submit(dialect, ticket, arrival, name)
     try:
         return generation, await collect(generation.choices, _deltas(dialect, generation))
     finally:

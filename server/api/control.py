@@ -10,6 +10,7 @@ from fastapi import Request, Response
 
 from ...engine.config import ConfigError
 from ...engine.messages import HISTORY
+from ..colleagues import ColleagueError
 from ..errors import ApiError, bad_request, engine_silent, shorten
 from ..http.auth import controls
 from ..state import ServerState
@@ -59,10 +60,16 @@ def _num_steps(request: Request) -> int:
 async def reload(request: Request) -> Response:
     """Reads the files of keys and certificates again: requests and connections from now on meet the new ones."""
     try:
-        return _json({"reloaded": ServerState.of(request).reload()})
+        server = ServerState.of(request)
+        answer = _json({"reloaded": server.reload()})
+        if server.colleagues is not None:
+            await server.colleagues.tell("/own/reload")
+        return answer
     except ConfigError as error:
         message = f"{error}; what this is about stays as it was."
         raise ApiError(500, message, type="server_error", code="reload_failed") from None
+    except ColleagueError as error:
+        raise ApiError(500, str(error), type="server_error", code="reload_failed") from None
 
 
 @router.post("/v1/requests/{request_id}/cancel", response_class=Response)

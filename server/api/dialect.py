@@ -71,7 +71,7 @@ class Dialect(ABC):
     def __init__(self, request: Request, body: ChatRequest | CompletionRequest | PooledRequest) -> None:
         """`body`: the request in words that the engine's side knows, whatever the API's own are."""
         self.request = request
-        self.server = ServerState.of(request)
+        self.server = ServerState.of(request).serving(body.model, self.tasks)
         self.body = body
         self.charge: Charge | None = None  # to the key that the request has brought
         # What the answer says of each prompt's tokens, where it was asked for: there before its first delta.

@@ -77,7 +77,7 @@ class CohereEmbed(Embeddings):
 
     def __init__(self, request: Request, asked: CohereEmbedRequest) -> None:
         """Raises ApiError (503) while the engine cannot serve."""
-        server = ServerState.of(request)
+        server = ServerState.of(request).serving(asked.model, self.tasks)
         self.asked = asked
         super().__init__(request, asked.as_embeddings(server.model.pooling.prompts, server.engine_info().max_model_len))
 

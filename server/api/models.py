@@ -19,17 +19,22 @@ from .route import new_router
 router = new_router()
 
 
-def _shown(request: Request) -> tuple[list[str], str]:
-    """(The names that are listed, the root): where the model lies on this machine is for administrators; the path that
-    was given at start stays a name all the same."""
-    model = ServerState.of(request).model
+def _shown(request: Request, server: ServerState) -> tuple[list[str], str]:
+    """(The names that are listed, the model's root): where the model lies on this machine is for administrators; the
+    path that was given at start stays a name all the same."""
+    model, adapters = server.model, [adapter.name for adapter in server.adapters]
     if administers(request.scope) or not os.path.exists(model.root):
-        return list(model.names), model.root
+        return [*model.names, *adapters], model.root
     names = [name for name in model.names if name != model.root] or list(model.names)
-    return names, names[0]
+    return names + adapters, names[0]
 
 
-def _card(server: ServerState, name: str, root: str) -> dict[str, Any]:
+def _card(request: Request, server: ServerState, name: str, root: str) -> dict[str, Any]:
+    """`root`: of the model. An adapter has its own, and the model as its parent."""
+    parent = None
+    if (adapter := server.adapters.find(name)) is not None:
+        root = adapter.path if administers(request.scope) else name
+        parent = adapter.parent or server.model.names[0]
     info = server.engine_info()
     generates = GENERATE in info.tasks
     permission = {
@@ -52,7 +57,7 @@ def _card(server: ServerState, name: str, root: str) -> dict[str, Any]:
         "created": server.started,
         "owned_by": "vserve",
         "root": root,
-        "parent": None,
+        "parent": parent,
         "max_model_len": info.max_model_len,
         "tasks": list(info.tasks),
         "permission": [permission],
@@ -88,7 +93,7 @@ def _anthropic_page(server: ServerState, names: list[str], query: Mapping[str, s
         raise bad_request(f"'limit' is {shorten(limit)!r}; it must be from 1 to 1000.", "limit")
     shown = names[-int(limit) :] if "before_id" in query else names[: int(limit)]
     return {
-        "data": [_anthropic_card(server, name) for name in shown],
+        "data": [_anthropic_card(server.named(name), name) for name in shown],
         "first_id": shown[0] if shown else None,
         "last_id": shown[-1] if shown else None,
         "has_more": len(shown) < len(names),
@@ -98,16 +103,21 @@ def _anthropic_page(server: ServerState, names: list[str], query: Mapping[str, s
 @router.get("/v1/models", response_class=Response)
 async def list_models(request: Request) -> Response:
     server = ServerState.of(request)
-    names, root = _shown(request)
+    shown = [(state, *_shown(request, state)) for state in server.states]
     if ANTHROPIC_HEADER in request.headers:
-        return _json(_anthropic_page(server, names, request.query_params))
-    return _json({"object": "list", "data": [_card(server, name, root) for name in names]})
+        return _json(_anthropic_page(server, [name for _, names, _ in shown for name in names], request.query_params))
+    return _json(
+        {
+            "object": "list",
+            "data": [_card(request, state, name, root) for state, names, root in shown for name in names],
+        }
+    )
 
 
 @router.get("/v1/models/{model:path}", response_class=Response)  # a name may be a path
 async def retrieve_model(request: Request, model: str) -> Response:
-    server = ServerState.of(request)
+    server = ServerState.of(request).named(model)
     name = server.model_name(model)
-    _, root = _shown(request)
+    _, root = _shown(request, server)
     is_anthropic = ANTHROPIC_HEADER in request.headers
-    return _json(_anthropic_card(server, name) if is_anthropic else _card(server, name, root))
+    return _json(_anthropic_card(server, name) if is_anthropic else _card(request, server, name, root))

@@ -19,5 +19,8 @@ async def version(request: Request) -> Response:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    page, content_type = ServerState.of(request).metrics_page.render(request.headers.get("accept", ""))
+    server = ServerState.of(request)
+    if server.colleagues is not None:
+        server.metrics_page.shares.others = await server.colleagues.shares()
+    page, content_type = server.metrics_page.render(request.headers.get("accept", ""))
     return Response(page, headers={"content-type": content_type})

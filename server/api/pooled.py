@@ -60,7 +60,7 @@ class InputDialect(PooledDialect):
         body, server, info = self.body, self.server, self.server.client.info
         if body.messages is not None:
             chat = TokenizeRequest.model_construct(
-                messages=body.messages, add_special_tokens=body.add_special_tokens,
+                model=server.model.names[0], messages=body.messages, add_special_tokens=body.add_special_tokens,
                 add_generation_prompt=bool(body.add_generation_prompt), chat_template=body.chat_template,
                 continue_final_message=body.continue_final_message, chat_template_kwargs=body.chat_template_kwargs,
             )  # fmt: skip

@@ -17,6 +17,7 @@ from ..generation.generation import Generation
 from ..generation.scores import check_scores_pairs, cosine, encode_pair, score
 from ..generation.tasks import CLASSIFY, EMBED
 from ..text.encoding import FREE, MOST, TURN
+from ..text.tokenizer import Pair
 from ..wire.scores import PairRequest, RerankRequest, ScoreRequest
 from .answer import answer
 from .dialect import Head
@@ -75,11 +76,11 @@ class Pairs(PooledDialect):
                 [*((text, None) for text in queries), *((None, text) for text in documents)]
             )
         work = partial(resolve_pooled, body, token_ids, pooling, server.model, info, param=self.param)
-        return await server.tokenise(sum(map(len, token_ids)) >> 6, work)
+        return await server.tokenise(sum(len(pair.token_ids) for pair in token_ids) >> 6, work)
 
-    async def _in_turns(self, texts: Sequence[tuple[str | None, str | None]]) -> list[list[int]]:
+    async def _in_turns(self, texts: Sequence[tuple[str | None, str | None]]) -> list[Pair]:
         """Token ids of (query, document), or of one of them; others come between turns."""
-        found: list[list[int]] = []
+        found: list[Pair] = []
         start = size = 0
         for i, pair in enumerate(texts):
             size += sum(len(text or "") for text in pair)
@@ -89,7 +90,7 @@ class Pairs(PooledDialect):
                 start, size = i + 1, 0
         return found
 
-    def _encode(self, texts: Sequence[tuple[str | None, str | None]]) -> list[list[int]]:
+    def _encode(self, texts: Sequence[tuple[str | None, str | None]]) -> list[Pair]:
         return [encode_pair(self.server.pairs, self.body, self.server.client.info, *pair) for pair in texts]
 
     def scores(self, generation: Generation) -> list[float]:

@@ -46,11 +46,25 @@ def server_info(server: ServerState) -> dict[str, Any]:
             "eos_token_ids": list(model.eos_token_ids),
             "chat_template": model.tokenizer.has_chat_template,
         },
+        "embedding_model": None if server.beside is None else _beside(server.beside),
         "settings": dict(sorted(settings.items())),
         "sampling_defaults": sampling,
         "num_blocks": info.num_blocks,
         "memory": info.memory,
         "quantization": info.quantization or None,
+        "kv_cache": info.kv_cache,
+        "startup_seconds": info.startup_seconds,
+    }
+
+
+def _beside(server: ServerState) -> dict[str, Any]:
+    """What the second model's engine runs with."""
+    info = server.engine_info()
+    return {
+        "names": list(server.model.names),
+        "tasks": list(info.tasks),
+        "settings": dict(sorted(info.settings.items())),
+        "memory": info.memory,
         "startup_seconds": info.startup_seconds,
     }
 
@@ -63,7 +77,9 @@ def _setting(spec: dataclasses.Field[Any], asked: Any, info: EngineInfo, sources
         source = sources[spec.name]
     elif value == spec.default:
         source = "default"
-    elif spec.name in ("max_model_len", "model_impl") or (spec.name == "dtype" and info.device != "cpu"):
+    elif spec.name in ("max_model_len", "model_impl") or (
+        spec.name in ("dtype", "kv_cache_dtype") and info.device != "cpu"
+    ):
         source = "model"
     else:
         source = "device"

@@ -29,7 +29,7 @@ T = TypeVar("T")
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of the prompt that messages become."""
     body = await read_request(TokenizeRequest, request)
-    server = ServerState.of(request)
+    server = ServerState.of(request).named(body.model)
     server.model_name(body.model)
     max_model_len = server.engine_info().max_model_len
     tokenizer = server.model.tokenizer
@@ -58,7 +58,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     body = await read_request(DetokenizeRequest, request)
-    server = ServerState.of(request)
+    server = ServerState.of(request).named(body.model)
     server.model_name(body.model)
     info = server.engine_info()
     if server.model.tokenizer.missing:
@@ -80,7 +80,7 @@ async def chat_tokens(
     """(the rendered text, its token ids) of a chat that `request` asks for in whatever API. `fits`: whether it is
     refused where it is longer than the context. Raises ApiError (400).
     """
-    server = ServerState.of(request)
+    server = ServerState.of(request).named(body.model)
     tokenizer = server.model.tokenizer
     options = chat_options(body, tokenizer, server.config.trust_request_chat_template)
     # Tools, documents and variables are part of the prompt too; stored messages are in no body.

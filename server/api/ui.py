@@ -11,6 +11,7 @@ from fastapi import HTTPException, Request, Response
 
 from ... import __version__
 from ...engine.messages import StepReports
+from ..errors import bad_request, shorten
 from ..http.event_stream import EventStream
 from ..http.page import load_page
 from ..state import ServerState
@@ -26,11 +27,15 @@ SILENCE = 10.0  # seconds after which it says something, so that a reader that h
 class Watcher:
     """One open page. The engine reports its steps only while there is one."""
 
-    def __init__(self, server: ServerState) -> None:
+    def __init__(self, server: ServerState, engine: int | None) -> None:
+        """`engine`: the number of the one that is looked at; None: the first that serves."""
         self._server = server
+        engines = server.client.engines
+        first = next((index for index, one in enumerate(engines) if one.ready), 0)
+        self._engine = first if engine is None else engine
         self._reports: deque[StepReports] = deque(maxlen=MAX_BEHIND)
         self._news = asyncio.Event()
-        server.client.watch_steps(self._put)
+        engines[self._engine].watch_steps(self._put)
 
     def _put(self, reports: StepReports) -> None:
         self._reports.append(reports)
@@ -40,7 +45,7 @@ class Watcher:
         self._server.client.unwatch_steps(self._put)
 
     async def events(self) -> AsyncIterator[bytes]:
-        yield b"event: hello\ndata: " + msgspec.json.encode(_hello(self._server)) + b"\n\n"
+        yield b"event: hello\ndata: " + msgspec.json.encode(_hello(self._server, self._engine)) + b"\n\n"
         silence = 0.0
         # An open page must not keep a server that drains: it can come back.
         while not self._server.draining and self._server.client.dead is None:
@@ -60,17 +65,19 @@ class Watcher:
                     yield b": idle\n\n"
 
 
-def _hello(server: ServerState) -> dict[str, object]:
-    """What the numbers that follow are to be measured against."""
-    info = server.engine_info()
+def _hello(server: ServerState, engine: int) -> dict[str, object]:
+    """What the numbers that follow are to be measured against; `num_blocks` are those of the engine that is shown."""
+    info, engines = server.engine_info(), server.client.engines
+    shown = engines[engine].info if engine < len(engines) and hasattr(engines[engine], "info") else info
     return {
+        "engine": engine,
         "version": __version__,
         "model": server.model.names[0],
         "metrics_prefix": server.config.metrics_prefix,
         "device": info.device,
         "dtype": info.dtype,
         "block_size": info.block_size,
-        "num_blocks": info.num_blocks,
+        "num_blocks": shown.num_blocks,
         "max_model_len": info.max_model_len,
         "max_num_seqs": info.max_num_seqs,
         "max_num_batched_tokens": info.max_num_batched_tokens,
@@ -83,7 +90,10 @@ async def events(request: Request) -> Response:
     """What the engine does, step by step, as it happens."""
     server = ServerState.of(request)
     server.engine_info()  # 503 while it cannot serve
-    watcher = Watcher(server)
+    asked, num_engines = request.query_params.get("engine"), len(server.client.engines)
+    if asked is not None and not (asked.isascii() and asked.isdigit() and int(asked[:9]) < num_engines):
+        raise bad_request(f"engine is {shorten(asked)!r}, and the engines here are 0 to {num_engines - 1}.", "engine")
+    watcher = Watcher(server, None if asked is None else int(asked))
     return EventStream(watcher.events(), watcher.close, {}, ping=0)
 
 

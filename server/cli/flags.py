@@ -61,17 +61,17 @@ def _add_flag(group: Any, spec: dataclasses.Field[Any], hint: Any) -> None:
         help += f" (default: {'on' if default else 'off'})"
     options: dict[str, Any] = {"help": help.replace("%", "%%"), "dest": f"opt_{spec.name}", "default": None}
     kind = kind_of(hint)
+    names = [flag(spec.name), *([f"-{spec.metadata['short']}"] if spec.metadata["short"] else [])]
     if spec.metadata["is_json"]:
-        take_parts(group.add_argument(flag(spec.name), metavar="JSON", **options))
+        take_parts(group.add_argument(*names, metavar="JSON", **options))
     elif kind is bool:
-        group.add_argument(flag(spec.name), action=argparse.BooleanOptionalAction, **options)
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
     elif kind is tuple:
         group.add_argument(flag(spec.name), nargs="+", metavar="NAME", **options)
     else:
         choices = spec.metadata["choices"] or None
         metavar = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
         as_typed = functools.partial(_typed, spec.name)
-        names = [flag(spec.name), *([f"-{spec.metadata['short']}"] if spec.metadata["short"] else [])]
         group.add_argument(*names, type=as_typed, choices=choices, metavar=metavar, **options)
 
 
@@ -136,6 +136,13 @@ def read_flags(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfi
         fields = {spec.name for spec in dataclasses.fields(config)}
         parts.append({k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in fields})
     engine, server = EngineConfig(**parts[0]), ServerConfig(**parts[1])
+    if engine.enable_lora and server.api_server_count > 1:
+        raise ConfigError(
+            f"--api-server-count is {server.api_server_count}: with --enable-lora one process answers HTTP, as "
+            "adapters are loaded and unloaded there; leave one of them out"
+        )
+    if server.lora_modules and not engine.enable_lora:
+        raise ConfigError("--lora-modules names adapters, which --enable-lora serves: add it, or leave both out")
     if not server.served_model_name:
         # The folder's name is what people want to type; the path as given works too.
         path = Path(engine.model)

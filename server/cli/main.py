@@ -18,6 +18,7 @@ from .terminal import styled
 GROUPS = {
     "Serve": {
         "serve": ("a model over HTTP; the demo model when none is named", "serve"),
+        "router": ("one address before servers of several hosts", "router"),
         "run-batch": ("answer a file of requests, without a server", "run_batch"),
     },
     "Talk to a server": {

@@ -48,6 +48,7 @@ def _fit(
     from torch import device
 
     from ...engine.checkpoint import checkpoint_bytes
+    from ...engine.kv_format import KVSettings, planned_format
     from ...engine.kv_layout import KVLayout
     from ...engine.loader import count_parameters
     from ...engine.memory import CPU_CACHE_BYTES
@@ -64,6 +65,11 @@ def _fit(
         what, _, remedy = str(error).partition("; ")
         return Finding(FAIL, "model", what, remedy)
     dtype = choose_dtype(engine.dtype, config.dtype, device("cuda" if on_card else "cpu"))
+    try:
+        kept = KVSettings.of(engine, config, str(dtype).removeprefix("torch."))
+    except ConfigError as error:
+        what, _, remedy = str(error).rpartition(": ")
+        return Finding(FAIL, "model", what, remedy)
     parameters = count_parameters(config)
     weights, item = weight_size(config, parameters, dtype, size, on_card), dtype.itemsize
     if config.quantization is not None:
@@ -78,6 +84,8 @@ def _fit(
         remedies = [*smaller_weights(config, parameters, dtype, room, on_card), "choose a smaller model"]
         return Finding(FAIL, "model", text, f"the weights take {gib(weights)}, and {where} has {gib(room)} for vserve: "
                        f"{', or '.join(remedies)}, or take a larger machine")  # fmt: skip
+    if not config.causal:
+        return Finding(OK, "model", f"{text}; it reads texts whole, without a cache, and generates none")
     left = room - weights
     if engine.kv_cache_memory_bytes is not None:
         left = min(left, engine.kv_cache_memory_bytes)
@@ -85,7 +93,8 @@ def _fit(
         left = min(left, CPU_CACHE_BYTES)
     card = torch.cards[0].total if on_card and torch.cards else 0
     chunk = engine.max_num_batched_tokens or default_limits(card)[0]
-    layout = KVLayout.of([layer.attention.kv for layer in config.layers], engine.block_size, length)
+    specs = [layer.attention.kv for layer in config.layers]
+    layout = KVLayout.of(specs, engine.block_size, length, planned_format(kept, config))
     block, blocks = layout.block_bytes(item), layout.request_blocks(length, chunk)
     most = max(engine.block_size, layout.longest_request(left // block, chunk, length))
     taken = gib(blocks * block)

@@ -23,7 +23,7 @@ EXAMPLES = (
 )
 _ENGINE = (
     "model", "revision", "max_model_len", "dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "quantization",
-    "max_num_batched_tokens", "max_num_seqs", "max_mixed_tokens", "block_size",
+    "kv_cache_dtype", "calculate_kv_scales", "max_num_batched_tokens", "max_num_seqs", "max_mixed_tokens", "block_size",
 )  # fmt: skip
 BAR = 40
 _VERDICTS = {None: "", True: "met", False: "not met"}

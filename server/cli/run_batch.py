@@ -21,6 +21,7 @@ import httpx
 
 from ...engine.config import ConfigError, EngineConfig
 from ..client.mailbox import EngineDeadError
+from ..options.beside import of_first
 from ..options.config import ServerConfig
 from ..options.http import ENVIRONMENT
 from .flags import add_flags, read_flags
@@ -206,6 +207,7 @@ async def _ask(http: httpx.AsyncClient, line: Line) -> dict[str, Any]:
 async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncIterator[httpx.AsyncClient]:
     from ..app import create_app
     from ..client.replicas import make_client
+    from ..text.beside import Beside
     from ..text.model import load_text_model
     from .progress import ProgressLine
 
@@ -215,12 +217,16 @@ async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncItera
         api_key=(), api_key_file=None, admin_api_key=(), admin_api_key_file=None,
     )  # fmt: skip
     key = next(filter(None, (os.environ.get(name, "").strip() for name in chain(*ENVIRONMENT.values()))), "none")
-    client, progress = make_client(engine), ProgressLine()
+    client, beside, progress = make_client(engine), Beside.of(server, engine), ProgressLine()
     client.progress_listeners.append(progress)
+    server = of_first(server)
     try:
+        if beside is not None:
+            await beside.start()
+            await asyncio.to_thread(beside.load)
         await client.start()
         model = await asyncio.to_thread(load_text_model, engine.model, server, engine)
-        app = create_app(client, server, model)
+        app = create_app(client, server, model, beside=beside)
         progress.done()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
@@ -238,3 +244,5 @@ async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncItera
     finally:
         progress.done()
         await client.close()
+        if beside is not None:
+            await beside.client.close()

@@ -12,6 +12,8 @@ from ...engine.model_file import ModelError
 from ...engine.model_path import find_model
 from ...engine.overrides import check_described
 from ...engine.process import dump_stacks_on_signal
+from ..client.meeting import Meeting
+from ..options.beside import embedding_engine
 from ..options.config import ServerConfig
 from .flags import add_flags, read_flags, sources
 from .given import notices, unknown_variables
@@ -36,6 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
         engine_config, server_config = read_flags(arguments)
         if (folder := find_model(engine_config.model)) is not None:
             check_described(folder, engine_config)
+        second = embedding_engine(server_config, engine_config)
+        if second is not None and (folder := find_model(second.model)) is not None:
+            check_described(folder, second)
+        if server_config.api_server_count > 1 and engine_config.engine_in_process:
+            raise ConfigError("--engine-in-process has room for one API process: leave it or --api-server-count out")
+        if server_config.api_server_count > 1 and second is not None:
+            raise ConfigError("--embedding-model is served by one API process: leave it or --api-server-count out")
         faults.planned()
         sock = listen(server_config)
     except ModelError as error:
@@ -53,4 +62,5 @@ def run(arguments: argparse.Namespace) -> int:
     from .. import service  # after the port is taken: its imports take a moment
     from .progress import ProgressLine
 
-    return service.run(engine_config, server_config, sources(arguments), sock, ProgressLine())
+    meeting = Meeting.open(server_config.api_server_count) if server_config.api_server_count > 1 else None
+    return service.run(engine_config, server_config, sources(arguments), sock, ProgressLine(), meeting)

@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...engine.config import EngineConfig
-from ...engine.messages import EngineInfo, EngineStats, Progress, StepRecord, StepReports, ToEngine
+from ...engine.messages import (
+    AdapterLoaded,
+    EngineInfo,
+    EngineStats,
+    LoadAdapter,
+    Progress,
+    StepRecord,
+    StepReports,
+    ToEngine,
+)
 from ...engine.request import SamplingParams
 from .mailbox import EngineDeadError, MailboxLike
 from .routing import ANYWHERE, Route
@@ -70,6 +79,10 @@ class Client(Protocol):
         cache_salt: str | None = None,
         route: Route = ANYWHERE,
     ) -> Sequence[MailboxLike]: ...
+
+    async def load_adapter(self, message: LoadAdapter) -> AdapterLoaded: ...
+
+    def drop_adapter(self, id: int) -> None: ...
 
     def abort(self, mailboxes: Iterable[Any]) -> None: ...
 

@@ -9,20 +9,20 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-
-import msgspec
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ...engine.config import EngineConfig
 from ...engine.messages import (
-    AbortRequests,
-    AddRequest,
+    AdapterLoaded,
+    DropAdapter,
     EngineInfo,
     EngineStats,
     Failure,
     FromEngine,
     Heartbeat,
     LastSteps,
+    LoadAdapter,
     Progress,
     ReadSteps,
     StepOutputs,
@@ -37,6 +37,8 @@ from ...engine.process import run_engine
 from ...engine.request import SamplingParams, unknown_token_problem
 from ...engine.shortage import killed
 from .mailbox import EngineDeadError, Mailbox, refused
+from .meeting import EngineLink, Meeting
+from .open_requests import OpenRequests
 from .process import EngineProcess
 from .routing import ANYWHERE, Route
 
@@ -49,10 +51,12 @@ PATIENCE = 10.0  # seconds for an answer that no step has to be waited for
 
 class EngineClient:
     def __init__(
-        self, config: EngineConfig, *, restarts: int = 0, name: str = "", environment: Mapping[str, str] = {}
-    ) -> None:
+        self, config: EngineConfig, *, restarts: int = 0, name: str = "", environment: Mapping[str, str] = {},
+        index: int = 0, meeting: Meeting | None = None,
+    ) -> None:  # fmt: skip
         """`restarts`: how often within RESTART_WINDOW an engine that died is replaced by another. `environment`: of its
-        process, beside this one's."""
+        process, beside this one's. `meeting`: of several API processes, of which the first one starts the engine, which
+        is number `index`, and the others find it."""
         self.config = config
         self._prefix = f"{name}: " if name else ""  # of lines in the log
         self.ready = False
@@ -74,14 +78,18 @@ class EngineClient:
         # Given the mailboxes of an engine that died, whose requests it had said nothing of; returns those that nobody
         # else has taken.
         self.rescue: Callable[[list[Mailbox]], list[Mailbox]] = lambda mailboxes: mailboxes
-        self.waiting_tokens = 0  # of prompts that it has said nothing of
+        self.requests = OpenRequests(self.send, 0 if meeting is None else meeting.first_id)
+        self.submit_packed, self.adopt = self.requests.submit_packed, self.requests.adopt
+        self.abort, self.expire, self.fail_all = self.requests.abort, self.requests.expire, self.requests.fail_all
         self._environment = environment
+        self._index, self._meeting = index, meeting
+        self._is_guest = meeting is not None and not meeting.is_first
         self._restarts = restarts
         self._deaths: deque[float] = deque()  # of engines that had been ready, or should have replaced one
-        self._mailboxes: dict[int, Mailbox] = {}
-        self._next_id = 0
         self._readers: dict[int, asyncio.Future[list[StepRecord]]] = {}  # who waits for LastSteps
-        self._process: EngineProcess | None = None
+        self.adapters: dict[int, LoadAdapter] = {}  # that every engine is told of when it is ready
+        self._loading: dict[int, asyncio.Future[AdapterLoaded]] = {}  # who waits for an adapter
+        self._process: EngineProcess | EngineLink | None = None
         self._task: asyncio.Task[None] | None = None  # the engine in this process
         self._restarting: asyncio.Task[None] | None = None
         self._send: Callable[[ToEngine], None]
@@ -128,81 +136,6 @@ class EngineClient:
             return refused(n, unknown_token_problem(token_ids, self.info.vocab_size))
         return self.submit_packed(n, prompt, sampling, priority=priority, cache_salt=cache_salt)
 
-    def submit_packed(
-        self,
-        n: int,
-        prompt: bytes,
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        num_cached: int = 0,
-    ) -> list[Mailbox]:
-        """As submit_choices, of a prompt that is packed already, and of which so many tokens are probably cached."""
-        first, now = self._next_id + 1, time.monotonic()
-        request = AddRequest(first, prompt, sampling, priority, cache_salt, now, n)
-        self.send(request)
-        self._next_id += n
-        mailboxes = {id: Mailbox(id, now, request, self) for id in range(first, first + n)}
-        self._mailboxes |= mailboxes
-        self._count_in(mailboxes[first], num_cached)  # the others find it in the cache
-        return list(mailboxes.values())
-
-    def adopt(self, mailbox: Mailbox) -> None:
-        """Sends the request of a mailbox whose engine died once more. Raises EngineDeadError when there is nobody."""
-        sent = mailbox.request
-        assert sent is not None, "who has begun to answer cannot begin again"
-        id = self._next_id + 1
-        sampling = sent.sampling.of_choice(mailbox.id - sent.id)
-        request = msgspec.structs.replace(sent, id=id, sampling=sampling, n=1)
-        self.send(request)
-        self._next_id = id
-        mailbox.id, mailbox.request, mailbox.owner = id, request, self
-        mailbox.rescued = True
-        self._mailboxes[id] = mailbox
-        self._count_in(mailbox, 0)
-        if mailbox.expired:  # its engine may have died before it read that
-            self._send(AbortRequests([id], unless_begun=True))
-
-    def _count_in(self, mailbox: Mailbox, num_cached: int) -> None:
-        assert mailbox.request is not None
-        mailbox.waiting_tokens = max(1, len(mailbox.request.prompt) // 4 - num_cached)
-        self.waiting_tokens += mailbox.waiting_tokens
-
-    def _count_out(self, mailbox: Mailbox) -> None:
-        """Its engine has begun with it, or never will."""
-        self.waiting_tokens -= mailbox.waiting_tokens
-        mailbox.request, mailbox.waiting_tokens = None, 0
-
-    def abort(self, mailboxes: Iterable[Mailbox]) -> None:
-        """Idempotent; what has finished is left alone. Nothing more arrives in these mailboxes."""
-        ids = []
-        for mailbox in mailboxes:
-            if mailbox.owner is self and self._mailboxes.pop(mailbox.id, None) is not None:
-                ids.append(mailbox.id)
-                self._count_out(mailbox)
-        if ids and self.ready:
-            self._send(AbortRequests(ids))
-
-    def expire(self, mailboxes: Iterable[Mailbox]) -> None:
-        """Ends them with the finish reason "abort", unless the engine has begun with one of them."""
-        ids = []
-        for mailbox in mailboxes:
-            if mailbox.owner is self:
-                ids.append(mailbox.id)
-                mailbox.expired = True
-        if ids and self.ready:
-            self._send(AbortRequests(ids, unless_begun=True))
-
-    def fail_all(self, error: EngineDeadError) -> None:
-        """Ends every open request with `error`, at once."""
-        mailboxes, self._mailboxes = self._mailboxes, {}
-        if mailboxes and self.ready:
-            self._send(AbortRequests(list(mailboxes)))
-        for mailbox in mailboxes.values():
-            self._count_out(mailbox)
-            mailbox.fail(error)
-
     def watch_steps(self, listener: Callable[[StepReports], None]) -> None:
         """From now on `listener` gets the reports, which engines make only while there is a listener."""
         self.step_listeners.append(listener)
@@ -217,14 +150,30 @@ class EngineClient:
     async def last_steps(self, count: int) -> list[StepRecord]:
         """At most `count`, of which the engine remembers HISTORY; the latest last. Raises EngineDeadError when there is
         no engine to ask or it dies meanwhile, TimeoutError when it says nothing for PATIENCE seconds."""
-        self._next_id += 1
-        id = self._next_id
+        (id,) = self.requests.new_ids()
         self.send(ReadSteps(id, count))
         self._readers[id] = asyncio.get_running_loop().create_future()
         try:
             return await asyncio.wait_for(self._readers[id], PATIENCE)
         finally:
             del self._readers[id]
+
+    async def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
+        """The engine's answer. Raises EngineDeadError when there is no engine to ask or it dies meanwhile."""
+        self.send(message)
+        self._loading[message.id] = asyncio.get_running_loop().create_future()
+        try:
+            answer = await self._loading[message.id]
+        finally:
+            del self._loading[message.id]
+        if answer.error is None:
+            self.adapters[message.id] = message
+        return answer
+
+    def drop_adapter(self, id: int) -> None:
+        self.adapters.pop(id, None)
+        if self.ready:
+            self._send(DropAdapter(id))
 
     @property
     def engines(self) -> Sequence[EngineClient]:
@@ -233,7 +182,12 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         """Requests that wait for the engine's next word."""
-        return len(self._mailboxes)
+        return len(self.requests)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts that it has said nothing of."""
+        return self.requests.waiting_tokens
 
     @property
     def retry_after(self) -> int:
@@ -275,18 +229,7 @@ class EngineClient:
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, StepOutputs):
-            for id in message.preempted:
-                if id in self._mailboxes:
-                    self._mailboxes[id].num_preemptions += 1
-            for output in message.outputs:
-                mailbox = self._mailboxes.get(output.id)
-                if mailbox is None:
-                    continue  # aborted by us: the engine had not read it yet
-                if mailbox.request is not None:
-                    self._count_out(mailbox)
-                mailbox.put(output)
-                if mailbox.finished:
-                    del self._mailboxes[output.id]
+            self.requests.receive(message)
             self.stats = message.stats
             for listener in self.stats_listeners:
                 listener(message)
@@ -297,6 +240,12 @@ class EngineClient:
             reader = self._readers.get(message.id)
             if reader is not None and not reader.done():
                 reader.set_result(message.steps)
+        elif isinstance(message, AdapterLoaded):
+            loading = self._loading.get(message.id)
+            if loading is not None and not loading.done():
+                loading.set_result(message)
+            elif message.error is not None:
+                logger.error("%sa new engine cannot load an adapter: %s", self._prefix, message.error)
         elif isinstance(message, Heartbeat):
             self.num_heartbeats += 1
         elif isinstance(message, Progress):
@@ -310,6 +259,8 @@ class EngineClient:
             self._startup_seconds = time.monotonic() - self._begun
             if self.step_listeners:  # they have seen the last engine die
                 self._send(WatchSteps(True))
+            for adapter in self.adapters.values():
+                self._send(adapter)
             if not self._started.done():
                 self._started.set_result(None)
         elif isinstance(message, Failure):
@@ -326,18 +277,26 @@ class EngineClient:
         if self.config.engine_in_process:
             self._task = asyncio.create_task(self._run_in_process())
         else:
-            process = EngineProcess(
+            process = self._process = self._new_process(
                 lambda message: self._receive(message) if process is self._process else None,
                 lambda cause: self._down(cause) if process is self._process else None,
-                self._killed,
             )
-            self._process = process
             try:
                 await process.start(self.config, self._environment)
             except OSError as error:
                 raise EngineDeadError(f"the engine process cannot be started: {error}") from None
             self._send = process.send
         await self._started
+
+    def _new_process(
+        self, on_message: Callable[[Any], None], on_lost: Callable[[str], None]
+    ) -> EngineProcess | EngineLink:
+        meeting = self._meeting
+        if meeting is None:
+            return EngineProcess(on_message, on_lost, self._killed)
+        if meeting.is_first:
+            return EngineProcess(on_message, on_lost, self._killed, meeting.listener(self._index))
+        return EngineLink(meeting.engine_path(self._index), meeting.client, on_message, on_lost)
 
     def _down(self, cause: str) -> None:
         """Fails everything that is open, at once. The first cause of a death is the one that counts."""
@@ -349,22 +308,14 @@ class EngineClient:
             self.ready = False
             self.down = cause
             self.stalled = None
-            self._rescue()
+            self.requests.hand_over(self.rescue)
             self.fail_all(EngineDeadError(cause))
-            for reader in self._readers.values():
-                if not reader.done():
-                    reader.set_exception(EngineDeadError(cause))
+            waits: list[asyncio.Future[Any]] = [*self._readers.values(), *self._loading.values()]
+            for waiting in waits:
+                if not waiting.done():
+                    waiting.set_exception(EngineDeadError(cause))
             if self._may_restart():
                 self._restarting = asyncio.create_task(self._restart())
-
-    def _rescue(self) -> None:
-        # Only once: a request that takes its engine down must not take down one after the other.
-        unheard = [box for box in self._mailboxes.values() if box.request is not None and not box.rescued]
-        for mailbox in unheard:
-            del self._mailboxes[mailbox.id]
-            self.waiting_tokens -= mailbox.waiting_tokens
-            mailbox.waiting_tokens = 0
-        self._mailboxes |= {mailbox.id: mailbox for mailbox in self.rescue(unheard)}
 
     def _killed(self) -> str:
         if self.ready or self.phase is None:
@@ -372,6 +323,8 @@ class EngineClient:
         return killed(self.phase.phase, self.phase.done, self.phase.total, self.config)
 
     def _may_restart(self) -> bool:
+        if self._is_guest:  # who has started it says what becomes of it
+            return True
         now = time.monotonic()
         self._deaths.append(now)
         while self._deaths[0] < now - RESTART_WINDOW:
@@ -403,7 +356,8 @@ class EngineClient:
                     return
             else:
                 self.num_restarts += 1
-                logger.warning("%sthe engine serves again after %.1f s", self._prefix, self._startup_seconds)
+                if not self._is_guest:
+                    logger.warning("%sthe engine serves again after %.1f s", self._prefix, self._startup_seconds)
                 return
 
     async def _run_in_process(self) -> None:

@@ -60,12 +60,15 @@ class Mailbox:
 
     async def get(self) -> RequestOutput:
         """Waits for news. Raises EngineDeadError when none will come, or what `fail` was given."""
-        while (output := self.take()) is None:
+        while self._output is None:  # `take` written out: this runs once a token
+            if self._error is not None:
+                raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        output, self._output = self._output, None
         return output
 
     def take(self) -> RequestOutput | None:

@@ -22,13 +22,16 @@ from ...engine.messages import EngineStart, FromEngine, Shutdown
 
 class EngineProcess:
     def __init__(
-        self, on_message: Callable[[Any], None], on_lost: Callable[[str], None], killed: Callable[[], str]
-    ) -> None:
+        self, on_message: Callable[[Any], None], on_lost: Callable[[str], None], killed: Callable[[], str],
+        listener: socket.socket | None = None,
+    ) -> None:  # fmt: skip
         """`on_lost` gets the cause in one line, once, when the process is gone without having been asked to; `killed`
-        says it where that was by SIGKILL, as the system does when memory runs out."""
+        says it where that was by SIGKILL, as the system does when memory runs out. `listener`: where it finds further
+        clients."""
         self._on_message = on_message
         self._on_lost = on_lost
         self._killed = killed
+        self._listener = listener
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._ending = False
@@ -52,12 +55,16 @@ class EngineProcess:
         environment = {**os.environ, **variables}
         if config.device != "cuda":
             environment.setdefault("OMP_NUM_THREADS", str(config.cpu_threads or default_cpu_threads()))
+        descriptors, more = [theirs.fileno()], []
+        if self._listener is not None:
+            descriptors.append(self._listener.fileno())
+            more = ["--clients-fd", str(self._listener.fileno())]
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "vserve.engine.process", "--fd", str(theirs.fileno()),
-                     "--parent", str(os.getpid()), *logs.arguments()],
-                    pass_fds=[theirs.fileno()],
+                     "--parent", str(os.getpid()), *more, *logs.arguments()],
+                    pass_fds=descriptors,
                     start_new_session=True,  # Ctrl-C reaches this process, which then ends the other
                     stdin=subprocess.DEVNULL,
                     env=environment,

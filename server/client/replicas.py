@@ -11,19 +11,20 @@ import contextlib
 import dataclasses
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from ...engine.config import ConfigError, EngineConfig, default_cpu_threads
+from ...engine.kv_events import of_rank
 from ...engine.messages import (
-    AddGrammar,
-    DropGrammars,
+    AdapterLoaded,
     EngineInfo,
     EngineStats,
+    LoadAdapter,
     Progress,
-    SetVocabulary,
     StepRecord,
     StepReports,
     ToEngine,
@@ -32,65 +33,110 @@ from ...engine.messages import (
 )
 from ...engine.request import SamplingParams, unknown_token_problem
 from .engine_client import EngineClient
+from .grammar_news import GrammarNews
 from .mailbox import EngineDeadError, Mailbox, refused
+from .meeting import Meeting
 from .routing import ANYWHERE, Load, Route, Router, prefix_keys
 
 logger = logging.getLogger(__name__)
 
 
-def make_client(config: EngineConfig, *, restarts: int = 0) -> EngineClient | Replicas:
-    """Of as many engines as the options name. Raises ConfigError."""
-    size = config.data_parallel_size
-    return EngineClient(config, restarts=restarts) if size == 1 else Replicas(config, restarts=restarts)
+def make_client(
+    config: EngineConfig, *, restarts: int = 0, scalable: bool = False, meeting: Meeting | None = None
+) -> EngineClient | Replicas:
+    """Of as many engines as the options name; `scalable`: there may be more of them later; `meeting`: of several API
+    processes. Raises ConfigError."""
+    one = config.data_parallel_size == 1 and (config.engine_in_process or not scalable)
+    return EngineClient(config, restarts=restarts) if one else Replicas(config, restarts=restarts, meeting=meeting)
 
 
 def engine_environments(config: EngineConfig) -> list[dict[str, str]]:
-    """Of each engine's process: which card it sees. Raises ConfigError where CUDA_VISIBLE_DEVICES names too few."""
+    """Of each engine's process: which cards it sees, one for each of its ranks. Raises ConfigError where
+    CUDA_VISIBLE_DEVICES names too few."""
     size, visible = config.data_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES")
-    if config.device == "cpu":
+    if config.device == "cpu" or (size == 1 and visible is None):
         return [{} for _ in range(size)]
-    cards = [str(index) for index in range(size)] if visible is None else [c for c in visible.split(",") if c.strip()]
-    if visible is not None and cards and len(cards) < size:
+    each, needed = config.tensor_parallel_size, config.num_ranks
+    cards = [str(index) for index in range(needed)] if visible is None else [c for c in visible.split(",") if c.strip()]
+    if visible is not None and cards and len(cards) < needed:
+        ranks = f" of {each} ranks (--tensor-parallel-size)" if each > 1 else ""
         raise ConfigError(
-            f"--data-parallel-size {size}: CUDA_VISIBLE_DEVICES={visible} names {len(cards)} cards, and each engine "
-            "needs one: name more, or lower it"
+            f"--data-parallel-size {size}: CUDA_VISIBLE_DEVICES={visible} names {len(cards)} cards, and each engine"
+            f"{ranks} needs {'one' if each == 1 else each}: name more, or lower it"
         )
-    return [{"CUDA_VISIBLE_DEVICES": card} for card in cards[:size]] if cards else [{} for _ in range(size)]
+    seen = [",".join(cards[first : first + each]) for first in range(0, needed, each)]
+    return [{"CUDA_VISIBLE_DEVICES": names} for names in seen] if cards else [{} for _ in range(size)]
 
 
-class _Told:
-    """Which of the grammars' messages an engine has been sent: those of one epoch."""
-
-    def __init__(self) -> None:
-        self.epoch = -1
-        self.vocabulary = False
-        self.keys: set[str] = set()
+def cached_apart(salt: str | None, sampling: SamplingParams) -> str | None:
+    """What tells prefixes apart that have the same tokens: salts, and adapters."""
+    return f"{sampling.adapter} {salt or ''}" if sampling.adapter else salt
 
 
 class Replicas:
     """A Client. What one engine says of itself is in `engines`; what is here holds for all of them together."""
 
-    def __init__(self, config: EngineConfig, *, restarts: int = 0) -> None:
+    def __init__(self, config: EngineConfig, *, restarts: int = 0, meeting: Meeting | None = None) -> None:
         self.config = config
-        threads = max(1, (config.cpu_threads or default_cpu_threads()) // config.data_parallel_size)
-        each = dataclasses.replace(config, cpu_threads=threads)
-        self.engines: list[EngineClient] = [
-            EngineClient(each, restarts=restarts, name=f"engine {index}", environment=environment)
-            for index, environment in enumerate(engine_environments(config))
-        ]
+        self._meeting = meeting
+        self.engines: list[EngineClient] = []
+        self.leaving: set[EngineClient] = set()  # those of them that get no requests any more, or none yet
         self.stats_listeners: list[Callable[[Any], None]] = []
         self.progress_listeners: list[Callable[[Progress], None]] = []
         self.death_listeners: list[Callable[[str], None]] = []
+        self.scaling = asyncio.Lock()  # see scaling.py
+        self._restarts = restarts
         self._router: Router | None = None
-        self._told = [_Told() for _ in self.engines]
+        self._news: defaultdict[EngineClient, GrammarNews] = defaultdict(GrammarNews)
         self._epoch = 0
-        self._known_epochs = [-1] * len(self.engines)
+        self._known_epochs: dict[EngineClient, int] = {}
         self._started = False
-        for index, engine in enumerate(self.engines):
+        self._alone = config.data_parallel_size == 1  # at the start: its lines in the log need no number
+        self.add(config.data_parallel_size)
+        self.engines[0].progress_listeners.append(self._progress)
+
+    def add(self, count: int) -> list[EngineClient]:
+        """So many engines more, which are not started yet. Raises ConfigError where there are too few cards."""
+        first = len(self.engines)
+        config = dataclasses.replace(self.config, data_parallel_size=first + count)
+        environments = engine_environments(config)
+        self.config = config
+        threads = max(1, (config.cpu_threads or default_cpu_threads()) // config.data_parallel_size)
+        each = dataclasses.replace(config, cpu_threads=threads)
+        for index in range(first, first + count):
+            engine = EngineClient(
+                dataclasses.replace(each, kv_events_config=of_rank(config.kv_events_config, index)),
+                restarts=self._restarts,
+                name="" if index == 0 and self._alone else f"engine {index}",
+                environment=environments[index],
+                index=index,
+                meeting=self._meeting,
+            )
+            if self.engines:
+                engine.adapters.update(self.engines[0].adapters)
             engine.stats_listeners.append(self._step)
             engine.rescue = self._rescuer(index)
             engine.death_listeners.append(self._died)
-        self.engines[0].progress_listeners.append(self._progress)
+            self.engines.append(engine)
+            if self._router is not None:
+                self._router.add()
+        return self.engines[first:]
+
+    def remove_last(self) -> EngineClient:
+        """It has nothing to do any more; whoever calls this closes it."""
+        engine = self.engines.pop()
+        self.leaving.discard(engine)
+        self._news.pop(engine, None)
+        self._known_epochs.pop(engine, None)
+        if self._router is not None:
+            self._router.remove_last()
+        self.config = dataclasses.replace(self.config, data_parallel_size=len(self.engines))
+        self._move_watchers(engine)
+        return engine
+
+    def hand_over(self, index: int) -> None:
+        """The requests that this engine has said nothing of go on elsewhere, where others serve."""
+        self.engines[index].requests.hand_over(self.engines[index].rescue)
 
     # ---- what they are together ----
 
@@ -101,6 +147,8 @@ class Replicas:
     @property
     def info(self) -> EngineInfo:
         """As of one engine, but for what they have together: requests at once, and blocks of their caches."""
+        if len(self.engines) == 1:  # asked a dozen times a request
+            return self.engines[0].info
         known = [engine.info for engine in self.serving or self.engines if hasattr(engine, "info")]
         if not known:
             raise AttributeError("no engine has been ready yet")
@@ -136,9 +184,9 @@ class Replicas:
     @property
     def epoch(self) -> int:
         """Another one, never had before, whenever an engine has become ready that knows nothing yet."""
-        for index, engine in enumerate(self.engines):
-            if engine.ready and self._known_epochs[index] != engine.epoch:
-                self._known_epochs[index] = engine.epoch
+        for engine in self.engines:
+            if engine.ready and self._known_epochs.get(engine) != engine.epoch:
+                self._known_epochs[engine] = engine.epoch
                 self._epoch += 1
         return self._epoch
 
@@ -176,10 +224,13 @@ class Replicas:
             prompt = pack_tokens(token_ids)
         except OverflowError:
             return refused(n, unknown_token_problem(token_ids, self.info.vocab_size))
-        index, num_cached = self._choose(prompt, cache_salt, route)
-        return self.engines[index].submit_packed(
+        index, num_cached = self._choose(prompt, cached_apart(cache_salt, sampling), route)
+        engine = self.engines[index]
+        mailboxes = engine.submit_packed(
             n, prompt, sampling, priority=priority, cache_salt=cache_salt, num_cached=num_cached
         )
+        self._publish_load(index)
+        return mailboxes
 
     def _choose(self, prompt: bytes, salt: str | None, route: Route, grammar: str | None = None) -> tuple[int, int]:
         """→ (engine, tokens that it probably has cached). `grammar`: one that it must know already. Raises
@@ -188,25 +239,40 @@ class Replicas:
         if router is None or not self.ready:
             raise EngineDeadError(self.down or "the engines are not ready")
         if route.engine is not None:
-            engine = self.engines[route.engine]
+            engine = self.engines[route.engine] if route.engine < len(self.engines) else None
+            if engine is None or engine in self.leaving:
+                raise EngineDeadError(f"engine {route.engine}, which was asked for, is being added or removed")
             if not engine.ready:
                 raise EngineDeadError(f"engine {route.engine}, which was asked for, is down: {engine.down}")
         fit = [
-            engine.ready and route.engine in (None, index) and (grammar is None or self._knows(index, grammar))
+            engine.ready
+            and engine not in self.leaving
+            and route.engine in (None, index)
+            and (grammar is None or self._news[engine].knows(engine.epoch, grammar))
             for index, engine in enumerate(self.engines)
         ]
         if not any(fit):
-            raise EngineDeadError("no engine that serves knows the grammar of this request")
-        loads = [
-            Load(engine.waiting_tokens, engine.num_open) if fits and engine.stalled is None else None
-            for engine, fits in zip(self.engines, fit, strict=True)
-        ]
-        if not any(loads):  # all that serve are stalled: one that may go on is better than none
-            loads = [
-                Load(engine.waiting_tokens, engine.num_open) if fits else None
-                for engine, fits in zip(self.engines, fit, strict=True)
-            ]
+            raise EngineDeadError("no engine that serves can take this request")
+        awake = [fits and engine.stalled is None for engine, fits in zip(self.engines, fit, strict=True)]
+        # Where all that serve are stalled, one that may go on is better than none.
+        fit = awake if any(awake) else fit
+        loads = [self._load(index) if fits else None for index, fits in enumerate(fit)]
+        if len(self.engines) == 1:
+            return 0, 0
         return router.choose(prefix_keys(prompt, salt), len(prompt) // 4, loads, route.session)
+
+    def _load(self, index: int) -> Load:
+        """With what other API processes have there."""
+        engine = self.engines[index]
+        if self._meeting is None:
+            return Load(engine.waiting_tokens, engine.num_open)
+        waiting_tokens, num_open = self._meeting.board.other_load(index)
+        return Load(engine.waiting_tokens + waiting_tokens, engine.num_open + num_open)
+
+    def _publish_load(self, index: int) -> None:
+        if self._meeting is not None:
+            engine = self.engines[index]
+            self._meeting.board.set_load(index, engine.waiting_tokens, engine.num_open)
 
     def _rescuer(self, index: int) -> Callable[[list[Mailbox]], list[Mailbox]]:
         def rescue(mailboxes: list[Mailbox]) -> list[Mailbox]:
@@ -217,11 +283,12 @@ class Replicas:
                 sent = mailbox.request
                 assert sent is not None
                 try:
-                    chosen, _ = self._choose(sent.prompt, sent.cache_salt, ANYWHERE, sent.sampling.grammar)
+                    apart = cached_apart(sent.cache_salt, sent.sampling)
+                    chosen, _ = self._choose(sent.prompt, apart, ANYWHERE, sent.sampling.grammar)
                     self.engines[chosen].adopt(mailbox)
                 except EngineDeadError:
                     left.append(mailbox)
-            if mailboxes:
+            if len(left) < len(mailboxes):
                 logger.warning(
                     "engine %d: %d of %d requests without a token go on elsewhere",
                     index, len(mailboxes) - len(left), len(mailboxes),
@@ -249,31 +316,35 @@ class Replicas:
         """To every engine that serves, once: grammars and the vocabulary. Raises EngineDeadError."""
         if not self.ready:
             raise EngineDeadError(self.down or "the engines are not ready")
-        for engine, told in zip(self.engines, self._told, strict=True):
-            if engine.ready and self._is_news(message, engine, told):
+        for engine in self.engines:
+            if engine.ready and self._news[engine].note(engine.epoch, message):
                 engine.send(message)
 
-    def _knows(self, index: int, grammar: str) -> bool:
-        told = self._told[index]
-        return told.epoch == self.engines[index].epoch and grammar in told.keys
+    # ---- adapters ----
 
-    @staticmethod
-    def _is_news(message: ToEngine, engine: EngineClient, told: _Told) -> bool:
-        if told.epoch != engine.epoch:
-            told.__init__()  # type: ignore[misc]
-            told.epoch = engine.epoch
-        if isinstance(message, SetVocabulary):
-            known, told.vocabulary = told.vocabulary, True
-            return not known
-        if isinstance(message, AddGrammar):
-            known = message.key in told.keys
-            told.keys.add(message.key)
-            return not known
-        if isinstance(message, DropGrammars):
-            known = not told.keys.isdisjoint(message.keys)
-            told.keys.difference_update(message.keys)
-            return known
-        return True
+    async def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
+        """By every engine; one that is down loads it when it is back. The first answer that says what is wrong, else
+        the first."""
+        for engine in self.engines:
+            if not engine.ready:
+                engine.adapters[message.id] = message
+        loads = (engine.load_adapter(message) for engine in self.serving)
+        results = await asyncio.gather(*loads, return_exceptions=True)
+        answers = [result for result in results if isinstance(result, AdapterLoaded)]
+        failed = next((answer for answer in answers if answer.error is not None), None)
+        if failed is not None or not answers:
+            self.drop_adapter(message.id)
+        if failed is not None:
+            return failed
+        if not answers:
+            raise EngineDeadError(self.down or "the engines are not ready")
+        for engine in self.engines:  # one that has died meanwhile, too
+            engine.adapters[message.id] = message
+        return answers[0]
+
+    def drop_adapter(self, id: int) -> None:
+        for engine in self.engines:
+            engine.drop_adapter(id)
 
     # ---- watching ----
 
@@ -294,6 +365,8 @@ class Replicas:
         return sorted((step for steps in found for step in steps), key=lambda step: step.time)[-count:]
 
     def _step(self, message: Any) -> None:
+        for index in range(len(self.engines)):
+            self._publish_load(index)
         for listener in self.stats_listeners:
             listener(message)
 
@@ -307,9 +380,13 @@ class Replicas:
                 listener(cause)
         else:
             logger.error("an engine will not come back (%s); %d others serve", cause, len(self.serving))
-            for dead in self.engines:
-                while dead.dead is not None and dead.step_listeners and self.serving:
-                    self.serving[0].watch_steps(dead.step_listeners.pop())
+            for engine in self.engines:
+                if engine.dead is not None:
+                    self._move_watchers(engine)
+
+    def _move_watchers(self, engine: EngineClient) -> None:
+        while engine.step_listeners and self.serving:
+            self.serving[0].watch_steps(engine.step_listeners.pop())
 
     # ---- life and death ----
 
@@ -322,17 +399,22 @@ class Replicas:
             for task in starting:
                 task.cancel()
             raise
+        self.check_devices()
         infos = [engine.info for engine in self.engines]
-        for index, info in enumerate(infos):
-            if info.device != infos[0].device:
-                raise EngineDeadError(
-                    f"--data-parallel-size {len(infos)}: engine 0 runs on {infos[0].device}, but engine {index} on "
-                    f"{info.device}: each needs a card of its own, lower it"
-                )
         self._router = Router(
             len(infos), min(info.num_blocks * info.block_size // info.num_kv_groups for info in infos)
         )
         self._started = True
+
+    def check_devices(self) -> None:
+        """Raises EngineDeadError unless all run on the same kind."""
+        first = self.engines[0].info.device
+        for index, engine in enumerate(self.engines):
+            if hasattr(engine, "info") and engine.info.device != first:
+                raise EngineDeadError(
+                    f"--data-parallel-size {len(self.engines)}: engine 0 runs on {first}, but engine {index} on "
+                    f"{engine.info.device}: each needs a card of its own, lower it"
+                )
 
     def kill(self) -> None:
         for engine in self.engines:

@@ -52,7 +52,7 @@ class Router:
         """`cache_tokens`: of one engine."""
         self._blocks = max(1, cache_tokens // BLOCK)
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_engines)]
-        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._sessions: OrderedDict[int, int] = OrderedDict()  # by hash: a client's name may be long
 
     def choose(
         self, keys: Keys, num_tokens: int, loads: Sequence[Load | None], session: str | None = None
@@ -60,7 +60,9 @@ class Router:
         """→ (engine, tokens that it probably has cached). `loads`: of each engine, None where it takes nothing; one of
         them does. A session stays where it was, as long as that engine takes requests."""
         hits = self.hits(keys)
-        if session is not None and (last := self._sessions.get(session)) is not None and loads[last] is not None:
+        name = None if session is None else hash(session)
+        last = None if name is None else self._sessions.get(name)
+        if last is not None and last < len(loads) and loads[last] is not None:
             chosen = last
         else:
             costs = [
@@ -70,9 +72,9 @@ class Router:
             ]
             chosen = min(costs)[-1]
         self._remember(keys, chosen)
-        if session is not None:
-            self._sessions[session] = chosen
-            self._sessions.move_to_end(session)
+        if name is not None:
+            self._sessions[name] = chosen
+            self._sessions.move_to_end(name)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         return chosen, min(BLOCK * hits[chosen], max(0, num_tokens - 1))
@@ -88,6 +90,13 @@ class Router:
                 count += 1
             found.append(count)
         return found
+
+    def add(self) -> None:
+        """One engine more, which has nothing yet."""
+        self._known.append(OrderedDict())
+
+    def remove_last(self) -> None:
+        self._known.pop()
 
     def forget(self, engine: int) -> None:
         """It has died, and its cache with it."""

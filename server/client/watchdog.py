@@ -7,9 +7,33 @@ import faulthandler
 import logging
 import sys
 
+from .client import Client
 from .engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
+
+
+class Watchdogs:
+    """One for each engine, as they come and go."""
+
+    def __init__(self, client: Client, *, stall_timeout: float, hang_timeout: float) -> None:
+        """As Watchdog has them."""
+        self._client = client
+        self._limits = {"stall_timeout": stall_timeout, "hang_timeout": hang_timeout}
+        self._each: dict[EngineClient, Watchdog] = {}
+
+    async def run(self) -> None:
+        while True:
+            engines = self._client.engines
+            self._each = {engine: self._each.get(engine) or Watchdog(engine, **self._limits) for engine in engines}
+            await asyncio.sleep(interval(self._limits["stall_timeout"]))
+            for watchdog in self._each.values():
+                await watchdog.tick()
+
+
+def interval(stall_timeout: float) -> float:
+    """Seconds between two looks."""
+    return min(0.5, stall_timeout / 4)
 
 
 class Watchdog:
@@ -20,7 +44,7 @@ class Watchdog:
         self._client = client
         self._stall_timeout = stall_timeout
         self._hang_timeout = hang_timeout
-        self.interval = min(0.5, stall_timeout / 4)
+        self.interval = interval(stall_timeout)
         self._seen: tuple[object, int, int] = (None, 0, 0)
         self._silent = 0.0  # without a heartbeat
         self._stuck = 0.0  # with work, and without a step

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from ...engine.messages import EngineInfo
+from ..client.board import REQUESTS, TOKENS, Board
 from ..client.client import Client
 from ..errors import ApiError, bad_request, took_too_long
 from ..options.config import ServerConfig
@@ -64,10 +65,13 @@ class Admission:
     """Counts what has been let in and is not finished. All of it happens in the event loop's thread."""
 
     def __init__(
-        self, client: Client, config: ServerConfig, rejected: Callable[[str], None], timed_out: Callable[[str], None]
-    ) -> None:
+        self, client: Client, config: ServerConfig, rejected: Callable[[str], None], timed_out: Callable[[str], None],
+        board: Board | None = None,
+    ) -> None:  # fmt: skip
+        """`board`: of several API processes, whose limits hold for all of them together."""
         self.num_requests = 0  # open ones, choices counted one by one
         self.num_tokens = 0  # of their prompts
+        self._board = board
         self.client = client
         self.timed_out = timed_out
         self.request_timeout = config.request_timeout
@@ -109,27 +113,38 @@ class Admission:
         if not self.num_requests:
             self._request_rate.begin(now)
             self._token_rate.begin(now)
-        else:
+        if self.num_requests or self._others(REQUESTS):
             self._check(num_requests, num_tokens, now)
-        self.num_requests += num_requests
-        self.num_tokens += num_tokens
+        self.count(num_requests, num_tokens)
         return Ticket(self, num_requests, num_tokens, arrival, arrival if begun is None else begun)
 
     def _check(self, num_requests: int, num_tokens: int, now: float) -> None:
         info, stats = self.client.info, self.client.stats
+        open_requests, open_tokens = self.num_requests + self._others(REQUESTS), self.num_tokens + self._others(TOKENS)
         # The engine's word is a step old, and a burst may come in between: what has been let in bounds it.
         limit = self._request_limit
-        queued = max(self.num_requests - info.max_num_seqs, min(stats.num_waiting, self.num_requests))
-        over = max(self.num_requests + num_requests - info.max_num_seqs, queued and queued + num_requests) - limit
+        queued = max(open_requests - info.max_num_seqs, min(stats.num_waiting, open_requests))
+        over = max(open_requests + num_requests - info.max_num_seqs, queued and queued + num_requests) - limit
         if limit and over > 0:
             wait = self._request_rate.seconds_for(over, now)
             raise self._full("requests", "--max-num-queued-reqs", queued, num_requests, limit, wait)
         capacity, limit = self.capacity, self._token_limit
-        over = self.num_tokens + num_tokens - capacity - limit
+        over = open_tokens + num_tokens - capacity - limit
         if limit and over > 0:
-            queued = max(0, self.num_tokens - capacity)
+            queued = max(0, open_tokens - capacity)
             wait = self._token_rate.seconds_for(over, now)
             raise self._full("tokens", "--max-num-queued-tokens", queued, num_tokens, limit, wait)
+
+    def count(self, num_requests: int, num_tokens: int) -> None:
+        self.num_requests += num_requests
+        self.num_tokens += num_tokens
+        if self._board is not None:
+            self._board.set(REQUESTS, self.num_requests)
+            self._board.set(TOKENS, self.num_tokens)
+
+    def _others(self, field: int) -> int:
+        """What the other API processes have let in."""
+        return 0 if self._board is None else self._board.others(field)
 
     @property
     def _request_limit(self) -> int:
@@ -160,8 +175,7 @@ class Admission:
 
     def release(self, num_requests: int, num_tokens: int) -> None:
         now = time.monotonic()
-        self.num_requests -= num_requests
-        self.num_tokens -= num_tokens
+        self.count(-num_requests, -num_tokens)
         self._request_rate.add(num_requests, now)
         self._token_rate.add(num_tokens, now)
 
@@ -193,7 +207,7 @@ class Ticket:
                 "fewer prompts at a time, or raise --max-num-queued-tokens.",
                 param,
             )
-        self._admission.num_tokens += num_tokens - self._num_tokens
+        self._admission.count(0, num_tokens - self._num_tokens)
         self._num_tokens = num_tokens
 
     def watch(self, generation: Generation) -> None:

@@ -28,6 +28,9 @@ class Prompt:
     sampling: SamplingParams
     echo: str = ""  # what each answer begins with
 
+    def with_adapter(self, id: int) -> Prompt:
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, adapter=id))
+
     def with_grammar(self, key: str) -> Prompt:
         return replace(self, sampling=msgspec.structs.replace(self.sampling, grammar=key))
 

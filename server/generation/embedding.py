@@ -15,7 +15,7 @@ from ..client.mailbox import MailboxLike
 from ..errors import bad_request, context_length_exceeded, shorten, unsupported
 from ..text.detokenizer import Detokenizer, NoText
 from ..text.model import TextModel
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import Pair, Tokenizer
 from ..wire.embeddings import EmbeddingRequest
 from ..wire.pooled import PooledRequest
 from .choice import Choice, Delta, Prompt, TextOptions
@@ -45,16 +45,18 @@ def resolve_embeddings(
 
 
 def resolve_pooled(
-    request: PooledRequest, inputs: Sequence[list[int]], pooling: Pooling, model: TextModel, info: EngineInfo, *,
-    param: str, is_text: bool = True,
+    request: PooledRequest, inputs: Sequence[list[int] | Pair], pooling: Pooling, model: TextModel, info: EngineInfo,
+    *, param: str, is_text: bool = True,
 ) -> list[Prompt]:  # fmt: skip
     """A prompt of each input, `param` the field that has them. Raises ApiError (400)."""
     check_prompts(request, info)
-    sampling, prompts = sampling_of(pooling), []
-    for token_ids in inputs:
+    plain, prompts = sampling_of(pooling), []
+    for one in inputs:
+        token_ids, second = one if isinstance(one, Pair) else (one, 0)
         ids = _ids(request, token_ids, is_text, param, model, info)
         if len(ids) > info.max_model_len:
             raise context_length_exceeded(info.max_model_len, len(ids), None, param)
+        sampling = sampling_of(msgspec.structs.replace(pooling, second=second)) if second else plain
         prompts.append(Prompt(ids, sampling))
     return prompts
 
@@ -97,7 +99,19 @@ def _ids(
 ) -> array[int]:
     if not token_ids:
         raise bad_request(f"'{param}' gives no tokens.", param)
-    return truncated(request, prompt_ids(param, token_ids, is_text, model.tokenizer, info), info, 0)
+    ids = prompt_ids(param, token_ids, is_text, model.tokenizer, info)
+    kept = truncated(request, ids, info, 0)
+    return kept if len(kept) == len(ids) else _with_ends(request, ids, len(kept), model.tokenizer)
+
+
+def _with_ends(request: PooledRequest, ids: array[int], most: int, tokenizer: Tokenizer) -> array[int]:
+    """So many tokens, among them the special ones that stand around every text: pooling may want their states."""
+    first, last = (array("i", end) for end in tokenizer.ends)
+    left = most - len(first) - len(last)
+    if left < 1 or ids[: len(first)] != first or ids[len(ids) - len(last) :] != last:
+        return ids[:most] if request.truncation_side == "right" else ids[-most:]
+    inner = ids[len(first) : len(ids) - len(last)]
+    return first + (inner[:left] if request.truncation_side == "right" else inner[-left:]) + last
 
 
 def prompt_prefix(request: EmbeddingRequest, model: TextModel) -> str:

@@ -2,49 +2,109 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable
 
+from ..client.board import Board
 from ..errors import ApiError
 from .admission import retry_after
 from .generation import Generation
+
+LOOK_UP = 1.0  # seconds between two looks at what the other API processes take
+
+
+async def watch(board: Board) -> None:
+    """Until it is cancelled. A bucket that looked only when its process is asked would not know when the others took
+    what they took: before it was full, or after."""
+    while True:
+        board.look(time.monotonic())
+        await asyncio.sleep(LOOK_UP)
+
+
+class Shared:
+    """What all API processes have taken of one bucket."""
+
+    def __init__(self, board: Board, place: int, kind: int) -> None:
+        self._board, self._place, self._kind = board, place, kind
+
+    def used(self) -> float:
+        return self._board.used(self._place, self._kind)
+
+    @property
+    def looked(self) -> float:
+        """When the board was looked at: until then nothing was used that the bucket does not know."""
+        return self._board.looked
+
+    def use(self, amount: float) -> None:
+        self._board.use(self._place, self._kind, amount)
 
 
 class Bucket:
     """So much a minute, which flows in evenly; a minute's worth at most waits there. What was known too late to refuse
     is taken all the same, and then the bucket lacks it."""
 
-    def __init__(self, per_minute: int) -> None:
-        """`per_minute`: 0: no limit."""
+    def __init__(self, per_minute: int, shared: Shared | None = None) -> None:
+        """`per_minute`: 0: no limit. `shared`: with other processes."""
         self.per_minute = per_minute
         self._level = float(per_minute)
         self._last = time.monotonic()
+        self._shared = shared
+        self._seen = 0.0 if shared is None else shared.used()  # by all processes, that the level lacks already
 
     def wait(self, amount: float) -> float:
         """Seconds until `amount` is there, or the bucket full where it is more than that holds."""
         if not self.per_minute:
             return 0.0
-        now = time.monotonic()
-        self._level = min(self.per_minute, self._level + (now - self._last) * self.per_minute / 60)
-        self._last = now
+        self.look(time.monotonic())
         return max(0.0, (min(amount, self.per_minute) - self._level) * 60 / self.per_minute)
 
+    def look(self, now: float) -> None:
+        """What has flown in since the last look, less what was used meanwhile: what a full bucket lost is neither."""
+        if self._shared is not None:
+            self._flow(max(self._last, min(now, self._shared.looked)), 0.0)
+            used = self._shared.used()
+            self._flow(now, used - self._seen)
+            self._seen = used
+        else:
+            self._flow(now, 0.0)
+
+    def _flow(self, until: float, used: float) -> None:
+        flown = (until - self._last) * self.per_minute / 60
+        self._level = min(self.per_minute, self._level + flown - used)
+        self._last = until
+
     def take(self, amount: float) -> None:
-        self._level -= amount
+        if self._shared is None:
+            self._level -= amount
+        else:  # the next look finds it there
+            self._shared.use(amount)
 
 
 class Quota:
     """Of one key."""
 
-    def __init__(self, requests_per_minute: int, tokens_per_minute: int) -> None:
-        self._requests = Bucket(requests_per_minute)
-        self._tokens = Bucket(tokens_per_minute)
+    def __init__(
+        self, requests_per_minute: int, tokens_per_minute: int, board: Board | None = None, digest: bytes = b""
+    ) -> None:
+        """`board`: of several API processes, which share it; `digest`: of the key, by which they know it."""
+        limited = board is not None and (requests_per_minute or tokens_per_minute)
+        place = board.place(digest) if board is not None and limited else None
+        each = [None if board is None or place is None else Shared(board, place, kind) for kind in (0, 1)]
+        self._requests = Bucket(requests_per_minute, each[0])
+        self._tokens = Bucket(tokens_per_minute, each[1])
+        if board is not None and place is not None:
+            board.watch(place, self)
 
     @property
     def limits(self) -> tuple[int, int]:
         """Requests and tokens a minute; 0: no limit."""
         return self._requests.per_minute, self._tokens.per_minute
+
+    def look(self, now: float) -> None:
+        for bucket in (self._requests, self._tokens):
+            bucket.look(now)
 
     def check(self, num_tokens: int, rejected: Callable[[str], None]) -> None:
         """Whether one request more, with so many tokens in its prompts, may come. Raises ApiError (429), which

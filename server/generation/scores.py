@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ...engine.messages import EngineInfo
 from ..errors import bad_request
 from ..text.pairs import PairEncoder
+from ..text.tokenizer import Pair
 from ..wire.scores import PairRequest
 from .embedding import numbers
 
@@ -56,8 +57,8 @@ def check_scores_pairs(info: EngineInfo) -> None:
 
 def encode_pair(
     pairs: PairEncoder, request: PairRequest, info: EngineInfo, query: str | None, document: str | None
-) -> list[int]:
-    """The token ids of both as one prompt, or of one alone. Raises ApiError (400)."""
+) -> Pair:
+    """Both as one prompt, or one alone. Raises ApiError (400)."""
     query = None if query is None else pairs.cut(query, request.max_tokens_per_query)
     document = None if document is None else pairs.cut(document, request.max_tokens_per_doc)
     if query is None or document is None:
@@ -65,7 +66,7 @@ def encode_pair(
             raise bad_request(
                 "'instruction' is for models that read both texts at once: put it before the query.", "instruction"
             )
-        return pairs.tokenizer.encode(document or query or "", True)
+        return Pair(pairs.tokenizer.encode(document or query or "", True))
     keep = request.truncate_prompt_tokens
     if keep is not None and (keep == -1 or keep > info.max_model_len):
         keep = info.max_model_len

@@ -24,9 +24,11 @@ def check_task(info: EngineInfo, *tasks: str) -> None:
     """Raises ApiError (400) for a model that does none of these."""
     if not any(task in info.tasks for task in tasks):
         does = " and ".join(_DOES[task] for task in info.tasks)
+        remedy = "Another --runner or --convert at the start may change that."
+        if info.reads_both_ways and GENERATE in tasks:
+            remedy = "It reads texts both ways and writes none: ask another model."
         raise bad_request(
-            f"This model does not {_ASKED[tasks[0]]}: it {does}. Another --runner or --convert at the start may change "
-            "that.",
+            f"This model does not {_ASKED[tasks[0]]}: it {does}. {remedy}",
             "model",
             "unsupported_task",
         )

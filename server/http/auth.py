@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..client.board import Board
 from ..errors import ApiError
 from ..options.http import HttpConfig
 from .keys import Key, load_keys
@@ -17,7 +18,7 @@ PUBLIC = ("/health", "/livez", "/readyz", "/ping")
 ADMIN = (
     "/server_info", "/reload", "/abort_request", "/v1/requests", "/start_profile", "/stop_profile",
     "/reset_prefix_cache", "/sleep", "/wake_up", "/pause", "/resume", "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
+    "/v1/unload_lora_adapter", "/scale_data_parallel", "/scale_elastic_ep",
 )  # fmt: skip
 
 
@@ -33,11 +34,15 @@ def unauthorized() -> ApiError:
 class Locks:
     """Which request may pass."""
 
-    def __init__(self, config: HttpConfig, root_path: str = "", pages: Iterable[str] = ()) -> None:
-        """`pages`: files that anybody may read: a browser has no key to send before a page has asked for one."""
+    def __init__(
+        self, config: HttpConfig, root_path: str = "", pages: Iterable[str] = (), board: Board | None = None
+    ) -> None:
+        """`pages`: files that anybody may read: a browser has no key to send before a page has asked for one.
+        `board`: of several API processes, which share what a key may use."""
+        self._board = board
         self._config = config
-        self._keys = load_keys(config, "api_key")
-        self._admin_keys = load_keys(config, "admin_api_key")
+        self._keys = load_keys(config, "api_key", board)
+        self._admin_keys = load_keys(config, "admin_api_key", board)
         public = [*PUBLIC, "/metrics"] if config.public_metrics else PUBLIC
         self._public = {path.encode() for path in public} | {(root_path + path).encode() for path in public}
         self._pages = {path.encode() for path in pages} | {(root_path + path).encode() for path in pages}
@@ -52,7 +57,8 @@ class Locks:
 
     def reload(self) -> None:
         """Reads the files of keys again. Raises ConfigError, and then the keys are what they were."""
-        keys, admin_keys = load_keys(self._config, "api_key"), load_keys(self._config, "admin_api_key")
+        keys = load_keys(self._config, "api_key", self._board)
+        admin_keys = load_keys(self._config, "admin_api_key", self._board)
         self._keys, self._admin_keys = self._keys.renewed(keys), self._admin_keys.renewed(admin_keys)
 
     def find(self, presented: bytes | None) -> Key | None:
@@ -111,6 +117,12 @@ def administers(scope: Scope) -> bool:
     """Whether who asks may read /server_info: without keys, anybody."""
     locks = scope.get("state", {}).get("locks")
     return locks is None or locks.administers(key_of(scope))
+
+
+def has_administrators(scope: Scope) -> bool:
+    """Whether there are admin keys: then who asks for a route of theirs has brought one."""
+    locks = scope.get("state", {}).get("locks")
+    return locks is not None and locks.has_administrators
 
 
 def controls(scope: Scope, owner: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
+from ..client.board import Board
 from ..generation.quota import Quota
 from ..options.http import ENVIRONMENT, HttpConfig
 from ..options.keys import KeyLine, read_key_file
@@ -61,7 +62,7 @@ class Keys:
         return Keys(keys)
 
 
-def load_keys(config: HttpConfig, option: str) -> Keys:
+def load_keys(config: HttpConfig, option: str, board: Board | None = None) -> Keys:
     """`option`: api_key or admin_api_key. From the option, the lines of its file, and the environment. Administrators
     have no limits but those that their file gives them. Raises ConfigError."""
     flag = "--" + option.replace("_", "-")
@@ -79,5 +80,5 @@ def load_keys(config: HttpConfig, option: str) -> Keys:
             usual[1] if line.tokens_per_minute is None else line.tokens_per_minute,
         )
         digest = sha256(line.key.encode()).digest()
-        keys.setdefault(digest, Key(digest, line.name, Quota(*limits)))
+        keys.setdefault(digest, Key(digest, line.name, Quota(*limits, board, digest)))
     return Keys(keys.values())

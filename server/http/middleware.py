@@ -122,22 +122,29 @@ class RequestMiddleware:
         finally:
             if (ticket := state.get("ticket")) is not None:
                 ticket.release()
-            route = scope.get("route")
-            handler = getattr(route, "path", "none")  # never the raw path: it would be a label without bound
-            finished = Finished(
-                state["request_id"], (scope.get("client") or ("",))[0], scope["method"], handler, scope["path"],
-                status or 499, started, time.monotonic() - start, headers, state.get("generation"),
-                "" if (key := state.get("key")) is None else key.name,
+            if not state.get("passed_on"):  # else the process that answers counts it
+                self._over(scope, headers, status, started, start, bytes_out)
+
+    def _over(
+        self, scope: Scope, headers: dict[bytes, bytes], status: int, started: float, start: float, bytes_out: int
+    ) -> None:
+        """Tells whoever listens, and counts. `status`: 0 where nothing was sent."""
+        state, route = scope["state"], scope.get("route")
+        handler = getattr(route, "path", "none")  # never the raw path: it would be a label without bound
+        finished = Finished(
+            state["request_id"], (scope.get("client") or ("",))[0], scope["method"], handler, scope["path"],
+            status or 499, started, time.monotonic() - start, headers, state.get("generation"),
+            "" if (key := state.get("key")) is None else key.name,
+        )  # fmt: skip
+        for listener in self.listeners:
+            listener(finished)
+        if handler not in PROBES:
+            method = scope["method"] if scope["method"] in METHODS else "OTHER"
+            length = headers.get(b"content-length", b"")
+            self.metrics.observe(
+                handler, method, status or 499, time.monotonic() - start,
+                int(length) if length.isdigit() else 0, bytes_out,
             )  # fmt: skip
-            for listener in self.listeners:
-                listener(finished)
-            if handler not in PROBES:
-                method = scope["method"] if scope["method"] in METHODS else "OTHER"
-                length = headers.get(b"content-length", b"")
-                self.metrics.observe(
-                    handler, method, status or 499, time.monotonic() - start,
-                    int(length) if length.isdigit() else 0, bytes_out,
-                )  # fmt: skip
 
 
 class Cors(CORSMiddleware):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -15,14 +16,27 @@ from ...engine.logs import num_lost_lines
 from ...engine.messages import EngineInfo
 from ..client.client import Client
 from .metrics import EngineCounts, Metrics
+from .shares import Shares
 
 
 class MetricsPage:
     def __init__(self, metrics: Metrics, client: Client, model_name: str, prefix: str) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(metrics, client, model_name, prefix))
+        self._prefix = prefix
+        self.shares = Shares()
+        collector = EngineCollector(metrics, client, model_name, prefix)
+        self.shares.own.append(collector.requests)
+        self._models = Models([collector])
+        self.registry.register(self._models)
+        self.registry.register(self.shares)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
+
+    def add(self, metrics: Metrics, client: Client, model_name: str) -> None:
+        """Another model behind the same address."""
+        collector = EngineCollector(metrics, client, model_name, self._prefix)
+        self._models.collectors.append(collector)
+        self.shares.own.append(collector.requests)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """(the page, its content type) in the format that the scraper accepts."""
@@ -33,11 +47,30 @@ class MetricsPage:
         return openmetrics.generate_latest(self.registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
 
 
+class Models(Collector):
+    """Of several models, each name once: their series differ by the label model_name."""
+
+    def __init__(self, collectors: list[EngineCollector]) -> None:
+        self.collectors = collectors
+
+    def collect(self) -> Iterator[Metric]:
+        if len(self.collectors) == 1:
+            yield from self.collectors[0].collect()
+            return
+        families: dict[str, Metric] = {}
+        for collector in self.collectors:
+            for family in collector.collect():
+                families.setdefault(family.name, family)
+                if families[family.name] is not family:
+                    families[family.name].samples += family.samples
+        yield from families.values()
+
+
 class EngineCollector(Collector):
     """Reads the counts at a scrape: between two scrapes, prometheus_client costs nothing.
 
     What an engine says of itself has a series for each. What is counted of requests has one, whose engine is "all"
-    where there are several: a sum over the label is right for both.
+    where there are several at the start: a sum over the label is right for both.
     """
 
     def __init__(self, metrics: Metrics, client: Client, model_name: str, prefix: str) -> None:
@@ -48,16 +81,22 @@ class EngineCollector(Collector):
         self._labels = {"model_name": model_name, "engine": "0" if len(metrics.engines) == 1 else "all"}
 
     def collect(self) -> Iterator[Metric]:
+        """What engines say of themselves."""
         yield from self._state()
         if any(hasattr(counts.engine, "info") for counts in self._metrics.engines):  # later ones may be loading now
             yield from self._settings()
         yield from self._engine_counters()
+
+    def requests(self) -> Iterator[Metric]:
+        """What this process counts: of several, the page has the sums."""
+        prompt, generated = self._metrics.throughput.rates()
+        yield self._gauge("prompt_tokens_per_second", "Prompt tokens computed, over the last seconds.", prompt)
+        yield self._gauge("generation_tokens_per_second", "Tokens generated, over the last seconds.", generated)
         yield from self._request_counters()
         yield from self._histograms()
 
     def _state(self) -> Iterator[Metric]:
         each = self._each_engine
-        prompt, generated = self._metrics.throughput.rates()
         yield each("engine_healthy", "1 while the engine can serve.", is_healthy)
         yield each("num_requests_running", "Requests in the running batch.", lambda e: e.state().num_running)
         yield each("num_requests_waiting", "Requests waiting to be scheduled.", lambda e: e.state().num_waiting)
@@ -65,9 +104,19 @@ class EngineCollector(Collector):
             "num_requests_waiting_by_reason", "Requests waiting, by what for.",
             lambda e: {"capacity": e.state().num_waiting, "deferred": 0}, "reason",  # nothing is waited for but room
         )  # fmt: skip
-        yield each("kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", cache_usage)
-        yield self._gauge("prompt_tokens_per_second", "Prompt tokens computed, over the last seconds.", prompt)
-        yield self._gauge("generation_tokens_per_second", "Tokens generated, over the last seconds.", generated)
+        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the latter is what older gateways look for
+            yield each(name, "Used share of the KV cache, 0 to 1.", cache_usage)
+        if self._metrics.adapters is not None:
+            yield self._adapters(*self._metrics.adapters())
+
+    def _adapters(self, running: list[str], waiting: list[str]) -> Metric:
+        """As vLLM has it: the names are labels, and the value is the time."""
+        labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        family = GaugeMetricFamily(
+            self._prefix + "lora_requests_info", "Adapters of requests, and when.", labels=labels
+        )
+        family.add_metric([str(self._client.config.max_loras), ",".join(waiting), ",".join(running)], time.time())
+        return family
 
     def _settings(self) -> Iterator[Metric]:
         each = self._each_engine
@@ -91,7 +140,7 @@ class EngineCollector(Collector):
             self._prefix + "cache_config_info", "Settings of the cache.", labels=[*names, "engine"]
         )
         for counts in loaded:
-            family.add_metric([*cache_settings(counts.engine.info).values(), self._name(counts)], 1)
+            family.add_metric([*cache_settings(counts.engine.info).values(), counts.name], 1)
         yield family
 
     def _engine_counters(self) -> Iterator[Metric]:
@@ -108,11 +157,29 @@ class EngineCollector(Collector):
             ("engine_invariant_violations", "Times that an idle engine's books were off.", "num_invariant_violations"),
         ):
             yield self._each_engine(name, help, partial(total_of, total), kind=CounterMetricFamily)
+        yield from self._drafts()
         for name, help, attribute in (
             ("engine_restarts", "Engines that replaced one that died.", "num_restarts"),
             ("engine_stalls", "Times that no step ran though work waited.", "num_stalls"),
         ):
             yield self._each_engine(name, help, partial(count_of, attribute), kind=CounterMetricFamily)
+
+    def _drafts(self) -> Iterator[Metric]:
+        """By vLLM's names, which `vllm bench serve` reads. Without speculation nothing is there."""
+        drafting = [
+            counts
+            for counts in self._metrics.engines
+            if hasattr(counts.engine, "info") and counts.engine.info.settings.get("speculative_config")
+        ]
+        if not drafting:
+            return
+        for name, help, value, label in (
+            ("num_drafts", "Times that drafts of a request were verified.", partial(total_of, "num_drafts"), ""),
+            ("num_draft_tokens", "Tokens drafted and verified.", partial(total_of, "num_draft_tokens"), ""),
+            ("num_accepted_tokens", "Of them, those that held.", accepted_tokens, ""),
+            ("num_accepted_tokens_per_pos", "The same, by position.", EngineCounts.accepted_by_position, "position"),
+        ):
+            yield self._each_engine(f"spec_decode_{name}", help, value, label, among=drafting, kind=CounterMetricFamily)
 
     def _request_counters(self) -> Iterator[Metric]:
         counter, metrics = self._counter, self._metrics
@@ -165,9 +232,6 @@ class EngineCollector(Collector):
 
     # ---- families ----
 
-    def _name(self, counts: EngineCounts) -> str:
-        return str(self._metrics.engines.index(counts))
-
     def _each_engine(
         self,
         name: str,
@@ -180,7 +244,7 @@ class EngineCollector(Collector):
         """A family with a sample for each engine, or with one for each engine and value of `label`."""
         family = kind(self._prefix + name, help, labels=["model_name", "engine", *([label] if label else [])])
         for counts in self._metrics.engines if among is None else among:
-            own, found = [self._model_name, self._name(counts)], value(counts)
+            own, found = [self._model_name, counts.name], value(counts)
             if isinstance(found, Mapping):
                 for label_value, number in found.items():
                     family.add_metric([*own, label_value], number)
@@ -221,6 +285,10 @@ def is_healthy(counts: EngineCounts) -> bool:
 
 def total_of(name: str, counts: EngineCounts) -> float:
     return counts.totals()[name]
+
+
+def accepted_tokens(counts: EngineCounts) -> float:
+    return sum(counts.accepted_by_position().values())
 
 
 def count_of(attribute: str, counts: EngineCounts) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...engine.messages import EngineStats, StepOutputs
+from ...engine.messages import EngineStats, StepOutputs, sum_of
 from ..client.client import Client
 from ..client.engine_client import EngineClient
 from ..generation.choice import Choice
@@ -50,7 +50,7 @@ ABORTED = ("disconnect", "cancel", "timeout", "error")
 TOTALS = (
     "num_preemptions", "prefix_queries", "prefix_hits", "num_steps", "device_seconds", "host_seconds",
     "num_graph_misses", "num_late_compilations", "num_corrupted_requests",
-    "num_invariant_violations",
+    "num_invariant_violations", "num_drafts", "num_draft_tokens",
 )  # fmt: skip
 
 
@@ -67,13 +67,19 @@ class GrammarCounts:
 class EngineCounts:
     """What one engine says of itself, through its deaths."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, index: int) -> None:
         self.engine = engine
+        self.name = str(index)
 
     def totals(self) -> dict[str, float]:
         """The counters of EngineStats, over all engines that have taken this place: a counter never falls."""
         past, stats = self.engine.past_stats, self.engine.stats
         return {name: getattr(past, name) + getattr(stats, name) for name in TOTALS}
+
+    def accepted_by_position(self) -> dict[str, float]:
+        """Drafts that held, by their place in what was drafted of a request for a step."""
+        accepted = sum_of(self.engine.past_stats, self.engine.stats).num_accepted_tokens
+        return {str(place): float(count) for place, count in enumerate(accepted)}
 
     def state(self) -> EngineStats:
         """Of the engine that serves now; that of a dead one says nothing any more."""
@@ -82,7 +88,7 @@ class EngineCounts:
 
 class Metrics:
     def __init__(self, client: Client, config: ServerConfig) -> None:
-        self.engines = [EngineCounts(engine) for engine in client.engines]
+        self._client = client
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
         self.generation_tokens = 0
@@ -107,10 +113,17 @@ class Metrics:
         self.request_params_n = Histogram(CHOICES)
         self.request_num_preemptions = Histogram(PREEMPTIONS)
         self.iteration_tokens = Histogram(ITERATION)
+        # (running, waiting): names of adapters; None: none can be served
+        self.adapters: Callable[[], tuple[list[str], list[str]]] | None = None
         self.grammars: GrammarCounts | GrammarService = GrammarCounts()
         client.stats_listeners.append(self._step)
         self.preemptions = Preemptions(client)
         self.throughput = Throughput(client, self.tokens, config.log_stats_interval, log=not config.disable_log_stats)
+
+    @property
+    def engines(self) -> list[EngineCounts]:
+        """Those that there are now."""
+        return [EngineCounts(engine, index) for index, engine in enumerate(self._client.engines)]
 
     def tokens(self) -> tuple[int, int]:
         """(prompt tokens that were computed, tokens that were generated) so far"""

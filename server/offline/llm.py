@@ -16,6 +16,7 @@ from ...engine.messages import EngineInfo
 from ..client.engine_client import EngineDeadError
 from ..client.thread import EngineThread
 from ..errors import ApiError
+from ..generation.adapters import Adapters
 from ..generation.choice import Prompt, TextOptions
 from ..generation.sampling import resolve, text_options
 from ..generation.tasks import GENERATE
@@ -25,6 +26,7 @@ from ..options.keywords import from_keywords, in_keywords
 from ..text.model import TextModel, load_text_model
 from ..text.spelled import unmarked
 from ..wire.requests import ChatRequest, CompletionRequest
+from .adapters import AdapterChoice, LoRARequest, one_each, with_adapters
 from .generate_all import generate_all
 from .outputs import CompletionOutput, RequestOutput
 from .pooled import PooledCalls
@@ -118,21 +120,21 @@ class LLM(PooledCalls):
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
-        lora_request: None = None,
+        lora_request: AdapterChoice = None,
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order; all are submitted at once and the engine batches them.
 
         `prompts`: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a sequence of these.
         `sampling_params`: one for all, or one each; None = the model's defaults. `use_tqdm`: a progress bar, or what
-        makes one. `prompt_token_ids`: an older name of `prompts`, where these are ids. Raises ValueError before
+        makes one. `prompt_token_ids`: an older name of `prompts`, where these are ids. `lora_request`: the adapter of
+        all, or one each (with `enable_lora=True`). Raises ValueError before
         anything is submitted; a request that fails in the engine does not end the others: its answer has the finish
         reason "error".
         """
-        _refuse_adapters(lora_request)
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts, as text or token ids" + ("" if prompts is None else ", once"))
         given = tokenised(cast(PromptLike, prompts or prompt_token_ids or []), self.model.tokenizer)
-        return self._run(given, sampling_params, use_tqdm)
+        return self._run(given, sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -145,11 +147,10 @@ class LLM(PooledCalls):
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
-        lora_request: None = None,
+        lora_request: AdapterChoice = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several; see `generate`. `chat_template`: Jinja text instead of the model's;
         `tools`: what the template offers. Calls and reasoning stay text."""
-        _refuse_adapters(lora_request)
         if not messages:
             raise ValueError("'messages' must not be empty.")
         several = not isinstance(messages[0], Mapping)
@@ -171,7 +172,7 @@ class LLM(PooledCalls):
                 pairs.append((unmarked(text), tokenizer.encode_rendered(text, add_special_tokens=False)))
         except ApiError as error:
             raise ValueError(error.message) from error
-        return self._run(pairs, sampling_params, use_tqdm)
+        return self._run(pairs, sampling_params, use_tqdm, lora_request)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of transformers. Raises ValueError where there is none."""
@@ -208,8 +209,10 @@ class LLM(PooledCalls):
         prompts: Sequence[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
+        lora_request: AdapterChoice,
     ) -> list[RequestOutput]:
         self._check_task(GENERATE)
+        adapters = one_each(lora_request, len(prompts))
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
@@ -227,14 +230,15 @@ class LLM(PooledCalls):
                 str(next(self._request_ids)),
                 text,
                 list(cut.token_ids) if one.truncate_prompt_tokens else token_ids,
-                [CompletionOutput(index) for index in range(one.n or 1)],
+                [CompletionOutput(index, lora_request=adapter) for index in range(one.n or 1)],
+                lora_request=adapter,
             )
-            for (text, token_ids), cut, one in zip(prompts, resolved, params, strict=True)
+            for (text, token_ids), cut, one, adapter in zip(prompts, resolved, params, adapters, strict=True)
         ]
         with progress_bar(use_tqdm, len(outputs)) as bar:
             texts = [_text_options(request, one) for request, one in zip(requests, params, strict=True)]
             constraints = [request.constraint for request in requests]
-            self._engine.begin(self._generate(resolved, texts, constraints, outputs, Progress(bar)))()
+            self._engine.begin(self._generate(resolved, texts, constraints, adapters, outputs, Progress(bar)))()
         return outputs
 
     def _requests(self, params: Sequence[SamplingParams]) -> list[CompletionRequest]:
@@ -262,12 +266,16 @@ class LLM(PooledCalls):
         prompts: Sequence[Prompt],
         texts: Sequence[TextOptions],
         constraints: Sequence[tuple[str, Constraint] | None],
+        adapters: Sequence[LoRARequest | None],
         outputs: Sequence[RequestOutput],
         progress: Progress,
     ) -> None:
         """On the engine's thread. Fills `outputs`."""
         keys: list[str] = []  # of the grammars in use
+        releases: list[Callable[[], None]] = []
         try:
+            if any(adapters):
+                prompts, releases = await with_adapters(self._adapters, prompts, adapters)
             prompts = [
                 await self._constrained(i, prompt, constraint, keys)
                 for i, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True))
@@ -276,6 +284,8 @@ class LLM(PooledCalls):
         finally:
             for key in keys:
                 self._grammars.release(key)
+            for release in releases:
+                release()
 
     async def _constrained(
         self, index: int, prompt: Prompt, constraint: tuple[str, Constraint] | None, keys: list[str]
@@ -290,17 +300,17 @@ class LLM(PooledCalls):
         return prompt.with_grammar(keys[-1])
 
     @cached_property
+    def _adapters(self) -> Adapters:
+        client = self._engine.client
+        return Adapters(client, (client.config.model,), enabled=client.config.enable_lora)
+
+    @cached_property
     def _grammars(self) -> GrammarService:
         from ..grammar.service import GrammarService
 
         service = GrammarService(self._engine.client, self.model)
         self._engine.closing.append(service.close)
         return service
-
-
-def _refuse_adapters(lora_request: object) -> None:
-    if lora_request is not None:
-        raise ValueError("lora_request: adapters are not served yet: merge it into its base model, and load the result")
 
 
 def _text_options(request: CompletionRequest, params: SamplingParams) -> TextOptions:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .adapters import LoRARequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None  # one a token: of the sampled one, and of the most likely ones
     finish_reason: str | None = None  # stop | length | error
     stop_reason: int | str | None = None  # the stop token id or string; None for EOS and length; the cause of an error
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
 
     @property
     def finished(self) -> bool:
@@ -121,5 +124,5 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one a token, the first one None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     kv_transfer_params: None = None

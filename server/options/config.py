@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ...engine.config import SECONDS, Bounds, ConfigError, check_options, option
+from .adapters import AdapterConfig
 from .http import HttpConfig
 from .logs import LogConfig
 from .text import TextConfig
@@ -19,6 +20,10 @@ def _names(names: tuple[str, ...]) -> str | None:
     return None if all(map(str.strip, names)) else "a name is empty, leave it out"
 
 
+def _no_text(name: str) -> str | None:
+    return None if name.strip() else "it is empty: give it a text, or leave it out"
+
+
 def _metric_name(prefix: str) -> str | None:
     if not re.fullmatch("[a-zA-Z0-9_:]*", prefix):
         return "only letters, digits, _ and : may be in a metric's name"
@@ -26,9 +31,13 @@ def _metric_name(prefix: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class ServerConfig(HttpConfig, LogConfig, TextConfig):
+class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig):
     host: str = option("0.0.0.0", "address to listen on", group="server")
     port: int = option(8000, "port to listen on", group="server", bounds=Bounds(0, 65535, zero="any free one"))
+    api_server_count: int = option(
+        1, "processes that answer HTTP on the same port, each connected to every engine: where one is busy with text "
+        "before the engines are", group="server", bounds=Bounds(1, 64), short="asc",
+    )  # fmt: skip
     uds: str | None = option(None, "Unix-domain socket to listen on instead of host and port", group="server")
     root_path: str = option(
         "", "path prefix that a proxy in front of the server strips", group="server", problem=_path_prefix
@@ -39,6 +48,14 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig):
         group="server",
         problem=_names,
     )
+    embedding_model: str | None = option(
+        None, "folder or hub name of a second model, for embeddings, scores, rankings and classes beside the first: "
+        "an engine of its own, whose memory is taken first", group="server", problem=_no_text,
+    )  # fmt: skip
+    embedding_model_name: str | None = option(
+        None, "name of the second model in requests and answers (default: as it was given)", group="server",
+        problem=_no_text,
+    )  # fmt: skip
     strict_params: bool = option(
         False, "refuse requests with unknown fields instead of listing them in x-vserve-ignored-params", group="server"
     )
@@ -106,8 +123,20 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig):
         self.check_tls()
         self.check_logs()
         self.check_text()
+        self._check_second()
+        self.check_adapters()
         if self.hang_timeout and self.hang_timeout < self.stall_timeout:
             raise ConfigError(
                 f"--hang-timeout is {self.hang_timeout}: it must be 0 (never) or at least --stall-timeout "
                 f"({self.stall_timeout})"
+            )
+
+    def _check_second(self) -> None:
+        name = self.embedding_model_name or self.embedding_model
+        if self.embedding_model is None and name is not None:
+            raise ConfigError("--embedding-model-name names a second model: give --embedding-model, or leave it out")
+        if name is not None and name in self.served_model_name:
+            raise ConfigError(
+                f"--embedding-model and --served-model-name are both {name!r}: no request could tell them apart; give "
+                "--embedding-model-name another name"
             )

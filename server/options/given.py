@@ -10,6 +10,7 @@ from ...engine.config import ConfigError
 from .hint import did_you_mean
 from .parts import put
 from .reading import is_json, negated, options, read
+from .speculation import with_speculation
 from .vllm import vllm_options
 
 PRESETS = Path(__file__).parents[2] / "configs" / "presets"
@@ -34,7 +35,7 @@ def with_files(above: dict[str, Given]) -> dict[str, Given]:
         above = _file(above["config"]) | above
     if "performance_mode" in above:
         above = _preset(above["performance_mode"]) | above
-    return {name: one for name, one in above.items() if name not in META}
+    return with_speculation({name: one for name, one in above.items() if name not in META})
 
 
 def judge(merged: dict[str, Given]) -> list[str]:

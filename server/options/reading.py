@@ -60,7 +60,11 @@ def read(name: str, value: Any) -> Any:
     if kind is bool:
         return switch(text)
     if kind is tuple:
-        return tuple(map(str, text)) if isinstance(text, list | tuple) else _words(str(text))
+        if isinstance(text, dict):
+            return (json.dumps(text),)
+        if isinstance(text, list | tuple):
+            return tuple(json.dumps(word) if isinstance(word, dict) else str(word) for word in text)
+        return _words(str(text))
     if kind is str:
         return json.dumps(text) if isinstance(text, dict | list | bool) else _spelled(spec, str(text))
     if (word := _NUMBER_WORDS.get((name, str(text).lower()))) is not None:
@@ -95,7 +99,7 @@ def switch(value: Any) -> bool:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.replace(",", " ").split())
+    return (text,) if text[:1] in "{[" else tuple(text.replace(",", " ").split())
 
 
 def _spelled(spec: dataclasses.Field[Any], text: str) -> str:

@@ -70,7 +70,8 @@ class TextConfig:
     enable_auto_tool_choice: bool = option(True, "off: the same as --tool-call-parser none", group="text")
     enable_reasoning: bool = option(True, "off: the same as --reasoning-parser none", group="text")
     pooling: str = option(
-        "auto", "which hidden state of an input is its embedding; auto: what the model's folder says, or last",
+        "auto", "which hidden state of an input is its embedding; auto: what the model's folder says, or last; of "
+        "models that read both ways, mean",
         choices=("auto", "last", "mean", "cls"), group="text",
     )  # fmt: skip
     pooler_config: str | None = option(

@@ -10,37 +10,29 @@ from ...engine.config import ConfigError
 
 ANY = "*"
 _JSON = frozenset((
-    "model-loader-extra-config", "limit-mm-per-prompt", "mm-processor-kwargs", "speculative-config",
-    "kv-transfer-config", "kv-events-config", "compilation-config", "default-chat-template-kwargs",
-    "tokenizer-pool-extra-config", "additional-config", "override-neuron-config",
+    "model-loader-extra-config", "limit-mm-per-prompt", "mm-processor-kwargs",
+    "kv-transfer-config", "compilation-config", "default-chat-template-kwargs",
+    "default-mm-loras", "tokenizer-pool-extra-config", "additional-config", "override-neuron-config",
 ))  # fmt: skip
 OFF = "off"  # of a switch
-_ADAPTERS = "adapters are not served yet: merge it into its base model, and pass the folder of the result"
-_DRAFTS = "speculative decoding is not built yet: leave it out, the answers are the same"
+READ = "read"  # as a key of --speculative-config, which is the reason (speculation.py)
+_PROMPT_ADAPTERS = "prompt adapters are not served, only LoRA is: --enable-lora"
 _IMAGES = "models here read text only"
 _PLUGIN = "vserve loads no code of others: leave it out"
 _TOKENIZER_POOL = "texts are tokenized on threads as it is"
-_NO_DRAFTS = "there is no speculative decoding yet, the answers are the same"
-_NO_ADAPTERS = "there are no adapters yet"
+_TYPICAL = "only typical acceptance has it, which changes answers and is refused"
 
 # name, short name | takes a value, or is a switch | values that mean what vserve does anyway, or ANY | the reason
 _ROWS = (
     # ---- several GPUs ----
-    ("tensor-parallel-size", "tp", True, "1", "a model on several GPUs is not built yet: leave it out, and serve "
-     "a model that one GPU holds"),
-    ("pipeline-parallel-size", "pp", True, "1", "a model on several GPUs is not built yet: leave it out"),
-    ("decode-context-parallel-size", "dcp", True, "1", "a model on several GPUs is not built yet: leave it out"),
-    ("enable-expert-parallel", "ep", False, OFF, "mixtures of experts are not served yet"),
-    ("distributed-executor-backend", "", True, "mp uni", "one GPU needs no other: leave it out"),
-    ("disable-custom-all-reduce", "", False, ANY, "there is one GPU"),
+    ("pipeline-parallel-size", "pp", True, "1", "layers are not dealt to cards yet: divide them, by "
+     "--tensor-parallel-size"),
+    ("decode-context-parallel-size", "dcp", True, "1", "a context stays on its cards: leave it out"),
+    ("distributed-executor-backend", "", True, "mp uni", "every rank is a process of this host: leave it out"),
     ("ray-workers-use-nsight", "", False, OFF, "there are no Ray workers: run `nsys profile vserve …`"),
-    ("api-server-count", "asc", True, "1", "one API process serves one engine: leave it out"),
     ("headless", "", False, OFF, "several nodes are not built yet"),
     ("nnodes", "", True, "1", "several nodes are not built yet"),
     # ---- the model ----
-    ("kv-cache-dtype", "", True, "auto", "the cache has the model's type: leave it out; for more room lower "
-     "--max-model-len or raise --gpu-memory-utilization"),
-    ("calculate-kv-scales", "", False, ANY, "the cache is not quantized"),
     ("code-revision", "", True, ANY, "a model's code is that of its own --revision"),
     ("tokenizer-mode", "", True, "auto hf", "tokenizers are read from tokenizer.json: leave it out"),
     ("config-format", "", True, "auto hf", "models are read from config.json and safetensors: leave it out"),
@@ -57,35 +49,34 @@ _ROWS = (
     ("disable-mm-preprocessor-cache", "", False, ANY, _IMAGES),
     ("allowed-local-media-path", "", True, ANY, _IMAGES),
     # ---- adapters ----
-    ("enable-lora", "", False, OFF, _ADAPTERS),
-    ("lora-modules", "", True, "", _ADAPTERS),
-    ("max-loras", "", True, ANY, _ADAPTERS),
-    ("max-lora-rank", "", True, ANY, _ADAPTERS),
-    ("max-cpu-loras", "", True, ANY, _ADAPTERS),
-    ("lora-dtype", "", True, ANY, _ADAPTERS),
-    ("fully-sharded-loras", "", False, ANY, _ADAPTERS),
-    ("enable-prompt-adapter", "", False, OFF, _ADAPTERS),
-    ("max-prompt-adapters", "", True, ANY, _NO_ADAPTERS),
-    ("max-prompt-adapter-token", "", True, ANY, _NO_ADAPTERS),
-    ("enable-lora-bias", "", False, ANY, _NO_ADAPTERS),
-    ("lora-extra-vocab-size", "", True, ANY, _NO_ADAPTERS),
-    ("long-lora-scaling-factors", "", True, ANY, _NO_ADAPTERS),
-    ("qlora-adapter-name-or-path", "", True, "", _ADAPTERS),
+    ("fully-sharded-loras", "", False, ANY, "every rank holds its share of the matrices as it is"),
+    ("specialize-active-lora", "", False, ANY, "steps without adapters have graphs of their own as it is"),
+    ("default-mm-loras", "", True, "{}", _IMAGES),
+    ("enable-prompt-adapter", "", False, OFF, _PROMPT_ADAPTERS),
+    ("max-prompt-adapters", "", True, ANY, _PROMPT_ADAPTERS),
+    ("max-prompt-adapter-token", "", True, ANY, _PROMPT_ADAPTERS),
+    ("enable-lora-bias", "", False, ANY, "adapters with a bias of their own are refused, whatever it says"),
+    ("lora-extra-vocab-size", "", True, ANY, "adapters that bring more tokens are refused: merge them with PEFT"),
+    ("long-lora-scaling-factors", "", True, ANY, "an adapter's own configuration says its scale, and the model's how "
+     "long contexts are"),
     # ---- speculative decoding ----
-    ("speculative-config", "", True, "", _DRAFTS),
-    ("speculative-model", "", True, "", _DRAFTS),
-    ("num-speculative-tokens", "", True, "0", _DRAFTS),
-    ("ngram-prompt-lookup-max", "", True, "0", _DRAFTS),
-    ("ngram-prompt-lookup-min", "", True, "0", _DRAFTS),
-    ("speculative-model-quantization", "", True, ANY, _NO_DRAFTS),
-    ("speculative-draft-tensor-parallel-size", "", True, ANY, _NO_DRAFTS),
-    ("speculative-max-model-len", "", True, ANY, _NO_DRAFTS),
-    ("speculative-disable-by-batch-size", "", True, ANY, _NO_DRAFTS),
-    ("speculative-disable-mqa-scorer", "", False, ANY, _NO_DRAFTS),
-    ("spec-decoding-acceptance-method", "", True, ANY, _NO_DRAFTS),
-    ("typical-acceptance-sampler-posterior-threshold", "", True, ANY, _NO_DRAFTS),
-    ("typical-acceptance-sampler-posterior-alpha", "", True, ANY, _NO_DRAFTS),
-    ("disable-logprobs-during-spec-decoding", "", False, ANY, _NO_DRAFTS),
+    ("spec-method", "", True, READ, "method"),
+    ("spec-model", "", True, READ, "model"),
+    ("spec-tokens", "", True, READ, "num_speculative_tokens"),
+    ("speculative-mode", "", True, READ, "method"),
+    ("speculative-model", "", True, READ, "model"),
+    ("num-speculative-tokens", "", True, READ, "num_speculative_tokens"),
+    ("ngram-prompt-lookup-max", "", True, READ, "prompt_lookup_max"),
+    ("ngram-prompt-lookup-min", "", True, READ, "prompt_lookup_min"),
+    ("speculative-model-quantization", "", True, READ, "quantization"),
+    ("speculative-draft-tensor-parallel-size", "spec-draft-tp", True, READ, "draft_tensor_parallel_size"),
+    ("speculative-max-model-len", "", True, READ, "max_model_len"),
+    ("speculative-disable-by-batch-size", "", True, READ, "disable_by_batch_size"),
+    ("spec-decoding-acceptance-method", "", True, READ, "rejection_sample_method"),
+    ("speculative-disable-mqa-scorer", "", False, ANY, "drafts are verified in one step, always"),
+    ("typical-acceptance-sampler-posterior-threshold", "", True, ANY, _TYPICAL),
+    ("typical-acceptance-sampler-posterior-alpha", "", True, ANY, _TYPICAL),
+    ("disable-logprobs-during-spec-decoding", "", False, ANY, "they are those of the tokens that are kept"),
     # ---- scheduling and memory ----
     ("swap-space", "", True, ANY, "a preempted request is computed again, which is faster than copying its cache"),
     ("preemption-mode", "", True, "recompute", "a preempted request is computed again, always"),
@@ -102,7 +93,6 @@ _ROWS = (
     ("disable-hybrid-kv-cache-manager", "", False, ANY, "there is one kind of cache"),
     ("kv-offloading-size", "", True, "0", "the cache stays on the GPU: leave it out"),
     ("kv-transfer-config", "", True, "", "prompts and answers are computed in one place: leave it out"),
-    ("kv-events-config", "", True, "", "the cache publishes no events: leave it out"),
     ("compilation-config", "cc", True, ANY, "nothing is compiled at start; --enforce-eager turns CUDA graphs off"),
     ("optimization-level", "O", True, ANY, "nothing is compiled at start; --performance-mode sets what suits a load"),
     ("cudagraph-capture-sizes", "", True, "", "use --max-cudagraph-capture-size"),
@@ -168,6 +158,8 @@ class VllmOption:
 
         `given`: the value, True or False for a switch. Raises ConfigError with what to do, naming `where`.
         """
+        if self.accepted == READ:
+            return f"{where} is read as --speculative-config.{self.reason}"
         if self.accepted == ANY:
             return f"{where} changes nothing: {self.reason}"
         if given is False or str(given).lower() in self.accepted.split():

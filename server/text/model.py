@@ -13,9 +13,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from ...engine.config import ConfigError, EngineConfig
 from ...engine.gguf_file import read_gguf
 from ...engine.hub_gguf import hub_gguf, split_name
+from ...engine.model_config import reads_both_ways
 from ...engine.model_file import is_gguf
 from ...engine.model_path import cache_folder, find_model
 from ...engine.overrides import overridden, overrides
+from ...engine.request import LAST, MEAN
 from ..errors import ApiError, shorten
 from ..options.config import ServerConfig
 from ..parsers.formats import Formats, choose
@@ -105,7 +107,7 @@ def load_text_model(
         default_sources=defaults.sources,
         formats=formats,
         pooling=replace(
-            read_pooling(folder, *config.pooler()),
+            read_pooling(folder, *config.pooler(), default=MEAN if reads_both_ways(described) else LAST),
             **read_embedding_files(folder, described),
             longest=config.embed_limit(),
             step_tag=config.step_tag(),
@@ -170,7 +172,9 @@ def _load_tokenizer(source: str, folder: Path) -> Tokenizer:
             f"the tokenizer ({type(hf).__name__}) has no fast form: add a tokenizer.json to the model's folder, or "
             "name a tokenizer that has one with --tokenizer"
         )
-    return Tokenizer(core, dict(hf.special_tokens_map), template_dict(hf.chat_template), lambda: hf)
+    found = Tokenizer(core, dict(hf.special_tokens_map), template_dict(hf.chat_template), lambda: hf)
+    found.tells_types = "token_type_ids" in hf.model_input_names
+    return found
 
 
 def _put_together(files: TokenizerFiles) -> Tokenizer:

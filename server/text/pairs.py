@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import bad_request
 from .encoding import MOST
-from .tokenizer import Tokenizer
+from .tokenizer import Pair, Tokenizer
 
 # Qwen3-Reranker's own format, from its model card: the answer is "yes" or "no".
 QWEN3_RERANKER = """<|im_start|>system
@@ -50,29 +50,30 @@ class PairEncoder:
         """Its first `most` tokens; None and 0: all."""
         return self.tokenizer.cut(text[: most * MOST], most) if most else text
 
-    def encode(self, query: str, document: str, instruction: str | None, most: int | None) -> list[int]:
+    def encode(self, query: str, document: str, instruction: str | None, most: int | None) -> Pair:
         """most: tokens of the prompt, to which the document is cut where it has more; None: it is not cut.
 
         Raises ApiError (400), also where no document at all would fit.
         """
-        token_ids = self._encode(query, document, instruction)
-        if most is None or len(token_ids) <= most:
-            return token_ids
+        pair = self._encode(query, document, instruction)
+        if most is None or len(pair.token_ids) <= most:
+            return pair
         document = document[: most * MOST]
-        left = self.tokenizer.count(document) - max(0, len(self._encode(query, document, instruction)) - most)
+        beyond = len(self._encode(query, document, instruction).token_ids) - most
+        left = self.tokenizer.count(document) - max(0, beyond)
         for room in (left, left - 4, left - 16):  # cut, a word may become more tokens than it was
             if room < 1:
                 break
-            token_ids = self._encode(query, self.tokenizer.cut(document, room), instruction)
-            if len(token_ids) <= most:
-                return token_ids
+            pair = self._encode(query, self.tokenizer.cut(document, room), instruction)
+            if len(pair.token_ids) <= most:
+                return pair
         raise bad_request(
             f"'truncate_prompt_tokens' is {most}, and without its document this pair has more tokens: raise it, or "
             "shorten the query.",
             "truncate_prompt_tokens",
         )
 
-    def _encode(self, query: str, document: str, instruction: str | None) -> list[int]:
+    def _encode(self, query: str, document: str, instruction: str | None) -> Pair:
         if self._template is None:
             if instruction is not None:
                 raise bad_request(
@@ -88,4 +89,4 @@ class PairEncoder:
         if instruction is not None:
             messages.insert(0, {"role": "system", "content": instruction})
         text = self._template.render(messages, {"instruction": instruction, "add_generation_prompt": True})
-        return self._template.encode_rendered(text, add_special_tokens=False)
+        return Pair(self._template.encode_rendered(text, add_special_tokens=False))

@@ -36,10 +36,10 @@ class PoolingDefaults:
     longest: int | None = None  # tokens of an input that is embedded in pieces; 0: any number, None: never
 
 
-def read_pooling(folder: Path, asked: str, normalized: bool | None = None) -> PoolingDefaults:
+def read_pooling(folder: Path, asked: str, normalized: bool | None = None, default: str = LAST) -> PoolingDefaults:
     """`asked`: --pooling; `normalized`: whether their length becomes 1, None where no option says.
 
-    Where nobody says anything, it is the last token's state, of length 1.
+    Where nobody says anything, it is of `default` and length 1.
 
     Raises ConfigError for files that are no JSON, or a way of pooling that does not exist.
     """
@@ -60,9 +60,9 @@ def read_pooling(folder: Path, asked: str, normalized: bool | None = None) -> Po
         unknown.append("Dense")
     if unknown:
         problem = f"{MODULES} has the module {unknown[0]!r}, which is not supported"
-        return PoolingDefaults(LAST, normalize, MODULES, problem)
+        return PoolingDefaults(default, normalize, MODULES, problem)
     if "Pooling" not in types:
-        return PoolingDefaults(normalize=normalize)
+        return PoolingDefaults(default, normalize)
     path = folder / str(modules[types.index("Pooling")].get("path") or "1_Pooling") / "config.json"
     config, name = read_json(path), f"{path.parent.name}/{path.name}"
     modes = [mode for mode, value in config.items() if mode.startswith("pooling_mode_") and value is True]
@@ -70,7 +70,10 @@ def read_pooling(folder: Path, asked: str, normalized: bool | None = None) -> Po
         modes = [mode]
     if len(modes) != 1 or modes[0] not in _KINDS:
         problem = f"{name} asks for pooling {' and '.join(modes) or 'of no kind'}, which is not supported"
-        return PoolingDefaults(LAST, normalize, name, problem)
+        return PoolingDefaults(default, normalize, name, problem)
+    if config.get("include_prompt") is False and _KINDS[modes[0]] == MEAN:
+        problem = f"{name} leaves the tokens of prompts out of the mean (include_prompt), which is not supported"
+        return PoolingDefaults(MEAN, normalize, name, problem)
     return PoolingDefaults(_KINDS[modes[0]], normalize, name)
 
 

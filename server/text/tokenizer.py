@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tokenizers import Encoding, decoders, models
 from tokenizers import Tokenizer as FastTokenizer
@@ -16,6 +16,13 @@ from .template import ChatTemplate, check_variables, request_template
 from .trial import is_panic
 
 BATCH = 4096  # pieces of a text at a time: what the library makes of one takes as much as many tokens
+
+
+class Pair(NamedTuple):
+    """Two texts as one."""
+
+    token_ids: list[int]
+    second: int = 0  # where the second one begins, for models that tell them apart by a type; 0: these do not
 
 
 class Tokenizer:
@@ -48,6 +55,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         # Texts of single tokens, as the decoder gave them, with and without special ones; for Detokenizer.
         self.texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
+        self.tells_types = False  # the model is to know which tokens are of the second text of a pair
         self.users_speak_tokens = False  # special tokens in the messages of users and tools are tokens
         self.history_id: Callable[[str], str] | None = None  # what the template wants of the ids of tool calls
 
@@ -64,7 +72,7 @@ class Tokenizer:
         """The same tokenizer with another chat template."""
         other = Tokenizer(self.core, self.special_tokens, {"default": source}, self._load_hf)
         other.largest_id = self.largest_id
-        other.users_speak_tokens = self.users_speak_tokens
+        other.users_speak_tokens, other.tells_types = self.users_speak_tokens, self.tells_types
         return other
 
     @cached_property
@@ -104,12 +112,21 @@ class Tokenizer:
         except BaseException as error:
             raise _unreadable(error) from None
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
+    def encode_pair(self, first: str, second: str) -> Pair:
         """Two texts, joined as the model wants it. Raises ApiError (400)."""
         try:
-            return self.core.encode_batch_fast([(first, second)], add_special_tokens=True)[0].ids
+            found = self.core.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
         except BaseException as error:
             raise _unreadable(error) from None
+        types = found.type_ids if self.tells_types else []
+        return Pair(found.ids, types.index(1) if 1 in types else 0)
+
+    @cached_property
+    def ends(self) -> tuple[list[int], list[int]]:
+        """The special tokens that stand before and behind every text."""
+        found = self.core.encode("a", add_special_tokens=True)
+        inner = [i for i, special in enumerate(found.special_tokens_mask) if not special]
+        return (found.ids[: inner[0]], found.ids[inner[-1] + 1 :]) if inner else ([], [])
 
     def cut(self, text: str, most: int) -> str:
         """Its first `most` tokens, at least 1 of them."""
@@ -211,8 +228,12 @@ class NoTokenizer(Tokenizer):
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         return no_text() if texts else []
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
+    def encode_pair(self, first: str, second: str) -> Pair:
         no_text("documents")
+
+    @property
+    def ends(self) -> tuple[list[int], list[int]]:
+        return [], []
 
     def cut(self, text: str, most: int) -> str:
         no_text("documents")

@@ -65,6 +65,22 @@ function state(text, kind) {
   byId("dot").className = `dot ${kind}`;
 }
 
+const choice = byId("model");
+choice.addEventListener("change", () => choose(choice.value));
+
+function choose(model) {
+  chat.model = model;
+  byId("prompt").placeholder = `Message ${model}`;
+}
+
+/** The model and its adapters, where there are some; other names of the model are no choice. */
+function offer([model, ...others]) {
+  const names = [model.id, ...others.filter(({ parent }) => parent !== null).map(({ id }) => id)];
+  choice.replaceChildren(...names.map((name) => new Option(name, name)));
+  choice.hidden = names.length === 1;
+  choose(model.id);
+}
+
 /** Says in the header how the server is; the first time that it serves, learns what. */
 async function look() {
   let text, kind = "bad";
@@ -72,9 +88,7 @@ async function look() {
     const response = await fetch("health");
     if (response.ok) {
       if (chat.model === null && (!refused || hasKey())) {
-        const [model] = (await (await request("v1/models")).json()).data;
-        chat.model = model.id;
-        byId("prompt").placeholder = `Message ${model.id}`;
+        offer((await (await request("v1/models")).json()).data);
       }
       [text, kind] = chat.model === null ? ["a key is needed", "wait"] : [chat.model, "good"];
     } else {

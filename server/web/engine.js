@@ -2,6 +2,7 @@
 import { events, request } from "./api.js";
 import { blockMap, sparkline } from "./charts.js";
 import { byId, bytes, count, el, milliseconds } from "./dom.js";
+import { Engines } from "./engines.js";
 import { Scrape, quantiles, rate } from "./prometheus.js";
 import { Timeline, readStep } from "./timeline.js";
 
@@ -40,6 +41,7 @@ export class EngineView {
       return cells;
     });
     this._timeline = new Timeline(byId("timeline"), byId("cursor"), byId("step"), byId("pause"));
+    this._engines = new Engines(byId("engines"), (engine) => this._lookAt(engine));
     this._running = null; // an AbortController
     this._drawn = 0;
     byId("pause").addEventListener("click", (event) => {
@@ -56,6 +58,15 @@ export class EngineView {
     this._scrapes = [];
     this._follow(this._running.signal);
     this.repaint();
+  }
+
+  /** At another engine's steps and blocks. */
+  _lookAt(engine) {
+    this._engines.shown = engine;
+    this._timeline.clear();
+    this._blocks = { used: [], cached: [], perCell: 1, numBlocks: 0 };
+    this.stop();
+    this.start();
   }
 
   stop() {
@@ -78,10 +89,12 @@ export class EngineView {
     while (!signal.aborted) {
       let polling = 0;
       try {
-        const stream = await request("ui/events", { signal });
+        const { shown } = this._engines;
+        const stream = await request(shown === null ? "ui/events" : `ui/events?engine=${shown}`, { signal });
         for await (const { event, data } of events(stream)) {
           if (event === "hello") {
             this._hello = JSON.parse(data);
+            this._engines.shown = this._hello.engine;
             this._notice(null);
             clearInterval(polling);
             polling = setInterval(() => this._poll(signal), PERIOD);
@@ -133,6 +146,7 @@ export class EngineView {
     this._showTiles(scrape, before ?? scrape);
     this._showLatency(scrape);
     this._showMemory(scrape);
+    this._engines.show(scrape, before ?? scrape);
     this.repaint();
   }
 
@@ -192,7 +206,7 @@ export class EngineView {
   }
 
   _showMemory(now) {
-    const purposes = now.by("memory_bytes", "purpose").filter(([, value]) => value > 0).sort((a, b) => b[1] - a[1]);
+    const purposes = now.sums("memory_bytes", "purpose").filter(([, value]) => value > 0).sort((a, b) => b[1] - a[1]);
     const total = purposes.reduce((sum, [, value]) => sum + value, 0), most = purposes[0]?.[1] ?? 1;
     byId("memory-total").textContent = total ? bytes(total) : "not reported";
     bars(byId("memory"), purposes.map(([name, value]) => [name.replaceAll("_", " "), value / most, bytes(value), "decode"]));

@@ -24,6 +24,18 @@ export class Scrape {
     return (this._samples.get(name) ?? []).reduce((sum, sample) => sum + sample.value, 0);
   }
 
+  /** Of one engine. */
+  of(name, engine) {
+    return (this._samples.get(name) ?? []).find(({ labels }) => labels.engine === engine)?.value ?? 0;
+  }
+
+  /** [[label's value, sum], …] */
+  sums(name, label) {
+    const sums = new Map();
+    for (const [key, value] of this.by(name, label)) sums.set(key, (sums.get(key) ?? 0) + value);
+    return [...sums];
+  }
+
   /** [[label's value, number], …] */
   by(name, label) {
     return (this._samples.get(name) ?? []).map(({ labels, value }) => [labels[label], value]);

@@ -290,6 +290,11 @@ class Reloaded(Schema):
     reloaded: list[Literal["keys", "certificates"]]
 
 
+class Scaled(Schema):
+    message: str
+    data_parallel_size: int = Field(description="engines that serve now")
+
+
 class Setting(Schema):
     value: bool | int | float | str | list[str] | None
     source: str = Field(
@@ -315,10 +320,21 @@ class EngineStep(Schema):
     device_seconds: float
 
 
+class SecondModel(Schema):
+    """Of --embedding-model."""
+
+    names: list[str]
+    tasks: list[str]
+    settings: dict[str, bool | int | float | str] = Field(description="of its engine")
+    memory: dict[str, int] = Field(description="bytes by purpose")
+    startup_seconds: dict[str, float]
+
+
 class ServerInfo(Schema):
     version: str
     started: int = Field(description="Unix time")
     model: ServedModel
+    embedding_model: SecondModel | None = None
     settings: dict[str, Setting]
     sampling_defaults: dict[str, Setting]
     num_blocks: int
@@ -326,6 +342,9 @@ class ServerInfo(Schema):
     startup_seconds: dict[str, float]
     quantization: dict[str, str | int] | None = Field(
         None, description="method, formats, products, how many matrices are quantized and how many not, bytes"
+    )
+    kv_cache: dict[str, str | int] = Field(
+        default={}, description="dtype; how many share a scale (none: these are numbers); bytes of a block"
     )
     steps: list[EngineStep] = Field(default=[], description="the last ones, where they are asked for; the latest last")
 

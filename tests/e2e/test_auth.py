@@ -91,6 +91,13 @@ def test_row_26_any_other_authorization_is_401(locked, attacks, headers):
     assert "key-option" not in error["message"]
 
 
+def test_who_is_not_known_starts_no_engines(demo_server, attacks):
+    """Each would take gigabytes: no server scales for anybody, also where there are no keys."""
+    for path, field in (("scale_data_parallel", "data_parallel_size"), ("scale_elastic_ep", "new_data_parallel_size")):
+        error = attacks.is_error(httpx.post(f"{demo_server.url}/{path}", json={field: 2}), 403)
+        assert error["code"] == "admin_key_required" and "--admin-api-key" in error["message"]
+
+
 def test_control_routes_need_the_admin_key(locked, attacks):
     path = f"{locked.url}/server_info"
     attacks.is_error(httpx.get(path), 401)

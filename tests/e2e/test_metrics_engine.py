@@ -56,9 +56,9 @@ def test_steps_have_the_tokens_of_prompts_and_answers(live_server: Any, tiny_mod
 
 @pytest.mark.slow
 def test_corrupted_requests_are_counted(live_server: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vserve.engine.executor import Executor
+    from vserve.engine.executor import ThreadExecutor
 
-    real, broken = Executor.result, True
+    real, broken = ThreadExecutor.result, True
 
     async def result(self: Any) -> Any:
         import msgspec
@@ -66,7 +66,7 @@ def test_corrupted_requests_are_counted(live_server: Any, tiny_model: Any, monke
         result = await real(self)
         return msgspec.structs.replace(result, errors={0: "NaN"}) if broken and result.token_ids else result
 
-    monkeypatch.setattr(Executor, "result", result)
+    monkeypatch.setattr(ThreadExecutor, "result", result)
     with live_server(tiny_model("llama")) as url:
         body = {"prompt": [5, 6, 7], "max_tokens": 3}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=240).status_code == 500

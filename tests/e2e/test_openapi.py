@@ -30,6 +30,10 @@ CHECKS = [
 ]
 pytestmark = pytest.mark.slow
 INPUTS = ("/v1/embeddings", "/pooling", "/classify")
+ANSWERED = (
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/responses",
+    "/v1/messages", "/pooling", "/v2/embed", "/score", "/v2/rerank",
+)  # fmt: skip
 HI = [{"role": "user", "content": "Hello!"}]
 # FastAPI's own pages
 HIDDEN = {"/openapi.json", "/docs", "/redoc", "/docs/oauth2-redirect", "/ping"}
@@ -329,14 +333,19 @@ def test_whatever_fits_is_answered(server: Any, document: dict[str, Any], mode: 
     schema = schemathesis.openapi.from_dict(document)
     generation = schemathesis.GenerationMode.POSITIVE if mode == "positive" else schemathesis.GenerationMode.NEGATIVE
     statuses: Counter[tuple[str, int]] = Counter()
+    bodies: set[str] = set()
     for result in schema.get_all_operations():
         operation = result.ok()
         if mode == "negative" and not operation.body.items:
             continue  # any name may be in a path, and nothing else can be wrong
+        # A body that another route has read sixty times is read here by the same code; what follows is its own.
+        body = json.dumps(operation.definition.raw.get("requestBody"))
+        examples = 60 if operation.path in ANSWERED or body not in bodies else 20
+        bodies.add(body)
 
         @given(case=operation.as_strategy(generation_mode=generation), data=st.data())
         @settings(
-            max_examples=60, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
+            max_examples=examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         def ask(case: Any, data: st.DataObject) -> None:
@@ -350,8 +359,7 @@ def test_whatever_fits_is_answered(server: Any, document: dict[str, Any], mode: 
         ask()
     assert sum(statuses.values()) > 200
     if mode == "positive":
-        paths = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
-        for path in (*paths, "/v1/responses", "/v1/messages", "/pooling", "/v2/embed", "/score", "/v2/rerank"):
+        for path in ANSWERED:
             assert statuses[path, 200] > 20, statuses
     assert httpx.get(f"{server.url}/health").status_code == 200
     until(lambda: httpx.get(f"{server.url}/load").json() == {"server_load": 0})

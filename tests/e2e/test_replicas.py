@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -18,7 +19,9 @@ BODY = {"prompt": "Hello there", "temperature": 0, "max_tokens": 12, "ignore_eos
 
 @pytest.fixture(scope="module")
 def replicas(serve):
-    with serve("-dp", "3", "--engine-restarts", "100", "--served-model-name", "demo") as server:
+    with serve(
+        "-dp", "3", "--engine-restarts", "100", "--served-model-name", "demo", "--admin-api-key", "admin"
+    ) as server:
         yield server
 
 
@@ -67,6 +70,26 @@ def test_a_session_stays_and_others_are_spread(replicas):
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(lambda index: text(post(replicas, prompt=f"{index} others", max_tokens=40)), range(12)))
     assert all(steps > before[rank] for rank, steps in series(replicas, "engine_steps_total").items())
+
+
+@pytest.mark.slow
+def test_the_page_shows_each_engine_and_looks_at_the_one_that_is_chosen(replicas, open_page, until):
+    page = open_page(f"{replicas.url}/#engine")
+    page.get_by_role("tab", name="Engine").click()
+    rows = page.locator("#engines tbody tr")
+    until(lambda: rows.count() == 3 and all("serves" in rows.nth(index).inner_text() for index in range(3)))
+    page.get_by_role("button", name="Engine 2").click()
+    until(lambda: rows.nth(2).get_by_role("button").get_attribute("aria-pressed") == "true")
+    steps = page.locator("#split-figures")
+    text(post(replicas, {"X-data-parallel-rank": "1"}, max_tokens=20))
+    text(post(replicas, {"X-data-parallel-rank": "2"}, max_tokens=20))
+    until(lambda: "slowest" in steps.inner_text())
+    assert page.locator("#step").inner_text() != "No step yet."
+
+
+@pytest.mark.parametrize("engine", ["3", "-1", "x", "9" * 30])
+def test_an_engine_to_look_at_that_is_none(replicas, engine):
+    assert httpx.get(f"{replicas.url}/ui/events?engine={engine}").status_code == 400
 
 
 def test_structured_output_on_every_engine(replicas):
@@ -149,3 +172,38 @@ def test_offline(tiny_model):
     with LLM(folder, device="cpu", cpu_threads=2) as one, LLM(folder, device="cpu", data_parallel_size=2) as two:
         expected = [output.outputs[0].token_ids for output in one.generate(prompts, params)]
         assert [output.outputs[0].token_ids for output in two.generate(prompts, params)] == expected
+
+
+def test_scaled_under_load_nothing_is_lost(replicas, canary_of):
+    """One engine leaves and another comes while requests are answered: each gets its whole answer, once."""
+    expected, over = canary_of(replicas), threading.Event()
+
+    def ask() -> list[tuple[int, str]]:
+        found = []
+        while not over.is_set():
+            with httpx.stream(
+                "POST", f"{replicas.url}/v1/completions", json=BODY | {"stream": True, "max_tokens": 12}, timeout=240
+            ) as answer:
+                events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+                assert events[-1] == "[DONE]", events[-2:]
+                texts = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
+                found.append((answer.status_code, "".join(texts)))
+        return found
+
+    def scale(size: int) -> None:
+        body = {"data_parallel_size": size, "drain_timeout": 60}
+        headers = {"authorization": "Bearer admin"}
+        answer = httpx.post(f"{replicas.url}/scale_data_parallel", json=body, headers=headers, timeout=240)
+        assert answer.status_code == 200, answer.text
+        assert len(replicas.engine_pids()) == size and len(series(replicas, "engine_healthy")) == size
+
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask) for _ in range(6)]
+        try:
+            scale(2)
+            scale(3)
+        finally:
+            over.set()
+        answers = [answer for future in asked for answer in future.result()]
+    assert len(answers) > 6 and set(answers) == {(200, expected)}
+    assert text(post(replicas, {"X-data-parallel-rank": "2"})) == expected

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
 
+import vserve.engine.engine as engine_module
 from vserve.engine.config import EngineConfig
+from vserve.engine.executor import ThreadExecutor
 from vserve.engine.messages import EngineStats
 from vserve.engine.plan import TokenLogprobs
 from vserve.engine.request import SamplingParams
 from vserve.server.client.engine_client import EngineClient
+
+RANKS = int(os.environ.get("VSERVE_TEST_RANKS", "1"))  # of each engine: with 2, these tests run over processes
 
 
 @dataclass
@@ -59,6 +66,7 @@ class Engine:
     def run(self, *waves: list[tuple[list[int], SamplingParams]], **options) -> tuple[list[list[Answer]], EngineStats]:
         async def main():
             options.setdefault("cpu_threads", 1)
+            options.setdefault("tensor_parallel_size", RANKS)
             client = EngineClient(EngineConfig(str(self.folder), device="cpu", engine_in_process=True, **options))
             await client.start()
             try:
@@ -80,6 +88,24 @@ class Engine:
         return answers, stats
 
 
+@pytest.fixture
+def overlap(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Steps are launched as on a GPU, so many in flight: on the loop's thread, the next before the last is read."""
+
+    def launched(depth: int) -> None:
+        make = ThreadExecutor.__init__
+
+        def init(self, *args, **options):
+            make(self, *args, **options)
+            self.asynchronous = True
+
+        monkeypatch.setattr(ThreadExecutor, "__init__", init)
+        monkeypatch.setattr(engine_module, "steps_in_flight", lambda device: depth)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+    return launched
+
+
 @pytest.fixture(scope="session")
 def engine(tiny_model) -> Engine:
     """The real engine over a tiny random Llama in float32."""
@@ -90,3 +116,9 @@ def engine(tiny_model) -> Engine:
 def mixture_engine(tiny_model) -> Engine:
     """The same over a mixture of experts whose first layer is dense."""
     return Engine(tiny_model("qwen3_moe", norm_topk_prob=True, mlp_only_layers=[0], num_hidden_layers=3))
+
+
+@pytest.fixture(scope="session")
+def windowed_engine(tiny_model) -> Engine:
+    """The same over a Gemma 3, most of whose layers see eight tokens."""
+    return Engine(tiny_model("gemma3", sliding_window=8))

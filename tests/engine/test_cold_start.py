@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vserve.engine import precompile, prefetch, worker
+import vserve.engine.engine as engine_module
+from vserve.engine import precompile, prefetch, rank
 from vserve.engine.config import EngineConfig
 from vserve.engine.model_config import ModelError
 from vserve.engine.precompile import Precompile
@@ -87,7 +88,7 @@ def test_an_engine_that_cannot_start_leaves_nothing_behind(checkpoint, tmp_path,
     def broken(*_):
         raise ModelError("no weights")
 
-    monkeypatch.setattr(worker, "Worker", broken)
+    monkeypatch.setattr(engine_module, "Engine", broken)
     try:
         with pytest.raises(ModelError, match="no weights"):
             asyncio.run(run_engine(EngineConfig(str(checkpoint)), print, print))
@@ -143,14 +144,14 @@ def test_no_helpers_where_all_is_compiled(checkpoint, tmp_path, monkeypatch):
 
 def test_first_steps_meet_the_slowest_kernels_one_by_one():
     """Those of prefill attention, of the same beside decodes, and of sampling: each helper begins with at most one."""
-    steps = worker.warm_up_steps(1024, 8192)
+    steps = rank.warm_up_steps(1024, 8192)
     assert all(num_seqs <= tokens <= 8192 for num_seqs, tokens, _ in steps)
     assert all(step not in steps[:i] for i, step in enumerate(steps)), "nothing is warmed up twice"
     alone, beside, sampled, *others = steps[:8]
     assert alone[0] == 1 < alone[1] and beside[1] == beside[0] + 1 and sampled[0] == sampled[1]
     assert [step[2].temperature > 0 for step in (alone, beside, sampled)] == [False, False, True]
     assert all(num_seqs == tokens and not sampling.temperature for num_seqs, tokens, sampling in others)
-    assert worker.warm_up_steps(1, 16)[0][:2] == (1, 16), "fewer rows than the steps are made for"
+    assert rank.warm_up_steps(1, 16)[0][:2] == (1, 16), "fewer rows than the steps are made for"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_shares_make_up_the_warm_up_of_a_model_with_few_layers(tiny_model, monke
     """On the CPU here: which steps, of what model, and that they run."""
     machine = Machine(torch.device("cpu"), "card", 3 * precompile.HELPER_BYTES, 1)
     asked, run = [], []
-    monkeypatch.setattr(worker, "open_machine", lambda config: asked.append(config.device) or machine)
+    monkeypatch.setattr(rank, "open_machine", lambda config: asked.append(config.device) or machine)
     dummy_step = ModelRunner.dummy_step
 
     def step(runner, *arguments):
@@ -180,7 +181,7 @@ def test_shares_make_up_the_warm_up_of_a_model_with_few_layers(tiny_model, monke
     config = EngineConfig(str(folder), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
     for index in range(4):  # for the fourth, the card has no memory
         precompile.run_share(config, 3, index)
-    steps = worker.warm_up_steps(4, 32)
+    steps = rank.warm_up_steps(4, 32)
     assert run == [*steps[0::3], *steps[1::3], *steps[2::3]] and asked == ["cuda"] * 4
 
 

@@ -9,12 +9,9 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-import torch
 
 import vserve.engine.arrivals as arrivals_module
 import vserve.engine.loop as loop_module
-import vserve.engine.resolved as resolved_module
-from vserve.engine.executor import Executor
 from vserve.engine.mask import make_mask
 from vserve.engine.messages import AbortRequests, AddGrammar, SetVocabulary
 from vserve.engine.request import SamplingParams
@@ -80,25 +77,12 @@ class Patterns:
         return Pattern(key)
 
 
-def overlap(monkeypatch, depth: int) -> None:
-    """Steps are launched on the loop's thread, the next before the last is read."""
-    make = Executor.__init__
-
-    def init(self, *args, **options):
-        make(self, *args, **options)
-        self.asynchronous = True
-
-    monkeypatch.setattr(Executor, "__init__", init)
-    monkeypatch.setitem(resolved_module.STEPS_IN_FLIGHT, "cpu", depth)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-
-
 @pytest.fixture(params=[1, 2, 3])
-def depth(request, monkeypatch) -> int:
+def depth(request, monkeypatch, overlap) -> int:
     """Steps in flight; several are launched as on a GPU: on the loop's thread, the next before the last is read."""
     monkeypatch.setattr(arrivals_module, "Grammars", Patterns)
     if request.param > 1:
-        overlap(monkeypatch, request.param)
+        overlap(request.param)
     return request.param
 
 

@@ -175,12 +175,10 @@ def told(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_ambiguous_grammars_are_refused_while_others_are_served(tiny_model, told, monkeypatch, depth) -> None:
+def test_ambiguous_grammars_are_refused_while_others_are_served(tiny_model, told, monkeypatch, overlap, depth) -> None:
     """Each ends with its reason; the canary's answer is as ever, and no wait for a mask is longer than it may be."""
     if depth > 1:
-        from .test_constrained_steps import overlap
-
-        overlap(monkeypatch, depth)
+        overlap(depth)
     monkeypatch.setattr(guide_module, "ALLOWANCE", 0.05)
     monkeypatch.setattr(guide_module, "ALLOWANCE_PER_TOKEN", 1e-4)
     waits: list[tuple[float, float]] = []

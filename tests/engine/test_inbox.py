@@ -28,12 +28,7 @@ GREEDY = SamplingParams(max_tokens=900, temperature=0.0)
 class Device:
     """Stands in for the executor: a step is over in the next turn of the event loop."""
 
-    asynchronous = False
-
     def __init__(self) -> None:
-        self.runner = SimpleNamespace(
-            model=SimpleNamespace(config=SimpleNamespace(vocab_size=100)), num_graph_misses=0, num_late_compilations=0
-        )
         self.plans: list[StepPlan] = []
         self._futures: list[asyncio.Future[StepResult]] = []
 
@@ -55,7 +50,7 @@ class Device:
 
 def new_loop(device: Device, send: Any = lambda message: None, **options: Any) -> EngineLoop:
     settings = {"max_model_len": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 4, "num_blocks": 1024, "depth": 2}
-    return EngineLoop(SchedulerConfig(**(settings | options)), device, send)  # type: ignore[arg-type]
+    return EngineLoop(SchedulerConfig(**(settings | options)), device, send, vocab_size=100)  # type: ignore[arg-type]
 
 
 @pytest.fixture

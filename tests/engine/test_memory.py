@@ -11,12 +11,13 @@ import torch
 import vserve.engine.cpu_memory as cpu_memory
 import vserve.engine.runner as runner_module
 from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.engine import Engine
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
+from vserve.engine.layers.weights import Placement
 from vserve.engine.memory import plan_memory
 from vserve.engine.rows import RowTables
 from vserve.engine.runner import ModelRunner
-from vserve.engine.worker import Worker
 
 GIB = 1 << 30
 BLOCK = 16 * 128 * 1024  # bytes: 16 tokens of an 8B model
@@ -25,9 +26,10 @@ BLOCK = 16 * 128 * 1024  # bytes: 16 tokens of an 8B model
 class Card:
     """80 GiB, of which the context's row tables and 20 GiB are taken."""
 
-    block_size, max_num_seqs = 16, 1024
+    block_size, max_num_seqs, draft_depths = 16, 1024, ()
     device = SimpleNamespace(type="cuda")
-    model = SimpleNamespace(parameters=list)
+    model = SimpleNamespace(parameters=list, place=Placement(torch.bfloat16, torch.device("cuda")))
+    adapters = None
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_model_len: int) -> None:
         self.max_model_len = max_model_len
@@ -43,7 +45,7 @@ class Card:
     def row_bytes(self, max_model_len: int) -> int:
         return ModelRunner.row_bytes(self, max_model_len)  # type: ignore[arg-type]
 
-    def dummy_step(self, *_: object) -> None: ...
+    def dummy_step(self, *_: object, **__: object) -> None: ...
 
 
 def planned(card: Card, **options):
@@ -82,13 +84,13 @@ def test_what_is_named_is_taken_at_its_word(monkeypatch) -> None:
 
 
 def test_old_rows_are_gone_before_new_ones_are_made(tiny_model, monkeypatch) -> None:
-    worker = Worker(
+    engine = Engine(
         EngineConfig(
             str(tiny_model("llama")), device="cpu", cpu_threads=1, max_model_len=256, num_gpu_blocks_override=32
         ),
         lambda _: None,
     )
-    runner, made = worker.runner, []
+    runner, made = engine.rank.runner, []
     graphs = runner.plan_graphs(8, 16, ())
     old = [weakref.ref(runner.tables), weakref.ref(runner.tables.block_tables[0])]
 
@@ -103,8 +105,8 @@ def test_old_rows_are_gone_before_new_ones_are_made(tiny_model, monkeypatch) -> 
     assert sum(t.numel() * t.element_size() for t in tables) == runner.row_bytes(64)
 
 
-def on_cpu(folder, **options) -> Worker:
-    return Worker(EngineConfig(str(folder), device="cpu", cpu_threads=1, **options), lambda _: None)
+def on_cpu(folder, **options) -> Engine:
+    return Engine(EngineConfig(str(folder), device="cpu", cpu_threads=1, **options), lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -130,17 +132,17 @@ def test_the_remedy_for_too_many_rows_fits(tiny_model, monkeypatch) -> None:
     with pytest.raises(ConfigError, match="--max-num-seqs") as refused:
         on_cpu(tiny_model("llama"), max_num_seqs=1_000_000)
     most = int(str(refused.value).split("set --max-num-seqs ")[1].split()[0])
-    worker = on_cpu(tiny_model("llama"), max_num_seqs=most)
-    assert 10_000 < most == worker.info.max_num_seqs
+    engine = on_cpu(tiny_model("llama"), max_num_seqs=most)
+    assert 10_000 < most == engine.info.max_num_seqs
 
 
 def test_the_plan_on_the_cpu_counts_rows_and_steps(tiny_model) -> None:
-    worker = on_cpu(tiny_model("llama"), max_num_seqs=5000, max_model_len=256, num_gpu_blocks_override=64)
-    tables, memory = worker.runner.tables, worker.info.memory
+    engine = on_cpu(tiny_model("llama"), max_num_seqs=5000, max_model_len=256, num_gpu_blocks_override=64)
+    tables, memory = engine.rank.runner.tables, engine.info.memory
     made = [tables.token_ids, tables.num_computed, tables.params, *tables.block_tables]
     rows = sum(t.numel() * t.element_size() for t in made)
     assert rows <= memory["other"] <= rows * 1.05
-    logits = 5000 * worker.runner.model.config.vocab_size * 4
+    logits = 5000 * engine.rank.runner.model.config.vocab_size * 4
     assert logits < memory["activations"] < 10 * logits
 
 
@@ -152,23 +154,23 @@ WINDOWS = {
 
 def test_windows_make_room_for_longer_contexts(tiny_model, caplog) -> None:
     """Of the same bytes; and what is told is what was counted."""
-    caplog.set_level("INFO", "vserve.engine.worker")
+    caplog.set_level("INFO", "vserve.engine.rank")
     options = {"kv_cache_memory_bytes": 400_000, "max_num_batched_tokens": 32}
     token = 2 * 2 * 16 * 4  # bytes of a layer
     every = on_cpu(tiny_model("qwen3", num_hidden_layers=6), **options)
     assert every.info.max_model_len == every.info.num_kv_tokens == (400_000 // (16 * 6 * token) - 1) * 16 == 240
-    worker = on_cpu(tiny_model("qwen3", **WINDOWS), **options)
-    info, layout = worker.info, worker.runner.layout
-    assert worker.scheduler_config.windows == layout.windows == (0, 20, 20)
+    engine = on_cpu(tiny_model("qwen3", **WINDOWS), **options)
+    info, layout = engine.info, engine.rank.runner.layout
+    assert engine.scheduler_config.windows == layout.windows == (0, 20, 20)
     assert info.memory["kv_cache"] == (info.num_blocks + 1) * 16 * 2 * token <= 400_000
     assert info.max_model_len == 512, "all of it, in the bytes that held less than half"
     # 32 blocks of the full layers, and of each group with windows the 19 tokens before a token and that token: 3
     assert info.num_kv_tokens == info.num_blocks * 512 // 38
     assert "2 layers keep all tokens, 4 layers keep the last 20 tokens; " in caplog.text
     assert f"{info.num_blocks} blocks of 16 = {info.num_kv_tokens} tokens" in caplog.text
-    caches = {layer.cache.keys.data_ptr() for layer in worker.runner.model.attention_layers()}
+    caches = {layer.cache.keys.data_ptr() for layer in engine.rank.runner.model.attention_layers()}
     assert len(caches) == 2, "three layers share each"
-    assert [layer.group for layer in worker.runner.model.attention_layers()] == [1, 1, 0, 2, 2, 0]
+    assert [layer.group for layer in engine.rank.runner.model.attention_layers()] == [1, 1, 0, 2, 2, 0]
 
 
 def test_what_windows_need_while_a_prompt_is_read_is_counted(tiny_model) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -56,12 +55,8 @@ class Device:
     """Stands in for the executor: steps take a fixed time, one after the other."""
 
     STEP = 0.1
-    asynchronous = False
 
     def __init__(self) -> None:
-        self.runner = SimpleNamespace(
-            model=SimpleNamespace(config=SimpleNamespace(vocab_size=100)), num_graph_misses=0, num_late_compilations=0
-        )
         self.free_at = 0.0
         self.plans: list[tuple[StepPlan, float]] = []  # with the time at which the device begins
         self.futures: list[asyncio.Future[StepResult]] = []
@@ -94,7 +89,7 @@ def test_who_arrives_during_a_step_is_in_the_next_one():
     async def run() -> None:
         device = Device()
         config = SchedulerConfig(max_model_len=960, max_num_batched_tokens=32, max_num_seqs=4, num_blocks=64, depth=2)
-        engine = EngineLoop(config, device, lambda message: None)  # type: ignore[arg-type]
+        engine = EngineLoop(config, device, lambda message: None, vocab_size=100)  # type: ignore[arg-type]
         task = asyncio.create_task(engine.run())
         greedy = SamplingParams(max_tokens=900, temperature=0.0)
         engine.submit(AddRequest(1, pack_tokens([1, 2, 3]), greedy))
@@ -134,7 +129,7 @@ def test_an_engine_on_the_event_loop_of_others_never_puts_it_to_sleep(monkeypatc
         device = Device()
         device.STEP = 0.01
         config = SchedulerConfig(max_model_len=960, max_num_batched_tokens=32, max_num_seqs=4, num_blocks=64, depth=2)
-        engine = EngineLoop(config, device, lambda message: None, **options)  # type: ignore[arg-type]
+        engine = EngineLoop(config, device, lambda message: None, vocab_size=100, **options)  # type: ignore[arg-type]
         task = asyncio.create_task(engine.run())
         engine.submit(AddRequest(1, pack_tokens([1, 2, 3]), SamplingParams(max_tokens=900, temperature=0.0)))
         while len(device.plans) < 12:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vserve.engine import sampler
 from vserve.engine.batch import BatchBuilder, Shape
-from vserve.engine.graphs import MIXED_PREFILL_ROWS, StepGraphs, decode_sizes, mixed_sizes
+from vserve.engine.graphs import MANY_PREFILL_ROWS, MIXED_PREFILL_ROWS, StepGraphs, decode_sizes, mixed_sizes
 from vserve.engine.layers import attention
 from vserve.engine.memory import WORST_SAMPLING
 from vserve.engine.plan import StepPlan
@@ -55,9 +55,9 @@ def test_padding_beside_prompts_leaves_them_alone(engine, monkeypatch):
         mixed = shape.decode_rows > 0 and shape.prefill_rows > 0
         return replace(shape, decode_rows=shape.decode_rows + 3, tokens=shape.tokens + 4) if mixed else shape
 
-    def decodes_last(query, cache, decodes, prompts, scoring, *, workspace, work, out):
+    def decodes_last(query, cache, decodes, prompts, scoring, *, workspace, work, out, prompt_cache):
         count = len(decodes.rows)
-        prefill_attention(query, cache, prompts, scoring, out=out)
+        prefill_attention(query, prompt_cache or cache, prompts, scoring, out=out)
         decode_attention(query[:count], cache, decodes, scoring, out=out[:count])
         besides.append(count)
 
@@ -111,11 +111,40 @@ def test_every_small_step_finds_the_smallest_graph_that_holds_it(graphs):
             assert shape.tokens <= max(128, 2 * max(total, shape.decode_rows + 1) - 1)
 
 
+def test_a_burst_of_short_prompts_finds_one(graphs):
+    for decodes in (0, 1, 16, 65, 256):
+        for queries in ((5,) * (MIXED_PREFILL_ROWS + 1), (2,) * MANY_PREFILL_ROWS, (20,) * 38):
+            shape = graphs.find(plan(decodes, *queries))
+            assert decodes <= shape.decode_rows and len(queries) <= shape.prefill_rows
+            assert decodes + sum(queries) <= shape.tokens and max(queries) <= shape.max_query_len
+    few = StepGraphs(None, None, 8, 1024, ())  # type: ignore[arg-type]
+    assert all(shape.prefill_rows <= MIXED_PREFILL_ROWS for shape in few.shapes()), "so many prompts never run at once"
+
+
+def test_steps_with_drafts_find_the_graph_of_their_depth():
+    table = StepGraphs(None, None, 256, 1024, (2048, 4224), {7: 8, 3: 32, 1: 64})  # type: ignore[arg-type]
+    table._graphs = {shape: shape for shape in table.shapes()}  # type: ignore[misc]
+    for count, most in ((7, 8), (3, 32), (1, 64)):
+        for decodes in range(1, most + 1):
+            for queries in ((), (1,), (5,), (1,) * 16, (700,), (300, 200, 1, 1)):
+                step = msgspec.structs.replace(plan(decodes, *queries), num_drafts=count)
+                step = msgspec.structs.replace(step, num_tokens=[1 + count] * decodes + list(queries))
+                assert table.expects(step)
+                shape = table.find(step)
+                assert shape.num_drafts == count and decodes <= shape.decode_rows <= max(most, 8)
+                assert step.total_tokens <= shape.tokens and len(queries) <= shape.prefill_rows
+                assert bool(queries) == bool(shape.max_query_len) and max(queries, default=0) <= shape.max_query_len
+                assert shape.samples == shape.decode_rows * (1 + count) + shape.prefill_rows
+                assert queries or shape.decode_rows <= max(decodes + 8, 2 * decodes)
+        step = msgspec.structs.replace(plan(most + 1), num_drafts=count, num_tokens=[1 + count] * (most + 1))
+        assert table.find(step) is None and not table.expects(step)
+
+
 def test_what_no_graph_holds_runs_without(graphs):
     assert graphs.find(plan(257)) is None
     assert graphs.find(plan(257, 5)) is None
     assert graphs.find(plan(1, 1040)) is None
-    assert graphs.find(plan(1, *[2] * (MIXED_PREFILL_ROWS + 1))) is None
+    assert graphs.find(plan(1, *[2] * (MANY_PREFILL_ROWS + 1))) is None
     assert graphs.find(plan(9, 1500)) is None, "launched kernel by kernel it is faster than padded to 2048"
     assert graphs.find(plan(0, 4225)) is None and graphs.find(plan(0, 8192)) is None
 

@@ -115,6 +115,17 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
     assert model.product_seconds(256, 256) > 8 * model.product_seconds(1, 1)
 
 
+def test_a_cache_of_8_bits_holds_twice_as_much_and_is_read_faster(setup: Setup) -> None:
+    """With a scale for each token and head, 32 numbers of 32 bits beside 2,048 codes a layer: 3 % less than that."""
+    model = parse_model_config(LLAMA_8B)
+    codes = set_up(0, model, EngineConfig("m", kv_cache_dtype="fp8"), CARDS["h200"])
+    scaled = set_up(0, model, EngineConfig("m", kv_cache_dtype="fp8", calculate_kv_scales=True), CARDS["h200"])
+    assert codes.cache_tokens == pytest.approx(2 * setup.cache_tokens, rel=1e-3)
+    assert scaled.cache_tokens == pytest.approx(codes.cache_tokens * 2048 / (2048 + 64), rel=1e-3)
+    times = [closed(one, [Ask(0, 6000, 64)] * 64, 64)[1] for one in (setup, codes)]
+    assert times[1] < 0.99 * times[0]
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the model does not fit one l4: of 20\.2.*take a larger card"):
         set_up(0, parse_model_config(LLAMA_8B | {"num_hidden_layers": 64}), EngineConfig("m"), CARDS["l4"])

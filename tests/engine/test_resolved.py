@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from vserve.engine.adapters.make import most_tokens
 from vserve.engine.config import ConfigError, EngineConfig, SchedulerConfig
+from vserve.engine.graphs import StepGraphs
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.memory import MemoryPlan
@@ -87,6 +89,16 @@ def test_what_was_asked_for_is_what_counts(model: ModelConfig) -> None:
     assert not resolve(EngineConfig("m"), model, CPU).uses_graphs
 
 
+@pytest.mark.parametrize(("tokens", "seqs"), [(2048, 8), (1024, 4), (512, 256)])
+def test_adapters_have_room_for_the_largest_graph(model: ModelConfig, tokens: int, seqs: int) -> None:
+    config = EngineConfig("m", enable_lora=True, max_model_len=512, max_num_batched_tokens=tokens, max_num_seqs=seqs)
+    found = resolve(config, model, CARD)
+    graphs = StepGraphs(
+        None, lambda batch, wanted: torch.empty(0), found.max_cudagraph_capture_size, found.mixed_step, (), coarse=True
+    )
+    assert graphs.shapes()[0].tokens <= most_tokens(found)
+
+
 def test_a_checkpoint_in_float32_is_served_in_bfloat16_on_a_card(model: ModelConfig) -> None:
     model = dataclasses.replace(model, dtype=torch.float32)
     assert resolve(EngineConfig("m"), model, CARD).dtype is torch.bfloat16
@@ -151,7 +163,7 @@ def test_what_memory_decides(model: ModelConfig) -> None:
     assert asked.max_model_len > 60
     fitted = asked.fitted(plan(max_model_len=60, notices=("context cut",)))
     assert not open_fields(fitted) and fitted.notices == ("context cut",)
-    scheduler = fitted.scheduler_config(windows=(0, 0))
+    scheduler = fitted.scheduler_config(windows=(0, 0), depth=2)
     assert scheduler == SchedulerConfig(
         max_model_len=60, max_num_batched_tokens=9000, max_num_seqs=9000, max_mixed_tokens=1024,
         large_mixed_tokens=asked.large_mixed_tokens, num_blocks=101, windows=(0, 0), depth=2,
@@ -166,7 +178,8 @@ def test_what_memory_decides(model: ModelConfig) -> None:
     left = {spec.name for spec in dataclasses.fields(EngineConfig)} - set(told)
     changes = {"hf_config_path", "hf_overrides", "quantization", "rope_theta", "rope_scaling", "disable_sliding_window"}
     others = {"model", "revision", "download_dir", "gpu_memory_utilization", "engine_in_process", "prefix_cache_seed"}
-    others |= {"data_parallel_size", "trust_remote_code", "runner", "convert", "task"}
+    others |= {"merge_lora", "qlora_adapter_name_or_path"}
+    others |= {"data_parallel_size", "kv_events_config", "trust_remote_code", "runner", "convert", "task"}
     assert left == others | changes, "nothing that can be left open, and no secret"
 
 
@@ -180,10 +193,10 @@ def test_prompts_that_no_step_holds_are_said(model: ModelConfig) -> None:
 def test_the_seed_of_the_prefix_cache_reaches_the_scheduler_and_nobody_else(model: ModelConfig) -> None:
     model = dataclasses.replace(model, dtype=torch.bfloat16)
     fitted = resolve(EngineConfig("m", prefix_cache_seed="of the fleet"), model, CARD).fitted(plan())
-    assert fitted.scheduler_config((0,)).prefix_cache_seed == "of the fleet"
+    assert fitted.scheduler_config((0,), 1).prefix_cache_seed == "of the fleet"
     told = (
         fitted,
-        fitted.scheduler_config((0,)),
+        fitted.scheduler_config((0,), 1),
         fitted.info({}, {}),
         EngineConfig("m", prefix_cache_seed="of the fleet"),
     )

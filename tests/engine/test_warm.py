@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine import kernel_cache, loader, logs, precompile, warm, worker
+import vserve.engine.engine as engine_module
+from vserve.engine import kernel_cache, loader, logs, precompile, warm
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.kernel_cache import CacheSize, use_kernel_cache
 from vserve.engine.precompile import fingerprint
@@ -85,7 +86,7 @@ def test_a_start_on_made_up_weights_fills_the_cache(
             self.info = SimpleNamespace(device="H100", startup_seconds={"weights": 1.25, "warm-up": 7.0})
 
     helpers = SimpleNamespace(wait=lambda: ran.append("wait"), kill=lambda: ran.append("kill"))
-    bare.setattr(worker, "Worker", Start)
+    bare.setattr(engine_module, "Engine", Start)
     bare.setattr(warm.Precompile, "start", lambda config: ran.append(config) or helpers)
     folder = str(tiny_model("llama"))
     assert main.main(["warm", folder, "--max-model-len", "64", "--port", "9000"]) == 0

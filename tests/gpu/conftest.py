@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vserve.engine.config import EngineConfig
-from vserve.engine.messages import EngineStats, RequestOutput
+from vserve.engine.messages import EngineStats, LoadAdapter, RequestOutput
 from vserve.engine.request import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
@@ -45,10 +45,15 @@ async def _answer(client: EngineClient, prompt: list[int], sampling: SamplingPar
     return outputs
 
 
-async def _generate(config: EngineConfig, requests: Requests) -> tuple[list[list[RequestOutput]], EngineStats]:
+async def _generate(
+    config: EngineConfig, requests: Requests, adapters: Sequence[Path]
+) -> tuple[list[list[RequestOutput]], EngineStats]:
     client = EngineClient(config)
     try:
         await client.start()
+        for id, folder in enumerate(adapters, 1):
+            loaded = await client.load_adapter(LoadAdapter(id, str(folder)))
+            assert loaded.error is None, loaded.error
         # All are waited for: asyncio logs exceptions that nobody has seen, and pytest keeps what is logged.
         answers = await asyncio.gather(*(_answer(client, *request) for request in requests), return_exceptions=True)
         completed = []
@@ -66,14 +71,17 @@ def generate() -> Generate:
     """generate(folder, requests, **EngineConfig options) → (the outputs of each request, the engine's statistics).
 
     All requests at once, through the real engine loop in this process. The cache has a size of its own: as a share of
-    the card it would depend on what others hold there, an engine that is not gone yet included.
+    the card it would depend on what others hold there, an engine that is not gone yet included. `adapters`: folders,
+    whose ids are 1 and so on.
     """
 
-    def run(folder: Path, requests: Requests, **options: Any) -> tuple[list[list[RequestOutput]], EngineStats]:
+    def run(
+        folder: Path, requests: Requests, adapters: Sequence[Path] = (), **options: Any
+    ) -> tuple[list[list[RequestOutput]], EngineStats]:
         collect()  # what this test itself has used, as a model to compare with
         config = EngineConfig(str(folder), engine_in_process=True, kv_cache_memory_bytes=GIB, **options)
         try:
-            return asyncio.run(_generate(config, requests))
+            return asyncio.run(_generate(config, requests, adapters))
         except BaseException as error:
             # pytest keeps the traceback for its report: its frames must not keep the engine.
             seen: BaseException | None = error

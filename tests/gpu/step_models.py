@@ -23,6 +23,7 @@ from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import choose_formats
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
+from vserve.engine.parallel import group
 from vserve.engine.plan import StepPlan
 from vserve.engine.rope_config import RopeConfig
 from vserve.kernels.activation import silu_mul_torch
@@ -129,7 +130,7 @@ def plain_torch() -> Iterator[None]:
         patch.setattr(attention_layer, "decode_attention", _decode)
         patch.setattr(attention_layer, "prefill_attention", _prefill)
         patch.setattr(norm, "rms_norm", rms_norm_torch)
-        patch.setattr(norm, "add_rms_norm", add_rms_norm_torch)
+        patch.setattr(group, "add_rms_norm", add_rms_norm_torch)
         patch.setattr(unquantized, "silu_mul", silu_mul_torch)
         yield
 

@@ -2,7 +2,13 @@
 
     core (default)   kernels, steps, the engine, the noticing model in company and with planted faults, the 8B shape
     foreign          models that transformers' code computes: their forwards in graphs
+    families         every native family against transformers
+    encoders         models that read whole texts both ways, against the CPU's vectors
+    spec             drafts: tokens in graphs of every depth, the noticing model in company, what a copy gains
     experts          the products and the routing of mixtures of experts
+    quant            the products of quantised weights, a cache of 8 bits
+    lora             adapters: their kernels, and the engine with many of them at once
+    ranks            one model on two cards
     soak             eight minutes of the noticing model in company, memory watched
 
 What a part prints goes to a file of its own; the table at the end says what came of each. Exit code 1 where one failed.
@@ -77,6 +83,11 @@ def fault(kind: str) -> Part:
     )
 
 
+NGRAMS = "--spec-method=ngram --ngram-prompt-lookup-max=4"
+ALWAYS = (
+    '--speculative-config={"method":"ngram","prompt_lookup_min":1,"prompt_lookup_max":3,'
+    '"num_speculative_tokens_per_batch_size":[[1,32,7],[33,64,3],[65,512,1]]}'
+)
 # A group is lanes of parts: those of a lane one after the other, the lanes at the same time. The last lane runs alone:
 # it measures the card's memory.
 GROUPS: dict[str, list[list[Part]]] = {
@@ -96,7 +107,55 @@ GROUPS: dict[str, list[list[Part]]] = {
         [tests("the 8B shape", "tests/gpu/test_serve_8b.py")],
     ],
     "foreign": [[tests("foreign", "tests/gpu/test_foreign_gpu.py")]],
+    "families": [
+        [tests("families", "tests/gpu/test_families_gpu.py", workers=max(1, min(4, CORES // 4)), share="load")]
+    ],
+    "encoders": [[tests("encoders", "tests/gpu/test_encoders_gpu.py")]],
     "experts": [[tests("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")]],
+    "quant": [
+        [tests("layouts", "tests/gpu/test_quant_gpu.py")],
+        *(
+            [
+                noticing(
+                    f"the noticing model in {kind}",
+                    f"--options=--quantization={kind}",
+                    "--streams=1,100,400",
+                    "--answers=400",
+                    "--no-small-cache",
+                )
+            ]
+            for kind in ("fp8", "int4")
+        ),
+        [
+            tests(
+                "kernels",
+                "tests/kernels/test_quant_linear.py",
+                "tests/kernels/test_fp8_linear.py",
+                "tests/kernels/test_fp8_rows.py",
+            )
+        ],
+        [tests("FP8 cache", "tests/kernels/test_kv_fp8.py", "tests/gpu/test_kv8_gpu.py")],
+        [
+            noticing(
+                "the noticing model, FP8 cache",
+                "--options=--kv-cache-dtype=fp8",
+                "--streams=100,400",
+                "--answers=1000",
+            )
+        ],
+    ],
+    "spec": [
+        [tests("drafts", "tests/gpu/test_spec_gpu.py")],
+        [noticing("the noticing model, with n-grams", f"--options={NGRAMS}", "--streams=1,8,40,100")],
+        # drafts, mostly wrong ones, however many run
+        [noticing("the same, at every load", f"--options={ALWAYS}", "--streams=20,60,200", "--answers=1200")],
+    ],
+    "lora": [[tests("adapters", "tests/kernels/test_lora.py", "tests/gpu/test_lora_gpu.py")]],
+    "ranks": [
+        [tests("sums over ranks", "tests/gpu/test_ranks_gpu.py")],
+        [tests("engines of two ranks", "tests/gpu/test_rank_engines_gpu.py")],
+        [noticing("the noticing model on two cards", "--options=-tp 2", "--streams=1,100", "--answers=1000")],
+    ],
     "soak": [[noticing("soak", "--soak=480")]],
 }
 

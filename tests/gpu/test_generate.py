@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from vserve.engine import worker
+from vserve.engine import rank
 from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
 from vserve.server.client.engine_client import EngineDeadError
@@ -35,7 +35,7 @@ def test_nothing_is_left_while_an_error_is_kept(generate, tiny_model, monkeypatc
         raise RuntimeError("broken on purpose")
 
     if place == "start":
-        monkeypatch.setattr(worker, "warm_up", warm_up)
+        monkeypatch.setattr(rank, "warm_up", warm_up)
     else:
         monkeypatch.setattr(Mailbox, "get", get)
     with pytest.raises(EngineDeadError, match="broken on purpose") as kept:  # as pytest keeps that of a failed test

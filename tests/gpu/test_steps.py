@@ -150,9 +150,9 @@ def few(steps: Callable[..., Any], shape: str, dtype: torch.dtype = torch.float3
 def beside(decode: Callable[..., Any]) -> Callable[..., None]:
     """A twin of attend_beside whose decodes are the last to write."""
 
-    def attend(query, cache, decodes, prompts, scoring, *, workspace, work, out):
+    def attend(query, cache, decodes, prompts, scoring, *, workspace, work, out, prompt_cache=None):
         count = len(decodes.rows)
-        prefill_attention(query, cache, prompts, scoring, out=out)
+        prefill_attention(query, prompt_cache or cache, prompts, scoring, out=out)
         decode(query[:count], cache, decodes, scoring, out=out[:count])
 
     return attend

@@ -79,12 +79,56 @@ def _spare_the_interpreter_idle_work() -> None:
     interpreter._get_np_dtype = find_once
 
 
+def _run_assembly() -> None:
+    """Inline assembly, too: of one output, for two neighbours at a time."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    from triton.runtime import interpreter
+
+    spec = spec_from_file_location("ptx", Path(__file__).with_name("ptx.py"))
+    assert spec is not None and spec.loader is not None
+    ptx = module_from_spec(spec)
+    spec.loader.exec_module(ptx)
+
+    class Results:
+        def __init__(self, handle: Any) -> None:
+            self.handle = handle
+
+        def get_result(self, place: int) -> Any:
+            return self.handle
+
+    def create_inline_asm(builder: Any, asm: str, constraints: str, values: Any, types: Any, *_: Any) -> Results:
+        assert constraints == "=r" + ",r" * len(values) and len(types) == 1
+        scalar = types[0].scalar
+        data = ptx.evaluate_pairs(asm, *(value.data for value in values)).view(interpreter._get_np_dtype(scalar))
+        return Results(interpreter.TensorHandle(data, scalar))
+
+    interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm
+
+
+def _round_to_fp8() -> None:
+    """As the hardware does it. The interpreter's own conversion loses the carry of a mantissa that is rounded up."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_rightly(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source.name == "fp32" and target.name == "fp8e4nv":
+            rounded = torch.from_numpy(data.copy()).to(torch.float8_e4m3fn)
+            return rounded.view(torch.uint8).numpy().reshape(data.shape)
+        return convert(data, source, target, rounding)
+
+    interpreter._convert_float = convert_rightly
+
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ["TRITON_INTERPRET"] == "1":
         if "triton" in sys.modules:
             _interpret_loaded_kernels()
         _spare_the_interpreter_idle_work()
+        _run_assembly()
+        _round_to_fp8()
 
 
 @pytest.fixture(scope="session")

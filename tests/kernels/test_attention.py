@@ -210,6 +210,8 @@ DECODE_CASES: dict[str, dict[str, Any]] = {
     "drafts_2_window": {"lengths": [90, 18], "query_len": 3, "window": 17},
     "drafts_3_gqa7": {"lengths": [35, 0], "query_len": 4, "heads": 14},
     "drafts_4_sinks": {"lengths": [66, 5], "query_len": 5, "sinks": True},
+    "drafts_7": {"lengths": [66, 9], "query_len": 8},
+    "drafts_15_window": {"lengths": [70], "query_len": 16, "window": 21},
     "drafts_beyond_length": {"lengths": [2, 40, 4], "query_len": 4},
     "rows_beyond_a_tile": {"lengths": [40], "query_len": 5, "heads": 32},
     "everything": {"lengths": [99, 0], "query_len": 2, "window": 40, "soft_cap": 5.0, "sinks": True, "value_size": 32},

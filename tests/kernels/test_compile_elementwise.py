@@ -125,13 +125,14 @@ def launch_dependent_kernels() -> None:
 
 
 def launch_other_kernels() -> None:
-    from vserve.kernels import batch_inputs, penalties, sampling
+    from vserve.kernels import batch_inputs, penalties, sampling, verify
 
     token_ids, block_table = i32(5, 4096), i32(5, 256)
     batch_inputs.scatter_rows_triton(token_ids, i32(2), i32(2), i32(3), i32(9))
     batch_inputs.build_inputs_triton(token_ids, i32(5), i32(4), i32(5), i32(9), i32(9), i32(4))
     batch_inputs.build_slots_triton(block_table, i32(4), i32(5), i32(9), i32(9), 16)
     batch_inputs.commit_tokens_triton(token_ids, i32(5), i32(4), i32(5), i32(4), i32(4))
+    verify.verify_drafts_triton(token_ids, i32(5), i32(5), i32(4), i32(5), i32(16), i32(4), i32(2, 4), 3)
 
     one, zero = torch.ones(2), torch.zeros(2, dtype=torch.int64)
     for vocabulary in (512, 50257, 128256):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from vserve.engine import worker
+from vserve.engine import rank
 from vserve.engine.config import EngineConfig
 from vserve.engine.layers import unquantized as layer_module
 from vserve.engine.layers.linear import Linear
@@ -115,10 +115,10 @@ def test_an_engine_on_a_gpu_says_so_first(monkeypatch: pytest.MonkeyPatch) -> No
     def asked() -> None:
         raise Asked
 
-    monkeypatch.setattr(worker, "_choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(worker, "accumulate_in_fp32", asked)
+    monkeypatch.setattr(rank, "_choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(rank, "accumulate_in_fp32", asked)
     with pytest.raises(Asked):
-        worker.Worker(EngineConfig("nowhere"), lambda progress: None)
+        rank.Rank(EngineConfig("nowhere"), lambda progress: None)
 
 
 @pytest.mark.skipif(CUDA, reason="there is a cuBLAS")

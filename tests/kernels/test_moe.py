@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vserve.kernels.moe import ExpertWeights, experts_torch
-from vserve.kernels.moe_route import LITTLE_PAIRS
+from vserve.kernels.moe_route import LITTLE_PAIRS, Routing, route_torch, route_triton
 from vserve.kernels.moe_triton import MoeTile, down_tile, experts_triton, gate_up_tile, needs_sort, tokens_of_tiles
 
 CUDA = torch.cuda.is_available()
@@ -62,6 +62,31 @@ def test_kernels_equal_their_twin(rng: torch.Generator, device: str, case: tuple
             found = experts_triton(x, ids, weights, *matrices, limit=limit, beside=beside, tiles=tiles, sort=sort)
             assert found.is_contiguous()
             assert_near(found, wanted)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_ranks_that_have_some_of_the_experts(rng: torch.Generator, device: str, num_tokens: int) -> None:
+    """Their sum is what all do, sorted or not; what others have is not read, for it is not there."""
+    matrices, how = operands(rng, device, torch.float32, 6, 32, 16, bias=True), Routing(3, renormalize=True)
+    x, logits = torch.randn(num_tokens, 32, generator=rng).to(device), torch.randn(num_tokens, 6, generator=rng)
+    logits[-1, :4] = -9.0  # no expert of the first rank
+    logits = logits.to(device)
+    wanted = expected(x, *route_torch(logits, how), matrices)
+    for sort in (True, False, None):
+        total = torch.zeros_like(x)
+        for first in (0, 2, 4):
+            mine = ExpertWeights(*(None if m is None else m[first : first + 2].contiguous() for m in matrices))
+            ids, weights = route_triton(logits, how, mine=range(first, first + 2))
+            ids_twin, weights_twin = route_torch(logits, how, mine=range(first, first + 2))
+            assert torch.equal(ids, ids_twin) and int(ids.max()) <= 2
+            torch.testing.assert_close(weights, weights_twin)
+            part = expected(x, ids, weights, mine)
+            if sort is not None:
+                tiles = MoeTile(16, 16, 32, 4, 2), MoeTile(16, 32, 16, 4, 2)
+                found = experts_triton(x, ids, weights, *mine, tiles=tiles, sort=sort)
+                assert_near(found, part)
+            total += part
+        assert_near(total, wanted)
 
 
 @pytest.mark.parametrize("num_tokens", [17, 300])
@@ -129,7 +154,7 @@ from vserve.kernels import pdl
 pdl.pdl_available = lambda device: sys.argv[1] == "pdl"
 pdl.MAX_ROWS = 64
 from vserve.kernels.moe_route import Routing, route_triton
-from vserve.kernels.moe_route import LITTLE_PAIRS
+from vserve.kernels.moe_route import LITTLE_PAIRS, Routing, route_torch, route_triton
 from vserve.kernels.moe_triton import experts_triton
 
 hidden, inner, num_experts, top_k = map(int, sys.argv[2:6])

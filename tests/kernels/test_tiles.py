@@ -14,7 +14,10 @@ from vserve.kernels.attention_decode import DecodeTile, decode_tile
 from vserve.kernels.attention_prefill import PrefillTile, prefill_tile
 
 FILES = sorted(tiles.FOLDER.glob("*.json"))
-TABLES = {"decode", "prefill", "small_linear_rows", "small_linear_fma", "small_linear_dot", "cublas", "linear_hopper"}
+TABLES = {
+    "decode", "prefill", "small_linear_rows", "small_linear_fma", "small_linear_dot", "cublas", "linear_hopper",
+    "quant_rows", "quant_linear", "fp8_linear",
+}  # fmt: skip
 CASES = [(element_bytes, size) for element_bytes in (2, 4) for size in (64, 128, 256, 512, 576)]
 
 
@@ -35,10 +38,12 @@ def test_a_file_is_complete(path: Path) -> None:
         limits = [row[limit] for row in data[table] if (row["element_bytes"], row["head_size"]) == case]
         assert limits and limits[-1] is None, "the last row of a case holds for any number"
         assert limits[:-1] == sorted(limits[:-1])
-    for table in ("small_linear_fma", "small_linear_dot"):
+    for table in ("small_linear_fma", "small_linear_dot", "quant_rows", "quant_linear", "fp8_linear"):
         assert data[table][-1]["max_n"] is None
-    for table in TABLES - {"cublas", "small_linear_rows"}:
+    for table in TABLES - {"cublas", "small_linear_rows", "quant_rows"}:
         for row in data[table]:
+            if not row.get("block_m", 1):
+                continue  # cuBLAS's own
             assert all(power_of_two(row[name]) for name in ("block_m", "block_n", "block_k", "warps") if name in row)
             assert 1 <= row["stages"] <= 8
 

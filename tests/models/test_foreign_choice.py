@@ -110,7 +110,7 @@ def test_auto_takes_transformers_where_there_is_none() -> None:
         (named("Qwen3NextForCausalLM"), "Qwen3NextForCausalLM is not served: its layers keep a recurrent state"),
         (named("FalconForCausalLM"), "FalconForCausalLM is not served: its attention is computed in its own way"),
         (named("BloomForCausalLM"), "BloomForCausalLM is not served: .*ALiBi"),
-        (named("BertForMaskedLM"), "BertForMaskedLM is not served: it is an encoder"),
+        (named("DebertaForMaskedLM"), "DebertaForMaskedLM is not served: it is an encoder"),
         (named("T5ForConditionalGeneration"), "T5ForConditionalGeneration is not served: it has an enc"),
         (named("LlavaForConditionalGeneration"), "LlavaForConditionalGeneration is not served: it needs"),
         (

@@ -38,8 +38,11 @@ def mxfp4(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def published(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """→ a folder with "quantized", and with "twin": the numbers that its codes mean."""
-    source, folder = tiny_model("gpt_oss"), tmp_path_factory.mktemp("published")
+    return publish(tiny_model("gpt_oss"), tmp_path_factory.mktemp("published"))
+
+
+def publish(source: Path, folder: Path) -> Path:
+    """→ the folder, with "quantized", and with "twin": the numbers that its codes mean."""
     plain = load_file(source / "model.safetensors")
     stored, twin = dict(plain), dict(plain)
     for name, weight in plain.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from vserve.engine.layers.embedding import Embedding, LMHead
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.unquantized import Unquantized
 from vserve.engine.layers.weights import Placement
+from vserve.engine.parallel.group import SingleGroup
 
 CPU = Placement(torch.float32, torch.device("cpu"))
 HEADS = {"q": 8 * 4, "k": 2 * 4, "v": 2 * 4}
@@ -56,7 +58,7 @@ def test_ranks_of_a_column_layer_hold_whole_heads(size: int) -> None:
     x = torch.randn(3, 16)
     full = {part: functional.linear(x, tensors[part, "weight"], tensors[part, "bias"]) for part in HEADS}
     for rank in range(size):
-        place = replace(CPU, tp_rank=rank, tp_size=size)
+        place = replace(CPU, group=SingleGroup(rank, size))
         layer = filled(tensors, 16, HEADS, place=place, rule="column", unit=4, bias=True)
         q, k, v = layer(x).split([rows for _, rows in layer.shape.spans.values()], dim=1)
         torch.testing.assert_close(q, full["q"].chunk(size, dim=1)[rank])
@@ -72,7 +74,7 @@ def test_ranks_of_a_row_layer_sum_to_the_whole(size: int) -> None:
     x = torch.randn(3, 32)
     total = torch.zeros(3, 6)
     for rank in range(size):
-        place = replace(CPU, tp_rank=rank, tp_size=size)
+        place = replace(CPU, group=SingleGroup(rank, size))
         layer = filled(tensors, 32, {"out": 6}, place=place, rule="row", unit=4, bias=True)
         total += layer(x.narrow(1, *layer.shape.input_span))
     torch.testing.assert_close(total, functional.linear(x, tensors["out", "weight"], tensors["out", "bias"]))
@@ -80,7 +82,19 @@ def test_ranks_of_a_row_layer_sum_to_the_whole(size: int) -> None:
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="8 parts cannot be divided over 3 ranks: choose a divisor of 8"):
-        Linear(16, HEADS, place=replace(CPU, tp_size=3), rule="column", unit=4)
+        Linear(16, HEADS, place=replace(CPU, group=SingleGroup(0, 3)), rule="column", unit=4)
+
+
+class Adds:
+    """An adapter of steps that are active."""
+
+    active = True
+
+    def __init__(self, delta: Callable[[Tensor], Tensor]) -> None:
+        self._delta = delta
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return y + self._delta(x) if self.active else y
 
 
 def test_adapter_sees_input_and_output() -> None:
@@ -88,7 +102,7 @@ def test_adapter_sees_input_and_output() -> None:
     layer = filled(tensors, 8, {"out": 6}, place=CPU)
     x = torch.randn(2, 8)
     plain = layer(x)
-    layer.adapter = lambda owner, given, y: y + given[:, :6] * len(owner.shape.parts)
+    layer.adapter = Adds(lambda given: given[:, :6])
     torch.testing.assert_close(layer(x), plain + x[:, :6])
 
 
@@ -109,7 +123,7 @@ def test_another_method_replaces_the_product() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_tied_output_shares_the_embedding_memory(size: int) -> None:
     for rank in range(size):
-        place = Placement(torch.bfloat16, torch.device("cpu"), rank, size)
+        place = Placement(torch.bfloat16, torch.device("cpu"), SingleGroup(rank, size))
         embedding = Embedding(10, 4, place)
         head = LMHead(10, 4, place, tied=embedding)
         for holder in (embedding, head):
@@ -121,8 +135,9 @@ def test_tied_output_shares_the_embedding_memory(size: int) -> None:
         assert head.method.weight.untyped_storage().data_ptr() == embedding.weight.untyped_storage().data_ptr()
         x = torch.randn(2, 4, dtype=torch.bfloat16)
         logits = head(x)
-        assert logits.dtype is torch.float32
-        torch.testing.assert_close(logits, functional.linear(x, embedding.weight.chunk(size)[rank]).float())
+        assert logits.dtype is torch.float32 and logits.shape == (2, 10)
+        mine = logits.chunk(size, dim=1)[rank]
+        torch.testing.assert_close(mine, functional.linear(x, embedding.weight.chunk(size)[rank]).float())
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -133,7 +148,7 @@ def test_gated_parts(adapted: bool) -> None:
     layer = filled(tensors, 16, parts, place=CPU, rule="column", bias=True)
     x = torch.randn(3, 16)
     if adapted:
-        layer.adapter = lambda layer, x, y: y + 1
+        layer.adapter = Adds(lambda given: torch.ones(1))
     gate, up = (functional.linear(x, tensors[part, "weight"], tensors[part, "bias"]) + adapted for part in parts)
     torch.testing.assert_close(layer.silu_mul(x), functional.silu(gate) * up)
 
@@ -155,7 +170,9 @@ def test_products_of_many_rows_add_to_the_residual() -> None:
     assert not added(), "never on the CPU"
     layer.method.add_rows = 3
     assert added()
-    layer.adapter = lambda layer, x, y: y + 1
+    layer.adapter = Adds(lambda given: torch.ones(1))
     assert not added()
+    layer.adapter.active = False
+    assert added()
     layer.adapter, layer.method.add_rows = None, 4
     assert not added()

@@ -439,7 +439,7 @@ def test_dtype_of_a_silent_config_is_that_of_the_weights(tmp_path: Path, tiny_mo
             "architecture NoSuchModel is not supported: serve one of LlamaForCausalLM, MistralForCausalLM, "
             "Qwen2ForCausalLM, Qwen3ForCausalLM",
         ),
-        ({"architectures": ["BertModel"]}, "architecture BertModel is not served: it is an encoder"),
+        ({"architectures": ["AlbertModel"]}, "architecture AlbertModel is not served: it is an encoder"),
         ({"architectures": None, "model_type": None}, "architecture unnamed is not supported: serve one of Llama"),
         ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', supported is silu: use another model"),
         (
@@ -470,8 +470,8 @@ def test_dtype_of_a_silent_config_is_that_of_the_weights(tmp_path: Path, tiny_mo
             "config.json: text_config is 3, an object belongs there: correct the file",
         ),
         (
-            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
-            "use_bidirectional_attention is true, only causal attention is supported: use another model",
+            {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+            "attention goes both ways (is_causal, use_bidirectional_attention), which is computed for plain layers",
         ),
         (
             {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
@@ -529,7 +529,8 @@ def test_files_that_are_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         f"{tmp_path} has no config.json, only GGUF files: pass one of them, such as {tmp_path / 'model.gguf'}"
     )
     (tmp_path / "adapter_config.json").touch()
-    assert refusal(tmp_path).startswith(f"{tmp_path} is a LoRA adapter: merge it into its base model")
+    remedy_here = f"pass its base model, and --merge-lora {tmp_path}"
+    assert refusal(tmp_path).startswith(f"{tmp_path} is a LoRA adapter: {remedy_here}")
     assert refusal(tmp_path / "gone") == f"{tmp_path / 'gone'} is no folder: {remedy}"
     (tmp_path / "config.json").write_text('{"model_type": ')
     assert "config.json is no valid JSON (Expecting value: line 1" in refusal(tmp_path)

@@ -119,6 +119,17 @@ def test_pieces_arrive_in_order(num_bytes: int) -> None:
         assert not target[[0, 4]].any(), "beside the target"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("rows", [300, 3001])
+def test_columns_arrive_in_order(rows: int) -> None:
+    """What a rank has of a matrix that is divided by columns: more than a piece, and more than one of them."""
+    source = torch.randint(-30000, 30000, (rows, 2 * 3584 + 8), dtype=torch.int16).view(torch.bfloat16)
+    target = torch.zeros(rows, 3584, dtype=torch.bfloat16, device="cuda")
+    copy_weight(target, source.narrow(1, 3588, 3584))
+    assert torch.equal(target.cpu().view(torch.int16), source.narrow(1, 3588, 3584).view(torch.int16))
+
+
 def test_weights_are_converted_and_made_contiguous() -> None:
     target, source = torch.zeros(3, 4, dtype=torch.bfloat16), torch.randn(4, 6).t()[:3]
     copy_weight(target, source)

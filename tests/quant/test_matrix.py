@@ -14,10 +14,13 @@ from torch.nn import functional
 
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.weights import LinearShape, Placement
+from vserve.engine.parallel.group import SingleGroup
 from vserve.engine.quant.codes import Codes, joined
 from vserve.engine.quant.format import Stored
+from vserve.engine.quant.fp8 import Fp8
 from vserve.engine.quant.matrix import CodesMatrix, Int4Matrix, make_matrix
 from vserve.engine.quant.method import Dequantized
+from vserve.engine.quant.scales import CHANNEL, Scales
 
 NF4 = torch.tensor([
     -1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0, 0.0795803, 0.1609302, 0.2461123,
@@ -175,7 +178,7 @@ def test_a_layer_of_parts_stored_in_their_own_ways(rule: Any, size: int) -> None
             tensors[part] = {"weight": weights[part], "bias": bias}
     expected = {part: functional.linear(x, weights[part], tensors[part]["bias"]) for part in parts}
     for rank in range(size):
-        place = Placement(torch.float32, torch.device("cpu"), rank, size)
+        place = Placement(torch.float32, torch.device("cpu"), SingleGroup(rank, size))
         layer = Linear(columns, parts, place=place, rule=rule, unit=16, bias=True)
         layer.choose(formats)
         assert set(layer.expected("q")) == {"codes", "bias"} and set(layer.expected("k")) == {"weight", "bias"}
@@ -232,7 +235,7 @@ def test_codes_kept_as_numbers(size: int) -> None:
     codes, plain, bias = formats["q"].dummy(32, 64, torch.Generator()), torch.randn(16, 64), torch.randn(48)
     x, expected = torch.randn(3, 64), torch.cat((codes.dequantize(), plain))
     for rank in range(size):
-        place = Placement(torch.float32, torch.device("cpu"), rank, size)
+        place = Placement(torch.float32, torch.device("cpu"), SingleGroup(rank, size))
         method = Dequantized(LinearShape(64, parts, place, "column", 16, True), formats)
         method.create()
         method.load("k", {"weight": plain, "bias": bias[32:]})
@@ -242,3 +245,22 @@ def test_codes_kept_as_numbers(size: int) -> None:
         y = (functional.linear(x, expected) + bias).split([32, 16], dim=1)
         mine = torch.cat([y[0].chunk(size, dim=1)[rank], y[1]], dim=1)
         torch.testing.assert_close(method.multiply(x), mine)
+
+
+@pytest.mark.parametrize("rule", ["column", "row"])
+def test_a_rank_takes_its_part_of_the_file(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where codes are as the file has them, no more than that part goes to the device."""
+    weight, moved = torch.randn(64, 128).to(torch.float8_e4m3fn), []
+    to = Codes.to
+    monkeypatch.setattr(Codes, "to", lambda codes, device: moved.append(codes) or to(codes, device))
+    for rank in range(2):
+        place = Placement(torch.float32, torch.device("meta"), SingleGroup(rank, 2))
+        layer = Linear(128, {"out": 64}, place=place, rule=rule, unit=16)
+        layer.choose({"out": Fp8(Scales("weight_scale", CHANNEL))})
+        layer.create()
+        monkeypatch.setattr(layer.method, "_take", lambda part, share: None)
+        layer.load("out", {"weight": weight, "weight_scale": torch.rand(64, 1)})
+        (share,) = moved
+        moved.clear()
+        mine = weight.narrow(0, *layer.shape.spans["out"]).narrow(1, *layer.shape.input_span)
+        assert share.codes.data_ptr() == mine.data_ptr() and share.shape == tuple(mine.shape)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from vserve.engine.config import EngineConfig
-from vserve.engine.messages import EngineInfo, EngineStats, RequestOutput, StepOutputs
+from vserve.engine.messages import AdapterLoaded, EngineInfo, EngineStats, LoadAdapter, RequestOutput, StepOutputs
 from vserve.engine.plan import TokenLogprobs
 from vserve.engine.request import SamplingParams
 from vserve.server.app import create_app
@@ -116,6 +116,7 @@ class ScriptedEngine:
         self.delay = delay  # seconds before each output; negative: all outputs pile up in the mailbox at once
         self.paced = True  # wait until the last output was read
         self.submitted: list[Submitted] = []
+        self.adapters: dict[int, str] = {}  # id → path
         self.aborted: list[int] = []
         self.die_after: int | None = None  # outputs of all requests together
         self.fail_with: str | None = None  # ends each request with an error after its script
@@ -145,6 +146,16 @@ class ScriptedEngine:
 
     def submit_choices(self, n: int, token_ids: list[int], sampling: SamplingParams, **options: Any) -> list[Mailbox]:
         return [self.submit(token_ids, sampling.of_choice(i), **options) for i in range(n)]
+
+    async def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
+        await asyncio.sleep(self.delay)
+        if "broken" in message.path:
+            return AdapterLoaded(message.id, error=f"{message.path} is broken: mend it")
+        self.adapters[message.id] = message.path
+        return AdapterLoaded(message.id, 8, "base")
+
+    def drop_adapter(self, id: int) -> None:
+        del self.adapters[id]
 
     def abort(self, mailboxes: Iterable[Mailbox]) -> None:
         self.aborted += [m.id for m in mailboxes if self._open.pop(m.id, None) is not None]

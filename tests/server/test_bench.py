@@ -279,6 +279,7 @@ class ScriptedServer:
         self.keep_alive = True
         self.busy = b""  # what the next requests but the first (the probe) are told instead of an answer
         self.num_busy = 0  # so many of them
+        self.pages: Iterator[str] = iter(())  # of /metrics
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
@@ -286,6 +287,8 @@ class ScriptedServer:
             while head := (await reader.readuntil(b"\r\n\r\n")).decode():
                 if head.startswith("GET"):
                     models = json.dumps({"data": [{"id": "tiny", "root": self.root}]}).encode()
+                    if "/metrics" in head:
+                        models = next(self.pages, "").encode()
                     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(models), models))
                     continue
                 size = re.search(r"content-length: (\d+)", head)
@@ -372,8 +375,24 @@ def test_bench_serve_comes_back_when_a_busy_server_says(root, tmp_path, capsys, 
     assert found["duration"] >= seconds
 
 
+def drafts_page(drafts: int, tokens: int, accepted: list[int]) -> str:
+    """Of two engines, in Prometheus's text."""
+    labels = 'model_name="tiny",engine="0"'
+    lines = [
+        f"vllm:spec_decode_num_drafts_total{{{labels}}} {drafts - 1}.0",
+        'vllm:spec_decode_num_drafts_total{engine="1",model_name="tiny"} 1.0',
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {tokens}.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {sum(accepted)}.0",
+        f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7e9",
+    ]
+    for place, count in enumerate(accepted):
+        lines.append(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{place}"}} {count}.0')
+    return "\n".join(["# HELP vllm:spec_decode_num_drafts_total Times.", *lines, ""])
+
+
 def test_bench_serve_measures_a_server(root, tmp_path, capsys):
     server = ScriptedServer(root, delay=0.02, together=5)
+    server.pages = iter((drafts_page(2, 8, [1, 1]), drafts_page(6, 20, [4, 2, 2])))
     with running(server) as port:
         code = bench(
             "serve", "--port", port, "--input-len", 12, "--output-len", 5, "--num-prompts", 20, "--max-concurrency", 5,
@@ -400,6 +419,10 @@ def test_bench_serve_measures_a_server(root, tmp_path, capsys):
     assert (result["completed"], result["failed"], result["card"]) == (20, 0, "none")
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (240, 100)
     assert result["output_throughput"] == pytest.approx(100 / result["duration"])
+    # Of what the server's counters gained: 4 drafts of 12 tokens in all, 3, 1 and 2 of which held by position.
+    assert re.search(r"^Acceptance length: +2\.50 *$", out, re.M) and re.search(r"^Drafts: +4 *$", out, re.M)
+    assert result["spec_decode_acceptance_rate"] == 50 and result["spec_decode_accepted_tokens"] == 6
+    assert result["spec_decode_per_position_acceptance_rates"] == [0.75, 0.25, 0.5]
     assert result["request_goodput"] == 0  # no first token within a millisecond
     # At least what the server waits; between two tokens it may seem less, where the client has read both at once.
     assert result["mean_ttft_ms"] >= 20 and result["mean_e2el_ms"] >= 5 * 20

@@ -175,7 +175,7 @@ def test_what_one_accepts_all_accept(
         ("gpu_memory_utilization", "most", "'most': it must be a number such as 0.9"),
         ("max_model_len", "0", "it must be at least 1"),
         ("log_level", "loud", "choose"),
-        ("tensor_parallel_size", "2", "a model on several GPUs is not built yet"),
+        ("pipeline_parallel_size", "2", "layers are not dealt to cards yet"),
     ],
 )
 def test_what_one_refuses_all_refuse(
@@ -328,7 +328,7 @@ def test_help_on_a_word(capsys: Any, words: list[str], shown: str, hidden: str) 
         (["/m", "-a", "x"], "unknown option -a; did you mean --served-model-name?"),
         (["/m", "-d", "cpu"], "unknown option -d; did you mean --device?"),
         (["/m", "-tp2"], "unknown option -tp2 (`"),
-        (["/m", "--tensor-parallel-sise", "2"], "unknown option --tensor-parallel-sise (`"),
+        (["/m", "--tensor-parallel-sise", "2"], "unknown option --tensor-parallel-sise; did you mean --tensor-para"),
         (["/m", "--swap-spaces", "2"], "unknown option --swap-spaces; did you mean --swap-space?"),
         (["/m", "--enable-prefix-caching=maybe"], "--enable-prefix-caching: 'maybe': it must be true or false"),
         (["chat", "--system-promt", "1"], "did you mean --system-prompt?"),
@@ -376,8 +376,8 @@ def test_short_options_of_vllm() -> None:
     arguments = parse("/m", "-tp", "1", "-pp=1", "-dp", "1", "-q", "none", "-O3", "-cc.level=3", "-asc", "1")
     assert read_flags(arguments)[0].model == "/m" and arguments.vllm_optimization_level == "3"
     assert read_flags(parse("/m", "-ep", "False"))[0].model == "/m"
-    with pytest.raises(ConfigError, match="--enable-expert-parallel: mixtures"):
-        read_flags(parse("/m", "-ep"))
+    divided = read_flags(parse("/m", "-tp", "2", "-ep"))[0]
+    assert divided.tensor_parallel_size == 2 and divided.enable_expert_parallel
 
 
 @pytest.mark.parametrize("option", ["--served-model-name", "--api-key", "--admin-api-key"])

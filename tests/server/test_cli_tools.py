@@ -17,6 +17,7 @@ import pytest
 
 import vserve
 from vserve.engine.config import EngineConfig
+from vserve.engine.model_config import ModelConfig
 from vserve.server.cli import collect_env, completion, doctor, machine, main, model_finding
 from vserve.server.cli.machine import Card, Torch
 from vserve.server.options.config import ServerConfig
@@ -161,6 +162,26 @@ def test_windows_take_less_of_the_cache(healthy: Any, tiny_model: Any) -> None:
     assert examine(tiny_model("qwen3", num_hidden_layers=6, **windows), **options)["model"].status == "ok"
     found = examine(tiny_model("qwen3", num_hidden_layers=6), **options)["model"]
     assert found.status == "FAIL" and "lower --max-model-len to 240 or less" in found.remedy
+
+
+def test_a_cache_of_8_bits_takes_less(healthy: Any, tiny_model: Any) -> None:
+    """Numbers of 4 bytes become codes of one; scales come on top where each token and head has its own."""
+    length = 1 << 17
+    folder = tiny_model("llama", max_position_embeddings=length)
+
+    def taken(**options: Any) -> str:
+        found = examine(folder, max_model_len=length, **options)["model"]
+        assert found.status == "ok", found
+        return str(re.search(r"takes (\S+ \S+) of cache", found.text)[1])  # type: ignore[index]
+
+    specs = [layer.attention.kv for layer in ModelConfig.from_folder(folder).layers]
+    codes = length * sum(spec.token_elements for spec in specs)
+    scales = length * sum(2 * 4 * spec.num_kv_heads for spec in specs)
+    assert taken() == machine.gib(4 * codes)
+    assert taken(kv_cache_dtype="fp8") == machine.gib(codes)
+    assert taken(kv_cache_dtype="fp8", calculate_kv_scales=True) == machine.gib(codes + scales) != machine.gib(codes)
+    found = examine(tiny_model("deepseek_v3"), kv_cache_dtype="fp8")["model"]
+    assert found.status == "FAIL" and "latent attention" in found.text and found.remedy == "leave the option out"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import vserve
-from vserve import LLM, SamplingParams, StructuredOutputsParams
+from vserve import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.messages import RequestOutput
 from vserve.server.client.engine_client import EngineDeadError
@@ -385,7 +385,7 @@ def test_keywords_are_read_as_flags_are(folder, tmp_path):
     (tmp_path / "defaults.json").write_text('{"temperature": 0.25, "top_k": 7}')
     with LLM(
         str(folder), device="CPU", engine_in_process=True, cpu_threads="1", dtype="float", max_model_len="0.1k",
-        swap_space=4, tensor_parallel_size=1, max_num_seqs=None, quantization=None, disable_log_stats=True,
+        swap_space=4, pipeline_parallel_size=1, max_num_seqs=None, quantization=None, disable_log_stats=True,
         generation_config=str(tmp_path / "defaults.json"), override_generation_config={"top_k": 3},
     ) as llm:  # fmt: skip
         assert (llm.info.dtype, llm.info.max_model_len) == ("float32", 100)
@@ -522,7 +522,7 @@ def test_what_scripts_for_vllm_hand_over(folder, llm, monkeypatch):
         llm.generate(5)
     with pytest.raises(ValueError, match=r"^give prompts, as text or token ids$"):
         llm.generate()
-    with pytest.raises(ValueError, match="adapters are not served yet"):
+    with pytest.raises(ValueError, match="lora_request is <object object"):
         llm.generate("the", lora_request=object())
     monkeypatch.setenv("HF_TOKEN", "of another")
     with LLM(str(folder), device="cpu", engine_in_process=True, cpu_threads=1, hf_token="abc") as other:
@@ -544,3 +544,34 @@ def test_a_line_shows_how_far_loading_is(folder, monkeypatch, capsys):
 
 def test_types_are_published():
     assert (Path(vserve.__file__).parent / "py.typed").is_file()
+
+
+def test_adapters(folder, oracle, adapter_files, tmp_path):
+    """One for all prompts, or one each; another path under a known name is another adapter."""
+    paths = [adapter_files.write_adapter(tmp_path / name, folder, seed=seed) for seed, name in enumerate("ab")]
+    prompts = [[5, 6, 7, 8, 9], [100, 7, 5, 30]]
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    models = {None: oracle} | {path: adapter_files.merged(folder, path) for path in paths}
+    first, second = (LoRARequest("mine", 1, str(path)) for path in paths)
+    options = {"device": "cpu", "engine_in_process": True, "cpu_threads": 1, "enable_lora": True, "max_loras": 1}
+    with LLM(str(folder), **options) as llm:
+        for given, expected in (
+            (first, paths[:1] * 2), ([None, first], [None, paths[0]]), ([second, None], [paths[1], None]),
+            (None, [None, None]),
+        ):  # fmt: skip
+            outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=given)
+            for prompt, output, path in zip(prompts, outputs, expected, strict=True):
+                assert output.outputs[0].token_ids == adapter_files.greedy(models[path], prompt, 4)
+                assert (output.lora_request is None) == (path is None)
+        with pytest.raises(ValueError, match="1 lora_requests for 2 prompts: give one for all, or one each"):
+            llm.generate(prompts, sampling, lora_request=[first])
+        with pytest.raises(ValueError, match="lora_request 'none': /none is no folder"):
+            llm.generate(prompts, sampling, use_tqdm=False, lora_request=LoRARequest("none", 2, "/none"))
+    for wrong in ({"lora_int_id": 0}, {"lora_path": ""}):
+        with pytest.raises(ValueError, match="lora_"):
+            LoRARequest(**({"lora_name": "a", "lora_int_id": 1, "lora_path": "/a"} | wrong))
+
+
+def test_an_adapter_without_the_option(llm):
+    with pytest.raises(ValueError, match="Adapters are off"):
+        llm.generate([[5, 6]], use_tqdm=False, lora_request=LoRARequest("a", 1, "/a"))

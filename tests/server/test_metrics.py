@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from vserve.engine.messages import EngineStats
 from vserve.server.app import create_app
 from vserve.server.histogram import Histogram
-from vserve.server.observe.metrics import PHASE, TOKEN, TTFT
+from vserve.server.observe.metrics import PHASE, TOKEN, TTFT, Metrics
 from vserve.server.options.config import ServerConfig
 
 # Dashboards and alerts are built on these: a name may be added here, never changed or removed.
 OWN = ("model_name", "engine")
 METRICS = {
     "vllm:num_requests_running": "gauge", "vllm:num_requests_waiting": "gauge", "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:gpu_cache_usage_perc": "gauge",
     "vllm:kv_blocks": "gauge", "vllm:kv_blocks_free": "gauge", "vllm:engine_healthy": "gauge",
     "vllm:prompt_tokens_per_second": "gauge", "vllm:generation_tokens_per_second": "gauge",
     "vllm:num_preemptions": "counter", "vllm:prefix_cache_queries": "counter", "vllm:prefix_cache_hits": "counter",
@@ -172,6 +174,40 @@ def test_engine_state(client: Any, engine: Any) -> None:
     assert value(samples, "vllm:step_device_seconds_total") == 1.25
     assert value(samples, "vllm:iteration_tokens_total_count") == engine.num_outputs
     assert value(samples, "vllm:kv_blocks_free") == 100 and value(samples, "vllm:kv_cache_usage_perc") == 0
+
+
+def test_drafts_by_the_names_that_vllm_bench_reads(client: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "spec_decode" not in client.get("/metrics").text
+    monkeypatch.setitem(engine.info.settings, "speculative_config", '{"method": "ngram"}')
+    engine.past_stats = EngineStats(num_drafts=3, num_draft_tokens=6, num_accepted_tokens=(2, 1))
+    engine.stats = EngineStats(num_drafts=4, num_draft_tokens=28, num_accepted_tokens=(4, 3, 1))
+    samples = scrape(client)
+    assert value(samples, "vllm:spec_decode_num_drafts_total") == 7
+    assert value(samples, "vllm:spec_decode_num_draft_tokens_total") == 34
+    assert value(samples, "vllm:spec_decode_num_accepted_tokens_total") == 11
+    by_position = [value(samples, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=p) for p in "012"]
+    assert by_position == [6, 4, 1]
+
+
+def test_an_engine_that_loads_has_said_nothing_of_itself(client: Any, engine: Any) -> None:
+    """EngineClient has no `info` until it is ready: the page is there all the same."""
+    loading = copy.copy(engine)
+    del loading.info
+    engine.engines.append(loading)
+    assert client.get("/metrics").status_code == 200
+
+
+def test_two_models_have_their_series(client: Any, engine: Any, app: Any) -> None:
+    page, second = app.state.server.metrics_page, Metrics(engine, app.state.server.config)
+    page.add(second, engine, "second")
+    second.finished_requests["stop"] += 3
+    client.chat()
+    samples = scrape(client)
+    for model, count in (("test", 1), ("second", 3)):
+        assert value(samples, "vllm:request_success_total", model_name=model, finished_reason="stop") == count
+        assert value(samples, "vllm:time_to_first_token_seconds_count", model_name=model) == (model == "test")
+    text = client.get("/metrics").text
+    assert text.count("# TYPE vllm:request_success_total ") == 1
 
 
 def test_reasons_are_there_before_the_first_case(client: Any) -> None:

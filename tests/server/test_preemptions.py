@@ -38,7 +38,7 @@ def test_once_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     now = [100.0]
     monkeypatch.setattr(preemptions, "time", SimpleNamespace(monotonic=lambda: now[0]))
     info = SimpleNamespace(
-        settings={}, memory={"kv_cache": 7}, device="NVIDIA H100", max_num_seqs=64,
+        settings={}, memory={"kv_cache": 7, "weights": 42}, device="NVIDIA H100", max_num_seqs=64,
         max_num_batched_tokens=512,
     )  # fmt: skip
     config = EngineConfig("m", gpu_memory_utilization=0.8)  # what was asked for: no other setting becomes of it
@@ -52,7 +52,8 @@ def test_once_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     counts = [record.fields["preempted"] for record in caplog.records]  # type: ignore[attr-defined]
     assert counts == [1, 2, 2] and watch.total == 5, "none is forgotten"
     assert (
-        "Raise --gpu-memory-utilization (now 0.8) or --kv-cache-memory-bytes (now 7), or lower --max-num-seqs (now "
+        "Raise --gpu-memory-utilization (now 0.8) or --kv-cache-memory-bytes (now 7) or --tensor-parallel-size (now 1; "
+        "with 2 the cache holds about 8.0 times as much), or lower --max-num-seqs (now "
         in (caplog.records[0].getMessage())
     )
     assert "64) to about 9, or --max-num-batched-tokens (now 512)" in caplog.records[0].getMessage()

@@ -33,7 +33,7 @@ async def travel(token_ids: list[int], state: Any, info: Any, caching: bool) -> 
     theirs = await Connection.open(there, ToEngine, arrived.put_nowait, lambda error: None)
     client = EngineClient(EngineConfig(model="m"))
     client.info = info
-    client.send = ours.send  # type: ignore[method-assign]
+    client.ready, client._send = True, ours.send
     scheduler = Scheduler(
         SchedulerConfig(
             max_model_len=info.max_model_len, max_num_batched_tokens=8192, max_num_seqs=4, num_blocks=20_000,

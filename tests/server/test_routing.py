@@ -218,6 +218,6 @@ def test_a_request_is_rescued_once_and_an_expired_one_stays_expired() -> None:
     assert engine.waiting_tokens == BLOCK
     offered: list[Mailbox] = []
     engine.rescue = lambda mailboxes: offered.extend(mailboxes) or mailboxes  # type: ignore[func-returns-value]
-    engine._rescue()
+    engine.requests.hand_over(engine.rescue)
     engine.fail_all(EngineDeadError("gone"))
     assert offered == [] and engine.waiting_tokens == 0

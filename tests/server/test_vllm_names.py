@@ -45,7 +45,7 @@ NAMES = """
 # Where "1" is no value of theirs.
 VALUES = {
     "block-size": "16", "config-format": "hf", "device": "cpu", "distributed-executor-backend": "mp",
-    "dtype": "bfloat16", "generation-config": "auto", "gpu-memory-utilization": "0.5",
+    "dtype": "bfloat16", "lora-dtype": "auto", "generation-config": "auto", "gpu-memory-utilization": "0.5",
     "guided-decoding-backend": "auto", "hf-overrides": "{}", "kv-cache-dtype": "auto", "load-format": "auto",
     "model": "/m", "model-impl": "auto", "override-generation-config": "{}", "preemption-mode": "recompute",
     "quantization": "none", "reasoning-parser": "auto", "scheduling-policy": "fcfs", "task": "generate",
@@ -108,13 +108,13 @@ def test_a_switch_off_is_off_in_a_file_and_by_keyword(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--speculative-max-model-len", "2048"], "--speculative-max-model-len changes nothing: there is no speculat"),
+        (["--speculative-disable-mqa-scorer"], "--speculative-disable-mqa-scorer changes nothing: drafts are verified"),
         (
             ["--logits-processor-pattern", "my.*"],
             "--logits-processor-pattern changes nothing: no code of requests runs",
         ),
-        (["--enable-lora-bias"], "--enable-lora-bias changes nothing: there are no adapters yet"),
-        (["--qlora-adapter-name-or-path", "/a"], "--qlora-adapter-name-or-path /a: adapters are not served yet: merge"),
+        (["--enable-lora-bias"], "--enable-lora-bias changes nothing: adapters with a bias of their own are refused"),
+        (["--max-prompt-adapters", "2"], "--max-prompt-adapters changes nothing: prompt adapters are not served, only"),
         (["--override-neuron-config", '{"a": 1}'], '--override-neuron-config {"a": 1}: models run on NVIDIA GPUs and'),
     ],
 )

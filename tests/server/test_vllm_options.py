@@ -28,7 +28,7 @@ def test_a_usual_command_line_is_served(monkeypatch: Any) -> None:
     for name in [name for name in os.environ if name.startswith("VSERVE_")]:
         monkeypatch.delenv(name)
     arguments = parse(
-        "/m", "--tensor-parallel-size", "1", "-dp", "1", "--code_revision", "x", "--dtype", "half", "--swap-space=4",
+        "/m", "-tp", "1", "-pp", "1", "-dp", "1", "--code_revision", "x", "--dtype", "half", "--swap-space=4",
         "--max-model-len", "32K", "--disable-log-requests", "--quantization", "None", "--generation-config", "vllm",
         "--no-enable-prefix-caching", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     )  # fmt: skip
@@ -47,10 +47,16 @@ def test_a_usual_command_line_is_served(monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2: a model on several GPUs is not built yet"),
-        (["-tp", "8"], "--tensor-parallel-size 8: "),
-        (["--enable-lora"], "--enable-lora: adapters are not served yet: merge it"),
-        (["--speculative-config", '{"method": "ngram"}'], "the answers are the same"),
+        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: layers are not dealt to cards yet"),
+        (["-pp", "8"], "--pipeline-parallel-size 8: "),
+        (["--enable-prompt-adapter"], "--enable-prompt-adapter: prompt adapters are not served, only LoRA is"),
+        (["--speculative-config", '{"method": "medusa"}'], "the answers are the same"),
+        (["--speculative-model", "small/model"], "draft models are not served yet; use"),
+        (["--spec-decoding-acceptance-method", "typical_acceptance_sampler"], "drafts here never change an answer"),
+        (
+            ["--spec-tokens", "3", "--speculative-config.num_speculative_tokens", "4"],
+            "--spec-tokens and --speculative-config.num_speculative_tokens are one option: leave one out",
+        ),
         (["--guided-decoding-backend", "xgrammar:disable-any-whitespace"], "use --structured-outputs-config"),
         (["--guided-decoding-disable-any-whitespace"], "use --structured-outputs-config.disable_any_whitespace true"),
         (["--disable-uvicorn-access-log"], "--disable-uvicorn-access-log: use --no-access-log"),
@@ -71,17 +77,19 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         path.write_text(f"model: /m\n{text}\n")
         return read_flags(parse("--config", str(path)))[0]
 
-    assert read("tensor-parallel-size: 1\nkv_cache_dtype: auto\nmax-model-len: 4k").max_model_len == 4000
-    with pytest.raises(ConfigError, match="tensor-parallel-size 2: a model on several GPUs is not built"):
-        read("tensor-parallel-size: 2")
+    assert read("pipeline-parallel-size: 1\nkv_cache_dtype: auto\nmax-model-len: 4k").max_model_len == 4000
+    with pytest.raises(ConfigError, match="pipeline-parallel-size 2: layers are not dealt to cards yet"):
+        read("pipeline-parallel-size: 2")
     path.write_text("model: /m\nswap-space: 4\ncode_revision: x\npreemption-mode: RECOMPUTE\n")
     arguments = parse("--config", str(path))
     assert read_flags(arguments)[0].model == "/m"
     assert [line.split(":")[:2] for line in notices(arguments)[1:]] == [
         [str(path), " swap-space changes nothing"], [str(path), " code-revision changes nothing"]
     ]  # fmt: skip
-    path.write_text("model: /m\ntensor-parallel-size: 2\n")
-    assert read_flags(parse("--config", str(path), "--tensor-parallel-size", "1"))[0].model == "/m", "flags come first"
+    path.write_text("model: /m\npipeline-parallel-size: 2\n")
+    assert read_flags(parse("--config", str(path), "--pipeline-parallel-size", "1"))[0].model == "/m", (
+        "flags come first"
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,18 +204,47 @@ def test_who_computes_a_model(capsys: Any) -> None:
         LLM("/m", model_impl="terratorch")
 
 
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["-sc", '{"method": "ngram"}'], {"method": "ngram"}),
+        (["--speculative-config.method=ngram", "--spec-tokens=3"], {"method": "ngram", "num_speculative_tokens": "3"}),
+        (["--spec-method=ngram", "--spec-tokens", "3"], {"method": "ngram", "num_speculative_tokens": "3"}),
+        (
+            ["--speculative-model", "[ngram]", "--num-speculative-tokens", "5", "--ngram-prompt-lookup-max", "4"],
+            {"model": "[ngram]", "num_speculative_tokens": "5", "prompt_lookup_max": "4", "prompt_lookup_min": 1},
+        ),
+        (["--spec-method", "ngram", "--ngram-prompt-lookup-min", "0"], {"method": "ngram"}),
+        (
+            ["--spec-method", "ngram", "--speculative-disable-by-batch-size", "5",
+             "--speculative-draft-tensor-parallel-size", "1"],
+            {"method": "ngram", "disable_by_batch_size": "5", "draft_tensor_parallel_size": "1"},
+        ),
+    ],
+)  # fmt: skip
+def test_names_of_parts_of_the_speculative_config(words: list[str], keys: dict[str, Any]) -> None:
+    engine, _ = read_flags(arguments := parse("/m", *words))
+    assert json.loads(engine.speculative_config or "") == keys
+    lines = [line for line in notices(arguments) if "is read as --speculative-config." in line]
+    assert len(lines) == sum(word.startswith("--") and "config" not in word for word in words)
+
+
 def test_offline() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2: a model on several GPUs is not built yet"):
-        LLM("/m", tensor_parallel_size=2, code_revision="x")
+    with pytest.raises(ConfigError, match="pipeline_parallel_size 2: layers are not dealt to cards yet"):
+        LLM("/m", pipeline_parallel_size=2, code_revision="x")
     with pytest.raises(TypeError, match="LLM has no option 'max_model_length'"):
-        LLM("/m", max_model_length=2, tensor_parallel_size=1, speculative_config=None)
+        LLM("/m", max_model_length=2, pipeline_parallel_size=1, speculative_config=None)
+    with pytest.raises(ConfigError, match="its method is 'eagle': heads of EAGLE are not served yet"):
+        LLM("/m", speculative_config={"method": "eagle", "num_speculative_tokens": 2})
+    with pytest.raises(ConfigError, match="its model is 'small/model': draft models are not served yet"):
+        LLM("/m", speculative_model="small/model", num_speculative_tokens=3)
 
 
 def test_the_table() -> None:
     assert not set(vllm_options()) & set(options())
     for option in vllm_options().values():
         assert option.reason and option.reason[-1] != "." and "\n" not in option.reason
-    assert "tensor-parallel" not in main.command_parser("serve", serve).format_help()
+    assert "pipeline-parallel" not in main.command_parser("serve", serve).format_help()
 
 
 @pytest.mark.parametrize(

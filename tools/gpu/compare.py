@@ -2,10 +2,11 @@
 
     python tools/gpu/compare.py OLD_CHECKOUT [--pairs 3] [--only NAME,...]
 
-Both serve the 8B shape at the same time, each with half of the card's memory for its cache; only one has work. Each
-workload of measure.py, shortened, goes to the old, the new, the new, the old … The table gives the ratio of the medians
-of the pairs, above 1 where the new is better, and in brackets each pair's. Then, on the new one alone, what parameters
-of requests cost: rows with each of them against rows without, in turns. Exit code 1 where a ratio is below --least.
+Both serve the 8B shape (or --shape) at the same time, each with half of the card's memory for its cache; only one has
+work. Each workload of measure.py, shortened, goes to the old, the new, the new, the old … The table gives the ratio
+of the medians of the pairs, above 1 where the new is better, and in brackets each pair's. Then, on the new one alone,
+what parameters of requests cost: rows with each of them against rows without, in turns. Exit code 1 where a ratio is
+below --least.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import CLIENTS, CONTEXT, OUTPUT, TPOT, WORKLOADS, Workload
-from model_folder import write_model
+from model_folder import SHAPES, write_model
 from processes import CHECKOUT, Server, VServe
 from report import Figure, number
 
@@ -78,7 +79,8 @@ def main() -> int:
     add("--only", default="", metavar="NAME,...", help="of the workloads, or costs")
     add("--least", type=float, default=0.99, help="ratio (default: 0.99)")
     add("--cost", type=float, default=0.95, help="least ratio of rows with parameters (default: 0.95)")
-    add("--model", type=Path, metavar="DIR", help="has config.json and a tokenizer (default: of the 8B shape)")
+    add("--model", type=Path, metavar="DIR", help="has config.json and a tokenizer (default: of --shape)")
+    add("--shape", default="llama-8b", choices=SHAPES, help="(default: llama-8b)")
     add("--options", default="", help="more options of both servers, in one word")
     args = parser.parse_args()
     wanted = set(filter(None, args.only.split(",")))
@@ -86,7 +88,7 @@ def main() -> int:
     api = Figure("API CPU, µs a token", "api_us")
     with tempfile.TemporaryDirectory(prefix="vserve-compare-") as folder:
         scratch = Path(folder)
-        model = args.model.resolve() if args.model else write_model(scratch / "llama-8b")
+        model = args.model.resolve() if args.model else write_model(scratch / args.shape, args.shape)
         options = ["--load-format=dummy", f"--max-model-len={CONTEXT}", f"--kv-cache-memory-bytes={CACHE:.0f}"]
         servers: list[Server] = []
         commands: list[VServe] = []

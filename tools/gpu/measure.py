@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from model_folder import add_weights, write_model
+from model_folder import SHAPES, add_weights, write_model
 from processes import Server, VServe
 from report import Figure, Report, Row
 
@@ -115,14 +115,16 @@ class Measurement:
     scratch: Path
     factor: float
     repeats: int
+    targets: bool  # these are for the 8B shape and the defaults
+    more_options: list[str]
 
     def options(self) -> list[str]:
         """Of whatever loads a model; the context holds the longest workload and the test request of `vserve bench`."""
-        return [f"--max-model-len={scale(CONTEXT, self.factor, 64)}"]
+        return [f"--max-model-len={scale(CONTEXT, self.factor, 64)}", *self.more_options]
 
     def row(self, name: str, title: str, figures: tuple[Figure, ...], mode: str = "default") -> Row:
         """The targets are for the defaults, at full size."""
-        if mode != "default" or self.factor != 1:
+        if mode != "default" or self.factor != 1 or not self.targets:
             figures = tuple(replace(figure, target=None) for figure in figures)
         if self.factor != 1:
             title += f", scaled by {self.factor:g}"
@@ -200,7 +202,9 @@ class Measurement:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=Path, metavar="DIR", help="has config.json and a tokenizer (default: of the 8B shape)")
+    add("--model", type=Path, metavar="DIR", help="has config.json and a tokenizer (default: of --shape)")
+    add("--shape", default="llama-8b", choices=SHAPES, help="(default: llama-8b)")
+    add("--options", default="", metavar="WORDS", help="more options of the server, in one word")
     add("--only", metavar="NAME,...", help=f"of {', '.join([*WORKLOADS, IN_PROCESS, STARTUP])}")
     add("--in-process", action="store_true", help="also the load of all-at-once without HTTP")
     add("--startup", action="store_true", help="also starts with weights (16 GB are written) and cold and warm caches")
@@ -225,8 +229,13 @@ def main() -> int:
         scratch = Path(folder)
         vserve = VServe(scratch, arguments.timeout)
         report = Report(arguments.output, {"command": sys.argv[1:], "environment": vserve.environment()})
-        model = arguments.model.resolve() if arguments.model else write_model(scratch / "llama-8b")
-        measurement = Measurement(vserve, report, model, scratch, arguments.scale, arguments.repeats)
+        model = (
+            arguments.model.resolve() if arguments.model else write_model(scratch / arguments.shape, arguments.shape)
+        )
+        usual = arguments.shape == "llama-8b" and not arguments.options
+        measurement = Measurement(
+            vserve, report, model, scratch, arguments.scale, arguments.repeats, usual, arguments.options.split()
+        )
         try:
             if workloads := [name for name in names if name in WORKLOADS]:
                 for mode in modes:

@@ -1,4 +1,5 @@
-"""Model folders to measure with: the shape of Llama-3.1-8B, with a tokenizer, and with weights where loading counts."""
+"""Model folders to measure with: shapes of models that people serve, with a tokenizer, and with weights where loading
+counts."""
 
 from __future__ import annotations
 
@@ -16,20 +17,44 @@ LLAMA_8B: dict[str, Any] = dict(
     rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False, hidden_act="silu", dtype="bfloat16",
     bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": LLAMA_8B,
+    "llama-70b": LLAMA_8B | dict(
+        hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28672,
+    ),
+    "qwen3-30b-a3b": dict(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", vocab_size=151936, hidden_size=2048,
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, intermediate_size=6144,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[], max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0,
+        tie_word_embeddings=False, hidden_act="silu", dtype="bfloat16", bos_token_id=1, eos_token_id=2,
+    ),
+    "gpt-oss-20b": dict(
+        architectures=["GptOssForCausalLM"], model_type="gpt_oss", vocab_size=201088, hidden_size=2880,
+        num_hidden_layers=24, num_attention_heads=64, num_key_value_heads=8, head_dim=64, intermediate_size=2880,
+        num_local_experts=32, num_experts_per_tok=4, sliding_window=128, swiglu_limit=7.0, attention_bias=True,
+        layer_types=["sliding_attention", "full_attention"] * 12, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_parameters=dict(rope_type="yarn", rope_theta=150000.0, factor=32.0, beta_fast=32.0, beta_slow=1.0,
+            truncate=False, original_max_position_embeddings=4096),
+        quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn",
+            "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]),
+        tie_word_embeddings=False, hidden_act="silu", dtype="bfloat16", bos_token_id=1, eos_token_id=2,
+    ),
+}  # fmt: skip
 NOISE_BYTES = 64 << 20
 BFLOAT16 = 2  # bytes
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, shape: str = "llama-8b") -> Path:
     """Writes config.json and a tokenizer, no weights: `--load-format dummy` serves it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {character: i + 3 for i, character in enumerate(alphabet)}
     # Every id is text of a usual length: detokenising and streaming then cost what they cost with a real model.
-    vocab |= {_word(i): i for i in range(len(vocab), LLAMA_8B["vocab_size"])}
+    vocab |= {_word(i): i for i in range(len(vocab), SHAPES[shape]["vocab_size"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -75,10 +75,12 @@ def paged_caches(requests: int, context: int, layers: int, max_context: int = 0)
     return [PagedCache(*tensors, table) for tensors in zip(keys, values, strict=True)]
 
 
-def decode_run(requests: int, context: int, max_context: int = 8192) -> Callable[..., float]:
+def decode_run(
+    requests: int, context: int, max_context: int = 8192, caches: list[PagedCache] | None = None
+) -> Callable[..., float]:
     """A function that times the kernel on such a batch, with whatever options of its launcher."""
     # A server's block table is as wide as its longest context, and the default split count follows that width.
-    caches = paged_caches(requests, context, LAYERS, max_context)
+    caches = caches or paged_caches(requests, context, LAYERS, max_context)
     query = torch.randn(requests, HEADS, SIZE, dtype=DTYPE, device="cuda")
     rows = torch.arange(requests, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
@@ -93,7 +95,10 @@ def decode_run(requests: int, context: int, max_context: int = 8192) -> Callable
     def run(**options: Any) -> float:
         def call(attend: bool) -> None:
             for cache in caches:
-                rope_write_kv_triton(query, new[0], new[1], positions, cos_sin, cache.keys, cache.values, slots)
+                rope_write_kv_triton(
+                    query, new[0], new[1], positions, cos_sin, cache.keys, cache.values, slots,
+                    key_scales=cache.key_scales, value_scales=cache.value_scales,
+                )  # fmt: skip
                 if attend:
                     decode_attention_triton(query, cache, batch, SCORING, out=out, **options)
 
@@ -124,12 +129,12 @@ def bench_decode(requests: int, context: int, sweep: bool, max_context: int) -> 
             show(str(options), time)
 
 
-def prefill_run(requests: int, query_len: int, context: int) -> Callable[..., float]:
+def prefill_run(requests: int, query_len: int, context: int, cache: PagedCache | None = None) -> Callable[..., float]:
     """A function that times a kernel on such a batch, with whatever options of its launcher.
 
     The work table of the kernel for Hopper GPUs is made beforehand, as it is for all layers but the first.
     """
-    (cache,) = paged_caches(requests, context, 1)
+    cache = cache or paged_caches(requests, context, 1)[0]
     query = torch.randn(requests * query_len, HEADS, SIZE, dtype=DTYPE, device="cuda")
     rows = torch.arange(requests, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")

@@ -24,6 +24,7 @@ from . import datasets
 from .arrivals import arrival_times
 from .client import Job, Target, TimedRequest, run_job
 from .datasets import PROBE, BenchPrompt, Vocabulary
+from .drafts import read_counts
 from .event_stream import StreamResult, error_message
 from .load import BenchError, measure_load, share_out, warn_of_slow_clients, write_json
 from .report import TITLES, measure, print_report, to_json
@@ -126,11 +127,15 @@ def _run(arguments: argparse.Namespace) -> int:
     arrivals = arrival_times(len(prompts), arguments.request_rate, arguments.burstiness, rng)
     requests = [TimedRequest(i, at, body(prompt)) for i, (at, prompt) in enumerate(zip(arrivals, prompts, strict=True))]
     jobs = share_out(target, requests, arguments.num_clients, arguments.max_concurrency, arguments.retry_timeout_sec)
+    before = read_counts(target)
     start, reports = measure_load(jobs, progress=not arguments.disable_tqdm)
+    drafts = read_counts(target).since(before)
     results = sorted((result for report in reports for result in report.results), key=lambda result: result.index)
     metrics = measure(results, [prompt.num_tokens for prompt in prompts], start, limits)
     rate = None if math.isinf(arguments.request_rate) else arguments.request_rate
     print_report(metrics, shown, percentiles, rate=rate, max_concurrency=arguments.max_concurrency)
+    if drafts.drafts > 0:
+        drafts.report()
     warn_of_slow_clients(reports)
     if arguments.save_result:
         content = {
@@ -138,7 +143,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "tokenizer_id": arguments.tokenizer or root or model, "num_prompts": len(prompts),
             "request_rate": rate or "inf", "burstiness": arguments.burstiness,
             "max_concurrency": arguments.max_concurrency, "num_clients": len(jobs), "seed": arguments.seed,
-            **metadata, **to_json(metrics, shown, percentiles),
+            **metadata, **to_json(metrics, shown, percentiles), **(drafts.to_json() if drafts.drafts > 0 else {}),
         }  # fmt: skip
         if arguments.save_detailed:
             content |= _details(results, [prompt.num_tokens for prompt in prompts], start)

@@ -1,4 +1,4 @@
-"""From a configuration to an engine that can step: the phases of start-up, in the order they happen."""
+"""One rank, from a configuration to a runner that can step: the phases of start-up, in the order they happen."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
 
 from ..kernels.cublaslt import accumulate_in_fp32
+from ..kernels.lora import FEW_TOKENS
 from ..kernels.moe_triton import tokens_of_tiles
+from .adapters.adapter import Adapter
+from .adapters.make import make_tables
+from .adapters.store import find_adapter
 from .config import ConfigError, EngineConfig, default_cpu_threads
 from .cpu_memory import check_rows
-from .graphs import MIXED_DECODE_ROWS, StepGraphs
+from .encoders.limits import plan_encoder
+from .encoders.runner import EncoderRunner
+from .graphs import MIXED_DECODE_ROWS, StepGraphs, draft_sizes
 from .host_memory import available_bytes, machine_bytes
+from .kv_format import KVFormat, loaded_format
 from .layer_spec import MoESpec
 from .loader import load_model, resolve_model_path
 from .memory import WORST_SAMPLING, plan_memory, weight_bytes
@@ -25,7 +30,11 @@ from .messages import Progress
 from .model_config import ModelConfig
 from .models.model import Model
 from .overrides import read_model_config
+from .parallel.divide import check_divides
+from .parallel.group import SYMMETRIC, Group, join
 from .quant.described import describe, told
+from .ranks.agreement import check_equal, gather
+from .ranks.messages import Seat
 from .request import SamplingParams
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
@@ -33,23 +42,28 @@ from .shortage import is_out_of_memory, out_of_memory
 from .weight_size import check_weights
 
 logger = logging.getLogger(__name__)
+ALONE = Seat()
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-class Worker:
-    """One rank: device, model and runner, ready to step."""
+class Rank:
+    """A device with the model (or its share of it) and a runner, ready to step."""
+
+    runner: ModelRunner | EncoderRunner
+    settings: Fitted
 
     def __init__(
-        self, config: EngineConfig, report: Callable[[Progress], None], before_memory: Callable[[], None] = lambda: None
-    ) -> None:
+        self, config: EngineConfig, report: Callable[[Progress], None],
+        before_memory: Callable[[], None] = lambda: None, seat: Seat = ALONE,
+    ) -> None:  # fmt: skip
         """`before_memory` is called when the weights are there, before the card's memory is measured."""
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # of each phase
         self._report = report
         self._config = config
         self._asked: Resolved | None = None
         self._weights = 0  # bytes
         with self._phase("device"):
-            machine = open_machine(config)
+            machine = open_machine(config, seat.rank)
         with self._phase("config"):
             path = resolve_model_path(
                 config.model, config.revision, config.download_dir, config.load_format, config.trust_remote_code
@@ -63,29 +77,39 @@ class Worker:
                 logger.info("%s", limits)
             if note := getattr(model_config.quantization, "note", None):
                 logger.warning("--quantization %s: %s", config.quantization, note)
+            check_divides(model_config, seat.size, config.enable_expert_parallel)
+            symmetric = SYMMETRIC and not config.disable_custom_all_reduce
+            self.group = join(seat.rank, seat.size, seat.rendezvous, machine.device, symmetric)
+            check_equal(self.group, asked)
         with self._phase("weights"):
-            model = load(
-                path, model_config, asked, lambda done, total: report(Progress("weights", done, total)),
-                lambda *sizes: self._admit(model_config, *sizes),
+            self.model = load(
+                path, model_config, asked, self.group, lambda done, total: report(Progress("weights", done, total)),
+                lambda *sizes: self._admit(model_config, *sizes), config.merge_lora,
             )  # fmt: skip
-            if quantization := describe(model):
-                logger.info("%s", told(quantization))
-                if machine.device.type == "cuda":
-                    logger.warning("there are no products with codes on a GPU yet: the model is served in 16 bit")
+            self.quantization = describe(self.model)
+            if self.quantization:
+                logger.info("%s", told(self.quantization))
         with self._phase("compilation"):
             before_memory()
+            gather(self.group, machine.device, [0])  # the others find in the cache what rank 0 has had compiled
         with self._phase("memory"):
-            self.runner = make_runner(model, asked)
-            settings, graphs = take_memory(self.runner, config, asked)
+            kv_format, told_of_cache = loaded_format(asked, self.model)
+            if told_of_cache:
+                logger.info("%s", told_of_cache)
+            self.runner = make_runner(self.model, asked, kv_format)
+            if not isinstance(self.runner, EncoderRunner):
+                self.runner.adapters = make_tables(self.model, asked, config.download_dir)
+            elif asked.max_loras:
+                raise ConfigError("--enable-lora: encoders are served without adapters, leave it out")
+            self.settings, graphs = take_memory(self.runner, config, asked)
         with self._phase("warm-up"):
-            warm_up(self.runner, settings)
+            warm_up(self.runner, self.settings)
         if graphs is not None:
+            assert not isinstance(self.runner, EncoderRunner)
             with self._phase("graphs"):
-                capture(self.runner, graphs, settings)
+                capture(self.runner, graphs, self.settings)
         self.runner.count_compilations()
         self.num_threads = None if machine.device.type == "cuda" else machine.cpu_threads
-        self.scheduler_config = settings.scheduler_config(self.runner.layout.windows)
-        self.info = msgspec.structs.replace(settings.info(self._seconds, quantization), **served(model.config))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -98,7 +122,7 @@ class Worker:
             if isinstance(error, ConfigError) or not is_out_of_memory(error):
                 raise
             raise ConfigError(self._explained(error, name)) from error
-        self._seconds[name] = time.monotonic() - started
+        self.seconds[name] = time.monotonic() - started
 
     def _admit(self, model_config: ModelConfig, parameters: int, stored: int) -> None:
         assert self._asked is not None
@@ -118,21 +142,9 @@ class Worker:
         )  # fmt: skip
 
 
-def served(model: ModelConfig) -> dict[str, Any]:
-    """What requests may ask for, and what its head makes of it: fields of EngineInfo."""
-    head = model.head
-    if head is None or head.task == "embed":
-        tasks = ("generate", "embed") if model.generates else ("embed",)
-        return {"tasks": tasks, "hidden_size": model.hidden_size if head is None else head.width}
-    return {
-        "tasks": (head.task,), "labels": head.labels, "activation": head.activation, "by_token": head.by_token,
-        "steps": head.steps, "reranks": head.reranks,
-    }  # fmt: skip
-
-
-def open_machine(config: EngineConfig) -> Machine:
-    """Sets up torch for the device. Raises ConfigError when there is no such device."""
-    device = _choose_device(config.device)
+def open_machine(config: EngineConfig, rank: int = 0) -> Machine:
+    """Sets up torch for this rank's device. Raises ConfigError when there is no such device."""
+    device = _choose_device(config.device, rank, config.tensor_parallel_size)
     if device.type == "cuda":
         accumulate_in_fp32()
         free, card = torch.cuda.mem_get_info()
@@ -142,29 +154,52 @@ def open_machine(config: EngineConfig) -> Machine:
     return Machine(device, "cpu", 0, threads)
 
 
-def _choose_device(name: str) -> torch.device:
+def _choose_device(name: str, rank: int, size: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU; check nvidia-smi and the driver, or use --device cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    if size > 1:
+        if (found := torch.cuda.device_count()) < size:
+            raise ConfigError(
+                f"--tensor-parallel-size {size}: every rank needs a card of its own, and torch sees {found}: lower it, "
+                "or let more be seen (CUDA_VISIBLE_DEVICES)"
+            )
+        torch.cuda.set_device(rank)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def load(
     path: Path,
     model_config: ModelConfig,
     settings: Resolved,
+    group: Group,
     progress: Callable[[int, int], None] | None = None,
     admit: Callable[[int, int], None] | None = None,
+    merge: str | None = None,
 ) -> Model:
+    """`merge`: folder of an adapter that becomes part of it."""
     return load_model(
         path, model_config, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
-        max_model_len=settings.max_model_len, seed=settings.seed, progress=progress, admit=admit,
+        max_model_len=settings.max_model_len, seed=settings.seed, progress=progress, admit=admit, group=group,
+        whole_experts=settings.enable_expert_parallel,
+        adapter=None if merge is None else Adapter.open(find_adapter(merge)),
     )  # fmt: skip
 
 
-def make_runner(model: Model, settings: Resolved) -> ModelRunner:
+def make_runner(model: Model, settings: Resolved, kv_format: KVFormat) -> ModelRunner | EncoderRunner:
     """Raises ConfigError where a machine's memory is too small for the rows. A card's is planned when they are made."""
+    if not model.config.causal:
+        return EncoderRunner(model, settings.max_model_len, settings.device)
+    if kv_format.code == "float8_e4m3fn" and settings.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(settings.device)
+        if (major, minor) < (8, 9):
+            raise ConfigError(
+                f"--kv-cache-dtype {settings.kv_cache_dtype} needs a GPU of compute capability 8.9, and "
+                f"{settings.machine.name} has {major}.{minor}: use --kv-cache-dtype fp8_e5m2"
+            )
     if settings.device.type == "cpu":
         check_rows(
             model, weight_bytes(model), max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
@@ -172,20 +207,28 @@ def make_runner(model: Model, settings: Resolved) -> ModelRunner:
         )  # fmt: skip
     return ModelRunner(
         model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
-        block_size=settings.block_size, device=settings.device,
+        block_size=settings.block_size, device=settings.device, kv_format=kv_format,
+        speculation=settings.speculation,
     )  # fmt: skip
 
 
-def take_memory(runner: ModelRunner, config: EngineConfig, settings: Resolved) -> tuple[Fitted, StepGraphs | None]:
+def take_memory(
+    runner: ModelRunner | EncoderRunner, config: EngineConfig, settings: Resolved
+) -> tuple[Fitted, StepGraphs | None]:
     """Plans the memory, makes the rows as wide as the context that fits, and takes the cache."""
+    if isinstance(runner, EncoderRunner):
+        plan = plan_encoder(runner, config, settings)
+        logger.info("memory:\n%s", plan.table())
+        return settings.fitted(plan), None
     graphs = None
     if settings.uses_graphs:
         graphs = runner.plan_graphs(
             settings.max_cudagraph_capture_size, settings.mixed_step, settings.large_mixed_tokens
         )
-    plan = plan_memory(
-        runner, config, settings.dtype, settings.max_num_batched_tokens, graphs.shapes() if graphs else ()
-    )
+    shapes = graphs.shapes() if graphs else ()
+    if graphs and runner.adapters is not None and runner.adapter_graphs is not None:
+        shapes = [*shapes, *runner.adapter_graphs.shapes()]
+    plan = plan_memory(runner, config, settings.dtype, settings.max_num_batched_tokens, shapes)
     fitted = settings.fitted(plan)
     _warn(fitted.notices)
     if fitted.max_model_len != settings.max_model_len:
@@ -195,13 +238,21 @@ def take_memory(runner: ModelRunner, config: EngineConfig, settings: Resolved) -
     return fitted, graphs
 
 
-def warm_up(runner: ModelRunner, settings: Resolved) -> None:
+def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved) -> None:
     """Compiles every kernel variant a request can meet: decode and prefill, small and large, greedy and sampled."""
+    if isinstance(runner, EncoderRunner):
+        runner.warm_up()
+        return
     if runner.device.type == "cpu":
         runner.dummy_step(1, 4, WORST_SAMPLING)
         return
     for step in warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, expert_steps(runner.model)):
         runner.dummy_step(*step)
+    for drafts in draft_steps(settings.draft_depths, settings.max_num_seqs):
+        runner.dummy_step(*drafts)
+    if runner.adapters is not None:
+        for num_seqs, num_tokens in adapter_steps(settings.max_num_seqs, settings.max_num_batched_tokens):
+            runner.dummy_step(num_seqs, num_tokens, GREEDY, adapted=True)
 
 
 def capture(runner: ModelRunner, graphs: StepGraphs, settings: Resolved) -> None:
@@ -220,6 +271,30 @@ def expert_steps(model: Model) -> list[int]:
     routings = [layer.mlp.routing for layer in model.config.layers if isinstance(layer.mlp, MoESpec)]
     sizes = {(how.top_k, how.num_experts) for how in routings} | getattr(model, "experts", set())
     return sorted({tokens for size in sizes for tokens in tokens_of_tiles(*size)})
+
+
+def draft_steps(depths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[tuple[int, int, SamplingParams, int]]:
+    """Arguments of dummy_step with drafts: of every size that gets a graph, and as many as there may be beside a
+    prompt."""
+    beside = [
+        (rows, rows * (1 + drafts) + 2, GREEDY, drafts)
+        for most, drafts in depths
+        if drafts and (rows := min(most, max_num_seqs - 1))
+    ]
+    return beside + [
+        (rows, rows * (1 + drafts), kind, drafts)
+        for most, drafts in depths
+        if drafts
+        for rows in draft_sizes(most)
+        for kind in ((GREEDY, WORST_SAMPLING) if rows in (1, most) else (GREEDY,))
+    ]
+
+
+def adapter_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[int, int]]:
+    """(requests, tokens) that meet every variant of the kernels of adapters."""
+    steps = [(1, 1), (16, 16), (17, 17), (1, FEW_TOKENS), (1, FEW_TOKENS + 1), (1, max_num_batched_tokens)]
+    steps.append((FEW_TOKENS + 1, FEW_TOKENS + 1))  # of the head
+    return [step for step in steps if step[0] <= max_num_seqs and step[1] <= max_num_batched_tokens]
 
 
 def warm_up_steps(

@@ -1,4 +1,4 @@
-"""What the worker does to start, and what it reports of itself when it is ready."""
+"""What a rank does to start, and what it reports of itself when it is ready."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine import worker
+from vserve.engine import rank
 from vserve.engine.config import EngineConfig
+from vserve.engine.engine import Engine
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.memory import MemoryPlan
 from vserve.engine.model_config import ModelConfig
-from vserve.engine.worker import Worker
 from vserve.kernels import linear_hopper
 
 
@@ -31,7 +31,7 @@ from vserve.kernels import linear_hopper
 )
 def test_names_the_options_that_were_fitted(tiny_model: Any, options: dict[str, int], fitted: tuple[str, ...]) -> None:
     config = EngineConfig(str(tiny_model("llama")), device="cpu", cpu_threads=1, **options)  # type: ignore[arg-type]
-    assert Worker(config, lambda progress: None).info.fitted == fitted
+    assert Engine(config, lambda progress: None).info.fitted == fitted
 
 
 class Card:
@@ -55,8 +55,8 @@ class Card:
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(worker, "_choose_device", lambda name: SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(worker, "accumulate_in_fp32", lambda: calls.append("accumulate_in_fp32"))
+    monkeypatch.setattr(rank, "_choose_device", lambda *_: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(rank, "accumulate_in_fp32", lambda: calls.append("accumulate_in_fp32"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (calls.append("mem_get_info"), 80_000_000_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
@@ -65,29 +65,29 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
         calls.append("load_model")
         return SimpleNamespace(config=config)
 
-    monkeypatch.setattr(worker, "load_model", load)
-    monkeypatch.setattr(worker, "describe", lambda model: {})
-    monkeypatch.setattr(worker, "ModelRunner", lambda model, **options: calls.append("runner") or Card(calls))
+    monkeypatch.setattr(rank, "load_model", load)
+    monkeypatch.setattr(rank, "describe", lambda model: {})
+    monkeypatch.setattr(rank, "ModelRunner", lambda model, **options: calls.append("runner") or Card(calls))
     layout = KVLayout.of([KVSpec(1, 8, 8)], 16, 32)
     plan = MemoryPlan(80, 72, 16, 2, 1, 3, 50, 3, 32, layout, ("context cut",))
-    monkeypatch.setattr(worker, "plan_memory", lambda *given: calls.append(("plan_memory", *given[1:])) or plan)
+    monkeypatch.setattr(rank, "plan_memory", lambda *given: calls.append(("plan_memory", *given[1:])) or plan)
     config = EngineConfig(str(tiny_model("llama")), dtype="float16", enforce_eager=eager)
-    made = Worker(config, lambda progress: calls.append(progress.phase), lambda: calls.append("before_memory"))
-    half, worst = torch.float16, worker.WORST_SAMPLING
+    made = Engine(config, lambda progress: calls.append(progress.phase), lambda: calls.append("before_memory"))
+    half, worst = torch.float16, rank.WORST_SAMPLING
     graphs = [] if eager else [next(call for call in calls if call[0] == "capture_graphs")]
     assert calls == [
         "device", "accumulate_in_fp32", "mem_get_info", "config", "weights", "load_model", "compilation",
         "before_memory", "memory", "runner", *([] if eager else [("plan_graphs", 512, 1024, (2048, 4224))]),
         ("plan_memory", config, half, 8192, () if eager else ["shape"]), ("make_rows", 32), ("bind_cache", 3, half),
-        "warm-up", *(("dummy_step", *step) for step in worker.warm_up_steps(1024, 8192)),
+        "warm-up", *(("dummy_step", *step) for step in rank.warm_up_steps(1024, 8192)),
         *([] if eager else ["graphs", *graphs, ("dummy_step", 1024, 8192, worst)]), ("count_compilations",),
     ]  # fmt: skip
-    assert made.num_threads is None and made.scheduler_config.depth == 2 and made.info.fitted == ("max_model_len",)
+    assert made.rank.num_threads is None and made.scheduler_config.depth == 2 and made.info.fitted == ("max_model_len",)
 
 
 def test_a_mixture_warms_the_tiles_of_its_experts_up(tiny_model: Any) -> None:
     model = SimpleNamespace(config=ModelConfig.from_folder(tiny_model("mixtral")))
-    tokens = worker.expert_steps(model)
+    tokens = rank.expert_steps(model)
     assert tokens and tokens == sorted(set(tokens))
-    met = {step[1] for step in worker.warm_up_steps(1024, 8192, tokens)}
+    met = {step[1] for step in rank.warm_up_steps(1024, 8192, tokens)}
     assert {count for count in tokens if count <= 8192} <= met

@@ -1,0 +1,1 @@
+"""Low-rank adapters: many fine-tunes on one base model."""

@@ -1,0 +1,134 @@
+"""An adapter in a folder: its matrices by module of the base model, read from safetensors alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from ..checkpoint import FLOAT_TYPES
+from ..model_file import ModelError, and_more
+from ..safetensors_files import SafetensorsFiles
+from .peft_config import AdapterError, PeftConfig
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLED_FILE = "adapter_model.bin"
+_PREFIX = "base_model.model."
+# Of a tensor's name: the module, which of its matrices; some versions put the adapter's name, "default", in between.
+_MATRIX = re.compile(
+    r"(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
+)
+
+
+@dataclass
+class Pair:
+    """One module's matrices, by their names in the file: scale · B A is added to its weight."""
+
+    module: str  # as the file has it, without PEFT's prefix
+    is_embedding: bool = False
+    a: str = ""  # [r, in]; of an embedding [r, vocabulary]
+    b: str = ""  # [out, r]; of an embedding [hidden, r]
+    magnitude: str = ""  # [out], of DoRA
+    rank: int = 0
+    scale: float = 0.0
+
+
+@dataclass
+class Adapter:
+    folder: Path
+    config: PeftConfig
+    files: SafetensorsFiles
+    pairs: dict[str, Pair] = field(default_factory=dict)  # by module
+    whole: dict[str, str] = field(default_factory=dict)  # parameter of the base model → tensor that takes its place
+    # Module → copy of the base's weight, which PEFT saves beside the pair of an embedding or a head.
+    copies: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The largest."""
+        return max((pair.rank for pair in self.pairs.values()), default=0)
+
+    @classmethod
+    def open(cls, folder: Path) -> Adapter:
+        """By its headers. Raises AdapterError."""
+        config = PeftConfig.read(folder)
+        if not (folder / WEIGHTS_FILE).is_file():
+            if (folder / PICKLED_FILE).exists():
+                raise AdapterError(
+                    f"{folder} has {PICKLED_FILE}, a pickle, which could run code and is not read: save it as "
+                    f"{WEIGHTS_FILE} (save_pretrained of PEFT does)"
+                )
+            raise AdapterError(f"{folder} has no {WEIGHTS_FILE}: download the adapter again")
+        try:
+            files = SafetensorsFiles([folder / WEIGHTS_FILE], {})
+        except ModelError as error:
+            raise AdapterError(str(error)) from None
+        adapter = cls(folder, config, files)
+        adapter._read_names()
+        for pair in adapter.pairs.values():
+            adapter._complete(pair)
+        if not adapter.pairs and not adapter.whole:
+            raise AdapterError(f"{folder / WEIGHTS_FILE} has no tensors: download the adapter again")
+        return adapter
+
+    def read(self, name: str) -> Tensor:
+        """As stored. Raises AdapterError."""
+        try:
+            return self.files.read(name)
+        except ModelError as error:
+            raise AdapterError(str(error)) from None
+
+    def check_copy(self, module: str, shape: tuple[int, ...]) -> None:
+        """Raises AdapterError where the weight that the pair was trained beside is not of the base's shape."""
+        if (name := self.copies.get(module)) is not None and self.files.headers[name].shape != shape:
+            raise AdapterError(
+                f"{self.folder} was trained beside a {module} of shape {list(self.files.headers[name].shape)}, and the "
+                f"model's is {list(shape)}: it has more tokens, merge it with PEFT"
+            )
+
+    def lacking(self, modules: Iterable[str]) -> list[str]:
+        """Of these modules of the base model, those that the configuration names and no tensors are there for."""
+        wanted = (m for m in modules if self.config.all_linear or self.config.targets_module(m))
+        return [module for module in wanted if module not in self.pairs]
+
+    def _read_names(self) -> None:
+        for name, info in self.files.headers.items():
+            if info.dtype not in FLOAT_TYPES:
+                raise AdapterError(f"{name} is stored as {info.dtype}: only floats are read")
+            bare = name.removeprefix(_PREFIX)
+            if found := _MATRIX.fullmatch(bare):
+                module, kind = found.groups()
+                pair = self.pairs.setdefault(module, Pair(module))
+                pair.is_embedding = pair.is_embedding or "embedding" in kind
+                setattr(pair, "magnitude" if "magnitude" in kind else kind[-1].lower(), name)
+            elif bare.endswith(".base_layer.weight"):
+                self.copies[bare.removesuffix(".base_layer.weight")] = name
+            elif "lora_" in bare or "trainable_tokens" in bare:
+                raise AdapterError(f"{self.folder} has {name}, which cannot be served: merge it with PEFT")
+            else:
+                self.whole[bare.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")] = name
+
+    def _complete(self, pair: Pair) -> None:
+        """Raises AdapterError where a matrix is missing or the two do not go together."""
+        headers, folder = self.files.headers, self.folder
+        names = ("lora_embedding_A", "lora_embedding_B") if pair.is_embedding else ("lora_A", "lora_B")
+        missing = [f"{pair.module}.{name}" for name, there in zip(names, (pair.a, pair.b), strict=True) if not there]
+        if missing:
+            raise AdapterError(f"{folder} lacks {missing[0]}{and_more(missing)}: the file is incomplete, get it again")
+        a, b = headers[pair.a].shape, headers[pair.b].shape
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
+            raise AdapterError(
+                f"{folder}: A of {pair.module} is {list(a)} and B is {list(b)}: they must be [r, in] and [out, r]"
+            )
+        pair.rank, expected = a[0], self.config.rank_of(pair.module)
+        if pair.rank != expected:
+            raise AdapterError(
+                f"{folder}: {pair.module} has the rank {pair.rank}, and its configuration says {expected}: they are "
+                "not of one adapter"
+            )
+        if bool(pair.magnitude) != self.config.dora:
+            raise AdapterError(f"{folder}: use_dora is {self.config.dora}, and {pair.module} differs: get it again")
+        pair.scale = self.config.scale_of(pair.module, pair.rank)

@@ -1,0 +1,120 @@
+"""Which adapters there are, which of them are in the host's memory and which in a slot of the device. No tensors."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from ..invariants import require
+from ..plan import AdapterCopy
+
+PATIENCE = 64  # requests with adapters in slots that may pass one that waits for a slot
+
+
+class AdapterBook:
+    """An adapter has an id of its own for each time it was loaded; 0 is none.
+
+    A slot is taken by a request that starts, and free again, with its content, once no running request has its adapter:
+    the one that was used longest ago makes room. Plans are executed in order, so a slot may change hands while steps in
+    flight still read it.
+    """
+
+    def __init__(self, num_slots: int, max_on_host: int) -> None:
+        self.num_slots, self.max_on_host = num_slots, max(max_on_host, num_slots)
+        self.on_host: OrderedDict[int, None] = OrderedDict()  # by last use
+        self.slots: OrderedDict[int, int] = OrderedDict()  # id → slot, by last use
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.running: Counter[int] = Counter()  # requests on a row, by adapter
+        self.wanted: OrderedDict[int, None] = OrderedDict()  # that somebody waits for, to be read from disk
+        self.paths: dict[int, str] = {}  # of all that requests may name
+        self._somebody_waits = False  # for a slot, as far as this pass has seen
+        self.busy: Callable[[], set[int]] = set  # adapters that steps in flight have
+        self._num_passes = 0  # of requests past one that waits for a slot
+
+    # ---- what is there ----
+    def remove(self, id: int) -> None:
+        """No request has it any more."""
+        self.paths.pop(id, None)
+        self.wanted.pop(id, None)
+        self.on_host.pop(id, None)
+        if id in self.slots:
+            self.free_slots.append(self.slots.pop(id))
+
+    def make_room(self) -> list[int] | None:
+        """For one more on the host: those that have to leave it; None: all are in use."""
+        leaving: list[int] = []
+        busy = self.busy()
+        for id in self.on_host:
+            if len(self.on_host) - len(leaving) < self.max_on_host:
+                break
+            if not self.running[id] and id not in busy:
+                leaving.append(id)
+        if len(self.on_host) - len(leaving) >= self.max_on_host:
+            return None
+        for id in leaving:
+            self.on_host.pop(id)
+        return leaving
+
+    def arrived(self, id: int) -> None:
+        """It is on the host."""
+        self.wanted.pop(id, None)
+        self.on_host[id] = None
+        self.on_host.move_to_end(id)
+
+    # ---- requests ----
+    def begin_pass(self) -> None:
+        """Over the queue, from its head."""
+        if not self._somebody_waits:
+            self._num_passes = 0
+        self._somebody_waits = False
+
+    def may_start(self, id: int) -> bool:
+        """Whether a request with this adapter, or none, could run now. One that cannot waits, and lets others pass; but
+        only PATIENCE of those that keep slots from it."""
+        if not id:
+            return True
+        if id in self.running:
+            return not self._somebody_waits or self._num_passes < PATIENCE
+        if id not in self.slots and id not in self.on_host:
+            self.wanted.setdefault(id)
+            return False
+        if len(self.running) == self.num_slots:
+            self._somebody_waits = True
+            return False
+        return True
+
+    def start(self, id: int) -> tuple[int, AdapterCopy | None]:
+        """→ the slot of a request that starts, and what has to be copied there first."""
+        if id not in self.running:
+            self._num_passes = 0
+        elif self._somebody_waits:
+            self._num_passes += 1
+        self.running[id] += 1
+        if id in self.on_host:
+            self.on_host.move_to_end(id)
+        if (slot := self.slots.get(id)) is not None:
+            self.slots.move_to_end(id)
+            return slot, None
+        if not self.free_slots:
+            self.free_slots.append(self.slots.pop(next(other for other in self.slots if other not in self.running)))
+        self.slots[id] = slot = self.free_slots.pop()
+        return slot, AdapterCopy(slot, id, self.paths[id])
+
+    def stop(self, id: int) -> None:
+        """A request has left its row."""
+        self.running[id] -= 1
+        if not self.running[id]:
+            del self.running[id]
+
+    def forget(self, ids: set[int]) -> None:
+        """The copies of these into their slots may have failed: they are copied anew."""
+        for id in ids & self.slots.keys():
+            if id not in self.running:
+                self.free_slots.append(self.slots.pop(id))
+
+    def check(self, running: Counter[int]) -> None:
+        """Raises InvariantError; `running`: adapters of the requests on rows."""
+        require(self.running == running, "requests with adapters miscounted")
+        require(len(self.running) <= self.num_slots, "more adapters run than there are slots")
+        require(sorted([*self.slots.values(), *self.free_slots]) == list(range(self.num_slots)), "a slot was lost")
+        require(self.running.keys() <= self.slots.keys(), "an adapter runs without a slot")

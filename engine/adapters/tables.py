@@ -1,0 +1,189 @@
+"""The slots on the device, and what adds an adapter's share to the products of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.lora import Columns, Tiles, block_rows, column_blocks, expand, look_up, max_tiles, shrink
+from ..layers.embedding import Embedding, LMHead
+from ..layers.linear import Linear
+from ..plan import StepPlan
+from .layout import Packed, Place, part_sizes
+from .store import AdapterStore
+
+NO_SLOT = -1
+
+
+class Grouping:
+    """Tokens (or sampled rows) of a step by slot, in memory that stays where it is: graphs read it."""
+
+    def __init__(self, max_tokens: int, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self._width = max(max_tiles(n, num_slots) for n in {max_tokens, min(max_tokens, 512)})
+        self._device = torch.zeros(3 * self._width + max_tokens, dtype=torch.int32, device=device)
+        self._pinned = device.type == "cuda"
+
+    def tiles(self, num_tokens: int) -> Tiles:
+        """Of a step of so many tokens, padding included: views of what `fill` writes."""
+        count, width, memory = max_tiles(num_tokens, self.num_slots), self._width, self._device
+        slots, starts, ends = (memory[line * width : line * width + count] for line in range(3))
+        return Tiles(slots, starts, ends, memory[3 * width : 3 * width + num_tokens], block_rows(num_tokens))
+
+    def fill(self, slots: np.ndarray, lengths: np.ndarray, num_tokens: int) -> None:
+        """slots int [rows], NO_SLOT for none; lengths int [rows]: tokens of each, one row behind the other;
+        num_tokens: what the step is padded to."""
+        width, rows = self._width, block_rows(num_tokens)
+        host = torch.empty(3 * width + num_tokens, dtype=torch.int32, pin_memory=self._pinned)
+        table = host.numpy()
+        table[: 3 * width] = 0
+        starts = np.cumsum(lengths) - lengths  # of each row's tokens
+        chosen = np.flatnonzero((slots != NO_SLOT) & (lengths > 0))
+        chosen = chosen[np.argsort(slots[chosen], kind="stable")]
+        counts = lengths[chosen]
+        ends = np.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        order = np.repeat(starts[chosen] - (ends - counts), counts) + np.arange(total)
+        table[3 * width : 3 * width + total] = order
+        table[3 * width + total :] = 0
+        at = place = 0
+        sums = np.bincount(slots[chosen], weights=counts, minlength=self.num_slots).astype(np.int64)
+        for slot, count in enumerate(sums.tolist()):
+            for start in range(place, place + count, rows):
+                table[at], table[width + at] = slot, start
+                table[2 * width + at] = min(start + rows, place + count)
+                at += 1
+            place += count
+        self._device[: len(table)].copy_(host, non_blocking=True)
+
+
+class AdapterStep:
+    """What the products of the step under way need to know."""
+
+    def __init__(self) -> None:
+        self.tokens: Tiles | None = None  # None: no row of the step has an adapter
+        self.sampled: Tiles | None = None  # of the rows whose logits are computed
+
+
+class LinearAdapter:
+    def __init__(self, step: AdapterStep, a: Tensor, b: Tensor, used: Tensor, columns: Columns) -> None:
+        self._step, self._a, self._b, self._used, self._columns = step, a, b, used, columns
+
+    @property
+    def active(self) -> bool:
+        return self._step.tokens is not None
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """y += B A x of each token's adapter; x [T, in], y [T, out]."""
+        return self._add(x, y, self._step.tokens)
+
+    def _add(self, x: Tensor, y: Tensor, tiles: Tiles | None) -> Tensor:
+        if tiles is not None:
+            assert len(x) == len(tiles.order), f"{len(x)} rows where the step has {len(tiles.order)} tokens"
+            expand(shrink(x, self._a, self._used, tiles), self._b, self._columns, self._used, tiles, y)
+        return y
+
+
+class HeadAdapter(LinearAdapter):
+    @property
+    def active(self) -> bool:
+        return self._step.sampled is not None
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """The same of logits."""
+        tiles = self._step.sampled
+        if tiles is not None and len(x) < len(tiles.order):
+            tiles = tiles._replace(order=tiles.order[: len(x)])
+        return self._add(x, y, tiles)
+
+
+class EmbeddingAdapter(LinearAdapter):
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: ids int [T]."""
+        if (tiles := self._step.tokens) is not None:
+            expand(look_up(x, self._a, self._used, tiles), self._b, self._columns, self._used, tiles, y)
+        return y
+
+
+class AdapterTables:
+    """All slots, bound to the model's modules. What is called between steps is for what the current stream does from
+    then on."""
+
+    def __init__(
+        self, store: AdapterStore, num_slots: int, device: torch.device, max_tokens: int, max_rows: int
+    ) -> None:
+        """max_tokens: of a step, padding included; max_rows: requests at once."""
+        self.store, self.layout, self.num_slots = store, store.layout, num_slots
+        self.step = AdapterStep()
+        self._head: Tiles | None = None  # of the step's sampled rows
+        self.row_slots = np.full(max_rows + 1, NO_SLOT)  # of each row of the device tables
+        self._slots = self.row_slots[:0]  # of each row of the step
+        layout = store.layout
+        self._memory = torch.zeros(num_slots, layout.size, dtype=store.dtype, device=device)
+        self._used = torch.zeros(len(layout.places), num_slots, dtype=torch.int32, device=device)
+        self._tokens = Grouping(max_tokens, num_slots, device)
+        self._sampled = Grouping(max_tokens, num_slots, device)
+        self.has_head = False
+        for place in layout.places:
+            place.holder.adapter = self._bound(place, device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.nbytes
+
+    def load(self, slot: int, packed: Packed) -> None:
+        self._memory[slot].copy_(packed.flat, non_blocking=True)
+        self._used[:, slot].copy_(packed.used, non_blocking=True)
+
+    def fill_with_noise(self) -> None:
+        """Every slot, for measurements."""
+        self._memory.normal_(0.0, 0.01)
+        self._used.fill_(1)
+
+    def begin(self, plan: StepPlan) -> bool:
+        """Takes in the plan's copies and rows. Whether some row of the step has an adapter."""
+        self.end()  # what a step that failed has left
+        for copy in plan.adapters:
+            self.load(copy.slot, self.store.get(copy.id, copy.path))
+        for new in plan.new_rows:
+            self.row_slots[new.row] = new.slot
+        self._slots = self.row_slots[plan.rows]
+        return bool((self._slots != NO_SLOT).any())
+
+    def group(self, plan: StepPlan, num_tokens: int, num_logits: int) -> None:
+        """Of the plan that has begun, padded to so many tokens and rows whose logits are computed."""
+        self._tokens.fill(self._slots, np.array(plan.num_tokens), num_tokens)
+        self.use(num_tokens)
+        if self.has_head and plan.sampled:
+            samples = np.ones(len(plan.sampled), dtype=np.int64)
+            samples[: plan.num_decodes if plan.num_drafts else 0] += plan.num_drafts
+            self._sampled.fill(self._slots[plan.sampled], samples, num_logits)
+            self._head = self._sampled.tiles(num_logits)
+
+    def use(self, num_tokens: int) -> None:
+        """What is launched from now on is for a step of so many tokens that has adapters."""
+        self.step.tokens = self._tokens.tiles(num_tokens)
+
+    def begin_sampling(self) -> None:
+        """Logits from now on are those of the sampled rows. Earlier ones are of prompts that have no adapter there."""
+        self.step.sampled = self._head
+
+    def end(self) -> None:
+        """What is launched from now on has none."""
+        self.step.tokens = self.step.sampled = self._head = None
+
+    def _bound(self, place: Place, device: torch.device) -> LinearAdapter:
+        kind = LinearAdapter
+        if isinstance(place.holder, Linear):
+            sizes = part_sizes(place.holder.shape)
+            if isinstance(place.holder, LMHead):
+                kind, self.has_head = HeadAdapter, True
+        else:
+            assert isinstance(place.holder, Embedding)
+            sizes, kind = [place.b_shape[0]], EmbeddingAdapter
+        columns = column_blocks(sizes)
+        return kind(
+            self.step, self.layout.view_a(self._memory, place), self.layout.view_b(self._memory, place),
+            self._used[place.index], columns._replace(blocks=columns.blocks.to(device)),
+        )  # fmt: skip

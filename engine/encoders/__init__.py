@@ -1,0 +1,1 @@
+"""Models that read whole texts both ways and write none: vectors, classes and scores without a KV cache."""

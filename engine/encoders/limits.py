@@ -1,0 +1,82 @@
+"""How much of whole texts a step computes, and what that takes in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..config import ConfigError, EngineConfig
+from ..cpu_memory import machine_bytes
+from ..host_memory import gib
+from ..memory import MemoryPlan, weight_bytes
+
+if TYPE_CHECKING:
+    from ..resolved import Machine, Resolved
+    from .runner import EncoderRunner
+
+STEP_TOKENS = {"cuda": 16384, "cpu": 1024}
+STEP_TEXTS = {"cuda": 1024, "cpu": 128}
+
+
+def whole_texts(config: EngineConfig, length: int, machine: Machine) -> dict[str, Any]:
+    """Fields of Resolved: a text is computed in one step, a step has as many as it holds, and nothing is cached.
+
+    Raises ConfigError for a step that is shorter than the longest text.
+    """
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: this model reads texts whole and has no cache: leave it out"
+        )
+    kind = machine.device.type
+    tokens = config.max_num_batched_tokens
+    if tokens is not None and config.max_model_len is not None and tokens < config.max_model_len:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {tokens}: this model reads a text in one step, and --max-model-len is "
+            f"{config.max_model_len}; raise the first or lower the second"
+        )
+    length = min(length, tokens or length)
+    tokens = tokens or max(length, STEP_TOKENS[kind])
+    return {
+        "max_model_len": length,
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": min(config.max_num_seqs or STEP_TEXTS[kind], tokens),
+        "max_mixed_tokens": 0,
+        "large_mixed_tokens": (),
+        "max_num_partial_prefills": 0,
+        "max_long_partial_prefills": 0,
+        "long_prefill_token_threshold": 0,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "block_size": length,  # a text takes one block, of nothing
+        "reduced": (),
+        "notices": (),
+    }
+
+
+def plan_encoder(runner: EncoderRunner, config: EngineConfig, settings: Resolved) -> MemoryPlan:
+    """Runs the largest step, whose memory is kept: engines that start later see what is left. Raises ConfigError."""
+    weights, length = weight_bytes(runner.model), settings.max_model_len
+    num_texts, num_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    if runner.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        for count in (-(-num_tokens // length), num_texts):
+            runner.dummy_step(count, num_tokens)
+        activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        free, total = torch.cuda.mem_get_info()
+        budget = int(total * config.gpu_memory_utilization)
+        other = total - free - weights - activations  # of the card, whosever it is
+        advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
+    else:
+        total = budget = machine_bytes()
+        widest = max(max(layer.attention.width, layer.mlp.width) for layer in runner.model.config.layers)
+        activations = 4 * num_tokens * (3 * runner.model.config.hidden_size + widest)
+        other, advice = 0, "take a smaller model"
+    plan = MemoryPlan(total, budget, weights, activations, 0, other, 0, num_texts + 1, length, runner.layout)
+    if plan.needed > budget:
+        raise ConfigError(
+            f"a step of {num_tokens} tokens (--max-num-batched-tokens) does not fit: weights take {gib(weights)}, the "
+            f"step {gib(activations + other)}, of {gib(budget)}; lower --max-num-batched-tokens or {advice}"
+        )
+    return plan

@@ -1,0 +1,58 @@
+"""What its ranks are together: the limits of requests, the scheduler's configuration, and the executor of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from .adapters.store import AdapterStore
+from .config import EngineConfig
+from .executor import Executor, ThreadExecutor, steps_in_flight
+from .messages import EngineInfo, Progress
+from .model_config import ModelConfig
+from .rank import ALONE, Rank
+from .ranks.executor import RanksExecutor
+from .ranks.messages import Seat
+from .ranks.peers import Peers
+
+
+class Engine:
+    """Ready to step, in the process of rank 0."""
+
+    def __init__(
+        self, config: EngineConfig, report: Callable[[Progress], None],
+        before_memory: Callable[[], None] = lambda: None, seat: Seat = ALONE,
+    ) -> None:  # fmt: skip
+        """`before_memory`: see Rank."""
+        self.rank = rank = Rank(config, report, before_memory, seat)
+        settings, runner = rank.settings, rank.runner
+        self.vocab_size = settings.vocab_size
+        self.scheduler_config = settings.scheduler_config(runner.layout.windows, steps_in_flight(runner.device))
+        self.info: EngineInfo = msgspec.structs.replace(
+            settings.info(rank.seconds, rank.quantization), **served(rank.model.config)
+        )
+
+    @property
+    def adapter_store(self) -> AdapterStore | None:
+        """Of the host's memory; None where no adapter is served."""
+        tables = getattr(self.rank.runner, "adapters", None)  # an encoder's has none
+        return None if tables is None else tables.store
+
+    def executor(self, peers: Peers) -> Executor:
+        mine = ThreadExecutor(self.rank.runner, num_threads=self.rank.num_threads)
+        return RanksExecutor(mine, peers) if len(peers) else mine
+
+
+def served(model: ModelConfig) -> dict[str, Any]:
+    """What requests may ask for, and what its head makes of it: fields of EngineInfo."""
+    head = model.head
+    if head is None or head.task == "embed":
+        tasks = ("generate", "embed") if model.generates else ("embed",)
+        width = model.hidden_size if head is None else head.width
+        return {"tasks": tasks, "hidden_size": width, "reads_both_ways": not model.causal}
+    return {
+        "tasks": (head.task,), "labels": head.labels, "activation": head.activation, "by_token": head.by_token,
+        "steps": head.steps, "reranks": head.reranks, "reads_both_ways": not model.causal,
+    }  # fmt: skip

@@ -1,0 +1,269 @@
+"""What the prefix cache gains and loses, told to routers outside: vLLM's events, as msgpack over a ZeroMQ PUB socket.
+
+Of messages: topic, number of the batch (8 bytes, big-endian), batch: [time.time(), events, rank]. Batches are numbered
+from 0 on since the engine was started; whoever has missed some asks the replay socket for all from a number on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from .config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS: dict[str, Any] = {
+    "enable_kv_cache_events": False, "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": None,
+    "buffer_steps": 10_000, "hwm": 100_000, "max_queue_size": 100_000, "topic": "", "event_format": "map",
+    "data_parallel_rank": 0,
+}  # fmt: skip
+_CHOICES = {"publisher": ("zmq", "null"), "event_format": ("map", "array")}
+_COUNTS = ("buffer_steps", "hwm", "max_queue_size", "data_parallel_rank")
+END = (-1).to_bytes(8, "big", signed=True)  # the number of a replay's last message
+LINGER = 200  # milliseconds for the last events to leave
+MEDIUM = "GPU"  # as vLLM calls the cache that steps read, wherever it lies
+
+
+def settings(text: str | None) -> dict[str, Any] | None:
+    """Those of --kv-events-config over the defaults; None where nothing is to be published. It has been checked."""
+    given = DEFAULTS | json.loads(text or "{}")
+    return given if given["enable_kv_cache_events"] and given["publisher"] == "zmq" else None
+
+
+def problem(text: str) -> str | None:
+    """What is wrong with the option."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        return f"it is no JSON ({error})"
+    if not isinstance(given, dict):
+        return "it must be a JSON object"
+    for name, value in given.items():
+        if name not in DEFAULTS:
+            return f"there is no {name!r}; there are {', '.join(DEFAULTS)}"
+        if name == "enable_kv_cache_events":
+            fine, wanted = isinstance(value, bool), "true or false"
+        elif name in _CHOICES:
+            fine, wanted = value in _CHOICES[name], " or ".join(_CHOICES[name])
+        elif name in _COUNTS:
+            fine, wanted = type(value) is int and value >= 0, "a number, 0 or more"
+        elif name == "topic":
+            fine, wanted = isinstance(value, str), "a text"
+        else:
+            fine, wanted = _is_endpoint(value) or (value is None and name == "replay_endpoint"), "like tcp://*:5557"
+        if not fine:
+            return f"its {name!r} is {json.dumps(value):.60}: it must be {wanted}"
+    if settings(text) is not None and importlib.util.find_spec("zmq") is None:
+        return "publishing needs pyzmq: pip install 'vserve[kv-events]'"
+    return None
+
+
+def _is_endpoint(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    kind, _, rest = value.partition("://")
+    host, _, port = rest.rpartition(":")
+    return (kind in ("ipc", "inproc") and rest != "") or (kind == "tcp" and host != "" and port.isdecimal())
+
+
+def of_rank(text: str | None, rank: int) -> str | None:
+    """The option for one of several engines: each publishes at a port of its own, the next ones."""
+    if text is None or settings(text) is None or not rank:
+        return text
+    given = json.loads(text)
+    for name in ("endpoint", "replay_endpoint"):
+        if value := given.get(name, DEFAULTS[name]):
+            start, colon, port = value.rpartition(":")
+            shifted = f"{start}{colon}{int(port) + rank}" if value.startswith("tcp://") else f"{value}_dp{rank}"
+            given[name] = shifted
+    return json.dumps(given | {"data_parallel_rank": given.get("data_parallel_rank", 0) + rank})
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
+    block_hashes: list[int]
+    medium: str
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def name_of(key: bytes) -> int:
+    """What events call a block: the end of its hash, 64 bits of it, as vLLM does."""
+    return int.from_bytes(key[24:32], "big")
+
+
+def _text(salt: str) -> str:
+    """JSON may hold lone surrogates, which no message may."""
+    return salt.encode("utf-8", "replace").decode()
+
+
+class KVEvents:
+    """Collects what happens in a step, in its order. Blocks of equal content count once: they are told of when the
+    first comes, and when the last goes."""
+
+    def __init__(self, publish: Any, block_size: int, windows: Sequence[int]) -> None:
+        """`publish` takes a list of events. `windows`: of the KV groups, 0: all."""
+        self._publish = publish
+        self._block_size = block_size
+        self._windows = windows
+        self._events: list[Event] = [AllBlocksCleared()]  # who knew an engine that died here
+
+    def stored(
+        self, group: int, keys: Sequence[bytes], parent: bytes | None, token_ids: Sequence[int], salt: str | None,
+        is_first: bool,
+    ) -> None:  # fmt: skip
+        """Blocks that follow each other. `is_first`: the first one is that of a prompt, which a salt is part of."""
+        window = self._windows[group]
+        self._events.append(
+            BlockStored(
+                [name_of(key) for key in keys], None if parent is None else name_of(parent), list(token_ids),
+                self._block_size, None, MEDIUM, None,
+                [(_text(salt),), *[None] * (len(keys) - 1)] if salt is not None and is_first else None, group,
+                "sliding_window" if window else "full_attention", window or None,
+            )
+        )  # fmt: skip
+
+    def removed(self, key: bytes) -> None:
+        group = int.from_bytes(key[32:], "little")
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and last.group_idx == group:
+            last.block_hashes.append(name_of(key))
+        else:
+            self._events.append(BlockRemoved([name_of(key)], MEDIUM, group))
+
+    def flush(self) -> None:
+        """After a step."""
+        if self._events:
+            events, self._events = self._events, []
+            self._publish(events)
+
+
+class Publisher:
+    """Encodes and sends on a thread of its own, and answers who asks for a replay on another: neither polls."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        """`given`: see settings. Raises ConfigError where an endpoint cannot be taken."""
+        import zmq
+
+        self._encoder = msgspec.msgpack.Encoder()
+        self._rank = given["data_parallel_rank"]
+        self._topic = given["topic"].encode()
+        self._as_arrays = given["event_format"] == "array"
+        self._queue: queue.Queue[tuple[float, list[Event]] | None] = queue.Queue(given["max_queue_size"])
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=given["buffer_steps"])
+        self._lost = False  # batches were dropped because nobody came round to send them
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.set_hwm(given["hwm"])
+        endpoint = given["endpoint"]
+        binds = "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://")
+        self._open(self._pub.bind if binds else self._pub.connect, endpoint)
+        self._replay = None
+        if given["replay_endpoint"]:
+            self._replay = self._context.socket(zmq.ROUTER)
+            self._replay.set_hwm(0)  # a ROUTER drops what is beyond it: of a replay its end, too
+            self._open(self._replay.bind, given["replay_endpoint"])
+        for work in (self._send_all, *([self._answer_all] if self._replay is not None else [])):
+            threading.Thread(target=work, name="kv-events", daemon=True).start()
+
+    def publish(self, events: list[Event]) -> None:
+        """Never waits: of what nobody sends in time, the newest is lost, and then who listens has to start over."""
+        if self._lost:
+            events = [AllBlocksCleared(), *events]
+        try:
+            self._queue.put_nowait((time.time(), events))
+        except queue.Full:
+            if not self._lost:
+                logger.warning("cache events are lost: %d steps wait to be published", self._queue.qsize())
+            self._lost = True
+        else:
+            self._lost = False
+
+    def close(self) -> None:
+        """Returns when what waits has been sent, or LINGER is over. Each thread closes its own socket."""
+        self._queue.put(None)
+        self._context.term()
+
+    def encode(self, moment: float, events: list[Event]) -> bytes:
+        shown = [_as_array(event) for event in events] if self._as_arrays else events
+        return self._encoder.encode((moment, shown, self._rank))
+
+    def _open(self, function: Any, endpoint: str) -> None:
+        import zmq
+
+        try:
+            function(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"--kv-events-config: {endpoint} cannot be used ({error}); name another endpoint"
+            ) from None
+
+    def _send_all(self) -> None:
+        number = 0
+        while (batch := self._queue.get()) is not None:
+            payload = self.encode(*batch)
+            self._buffer.append((number, payload))
+            self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+            number += 1
+        self._pub.close(linger=LINGER)
+
+    def _answer_all(self) -> None:
+        import zmq
+
+        assert self._replay is not None
+        while True:
+            try:
+                frames = self._replay.recv_multipart()
+                if len(frames) != 3 or len(frames[2]) > 8:
+                    continue
+                start = int.from_bytes(frames[2], "big")
+                for number, payload in list(self._buffer):
+                    if number >= start:
+                        self._replay.send_multipart((frames[0], b"", number.to_bytes(8, "big"), payload))
+                self._replay.send_multipart((frames[0], b"", END, b""))
+            except zmq.ContextTerminated:
+                self._replay.close(linger=0)
+                return
+            except zmq.ZMQError as error:  # of a client that has left
+                logger.debug("replay: %s", error)
+
+
+def _as_array(event: Event) -> list[Any]:
+    """As vLLM wrote them up to 0.22, for who reads that alone."""
+    if isinstance(event, BlockStored):
+        named = [event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size, event.lora_id,
+                 event.medium, event.lora_name, event.extra_keys, event.group_idx]  # fmt: skip
+        return ["BlockStored", *named]
+    if isinstance(event, BlockRemoved):
+        return ["BlockRemoved", event.block_hashes, event.medium, event.group_idx]
+    return ["AllBlocksCleared"]

@@ -1,0 +1,105 @@
+"""Over how many ranks a model can be divided, known from config.json alone: without torch, before weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..layer_spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MLPSpec
+from ..model_file import ModelError
+
+if TYPE_CHECKING:
+    from ..model_config import ModelConfig
+
+MOST = 64  # ranks that are looked at for those that would do
+SLICE = 256  # gates of an expert that a rank should have at least: fewer make small products, and cut blocks of scales
+BLOCK = 128  # columns that share a scale in quantised experts, at most as a rule
+ROWS = 64  # of the vocabulary that stay together
+
+
+def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False) -> None:
+    """Raises ModelError where `size` ranks cannot share the model, naming the numbers that can."""
+    if size == 1:
+        return
+    if config.foreign is not None:
+        refuse_foreign(config.architecture, size)
+    if not config.causal:
+        _refuse(f"{config.architecture} reads texts both ways, which is not divided over ranks", size)
+    if (fault := _fault(config, size, expert_parallel)) is None:
+        return
+    possible = ", ".join(map(str, sizes(config, expert_parallel)))
+    raise ModelError(
+        f"--tensor-parallel-size {size}: {fault} cannot be divided over {size} ranks: take one of {possible}, or "
+        f"--data-parallel-size {size} for as many that each hold all of the model"
+    )
+
+
+def sizes(config: ModelConfig, expert_parallel: bool = False) -> list[int]:
+    """Numbers of ranks that can share the model."""
+    if config.foreign is not None or not config.causal:
+        return [1]
+    return [n for n in range(1, MOST + 1) if _fault(config, n, expert_parallel) is None]
+
+
+def refuse_foreign(architecture: str, size: int) -> None:
+    """Raises ModelError."""
+    _refuse(f"{architecture} is computed by transformers' code, which is not divided over ranks", size)
+
+
+def refuse_encoder(model_type: str, size: int) -> None:
+    """Raises ModelError."""
+    _refuse(f"an encoder as {model_type} is not divided over ranks", size)
+
+
+def _refuse(reason: str, size: int) -> None:
+    if size > 1:
+        raise ModelError(
+            f"--tensor-parallel-size {size}: {reason}: leave it out, or take --data-parallel-size {size} for as many "
+            f"that each hold all of the model"
+        )
+
+
+def vocab_share(vocab_size: int, size: int) -> int:
+    """Rows of the output matrix that every rank has but the last ones, which may have fewer."""
+    share = -(-vocab_size // size)
+    if vocab_size < ROWS * size * size:  # or ranks would be left without any
+        return share
+    return -(-share // ROWS) * ROWS
+
+
+def whole_experts(num_experts: int, inner: int, size: int, quantised: bool, wanted: bool) -> bool:
+    """Whether ranks hold whole experts, not a slice of each: where that is wanted, or slices would be too thin.
+
+    Slices give every rank the same work, whatever the router does."""
+    if size == 1 or num_experts % size:
+        return False
+    thin = inner % size or inner // size < SLICE or (quantised and inner // size % BLOCK)
+    return bool(wanted or thin)
+
+
+def _fault(config: ModelConfig, size: int, expert_parallel: bool) -> str | None:
+    """What cannot be divided, for people."""
+    if config.vocab_size <= size * (size - 1):
+        return f"a vocabulary of {config.vocab_size}"
+    return next((fault for layer in set(config.layers) for fault in _faults(layer, size, expert_parallel)), None)
+
+
+def _faults(layer: LayerSpec, size: int, expert_parallel: bool) -> Iterator[str]:
+    attention, mlp = layer.attention, layer.mlp
+    if isinstance(attention, LatentAttentionSpec):
+        if attention.num_heads % size:
+            yield f"{attention.num_heads} attention heads"
+    elif isinstance(attention, AttentionSpec):
+        heads, keys = attention.num_heads, attention.num_kv_heads
+        if heads % size or (keys % size and size % keys):
+            yield f"{heads} attention heads" + (f" over {keys} of keys and values" if keys != heads else "")
+    if isinstance(mlp, MLPSpec):
+        if mlp.inner % size:
+            yield f"an MLP of {mlp.inner}"
+        return
+    if mlp.shared_inner % size:
+        yield f"a shared expert of {mlp.shared_inner}"
+    if expert_parallel and mlp.routing.num_experts % size:
+        yield f"{mlp.routing.num_experts} whole experts (--enable-expert-parallel)"
+    elif mlp.routing.num_experts % size and mlp.inner % size:
+        yield f"{mlp.routing.num_experts} experts of {mlp.inner}"

@@ -1,0 +1,43 @@
+"""Numbers that every rank must know of every other, told through their group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config import ConfigError
+from ..parallel.group import Group
+
+if TYPE_CHECKING:
+    from ..resolved import Resolved
+
+# What decides how many steps, collectives and graphs there are, and how large.
+DECISIVE = (
+    "dtype", "max_model_len", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_mixed_tokens",
+    "large_mixed_tokens", "enforce_eager", "max_cudagraph_capture_size",
+)  # fmt: skip
+
+
+def gather(group: Group, device: torch.device, numbers: Sequence[int]) -> list[list[int]]:
+    """What each rank has given, in the order of ranks. Every rank has to call it, with as many numbers."""
+    if group.size == 1:
+        return [list(numbers)]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    return [part.tolist() for part in group.all_gather(mine, 0).chunk(group.size)]
+
+
+def check_equal(group: Group, settings: Resolved) -> None:
+    """Raises ConfigError where another rank has resolved the options otherwise: it would wait for steps that never
+    come. Cards of different sizes do."""
+    told = "\n".join([*(f"{name} {getattr(settings, name)}" for name in DECISIVE), version("torch"), version("triton")])
+    mine = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
+    found = [numbers[0] for numbers in gather(group, settings.device, [mine])]
+    if others := [rank for rank, number in enumerate(found) if number != found[0]]:
+        raise ConfigError(
+            f"rank {others[0]} has come to other limits than rank 0, as cards of different sizes make it: name "
+            "--max-model-len, --max-num-batched-tokens and --max-num-seqs, or use cards of one kind"
+        )

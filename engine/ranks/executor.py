@@ -1,0 +1,55 @@
+"""Runs plans on several ranks: the others are sent what rank 0 does, a moment before it does it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+from ..executor import ThreadExecutor
+from ..mask import TokenMask
+from ..plan import StepPlan, StepResult
+from .messages import Execute, Follow
+from .peers import Peers, RankLost
+
+
+class RanksExecutor:
+    """Results are rank 0's, which samples. A step that fails on one rank leaves the others in the middle of a
+    collective: none can follow it."""
+
+    def __init__(self, mine: ThreadExecutor, peers: Peers) -> None:
+        """`mine`: of rank 0."""
+        self._mine = mine
+        self._peers = peers
+        self._executes = False  # the plan executed last has rows, and so went to the others
+        self._num_begun = self._num_done = 0
+        peers.watch(lambda: (self._num_begun > self._num_done, self._num_done))
+
+    def execute(self, plan: StepPlan) -> None:
+        self._executes = bool(plan.rows)
+        if self._executes:
+            self._peers.send(Execute(plan))
+        self._mine.execute(plan)
+
+    def sample(self, mask: TokenMask | None = None) -> None:
+        if self._executes:
+            self._peers.send(Follow(mask.postponed if mask is not None else ()))
+        self._mine.sample(mask)
+        self._num_begun += 1
+        self._mine.newest.add_done_callback(self._ended)
+
+    def result(self) -> Awaitable[StepResult]:
+        return self._mine.result()
+
+    async def wait(self, seconds: float) -> bool:
+        return await self._mine.wait(seconds)
+
+    def recover(self, error: Exception) -> None:
+        raise RankLost(f"rank 0 failed in a step, and no other can go on: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        if not self._peers.lost:
+            self._mine.close()  # its steps need the others
+        self._peers.close()
+
+    def _ended(self, _: asyncio.Future[StepResult]) -> None:
+        self._num_done += 1

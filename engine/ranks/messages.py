@@ -1,0 +1,56 @@
+"""What the engine's process (rank 0) and those of its other ranks say to each other: msgpack over a Unix socket.
+
+Every rank gets the same plan, so every rank launches the same collectives in the same order. Tokens do not come this
+way: rank 0 samples, and its group broadcasts them from device to device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..messages import Failure
+from ..plan import StepPlan
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """Which of how many ranks, and where they meet (as torch.distributed has it)."""
+
+    rank: int = 0
+    size: int = 1
+    rendezvous: str = ""
+
+
+# ---- engine → rank ----
+class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
+    """The first message: the options of EngineConfig."""
+
+    options: dict[str, Any]
+    seat: Seat
+
+
+class Execute(msgspec.Struct, frozen=True, array_like=True, tag="execute"):
+    plan: StepPlan
+
+
+class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
+    """Take the tokens that rank 0 samples in the step executed last."""
+
+    postponed: tuple[int, ...] = ()  # see TokenMask
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    pass
+
+
+# ---- rank → engine ----
+class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
+    """Once a second: how far it has come. What does not change while a step is in flight tells who hangs."""
+
+    collectives: int = 0  # entered, but for those of CUDA graphs
+    cpu_seconds: float = 0.0  # of the process
+
+
+ToRank = Join | Execute | Follow | Leave
+FromRank = Pulse | Failure

@@ -1,0 +1,106 @@
+"""A rank's process, started by its engine's as `python -m vserve.engine.ranks.process --fd N` (a socket pair)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from .. import faults, logs
+from ..config import ConfigError, EngineConfig
+from ..kernel_cache import use_kernel_cache
+from ..messages import Failure
+from ..process import die_with_parent, dump_stacks_on_signal
+from .channel import Channel
+from .hang import INTERVAL, pulse
+from .messages import Execute, Follow, Join, ToRank
+
+if TYPE_CHECKING:
+    from ..runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+def tell(channel: Channel) -> None:
+    """How far this rank has come, on a thread of its own: it goes on while the main one waits."""
+    with contextlib.suppress(OSError):  # the engine is gone, and this process with it
+        while True:
+            channel.send(pulse())
+            time.sleep(INTERVAL)
+
+
+def follow(channel: Channel, runner: ModelRunner) -> None:
+    """Runs what the engine sends until it says to leave."""
+    while True:
+        message = channel.receive()
+        if isinstance(message, Execute):
+            runner.execute(message.plan)
+        elif isinstance(message, Follow):
+            runner.follow(message.postponed)
+        else:
+            return
+
+
+def run(channel: Channel) -> int:
+    """Returns the exit code."""
+    try:
+        start = channel.receive()
+        assert isinstance(start, Join)
+        config = EngineConfig(**start.options)
+        faults.rank = start.seat.rank
+        threading.Thread(target=tell, args=(channel,), name="vserve-pulse", daemon=True).start()
+        use_kernel_cache()
+        from ..rank import Rank
+        from ..runner import ModelRunner
+
+        rank = Rank(config, lambda reached: faults.hit_phase(reached.phase), seat=start.seat)
+        runner = rank.runner
+        assert isinstance(runner, ModelRunner), "encoders are not divided"
+        faults.arm_runner(runner)
+        gc.collect()
+        gc.freeze()
+        follow(channel, runner)
+        return 0
+    except EOFError:
+        return 0  # without its engine there is nobody to serve
+    except Exception as error:
+        from ..model_config import ModelError
+
+        expected = isinstance(error, ConfigError | ModelError)
+        if not expected:
+            logger.error("the rank failed", exc_info=error)
+        message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
+        with contextlib.suppress(OSError):
+            channel.send(Failure(message))
+        return 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--log-level", default="INFO")
+    parser.add_argument("--log-format", default="text")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    dump_stacks_on_signal()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the engine decides when this process ends
+        signal.signal(number, signal.SIG_IGN)
+    # Rank 0 says what all of them do; of the others only what goes wrong is told.
+    level = "DEBUG" if arguments.log_level.upper() == "DEBUG" else "ERROR"
+    logs.configure(level, arguments.log_format, f"rank {arguments.rank}")
+    code = run(Channel(socket.socket(fileno=arguments.fd), ToRank))
+    logs.flush()
+    os._exit(code)  # libraries wait at their exit for ranks that are gone
+
+
+if __name__ == "__main__":
+    main()

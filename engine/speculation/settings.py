@@ -1,0 +1,168 @@
+"""What `--speculative-config` asks for: read, refused where it is not here, and resolved to what a step may draft."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import ConfigError
+
+NAME = "--speculative-config"
+NGRAM = ("ngram", "ngram_gpu", "[ngram]")
+MAX_DRAFTS = 15  # of a request in a step
+DEFAULT_DRAFTS = 7
+DEFAULT_NGRAM = 5
+# Up to so many requests that decode, at most so many drafts each: weights that are read once serve a few hundred tokens
+# as fast as one; beyond, wrong drafts take the time of right ones.
+DEPTHS = ((8, MAX_DRAFTS), (32, 3), (64, 1))
+_LOSSY = "it accepts tokens that the model would not have sampled; drafts here never change an answer"
+_INSTEAD = 'use {"method": "ngram"}, which needs no weights, or leave speculation out: the answers are the same'
+_REFUSED = {
+    "medusa": "heads of Medusa",
+    "mlp_speculator": "MLP speculators",
+    "suffix": "suffix decoding",
+    "eagle": "heads of EAGLE",
+    "eagle3": "heads of EAGLE-3",
+    "mtp": "layers for multi-token prediction",
+    "draft_model": "draft models",
+    "dflash": "drafts of DFlash",
+    "dspark": "drafts of DSpark",
+    "custom_class": "classes of others, whose code would run in the engine,",
+}
+# Of drafts by a model: they mean nothing to n-grams.
+_OF_MODELS = (
+    "draft_tensor_parallel_size", "quantization", "max_model_len", "kv_cache_dtype", "draft_sample_method", "revision",
+    "code_revision", "disable_padded_drafter_batch", "parallel_drafting", "enforce_eager", "attention_backend",
+    "moe_backend", "use_heterogeneous_vocab",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Drafts of n-grams: where the last `max_ngram` tokens (or fewer, `min_ngram` at least) stood before, what came
+    then is likely to come now."""
+
+    num_drafts: int
+    min_ngram: int
+    max_ngram: int
+    depths: tuple[tuple[int, int], ...]  # (up to so many requests, drafts of each), the former growing
+
+    def within(self, max_num_seqs: int, max_num_batched_tokens: int) -> Speculation:
+        """With depths that a step has room for."""
+        depths: dict[int, int] = {}
+        for most, drafts in self.depths:
+            drafts = min(drafts, max_num_batched_tokens // 2 - 1)
+            most = min(most, max_num_seqs, max_num_batched_tokens // (1 + drafts)) if drafts > 0 else 0
+            if most:
+                depths[most] = max(drafts, depths.get(most, 0))
+        return Speculation(self.num_drafts, self.min_ngram, self.max_ngram, tuple(sorted(depths.items())))
+
+
+NO_DRAFTS = Speculation(0, 0, 0, ())
+
+
+def problem(text: str) -> str | None:
+    """What is wrong with the text of --speculative-config, in words that follow its name."""
+    try:
+        read_speculation(text)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def read_speculation(text: str | None) -> Speculation | None:
+    """None: no drafts. Raises ConfigError, without the option's name."""
+    if text is None:
+        return None
+    try:
+        asked = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f'it is no JSON ({error}): give an object such as \'{{"method": "ngram"}}\'') from None
+    if not isinstance(asked, dict):
+        raise ConfigError('it must be a JSON object such as \'{"method": "ngram"}\'')
+    return _read({key.replace("-", "_"): value for key, value in asked.items() if value is not None})
+
+
+def _read(asked: dict[str, Any]) -> Speculation | None:
+    known = (
+        "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
+        "num_speculative_tokens_per_batch_size", "disable_by_batch_size", "rejection_sample_method",
+        "synthetic_acceptance_rates", "synthetic_acceptance_length",
+    )  # fmt: skip
+    for key in asked:
+        if key not in known and key not in _OF_MODELS and not key.startswith("suffix_decoding_"):
+            raise ConfigError(f"it has {key!r}: it may have {', '.join(known[:7])}")
+    _check_method(asked)
+    _check_acceptance(asked)
+    drafts = _number(asked, "num_speculative_tokens", DEFAULT_DRAFTS, 0, MAX_DRAFTS)
+    least, most = asked.get("prompt_lookup_min"), asked.get("prompt_lookup_max")
+    default = least if most is None else most
+    max_ngram = _number(asked, "prompt_lookup_max", DEFAULT_NGRAM if default is None else default, 1, 15)
+    min_ngram = _number(asked, "prompt_lookup_min", max_ngram, 1, 15)
+    if min_ngram > max_ngram:
+        raise ConfigError(f"its prompt_lookup_min {min_ngram} is above its prompt_lookup_max {max_ngram}")
+    if not drafts:
+        return None
+    return Speculation(drafts, min_ngram, max_ngram, _depths(asked, drafts))
+
+
+def _check_method(asked: dict[str, Any]) -> None:
+    method, model = asked.get("method"), asked.get("model")
+    if method is None:
+        method = "ngram" if model is None or model in NGRAM else "draft_model"
+    if method in NGRAM:
+        return
+    if not isinstance(method, str):
+        raise ConfigError(f"its method is {method!r}: it must be a text such as ngram")
+    name = "mtp" if method.endswith("_mtp") else method
+    if name not in _REFUSED:
+        raise ConfigError(f"its method is {method!r}: it must be ngram")
+    named = f"its method is {method!r}" if "method" in asked else f"its model is {model!r}"
+    raise ConfigError(f"{named}: {_REFUSED[name]} are not served yet; {_INSTEAD}")
+
+
+def _check_acceptance(asked: dict[str, Any]) -> None:
+    method = asked.get("rejection_sample_method", "standard")
+    if method in ("standard", "strict", "rejection_sampler"):
+        method = "standard"
+    if method != "standard":
+        raise ConfigError(f"its rejection_sample_method is {method!r}: {_LOSSY}; leave it out")
+    for key in ("synthetic_acceptance_rates", "synthetic_acceptance_length"):
+        if key in asked:
+            raise ConfigError(f"it has {key!r}: {_LOSSY}; leave it out")
+
+
+def _depths(asked: dict[str, Any], drafts: int) -> tuple[tuple[int, int], ...]:
+    table, least = asked.get("num_speculative_tokens_per_batch_size"), asked.get("disable_by_batch_size")
+    if least is not None:
+        most = _number(asked, "disable_by_batch_size", 0, 1, 1 << 20) - 1
+        return tuple((min(up_to, most), min(drafts, up)) for up_to, up in DEPTHS if most)
+    if table is None:
+        return tuple((up_to, min(drafts, most)) for up_to, most in DEPTHS)
+    named = "its num_speculative_tokens_per_batch_size"
+    wrong = ConfigError(f"{named} is {table!r}: it must be a list such as [[1, 8, {drafts}], [9, 64, 1]]")
+    if not isinstance(table, list):
+        raise wrong
+    found: list[tuple[int, int]] = []
+    last = 0
+    for row in table:
+        if not (isinstance(row, list) and len(row) == 3 and all(type(number) is int for number in row)):
+            raise wrong
+        begin, end, count = row
+        if not last < begin <= end or not 0 <= count <= drafts:
+            raise ConfigError(f"{named} has {row}: rows grow, and none has more than {drafts} drafts")
+        if found and begin > last + 1:  # what is not named keeps the number before it
+            found[-1] = (begin - 1, found[-1][1])
+        found.append((end, count))
+        last = end
+    return tuple(found)
+
+
+def _number(asked: dict[str, Any], key: str, default: int, least: int, most: int) -> int:
+    value = asked.get(key, default)
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"its {key} is {value!r}: it must be an integer from {least} to {most}")
+    return value

@@ -1,0 +1,266 @@
+"""Low-rank adapters: y += B A x, with another pair of matrices for each request of a step.
+
+Tokens are grouped by the adapter of their request: a tile is up to `block_rows` tokens of one slot, so that a matrix is
+read once for all of them. First h = A x (`shrink`), of all products that share an input at once, in sums over parts of
+the input that nobody adds up until y += B h (`expand`) does, always in the same order. Grids depend on the number of
+tokens and of slots only; tiles beyond the last are empty, and leave.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .pdl import launched_plainly, pdl_options
+
+FEW_TOKENS = 512  # up to so many, tiles of 16 tokens, beyond of 64
+PROGRAMS = 128  # that a shrink should have: the input is cut for it
+MAX_SPLITS = 16
+STEP = 128  # of the input, at a time; whoever cuts it cuts multiples
+COLUMNS = 128  # rows of B, at a time
+
+
+class Tiles(NamedTuple):
+    """Which tokens of a step have which adapter. Tokens of none are in no tile."""
+
+    slots: Tensor  # int32 [tiles]
+    starts: Tensor  # int32 [tiles]: of each, its first place in `order`
+    ends: Tensor  # int32 [tiles]; an empty tile ends where it starts
+    order: Tensor  # int32 [≤ T]: tokens, those of one slot side by side
+    block_rows: int
+
+
+def block_rows(num_tokens: int) -> int:
+    """Tokens of a tile, in a step of so many."""
+    return 16 if num_tokens <= FEW_TOKENS else 64
+
+
+def max_tiles(num_tokens: int, num_slots: int) -> int:
+    """Tiles that the tokens of a step can need: each slot wastes at most one."""
+    return min(num_tokens, num_tokens // block_rows(num_tokens) + num_slots)
+
+
+def shrink(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
+    """x [T, K], a [slots, N, K] → fp32 [splits, T, N], whose sum over splits is A x by places of
+    `tiles.order`; what no tile has stays undefined. used int32 [slots]: 0 where an adapter has nothing here, and so
+    nothing is computed."""
+    if x.device.type == "cuda":
+        return shrink_triton(x, a, used, tiles)
+    return shrink_torch(x, a, used, tiles)
+
+
+def look_up(ids: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
+    """The same of a one-hot x: ids int [T], a [slots, vocabulary, N] → fp32 [1, T, N]."""
+    h = torch.empty((1, *ids.shape, a.shape[2]), dtype=torch.float32, device=ids.device)
+    if ids.device.type == "cuda":
+        _look_up_kernel[(len(tiles.slots),)](
+            ids, a, used, h, *tiles[:4], a.shape[2], a.stride(0), a.stride(1),
+            BLOCK_M=tiles.block_rows, BLOCK_N=triton.next_power_of_2(a.shape[2]), num_warps=4,
+        )  # fmt: skip
+        launched_plainly(ids.device)
+        return h
+    for slot, start, tokens in _groups(used, tiles):
+        h[0, start : start + len(tokens)] = a[slot, ids[tokens].long()].float()
+    return h
+
+
+def expand(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y: Tensor) -> None:
+    """y [T, out] += B h, in place. h: of shrink; b [slots, out, r], whose rows are those of several products one after
+    the other; `columns` say whose part of h belongs to which rows."""
+    if y.device.type == "cuda":
+        expand_triton(h, b, columns, used, tiles, y)
+    else:
+        expand_torch(h, b, columns, used, tiles, y)
+
+
+class Columns(NamedTuple):
+    """Blocks of at most COLUMNS rows of B, each of one product alone."""
+
+    blocks: Tensor  # int32 [3, blocks]: the first row, the one behind the last, and the product
+    multiple: int  # of which every first row is one
+
+
+def column_blocks(sizes: list[int]) -> Columns:
+    """`sizes`: rows of each product."""
+    blocks, start = [], 0
+    for part, size in enumerate(sizes):
+        blocks += [(at, min(at + COLUMNS, start + size), part) for at in range(start, start + size, COLUMNS)]
+        start += size
+    return Columns(torch.tensor(blocks, dtype=torch.int32).T.contiguous(), gcd(16, *sizes))
+
+
+# ---- twins ----
+def shrink_torch(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
+    h = torch.empty((1, x.shape[0], a.shape[1]), dtype=torch.float32, device=x.device)
+    for slot, start, tokens in _groups(used, tiles):
+        h[0, start : start + len(tokens)] = x[tokens].float() @ a[slot].float().T
+    return h
+
+
+def expand_torch(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y: Tensor) -> None:
+    rank, total = b.shape[2], h.sum(0)
+    parts: dict[int, tuple[int, int]] = {}
+    for first, end, part in columns.blocks.T.tolist():
+        parts[part] = (parts.get(part, (first, end))[0], end)
+    for slot, start, tokens in _groups(used, tiles):
+        low = total[start : start + len(tokens)]
+        for part, (first, end) in parts.items():
+            delta = low[:, part * rank : (part + 1) * rank] @ b[slot, first:end].float().T
+            y[tokens, first:end] = (y[tokens, first:end].float() + delta).to(y.dtype)
+
+
+def _groups(used: Tensor, tiles: Tiles) -> list[tuple[int, int, Tensor]]:
+    """(slot, first place, tokens) of all tiles of a slot together."""
+    found: list[tuple[int, int, int]] = []
+    there = used.tolist()
+    for slot, start, end in zip(tiles.slots.tolist(), tiles.starts.tolist(), tiles.ends.tolist(), strict=True):
+        if start == end or not there[slot]:
+            continue
+        if found and found[-1][0] == slot and found[-1][2] == start:
+            found[-1] = (slot, found[-1][1], end)
+        else:
+            found.append((slot, start, end))
+    return [(slot, start, tiles.order[start:end].long()) for slot, start, end in found]
+
+
+# ---- Triton ----
+def shrink_triton(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
+    (num_tokens, k), n = x.shape, a.shape[1]
+    if x.stride(1) != 1 or a.stride(2) != 1:
+        raise ValueError("the last dimensions of x and A must be contiguous: call contiguous()")
+    block_n = min(64, max(16, triton.next_power_of_2(n)))
+    blocks = triton.cdiv(n, block_n)
+    splits = max(1, min(MAX_SPLITS, PROGRAMS // (len(tiles.slots) * blocks), triton.cdiv(k, STEP)))
+    steps = triton.cdiv(k, splits * STEP)  # of a split
+    splits = triton.cdiv(k, steps * STEP)
+    h = torch.empty((splits, num_tokens, n), dtype=torch.float32, device=x.device)
+    _shrink_kernel[(len(tiles.slots), blocks, splits)](
+        x, a, used, h, *tiles[:4], num_tokens, n, k, steps, x.stride(0), a.stride(0), a.stride(1),
+        EVEN_K=k % STEP == 0, BLOCK_M=tiles.block_rows, BLOCK_N=block_n, STEP=STEP,
+        BLOCK_K=STEP if tiles.block_rows == 16 else STEP // 2, num_warps=4, num_stages=3, **pdl_options(x, num_tokens),
+    )  # fmt: skip
+    return h
+
+
+def expand_triton(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y: Tensor) -> None:
+    splits, num_tokens, n = h.shape
+    rank = b.shape[2]
+    if y.stride(1) != 1 or b.stride(2) != 1 or rank % 16:
+        raise ValueError("the last dimensions of y and B must be contiguous, and the rank a multiple of 16")
+    _expand_kernel[(len(tiles.slots), columns.blocks.shape[1])](
+        h, b, columns.blocks, used, y, *tiles[:4], num_tokens, n, columns.blocks.shape[1], splits,
+        b.stride(0), b.stride(1), y.stride(0),
+        RANK=rank, MULTIPLE=columns.multiple, BLOCK_M=tiles.block_rows, BLOCK_N=COLUMNS,
+        BLOCK_R=16 if rank % 32 else 32, num_warps=4, num_stages=2, **pdl_options(y, num_tokens),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "steps"])
+def _shrink_kernel(
+    x_ptr, a_ptr, used_ptr, h_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr,
+    T, N, K, steps, stride_x, stride_slot, stride_a,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """h[split, place, n] = Σ_k x[order[place], k] · a[slot, n, k], over `steps` · STEP values of k."""
+    tile, split = tl.program_id(0), tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    start = tl.load(starts_ptr + tile)
+    end = tl.load(ends_ptr + tile)
+    slot = tl.load(slots_ptr + tile).to(tl.int64)
+    if start == end:
+        return
+    if tl.load(used_ptr + slot) == 0:
+        return
+    place = start + tl.arange(0, BLOCK_M)
+    token = tl.load(order_ptr + place, mask=place < end, other=0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = split * steps * STEP
+    k = first + tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + token[:, None] * stride_x + k[None, :]
+    a_ptrs = a_ptr + slot * stride_slot + n[None, :] * stride_a + k[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    left = tl.minimum(K - first, steps * STEP)
+    for at in range(0, left, BLOCK_K):
+        exists, wanted = (place < end)[:, None], (n < N)[None, :]
+        if not EVEN_K:
+            inside = tl.arange(0, BLOCK_K) < left - at
+            exists, wanted = exists & inside[None, :], wanted & inside[:, None]
+        x = tl.load(x_ptrs + at, mask=exists, other=0.0)
+        a = tl.load(a_ptrs + at, mask=wanted, other=0.0).to(x.dtype)
+        acc = tl.dot(x, a, acc, input_precision="ieee")
+    h_ptrs = h_ptr + split.to(tl.int64) * T * N + place[:, None] * N + n[None, :]
+    tl.store(h_ptrs, acc, mask=(place < end)[:, None] & (n < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "C", "splits"])
+def _expand_kernel(
+    h_ptr, b_ptr, columns_ptr, used_ptr, y_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr,
+    T, N, C, splits, stride_slot, stride_b, stride_y,
+    RANK: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y[order[place], c] += Σ_r b[slot, c, r] · Σ_split h[split, place, part · RANK + r]."""
+    tile, block = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    start = tl.load(starts_ptr + tile)
+    end = tl.load(ends_ptr + tile)
+    slot = tl.load(slots_ptr + tile).to(tl.int64)
+    if start == end:
+        return
+    if tl.load(used_ptr + slot) == 0:
+        return
+    c = tl.multiple_of(tl.load(columns_ptr + block), MULTIPLE) + tl.arange(0, BLOCK_N)
+    last = tl.load(columns_ptr + C + block)
+    part = tl.load(columns_ptr + 2 * C + block)
+    place = start + tl.arange(0, BLOCK_M)
+    exists = place < end
+    token = tl.load(order_ptr + place, mask=exists, other=0).to(tl.int64)
+    r = tl.arange(0, BLOCK_R)
+    h_ptrs = h_ptr + place[:, None] * N + part * RANK + r[None, :]
+    b_ptrs = b_ptr + slot * stride_slot + c.to(tl.int64)[None, :] * stride_b + r[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in tl.static_range(0, RANK, BLOCK_R):
+        b = tl.load(b_ptrs + at, mask=(c < last)[None, :], other=0.0)
+        low = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        for split in range(splits):
+            low += tl.load(h_ptrs + at + split * T * N, mask=exists[:, None], other=0.0)
+        acc = tl.dot(low.to(b.dtype), b, acc, input_precision="ieee")
+    y_ptrs = y_ptr + token[:, None] * stride_y + c[None, :]
+    mask = exists[:, None] & (c < last)[None, :]
+    y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptrs, (y + acc).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _look_up_kernel(
+    ids_ptr, a_ptr, used_ptr, h_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr, N, stride_slot, stride_a,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """h[place, n] = a[slot, ids[order[place]], n]."""
+    tile = tl.program_id(0)
+    start = tl.load(starts_ptr + tile)
+    end = tl.load(ends_ptr + tile)
+    slot = tl.load(slots_ptr + tile).to(tl.int64)
+    if start == end:
+        return
+    if tl.load(used_ptr + slot) == 0:
+        return
+    place = start + tl.arange(0, BLOCK_M)
+    exists = place < end
+    token = tl.load(order_ptr + place, mask=exists, other=0)
+    id = tl.load(ids_ptr + token, mask=exists, other=0).to(tl.int64)
+    n = tl.arange(0, BLOCK_N)
+    mask = exists[:, None] & (n < N)[None, :]
+    found = tl.load(a_ptr + slot * stride_slot + id[:, None] * stride_a + n[None, :], mask=mask, other=0.0)
+    tl.store(h_ptr + place[:, None] * N + n[None, :], found.to(tl.float32), mask=mask)

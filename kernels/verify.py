@@ -1,0 +1,91 @@
+"""Which drafts hold: those that are what was sampled in their place.
+
+Every position behind a draft is sampled as it would have been without any, with the request's own noise (noise.py). So
+a draft that is not what is sampled in its place costs the work behind it, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def verify_drafts(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, num_proposed: torch.Tensor, rows: torch.Tensor,
+    query_start: torch.Tensor, sampled: torch.Tensor, sample_index: torch.Tensor, kept: torch.Tensor, num_drafts: int,
+) -> None:  # fmt: skip
+    """Ends a step for D requests with drafts, which lie behind the tokens that there are.
+
+    The tables, all int32: token_ids [R + 1, L], num_computed and num_proposed [R + 1]. rows int32 [D] and query_start
+    int32 [D + 1]: request i has computed 1 + num_drafts tokens, none if it is padding. Its samples are 1 + num_drafts
+    entries of sampled int32 [S] from sample_index[i] on, int32 [D]. Those that agree with the drafts, one after the
+    other, and the one behind them are its next tokens: they are there then, and num_computed[rows[i]] grows by their
+    number, which goes to kept[0, i]. kept[1, i] is num_proposed[rows[i]]; padding has 0 in both. A sample at position L
+    or beyond is dropped. The rows of requests must differ from each other. kept int32 [2, D].
+    """
+    (verify_drafts_triton if token_ids.is_cuda else verify_drafts_torch)(
+        token_ids, num_computed, num_proposed, rows, query_start, sampled, sample_index, kept, num_drafts
+    )
+
+
+def verify_drafts_torch(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, num_proposed: torch.Tensor, rows: torch.Tensor,
+    query_start: torch.Tensor, sampled: torch.Tensor, sample_index: torch.Tensor, kept: torch.Tensor, num_drafts: int,
+) -> None:  # fmt: skip
+    kept.zero_()
+    for i, (row, length) in enumerate(zip(rows.tolist(), query_start.diff().tolist(), strict=True)):
+        if not length:
+            continue
+        first, begin = int(num_computed[row]) + 1, int(sample_index[i])
+        drafts = token_ids[row, first : first + num_drafts].tolist()
+        samples = sampled[begin : begin + 1 + num_drafts].tolist()
+        right = 0
+        while right < len(drafts) and drafts[right] == samples[right]:
+            right += 1
+        num_computed[row] += 1 + right
+        if first + right < token_ids.shape[1]:
+            token_ids[row, first + right] = samples[right]
+        kept[0, i], kept[1, i] = 1 + right, num_proposed[row]
+
+
+def verify_drafts_triton(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, num_proposed: torch.Tensor, rows: torch.Tensor,
+    query_start: torch.Tensor, sampled: torch.Tensor, sample_index: torch.Tensor, kept: torch.Tensor, num_drafts: int,
+) -> None:  # fmt: skip
+    num_rows = rows.shape[0]
+    if num_rows:
+        _verify_kernel[(triton.cdiv(num_rows, 128),)](
+            token_ids, num_computed, num_proposed, rows, query_start, sampled, sample_index, kept,
+            token_ids.stride(0), token_ids.shape[1], num_rows, num_drafts, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_drafts"])
+def _verify_kernel(
+    token_ids_ptr, num_computed_ptr, num_proposed_ptr, rows_ptr, query_start_ptr, sampled_ptr, sample_index_ptr,
+    kept_ptr, token_stride, max_len, num_rows, num_drafts, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = request < num_rows
+    row = tl.load(rows_ptr + request, mask=inside, other=0).to(tl.int64)
+    begin = tl.load(query_start_ptr + request, mask=inside, other=0)
+    end = tl.load(query_start_ptr + request + 1, mask=inside, other=0)
+    active = inside & (end > begin)
+    first = tl.load(num_computed_ptr + row, mask=active, other=0) + 1
+    sample = sampled_ptr + tl.load(sample_index_ptr + request, mask=active, other=0)
+    tokens = token_ids_ptr + row * token_stride + first
+    right = tl.zeros([BLOCK], tl.int32)
+    holds = active
+    for place in range(num_drafts):
+        holds = holds & (first + place < max_len)
+        draft = tl.load(tokens + place, mask=holds, other=-1)
+        token = tl.load(sample + place, mask=holds, other=-2)
+        holds = holds & (draft == token)
+        right += holds.to(tl.int32)
+    tl.store(num_computed_ptr + row, first + right, mask=active)
+    is_there = active & (first + right < max_len)
+    tl.store(tokens + right, tl.load(sample + right, mask=is_there, other=0), mask=is_there)
+    proposed = tl.load(num_proposed_ptr + row, mask=active, other=0)
+    tl.store(kept_ptr + request, tl.where(active, 1 + right, 0), mask=inside)
+    tl.store(kept_ptr + num_rows + request, proposed, mask=inside)

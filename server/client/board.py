@@ -1,0 +1,110 @@
+"""Numbers that all API processes see: each writes its own, and all read those of the others.
+
+It is a piece of memory that the processes inherit. Each number has one writer and eight bytes, so nothing is locked;
+only who is to have which place for a key is settled under a lock, when keys are read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections import defaultdict
+from typing import Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+MOST_ENGINES = 64
+REQUESTS, TOKENS = 0, 1  # that this process has let in
+_LOADS = 2  # from here on, of each engine: tokens of prompts that wait there, requests that are open there
+_FIELDS = _LOADS + 2 * MOST_ENGINES
+MOST_KEYS = 1 << 16
+DIGEST = 32  # bytes
+
+
+class Listener(Protocol):
+    def look(self, now: float) -> None: ...
+
+
+class Board:
+    def __init__(self, descriptor: int | None, num_seats: int, seat: int) -> None:
+        """`descriptor`: of the one that the first process has made; None: this is the first one."""
+        self.num_seats, self.seat = num_seats, seat
+        sizes = (8 * num_seats * _FIELDS, 16 * num_seats * MOST_KEYS, 8 + DIGEST * MOST_KEYS)
+        if descriptor is None:
+            descriptor = os.memfd_create("vserve-board")
+            os.ftruncate(descriptor, sum(sizes))  # pages that nobody has written take no memory
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, sum(sizes))
+        self._numbers = np.frombuffer(self._memory, np.int64, sizes[0] // 8).reshape(num_seats, _FIELDS)
+        self._used = np.frombuffer(self._memory, np.float64, sizes[1] // 8, sizes[0]).reshape(MOST_KEYS, 2, num_seats)
+        self._count = np.frombuffer(self._memory, np.int64, 1, sizes[0] + sizes[1])
+        self._digests_start = sizes[0] + sizes[1] + 8
+        self.looked = 0.0  # time.monotonic()
+        self._sums = np.zeros((MOST_KEYS, 2))  # of what was used, at the last look
+        self._listeners: defaultdict[int, WeakSet[Listener]] = defaultdict(WeakSet)
+
+    # ---- numbers of a process ----
+
+    def set(self, field: int, value: int) -> None:
+        self._numbers[self.seat, field] = value
+
+    def others(self, field: int) -> int:
+        """The sum over the other processes."""
+        return int(self._numbers[:, field].sum()) - int(self._numbers[self.seat, field])
+
+    def set_load(self, engine: int, waiting_tokens: int, num_open: int) -> None:
+        self._numbers[self.seat, _LOADS + 2 * engine : _LOADS + 2 * engine + 2] = waiting_tokens, num_open
+
+    def other_load(self, engine: int) -> tuple[int, int]:
+        """(waiting tokens, open requests) that the other processes have at this engine."""
+        start = _LOADS + 2 * engine
+        column = self._numbers[:, start : start + 2]
+        tokens, count = (column.sum(axis=0) - column[self.seat]).tolist()
+        return tokens, count
+
+    def clear(self, seat: int) -> None:
+        """Its process is gone, and with it what it had open. What keys have used stays used."""
+        self._numbers[seat] = 0
+
+    # ---- what keys have used ----
+
+    def place(self, digest: bytes) -> int | None:
+        """Of a key; None: there is no room for more keys."""
+        fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
+        try:
+            count, start = int(self._count[0]), self._digests_start
+            known = self._memory[start : start + DIGEST * count]
+            for index in range(count):
+                if known[DIGEST * index : DIGEST * (index + 1)] == digest:
+                    return index
+            if count == MOST_KEYS:
+                return None
+            self._memory[start + DIGEST * count : start + DIGEST * (count + 1)] = digest
+            self._count[0] = count + 1
+            return count
+        finally:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+
+    def use(self, place: int, kind: int, amount: float) -> None:
+        self._used[place, kind, self.seat] += amount
+
+    def used(self, place: int, kind: int) -> float:
+        """By all processes, since the server was started."""
+        return float(self._used[place, kind].sum())
+
+    def watch(self, place: int, listener: Listener) -> None:
+        """It hears at a look that something was used there since the last one."""
+        self._listeners[place].add(listener)
+
+    def look(self, now: float) -> None:
+        """At all keys at once: a few milliseconds for as many as there may be."""
+        count = int(self._count[0])
+        sums = self._used[:count].sum(axis=2)
+        changed = np.flatnonzero((sums != self._sums[:count]).any(axis=1))
+        for place in changed.tolist():
+            for listener in list(self._listeners.get(place, ())):
+                listener.look(now)
+        self._sums[:count] = sums
+        self.looked = now

@@ -1,0 +1,73 @@
+"""Where an API process is asked by the others of its server: over a socket in their private folder."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..engine.config import ConfigError
+from .client.meeting import Meeting, listen
+from .client.replicas import Replicas
+from .client.scaling import ScalingError, scale
+from .http.front_door import FrontDoor
+from .state import ServerState
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Server(uvicorn.Server):
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+class Desk:
+    """An ASGI application. What is not for this process itself are requests that another one passes on."""
+
+    def __init__(self, meeting: Meeting, front: FrontDoor) -> None:
+        self._meeting = meeting
+        self._front = front
+        self.server: ServerState | None = None  # once there is one
+
+    async def serve(self) -> None:
+        """Until it is cancelled."""
+        sock = listen(self._meeting.api_path(self._meeting.seat))
+        config = uvicorn.Config(
+            self, log_config=None, log_level="warning", access_log=False, loop="none", lifespan="off", ws="none",
+            timeout_graceful_shutdown=0,
+        )  # fmt: skip
+        await _Server(config).serve(sockets=[sock])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope["path"].startswith("/own/"):
+            scope.setdefault("state", {})["forwarded"] = True
+            await self._front(scope, receive, send)
+            return
+        response = await self._answer(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        path, server = request.url.path, self.server
+        if server is None:
+            return Response(status_code=503)
+        if path == "/own/metrics":
+            return Response(_encode((self._meeting.client, server.metrics_page.shares.page())))
+        if path == "/own/reload":
+            try:
+                server.reload()
+            except ConfigError as error:
+                return Response(str(error), 500)
+        elif path == "/own/engines":
+            asked = msgspec.json.decode(await request.body())
+            assert isinstance(server.client, Replicas)
+            try:
+                await scale(server.client, asked["size"], asked["drain_timeout"])
+            except ScalingError as error:
+                return Response(str(error), 500)
+        elif path != "/own/ready":
+            return Response(status_code=404)
+        return Response(status_code=200)

@@ -1,0 +1,215 @@
+"""Three API processes on one port, before one engine: what one of them knows, all of them go by."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+BODY = {"prompt": "Hello there", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+KEY = {"authorization": "Bearer me"}
+
+
+@pytest.fixture(scope="module")
+def server(serve, tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("me name=me\nfew name=few requests-per-minute=5\n")
+    with serve(
+        "--api-server-count", "3", "--api-key-file", str(keys), "--admin-api-key", "admin", "--max-num-seqs", "4",
+        "--max-num-queued-reqs", "6", "--engine-restarts", "20", "--served-model-name", "demo",
+    ) as started:  # fmt: skip
+        yield started
+
+
+def ask(server: Any, method: str = "POST", path: str = "/v1/completions", body: Any = BODY, **options: Any) -> Any:
+    """On a connection of its own: any of the processes may take it."""
+    headers = KEY | options.pop("headers", {})
+    content = {"json": body} if method == "POST" else {}
+    return httpx.request(method, f"{server.url}{path}", headers=headers, timeout=240, **content, **options)
+
+
+def text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def guests(server: Any) -> list[int]:
+    """The pids of the API processes beside the first one."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(one) for one in children if b"vserve.server.api_process" in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+def who(server: Any) -> Counter[str]:
+    """Which processes have said in the log that they answered completions."""
+    return Counter(re.findall(r'"process":"(api[-\d]*)".*POST /v1/completions 200', "".join(server.stderr)))
+
+
+def total(server: Any, name: str) -> float:
+    page = ask(server, "GET", "/metrics").text
+    return sum(map(float, re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)))
+
+
+def test_all_of_them_answer_and_the_metrics_are_sums(server, until) -> None:
+    tokens, requests = total(server, "vllm:generation_tokens_total"), 0
+    expected = text(ask(server))
+    with ThreadPoolExecutor(6) as pool:
+        while len(who(server)) < 3:
+            answers = list(pool.map(lambda _: ask(server), range(6)))
+            assert {text(answer) for answer in answers} == {expected}
+            requests += 6
+            assert requests < 600
+    until(lambda: total(server, "vllm:generation_tokens_total") == tokens + 8 * (requests + 1))
+    seen = {total(server, "vllm:generation_tokens_total") for _ in range(12)}
+    assert seen == {tokens + 8 * (requests + 1)}, "whoever is asked"
+    assert {total(server, "vllm:engine_healthy") for _ in range(6)} == {1.0}
+    answers = f'http_requests_total{{handler="/v1/completions",method="POST",status="2xx"}} {requests + 1:.1f}'
+    assert answers in ask(server, "GET", "/metrics").text
+
+
+def test_the_limit_of_the_queue_holds_for_all_of_them(server) -> None:
+    """4 run and 6 wait: of 40 at once, that many are let in, and not three times as many."""
+    with ThreadPoolExecutor(40) as pool:
+        statuses = Counter(answer.status_code for answer in pool.map(
+            lambda _: ask(server, body=BODY | {"max_tokens": 40}), range(40)))  # fmt: skip
+    assert set(statuses) == {200, 429} and 10 <= statuses[200] <= 20, statuses
+
+
+def test_what_a_key_may_use_is_one_share(server) -> None:
+    few = {"authorization": "Bearer few"}
+    statuses = [ask(server, headers=few, body=BODY | {"max_tokens": 1}).status_code for _ in range(15)]
+    assert statuses[:5] == [200] * 5 and set(statuses[5:]) <= {200, 429} and statuses.count(200) <= 7, statuses
+
+
+def test_what_is_stored_is_found_by_all(server) -> None:
+    made = ask(server, path="/v1/responses", body={"input": "Hi", "max_output_tokens": 4}).json()["id"]
+    stored = {"messages": [{"role": "user", "content": "Hi"}], "store": True, "max_tokens": 4}
+    chats = {ask(server, path="/v1/chat/completions", body=stored).json()["id"] for _ in range(4)}
+    for _ in range(6):
+        assert ask(server, "GET", f"/v1/responses/{made}").json()["id"] == made
+        found = ask(server, "GET", "/v1/chat/completions").json()["data"]
+        assert {chat["id"] for chat in found} == chats
+    later = {"input": "And?", "previous_response_id": made, "max_output_tokens": 4, "stream": True}
+    for _ in range(4):
+        answer = ask(server, path="/v1/responses", body=later)
+        assert answer.status_code == 200 and re.search("event: response.(completed|incomplete)", answer.text)
+
+
+def test_a_request_is_cancelled_by_whoever_is_told_to(server) -> None:
+    for index in range(4):
+        lines, begun = [], threading.Event()
+
+        def stream(name: str, lines: list[str] = lines, begun: threading.Event = begun) -> None:
+            body, headers = BODY | {"stream": True, "max_tokens": 1500}, KEY | {"x-request-id": name}
+            with httpx.stream(
+                "POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=240
+            ) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    begun.set()
+
+        thread = threading.Thread(target=stream, args=(f"mine-{index}",))
+        thread.start()
+        assert begun.wait(60)
+        admin = {"authorization": "Bearer admin"}
+        cancelled = ask(server, path=f"/v1/requests/mine-{index}/cancel", headers=admin)
+        assert cancelled.json()["cancelled"] == 1, cancelled.text
+        thread.join(60)
+        assert '"stop_reason":"abort"' in "".join(lines) and len(lines) < 1500
+    assert ask(server, path="/v1/requests/nobody/cancel", headers=admin).status_code == 404
+
+
+@pytest.mark.slow
+def test_grammars_of_one_are_no_others(server) -> None:
+    body = {"prompt": "Yes or no?", "structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 8}
+    with ThreadPoolExecutor(4) as pool:
+        assert {text(answer) for answer in pool.map(lambda _: ask(server, body=body), range(12))} <= {"yes", "no"}
+
+
+@pytest.mark.slow
+def test_scaled_through_any_of_them(server) -> None:
+    expected = text(ask(server))
+    for size in (2, 1):
+        answer = ask(server, path="/scale_data_parallel", body={"data_parallel_size": size, "drain_timeout": 30},
+                     headers={"authorization": "Bearer admin"})  # fmt: skip
+        assert answer.status_code == 200, answer.text
+        assert total(server, "vllm:engine_healthy") == size == len(server.engine_pids())
+        for rank in range(size):
+            for _ in range(4):
+                assert text(ask(server, headers={"X-data-parallel-rank": str(rank)})) == expected
+        with ThreadPoolExecutor(6) as pool:
+            assert {text(answer) for answer in pool.map(lambda _: ask(server), range(6))} == {expected}
+
+
+def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -> None:
+    expected, before = text(ask(server)), total(server, "vllm:generation_tokens_total")
+    pids = guests(server)
+    assert len(pids) == 2
+    over, ended = threading.Event(), Counter[str]()
+
+    def stream() -> None:
+        while not over.is_set():
+            lines = []
+            try:
+                with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY | {"stream": True}, headers=KEY,
+                                  timeout=240) as answer:  # fmt: skip
+                    lines = [line for line in answer.iter_lines() if line]
+            except httpx.TransportError:
+                ended["broken"] += 1
+                continue
+            texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]]
+            assert lines[-1] == "data: [DONE]" and "".join(texts) == expected, lines[-3:]
+            ended["whole"] += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(stream) for _ in range(4)]
+        try:
+            time.sleep(1)
+            os.kill(pids[0], signal.SIGKILL)
+            until(lambda: len(guests(server)) == 2 and pids[0] not in guests(server))
+            time.sleep(1)
+        finally:
+            over.set()
+        for future in asking:
+            future.result()
+    assert ended["whole"] > 4 and ended["broken"] <= 8, ended
+    assert any("was killed by signal 9; starting it again (1 of 20)" in line for line in server.stderr)
+    until(lambda: sum("takes requests after" in line for line in server.stderr) == 3, 60)  # two, and the new one
+    assert {text(ask(server)) for _ in range(6)} == {expected}
+    until(lambda: total(server, "vllm:num_requests_running") == 0, 30)
+    assert total(server, "vllm:generation_tokens_total") > before, "what was counted stays counted"
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_comes_back_for_all_of_them(server, until) -> None:
+    expected, pid = text(ask(server)), server.engine_pid()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: server.engine_pids() and server.engine_pid() != pid)
+    until(lambda: all(ask(server, "GET", "/health").status_code == 200 for _ in range(12)))
+    assert {text(ask(server)) for _ in range(12)} == {expected}
+
+
+def test_they_end_together(server, until, gone_pids) -> None:
+    pids = [*guests(server), server.engine_pid()]
+    server.process.terminate()
+    assert server.wait(60) == 0
+    until(lambda: gone_pids(pids), 10)
+    assert not [line for line in server.stderr if "Traceback" in line]
+
+
+@pytest.fixture
+def gone_pids():
+    def gone(pids: list[int]) -> bool:
+        return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    return gone

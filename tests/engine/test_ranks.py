@@ -1,0 +1,352 @@
+"""One engine of two ranks, the second a process, beside one of one: the same answers; and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import time
+from array import array
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.connection import Connection
+from vserve.engine.messages import AddGrammar, SetVocabulary
+from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.parallel.divide import check_divides, sizes
+from vserve.engine.plan import BlockWrite, NewRow, StepPlan
+from vserve.engine.ranks import hang
+from vserve.engine.ranks.channel import Channel
+from vserve.engine.ranks.messages import Execute, Follow, Join, Leave, Seat, ToRank
+from vserve.engine.ranks.peers import Peers, share_of_threads
+from vserve.engine.request import Pooling, SamplingParams
+from vserve.server.client.engine_client import EngineClient
+from vserve.server.client.mailbox import EngineDeadError
+from vserve.server.client.replicas import engine_environments
+
+from .conftest import Answer, at_rest, collect
+
+PROMPTS = [[(7 * i * i + 3 * j * j + j) % 290 + 5 for j in range(length)] for i, length in enumerate((3, 17, 40, 90))]
+BLOCKS = 30  # of 16 tokens: three long requests do not fit at once
+
+
+def settings(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        str(folder), device="cpu", cpu_threads=2, max_model_len=256, num_gpu_blocks_override=BLOCKS, **options
+    )  # fmt: skip
+
+
+def greedy(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **options})
+
+
+@dataclass
+class Pair:
+    """Engines that differ in the number of their ranks, on one event loop for all tests of this file."""
+
+    runner: asyncio.Runner
+    clients: list[EngineClient]
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 120))
+
+    def answers(self, requests: list[tuple[list[int], SamplingParams]]) -> list[list[Answer]]:
+        """Of one rank, of two; all requests at once."""
+
+        async def of(client: EngineClient) -> list[Answer]:
+            found = await asyncio.gather(*(collect(client, *request) for request in requests))
+            while not at_rest(client.stats):
+                await asyncio.sleep(0.01)
+            return list(found)
+
+        async def main() -> list[list[Answer]]:
+            return [await of(client) for client in self.clients]
+
+        found: list[list[Answer]] = self.run(main())
+        assert not [answer.error for answers in found for answer in answers if answer.error]
+        return found
+
+    def same(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Answer]:
+        """The answers of two ranks, which have the tokens of one."""
+        one, two = self.answers(requests)
+        assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
+        assert [answer.finish_reason for answer in two] == [answer.finish_reason for answer in one]
+        return two
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Any) -> Iterator[Pair]:
+    folder = tiny_model("llama")
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Peers.watch, "__defaults__", (4.0,))  # seconds until a hang is one
+        options: dict[str, Any] = {"engine_in_process": True, "max_num_batched_tokens": 64}
+        clients = [EngineClient(settings(folder, tensor_parallel_size=size, **options)) for size in (1, 2)]
+        made = Pair(runner, clients)
+        for client in clients:
+            made.run(client.start())
+        try:
+            yield made
+        finally:
+            for client in clients:
+                made.run(client.close())
+
+
+def test_greedy_and_in_chunks(pair: Pair) -> None:
+    answers = pair.same([(prompt, greedy()) for prompt in PROMPTS] + [(PROMPTS[3] * 2, greedy())])
+    assert len({tuple(answer.tokens) for answer in answers}) == len(answers)
+
+
+def test_sampled(pair: Pair) -> None:
+    kinds: list[dict[str, Any]] = [
+        {}, {"top_k": 20, "top_p": 0.9}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
+        {"min_p": 0.02, "logit_bias": {7: 3.0}}, {"bad_words": ((5,), (9, 10))}, {"min_tokens": 5},
+    ]  # fmt: skip
+    pair.same([(PROMPTS[i % 4], greedy(temperature=0.9, seed=i, **kind)) for i, kind in enumerate(kinds)])
+
+
+def test_log_probabilities(pair: Pair) -> None:
+    one, two = pair.answers([(prompt, greedy(logprobs=3, prompt_logprobs=2)) for prompt in PROMPTS])
+    for alone, shared in zip(one, two, strict=True):
+        assert shared.tokens == alone.tokens and shared.prompt_logprobs and alone.prompt_logprobs
+        pairs = zip(alone.logprobs + alone.prompt_logprobs, shared.logprobs + shared.prompt_logprobs, strict=True)
+        for left, right in pairs:
+            assert right.top_ids == left.top_ids and right.rank == left.rank
+            assert right.top_logprobs == pytest.approx(left.top_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_embeddings(pair: Pair, kind: str) -> None:
+    sampling = SamplingParams(max_tokens=1, pooling=Pooling(kind))
+    one, two = pair.answers([(prompt, sampling) for prompt in PROMPTS])
+    for alone, shared in zip(one, two, strict=True):
+        assert alone.embedding and shared.embedding
+        left, right = (np.frombuffer(vector, np.float32) for vector in (alone.embedding, shared.embedding))
+        assert np.abs(left).max() > 0.01 and np.allclose(left, right, atol=1e-4)
+
+
+def test_prefix_hits(pair: Pair) -> None:
+    prompt = [token + 1 for token in PROMPTS[3]]
+    (cold,) = pair.same([(prompt, greedy())])
+    (warm,) = pair.same([(prompt, greedy())])
+    assert cold.num_cached_tokens == 0 < warm.num_cached_tokens and warm.tokens == cold.tokens
+
+
+def test_preemption(pair: Pair) -> None:
+    before = [client.stats.num_preemptions for client in pair.clients]
+    pair.same([([9 + i, *PROMPTS[3]], greedy(max_tokens=100)) for i in range(4)])
+    assert all(client.stats.num_preemptions > count for client, count in zip(pair.clients, before, strict=True))
+
+
+def test_abort(pair: Pair) -> None:
+    """Whoever leaves in the middle of steps takes nobody along, and leaves no block."""
+    alone = pair.answers([(PROMPTS[1], greedy(max_tokens=60))])[0][0].tokens
+
+    async def main() -> list[int]:
+        client = pair.clients[1]
+        leaving = [client.submit(PROMPTS[2], greedy(max_tokens=150)) for _ in range(3)]
+        staying = asyncio.create_task(collect(client, PROMPTS[1], greedy(max_tokens=60)))
+        for mailbox in leaving:
+            await mailbox.get()
+            client.abort([mailbox])
+        answer = await staying
+        while not at_rest(client.stats):
+            await asyncio.sleep(0.01)
+        return answer.tokens
+
+    assert pair.run(main()) == alone
+
+
+def test_grammars(pair: Pair) -> None:
+    """Masks are made where tokens are drawn; the other rank is told of rows that had to wait for one."""
+    vocabulary = SetVocabulary([b""] * 10 + [b"%d " % id for id in range(10, 300)], (2,))
+    source = b'%llguidance {"no_forcing": true}\nstart: /((1[0-9]|2[0-7]|83|150) ){6}/'
+    for client in pair.clients:
+        client.send(vocabulary)
+        client.send(AddGrammar("numbers", "llguidance", source))
+    bound = [
+        (prompt, greedy(max_tokens=20, ignore_eos=False, grammar="numbers", temperature=heat, seed=3))
+        for prompt, heat in zip(PROMPTS, (0.0, 1.0, 1.5, 0.0), strict=True)
+    ]
+    answers = pair.same([*bound, *((prompt, greedy()) for prompt in PROMPTS)])
+    for answer in answers[: len(bound)]:
+        assert answer.finish_reason == "stop" and len(answer.tokens) == 7
+        assert set(answer.tokens[:6]) <= {*range(10, 28), 83, 150} and answer.tokens[6] == 2
+
+
+# ---- what ends an engine ----
+
+
+def test_a_rank_that_is_stopped_ends_its_engine(pair: Pair) -> None:
+    """The last of the tests with this pair."""
+
+    async def main() -> str:
+        await collect(pair.clients[1], [5, 6, 7], greedy())
+        answer = begin(pair.clients[1])
+        await asyncio.sleep(0.1)
+        os.kill(rank_of(os.getpid()), signal.SIGSTOP)
+        begun = time.monotonic()
+        found = await cause(answer)
+        assert time.monotonic() - begun < 10
+        return found
+
+    found: str = pair.run(main())
+    assert found.startswith("rank 1 of 2 (cpu) is stopped (SIGSTOP, a debugger), and has been silent for"), found
+
+
+def begin(client: EngineClient) -> asyncio.Task[Answer]:
+    return asyncio.create_task(collect(client, [5, 6, 7], greedy(max_tokens=250)))
+
+
+async def cause(answer: asyncio.Task[Answer]) -> str:
+    with pytest.raises(EngineDeadError) as raised:
+        await asyncio.wait_for(answer, 30)
+    return str(raised.value)
+
+
+def rank_of(engine: int) -> int:
+    """The process of rank 1 of an engine's."""
+    children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+    return next(int(pid) for pid in children if "engine.ranks.process" in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(tiny_model: Any) -> None:
+    async def main() -> None:
+        client = EngineClient(settings(tiny_model("llama"), tensor_parallel_size=2), restarts=1)
+        await client.start()
+        try:
+            expected = (await collect(client, [5, 6, 7], greedy())).tokens
+            assert client._process is not None
+            first = client._process.pid
+            answer = begin(client)
+            await asyncio.sleep(0.1)
+            other = rank_of(first)
+            os.kill(other, signal.SIGKILL)
+            begun = time.monotonic()
+            found = await cause(answer)
+            assert time.monotonic() - begun < 10
+            assert found.startswith("rank 1 of 2 (cpu) was killed by signal 9 (SIGKILL)"), found
+            while not client.ready:
+                await asyncio.sleep(0.05)
+            assert client._process.pid != first and not Path(f"/proc/{other}").exists()
+            assert (await collect(client, [5, 6, 7], greedy())).tokens == expected
+            last = rank_of(client._process.pid)
+        finally:
+            await client.close()
+        assert not Path(f"/proc/{last}").exists(), "the rank leaves with its engine"
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_is_lost_while_it_starts(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VSERVE_FAULT", "phase:memory:exit:1")
+    monkeypatch.setenv("VSERVE_ALLOW_FAULTS", "1")
+
+    async def main() -> str:
+        client = EngineClient(settings(tiny_model("llama"), tensor_parallel_size=2))
+        try:
+            with pytest.raises(EngineDeadError) as raised:
+                await asyncio.wait_for(client.start(), 60)
+            return str(raised.value)
+        finally:
+            await client.close()
+
+    assert asyncio.run(main()) == "rank 1 of 2 (cpu) exited with code 3; its last words are above"
+
+
+def ticks(watch: hang.HangWatch, pulses: list[list[hang.Pulse | None]], **options: Any) -> tuple[int, str] | None:
+    """One tick for each list of pulses of all ranks, None where one is silent."""
+    found = None
+    for beat in pulses:
+        for rank, pulse in enumerate(beat[1:], 1):
+            if pulse is not None:
+                watch.heard(rank, pulse)
+        assert found is None
+        mine = beat[0]
+        assert mine is not None
+        found = watch.tick(mine, **({"busy": True, "done": 5, "limit": 5.0} | options))
+    return found
+
+
+def test_a_hang_is_told_from_a_long_step() -> None:
+    pulse = hang.Pulse
+    assert ticks(hang.HangWatch(2), [[pulse(9, 1.0), pulse(8, 3.0)]] * 6) == (1, "has not gone on for 5 s")
+    assert ticks(hang.HangWatch(2), [[pulse(8, 1.0), pulse(9, 3.0)]] * 6) == (0, "has not gone on for 5 s")
+    silent: list[list[hang.Pulse | None]] = [[pulse(9, 1.0 + i), None] for i in range(6)]
+    assert ticks(hang.HangWatch(2), silent) == (1, "has been silent for 6 s"), "though rank 0 is busy"
+    computes: list[list[hang.Pulse | None]] = [[pulse(9, 1.0), pulse(9, 3.0 + i)] for i in range(60)]
+    assert ticks(hang.HangWatch(2), computes) is None, "rank 1 computes"
+    assert ticks(hang.HangWatch(2), [[pulse(9, 1.0), None]] * 60, busy=False) is None, "nobody waits for it"
+
+
+# ---- options ----
+
+
+def test_every_engine_sees_the_cards_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = EngineConfig("m", data_parallel_size=2, tensor_parallel_size=2)
+    assert engine_environments(config) == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,2,4,1")
+    assert engine_environments(config) == [{"CUDA_VISIBLE_DEVICES": "7,5"}, {"CUDA_VISIBLE_DEVICES": "2,4"}]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    with pytest.raises(ConfigError, match=r"names 3 cards, and each engine of 2 ranks .* needs 2: name more"):
+        engine_environments(config)
+
+
+def test_what_reads_both_ways_is_not_divided(tiny_model: Any) -> None:
+    config = dataclasses.replace(ModelConfig.from_folder(tiny_model("llama")), causal=False)
+    with pytest.raises(ModelError, match="--tensor-parallel-size 2: LlamaForCausalLM reads texts both ways"):
+        check_divides(config, 2)
+    assert sizes(config) == [1]
+
+
+def test_adapters_are_served_on_one_card() -> None:
+    with pytest.raises(ConfigError, match="--enable-lora serves adapters on one card, and --tensor-parallel-size is 2"):
+        EngineConfig("m", enable_lora=True, tensor_parallel_size=2)
+
+
+def test_ranks_share_the_threads_and_the_memory() -> None:
+    asked = EngineConfig("m", device="cpu", cpu_threads=9, tensor_parallel_size=4, data_parallel_size=2)
+    assert share_of_threads(asked).cpu_threads == 2 and asked.num_ranks == 8
+    assert share_of_threads(EngineConfig("m", tensor_parallel_size=8, cpu_threads=2)).cpu_threads == 1
+    alone = EngineConfig("m")
+    assert share_of_threads(alone) is alone
+
+
+def test_plans_arrive_in_their_order_whatever_the_socket_takes() -> None:
+    """Long ones, of which it takes a part, and short ones after them; nobody waits for the reader."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    sent = [bytes([i]) * size for i, size in enumerate((5, 1 << 20, 7, 3 << 20, 1, 9))]
+
+    async def main() -> list[bytes]:
+        connection = await Connection.open(ours, bytes, lambda _: None, lambda _: None)
+        connection.send(b"first")
+        for message in sent:
+            connection.send_now(msgspec.msgpack.encode(message))
+        channel = Channel(theirs, bytes)
+        found = await asyncio.to_thread(lambda: [channel.receive() for _ in range(len(sent) + 1)])
+        connection.close()
+        with pytest.raises(EOFError):
+            await asyncio.to_thread(channel.receive)
+        return found
+
+    assert asyncio.run(main()) == [b"first", *sent]
+    theirs.close()
+
+
+def test_prompts_travel_as_they_are() -> None:
+    """A plan of the scheduler is what the ranks are sent: nothing of it is lost, and nothing is pickled."""
+    row = NewRow(3, 17, array("i", [5, 6]).tobytes(), 2, 0, greedy(logit_bias={5: 1.5}, bad_words=((4, 5),)))
+    plan = StepPlan(1, [3], [2], [0], [0], 0, [row], [[BlockWrite(3, 0, [1, 2])]], scored=[0])
+    sent = [Join({"model": "m"}, Seat(1, 2, "file:///x")), Execute(plan), Follow((1, 4)), Leave()]
+    for message in sent:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToRank) == message

@@ -1,0 +1,110 @@
+"""Every native family on a GPU, in the head sizes that it is served with: graphs, mixed steps, prompts in company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vserve.engine.request import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+WINDOW = 64
+SIZES: dict[str, Any] = dict(
+    hidden_size=512, intermediate_size=768, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+    max_position_embeddings=2048, initializer_range=0.1,
+)  # fmt: skip
+LATENT: dict[str, Any] = dict(
+    num_key_value_heads=8, head_dim=64, q_lora_rank=256, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128,
+)  # fmt: skip
+EXPERTS = dict(moe_intermediate_size=256)
+# What a family's own models have that the sizes of all do not say.
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {}, "phi3": {}, "glm": {}, "glm4": {}, "granite": {},
+    "cohere": {}, "olmo2": {}, "smollm3": {}, "seed_oss": {}, "mixtral": {}, "olmoe": {},
+    "gemma": dict(head_dim=256),
+    "gemma2": dict(head_dim=256, sliding_window=WINDOW),
+    "gemma3_text": dict(head_dim=256, sliding_window=WINDOW),
+    "cohere2": dict(sliding_window=WINDOW),
+    "olmo3": dict(sliding_window=WINDOW),
+    "exaone4": dict(sliding_window=WINDOW),
+    "gpt_oss": dict(head_dim=64, sliding_window=WINDOW),
+    "minicpm3": LATENT,
+    "deepseek_v2": LATENT | EXPERTS,
+    "deepseek_v3": LATENT | EXPERTS,
+    "glm4_moe_lite": LATENT | EXPERTS,
+    "qwen2_moe": EXPERTS,
+    "qwen3_moe": EXPERTS,
+    "glm4_moe": EXPERTS,
+    "granitemoe": {},
+    "granitemoeshared": {},
+}  # fmt: skip
+SCALED = ("deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_moe")  # in float32 too, where nothing may differ
+
+
+@contextmanager
+def oracle(folder: Path, dtype: torch.dtype) -> Iterator[Any]:
+    from transformers import AutoModelForCausalLM
+
+    yield AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").cuda().eval()
+
+
+def logits_of(folder: Path, dtype: torch.dtype, texts: list[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
+    """Of each (prompt, answer), the rows [len(answer), vocab] that the answer was chosen from, float32."""
+    found = []
+    with oracle(folder, dtype) as model, torch.inference_mode():
+        for prompt, answer in texts:
+            rows = model(torch.tensor([prompt + answer], device="cuda")).logits[0, len(prompt) - 1 : -1]
+            found.append(rows.float())
+    return found
+
+
+def cases() -> list[Any]:
+    return [(family, "bfloat16") for family in OWN] + [(family, "float32") for family in SCALED]
+
+
+@pytest.mark.parametrize(("family", "dtype"), cases())
+def test_answers_in_company_are_as_likely_as_those_of_transformers(
+    tiny_model: Any, generate: Any, family: str, dtype: str
+) -> None:
+    """How far below the most likely token of float32 the chosen ones are, in the mean: transformers in the same dtype
+    chooses as well, or hardly better."""
+    folder = tiny_model(family, **SIZES | OWN[family])
+    generator = torch.Generator().manual_seed(5)
+    stem = torch.randint(5, 290, (150,), generator=generator).tolist()
+    prompts = [
+        stem[: 150 * (i % 2)] + torch.randint(5, 290, (3 + 31 * (i % 11),), generator=generator).tolist()
+        for i in range(40)
+    ]
+    sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    answers, stats = generate(
+        folder, [(prompt, sampling) for prompt in prompts], dtype=dtype, max_model_len=1024, max_num_seqs=32,
+        max_num_batched_tokens=512,
+    )  # fmt: skip
+    assert stats.num_graph_misses == 0
+    texts = []
+    for prompt, outputs in zip(prompts, answers, strict=True):
+        assert outputs[-1].finish_reason == "length", outputs[-1].error
+        texts.append((prompt, [token for output in outputs for token in output.token_ids]))
+    exact = logits_of(folder, torch.float32, texts)
+    rough = logits_of(folder, getattr(torch, dtype), texts)
+
+    def gap(chosen: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(
+            [rows.amax(-1) - rows.gather(1, ids[:, None])[:, 0] for rows, ids in zip(exact, chosen, strict=True)]
+        )
+
+    ours = gap([torch.tensor(answer, device="cuda") for _, answer in texts])
+    theirs = gap([rows.argmax(-1) for rows in rough])
+    scale = torch.cat(exact).std().item()
+    print(
+        f"{family} {dtype}: below the most likely by {ours.mean():.5f} (at most {ours.max():.4f}), transformers by "
+        f"{theirs.mean():.5f} ({theirs.max():.4f}); logits have a deviation of {scale:.2f}"
+    )
+    assert ours.mean() <= 1.5 * theirs.mean() + 0.001 * scale

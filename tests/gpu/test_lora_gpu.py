@@ -1,0 +1,101 @@
+"""Adapters on a GPU: two steps in flight, CUDA graphs of both kinds, slots that change hands under them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vserve.engine.request import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+MODEL = dict(
+    vocab_size=32000, hidden_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=128, intermediate_size=2048, max_position_embeddings=4096, tie_word_embeddings=False,
+    initializer_range=0.05, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+NUM_ADAPTERS, NUM_REQUESTS, NUM_TOKENS = 12, 400, 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("adapted")
+    with torch.device("cuda"):
+        torch.manual_seed(3)
+        Qwen3ForCausalLM(Qwen3Config(**MODEL)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Path, adapter_files: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Of ranks from 4 to 32, some with the embedding and the head."""
+    root, more = tmp_path_factory.mktemp("adapters"), ("embed_tokens", "lm_head")
+    return [
+        adapter_files.write_adapter(
+            root / str(i), checkpoint, (*adapter_files.SEVEN, *(more if i % 3 == 0 else ())), rank=4 << i % 4, seed=i
+        )
+        for i in range(NUM_ADAPTERS)
+    ]
+
+
+def answers(
+    generate: Any, checkpoint: Path, asked: list[tuple[list[int], int]], folders: list[Path], **options: Any
+) -> list[list[int]]:
+    """Of (prompt, number of the adapter, or -1), all at once."""
+    requests = [
+        (prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, adapter=adapter + 1))
+        for prompt, adapter in asked
+    ]
+    found, stats = generate(checkpoint, requests, folders, max_model_len=1024, **options)
+    assert all(outputs[-1].finish_reason == "length" for outputs in found), "a request failed"
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.num_late_compilations == 0, "a kernel of adapters was not warmed up"
+    assert stats.num_graph_misses == 0, "a small step was launched kernel by kernel"
+    return [[token for output in outputs for token in output.token_ids] for outputs in found]
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[tuple[list[int], int]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 300, (NUM_REQUESTS,), generator=generator).tolist()
+    prompts = [torch.randint(3, 32000, (length,), generator=generator).tolist() for length in lengths]
+    return [(prompt, index % (NUM_ADAPTERS + 1) - 1) for index, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.02), ("bfloat16", 0.6)])
+def test_the_tokens_of_merged_weights(
+    checkpoint: Path, folders: list[Path], asked: list[tuple[list[int], int]], adapter_files: Any, generate: Any,
+    dtype: str, tolerance: float,
+) -> None:  # fmt: skip
+    """400 streams over 12 adapters in 5 slots, and over none: each token is what transformers finds most likely, or
+    nearly."""
+    found = answers(generate, checkpoint, asked, folders, dtype=dtype, enable_lora=True, max_loras=5, max_lora_rank=32)
+    worst = 0.0
+    for number in range(-1, NUM_ADAPTERS):
+        folder = None if number < 0 else folders[number]
+        rank = 4 << number % 4
+        oracle = adapter_files.merged(checkpoint, folder, lambda module, rank=rank: 8 / rank).cuda().eval()
+        for (prompt, adapter), tokens in zip(asked, found, strict=True):
+            if adapter != number:
+                continue
+            with torch.inference_mode():
+                logits = oracle(torch.tensor([prompt + tokens], device="cuda")).logits[0, len(prompt) - 1 : -1]
+            chosen = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+            worst = max(worst, (logits.amax(-1) - chosen).max().item())
+    print(f"{dtype}: what was chosen is at most {worst:.4f} below the most likely")
+    assert worst < tolerance
+
+
+def test_steps_without_adapters_are_as_without_the_option(
+    checkpoint: Path, folders: list[Path], asked: list[tuple[list[int], int]], generate: Any
+) -> None:
+    """The same tokens in bfloat16, whether adapters could be served or not: what is launched is the same."""
+    plain = [(prompt, -1) for prompt, _ in asked[:64]]
+    options: dict[str, Any] = {"dtype": "bfloat16", "seed": 1}
+    with_option = answers(generate, checkpoint, plain, folders[:2], enable_lora=True, max_lora_rank=32, **options)
+    assert with_option == answers(generate, checkpoint, plain, [], **options)

@@ -1,0 +1,230 @@
+"""Low-rank adapters: the kernels against their twins, and these against a product a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vserve.kernels.lora import (
+    Columns,
+    Tiles,
+    block_rows,
+    column_blocks,
+    expand_torch,
+    expand_triton,
+    look_up,
+    max_tiles,
+    shrink_torch,
+    shrink_triton,
+)
+
+CUDA = torch.cuda.is_available()
+requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+
+
+def tiles_of(token_slots: list[int], num_slots: int, device: str, rows: int | None = None) -> Tiles:
+    """Of every token's slot, -1 for none; behind the last tile empty ones of a slot that does not exist."""
+    rows = rows or block_rows(len(token_slots))
+    slots, starts, ends, order = [], [], [], []
+    for slot in range(num_slots):
+        tokens = [token for token, of in enumerate(token_slots) if of == slot]
+        for at in range(0, len(tokens), rows):
+            slots.append(slot)
+            starts.append(len(order) + at)
+            ends.append(len(order) + min(at + rows, len(tokens)))
+        order += tokens
+    empty = max_tiles(len(token_slots), num_slots) - len(slots)
+    assert empty >= 0 or rows != block_rows(len(token_slots)), "more tiles than there may be"
+    empty = max(0, empty)
+    table = [slots + [1 << 20] * empty, starts + [0] * empty, ends + [0] * empty, order or [0]]
+    return Tiles(*(torch.tensor(line, dtype=torch.int32, device=device) for line in table), rows)
+
+
+def columns_of(sizes: list[int], device: str) -> Columns:
+    columns = column_blocks(sizes)
+    return columns._replace(blocks=columns.blocks.to(device))
+
+
+def operands(
+    rng: torch.Generator, device: str, dtype: torch.dtype, slots: int, k: int, sizes: list[int], rank: int
+) -> tuple[Tensor, Tensor]:
+    """A and B in memory whose slots lie apart."""
+    a = torch.randn(slots, len(sizes) * rank + 1, k, generator=rng) / k**0.5
+    b = torch.randn(slots, sum(sizes), rank, generator=rng)
+    return a.to(device, dtype)[:, :-1], b.to(device, dtype)
+
+
+def by_token(x: Tensor, y: Tensor, a: Tensor, b: Tensor, used: list[int], slots: list[int], sizes: list[int]) -> Tensor:
+    """In fp64, a token at a time."""
+    rank, wanted = b.shape[2], y.double().clone()
+    for token, slot in enumerate(slots):
+        if slot < 0 or not used[slot]:
+            continue
+        low = a[slot].double() @ x[token].double()
+        first = 0
+        for part, size in enumerate(sizes):
+            delta = b[slot, first : first + size].double() @ low[part * rank : (part + 1) * rank]
+            wanted[token, first : first + size] += delta
+            first += size
+    return wanted
+
+
+CASES = [  # tokens' slots, slots, K, rows of the products, rank
+    ([0], 1, 40, [24], 16),
+    ([2, -1, 0, 2, 2, -1, 0], 3, 136, [32, 16, 48], 16),
+    ([-1] * 5, 2, 32, [8], 16),
+    ([1, 0, 3, 1] * 9 + [-1], 4, 72, [130, 24], 48),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_and_twins_equal_a_product_a_token(
+    rng: torch.Generator, device: str, case: tuple[list[int], int, int, list[int], int], dtype: torch.dtype
+) -> None:
+    """Tokens in any order, without adapter, of a slot that is not used here, whose matrices are no numbers."""
+    slots, num_slots, k, sizes, rank = case
+    a, b = operands(rng, device, dtype, num_slots, k, sizes, rank)
+    used = [1] * num_slots
+    if num_slots > 2:
+        used[1] = 0
+        a[1], b[1] = float("nan"), float("nan")
+    there = torch.tensor(used, dtype=torch.int32, device=device)
+    x = torch.randn(len(slots), k + 8, generator=rng).to(device, dtype)[:, :k]
+    y = torch.randn(len(slots), sum(sizes) + 8, generator=rng).to(device, dtype)[:, : sum(sizes)]
+    tiles, columns = tiles_of(slots, num_slots, device), columns_of(sizes, device)
+    wanted = by_token(x, y, a, b, used, slots, sizes)
+    for shrink, expand in ((shrink_triton, expand_triton), (shrink_torch, expand_torch)):
+        found = y.clone()
+        expand(shrink(x, a, there, tiles), b, columns, there, tiles, found)
+        limit = 1e-5 if dtype == torch.float32 else 4e-3
+        torch.testing.assert_close(found.double(), wanted, atol=limit * float(wanted.abs().max()), rtol=limit)
+        without = [token for token, slot in enumerate(slots) if slot < 0 or not used[slot]]
+        assert torch.equal(found[without], y[without]), "who has no adapter keeps its bits"
+
+
+def test_large_tiles_and_splits(rng: torch.Generator, device: str) -> None:
+    """Tiles of 64 tokens, of which the last of a slot is not full; an input that is cut, with a tail."""
+    slots = torch.randint(-1, 3, (90,), generator=rng).tolist()
+    sizes, k = [48, 16], 700
+    a, b = operands(rng, device, torch.float32, 3, k, sizes, 16)
+    used = torch.ones(3, dtype=torch.int32, device=device)
+    x, y = torch.randn(90, k, generator=rng).to(device), torch.randn(90, 64, generator=rng).to(device)
+    tiles, columns = tiles_of(slots, 3, device, rows=64), columns_of(sizes, device)
+    h = shrink_triton(x, a, used, tiles)
+    assert len(h) > 1
+    found = y.clone()
+    expand_triton(h, b, columns, used, tiles, found)
+    torch.testing.assert_close(found.double(), by_token(x, y, a, b, [1] * 3, slots, sizes), atol=1e-4, rtol=1e-5)
+
+
+def test_looking_up_is_a_product_with_one_hot_rows(rng: torch.Generator, device: str) -> None:
+    slots = [1, -1, 0, 1, 1]
+    table = torch.randn(2, 11, 16, generator=rng).to(device)
+    used = torch.ones(2, dtype=torch.int32, device=device)
+    ids = torch.tensor([3, 10, 0, 3, 7], dtype=torch.int32, device=device)
+    tiles = tiles_of(slots, 2, device)
+    found = look_up(ids, table, used, tiles)
+    for place, token in enumerate(tiles.order.tolist()):
+        assert torch.equal(found[0, place], table[slots[token], ids[token]])
+
+
+def test_tiles_are_bounded() -> None:
+    assert max_tiles(1, 8) == 1
+    assert max_tiles(64, 8) == 64 // 16 + 8
+    assert max_tiles(8192, 8) == 8192 // 64 + 8
+
+
+_COMPILE = """
+from vserve.kernels import pdl
+pdl.pdl_available = lambda device: True
+from vserve.kernels.lora import Columns, Tiles, block_rows, column_blocks, expand_triton, max_tiles, shrink_triton
+
+hidden, rank = map(int, sys.argv[1:3])
+sizes = [4096, 1024, 1024]
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+for rows in map(int, sys.argv[3].split(",")):
+    count = max_tiles(rows, 8)
+    tiles = Tiles(*(empty(n, dtype=torch.int32) for n in (count, count, count, rows)), block_rows(rows))
+    used = empty(8, dtype=torch.int32)
+    h = shrink_triton(empty(rows, hidden), empty(8, 3 * rank, hidden), used, tiles)
+    columns = Columns(column_blocks(sizes).blocks.to("meta"), 16)
+    expand_triton(h, empty(8, sum(sizes), rank), columns, used, tiles, empty(rows, sum(sizes)))
+report = []
+for name, kernel in kernels.values():
+    body = kernel.asm["ptx"]
+    body = body[body.index(".entry"):]
+    before, waits, after = body.partition("griddepcontrol.wait")
+    report.append({
+        "kernel": name,
+        "shared": kernel.metadata.shared,
+        "griddepcontrol": body.count("griddepcontrol"),
+        "touched_before": len(re.findall(r"(ld|st|atom)\\.global|\\bret;|\\bexit;", before)) if waits else 0,
+        "atomics": bool(re.search(r"\\b(atom|red)\\.", body)),
+        **resources(kernel),
+    })
+print(json.dumps(report))
+"""
+
+
+@pytest.mark.skipif(CUDA, reason="the other tests compile for this GPU")
+@pytest.mark.parametrize("rank", ["16", pytest.param("256", marks=pytest.mark.slow)])
+def test_compiles_for_hopper(rank: str, run_for_hopper: Callable[..., Any]) -> None:
+    """Without atomics and spilt registers; few rows as dependent launches; few variants, as each is a compilation."""
+    if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():
+        pytest.skip("triton without cuobjdump")
+    kernels = run_for_hopper(_COMPILE, "4096", rank, "1,2,8,16,17,64,512,1024,8192")
+    assert {kernel["kernel"] for kernel in kernels} == {"_shrink_kernel", "_expand_kernel"}
+    for kernel in kernels:
+        assert kernel["shared"] <= 227 * 1024
+        assert kernel["stack"] == kernel["local"] == 0, f"{kernel} spills registers"
+        assert kernel["griddepcontrol"] in (0, 2) and kernel["touched_before"] == 0 and not kernel["atomics"]
+    assert len(kernels) <= 8
+
+
+@pytest.mark.gpu
+@requires_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [16, 64, 256])
+def test_real_shapes(rng: torch.Generator, device: str, rank: int, dtype: torch.dtype) -> None:
+    """One token to a long chunk; twice the same, and in a graph that is replayed with other adapters."""
+    sizes, k = [4096, 1024, 1024], 4096
+    a, b = operands(rng, device, dtype, 8, k, sizes, rank)
+    used, columns = torch.ones(8, dtype=torch.int32, device=device), columns_of(sizes, device)
+    for num_tokens in (1, 7, 64, 300, 2048):
+        x = torch.randn(num_tokens, k, generator=rng).to(device, dtype)
+        y = torch.randn(num_tokens, sum(sizes), generator=rng).to(device, dtype)
+        given = [torch.randint(-1, 8, (num_tokens,), generator=rng).tolist() for _ in range(2)]
+        tiles, others = (tiles_of(slots, 8, device) for slots in given)
+
+        def run(tiles: Tiles, x: Tensor = x, y: Tensor = y) -> Tensor:
+            out = y.clone()
+            expand_triton(shrink_triton(x, a, used, tiles), b, columns, used, tiles, out)
+            return out
+
+        def assert_right(found: Tensor, tiles: Tiles, x: Tensor = x, y: Tensor = y) -> None:
+            wanted = y.float().clone()
+            expand_torch(shrink_torch(x, a, used, tiles), b, columns, used, tiles, wanted)
+            torch.testing.assert_close(found.float(), wanted, atol=0.03 * float(wanted.abs().max()), rtol=0.03)
+
+        found = run(tiles)
+        assert_right(found, tiles)
+        assert torch.equal(run(tiles), found)
+        places = max(len(tiles.order), len(others.order))
+        static = Tiles(*(t.clone() for t in tiles[:3]), tiles.order.new_zeros(places), tiles.block_rows)
+        static.order[: len(tiles.order)] = tiles.order
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(static)
+        for target, source in zip(static[:4], others[:4], strict=True):
+            target[: len(source)] = source
+        graph.replay()
+        assert_right(out, others)

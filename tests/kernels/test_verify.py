@@ -1,0 +1,70 @@
+"""Which drafts hold, against a loop over plain lists."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from vserve.kernels import verify
+
+PATHS = ["torch", "triton", "public"]
+
+
+def function(path: str) -> Callable:
+    return getattr(verify, "verify_drafts" if path == "public" else f"verify_drafts_{path}")
+
+
+def ints(values: list, device: str) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.parametrize("num_rows", [1, 5, 150])
+def test_drafts_hold_up_to_the_first_that_was_not_sampled(
+    path: str, num_rows: int, num_drafts: int, device: str
+) -> None:
+    rng = random.Random(num_rows + num_drafts)
+    limit, padding = 40, 2
+    table = [[rng.randrange(1, 9) for _ in range(limit + 3)] for _ in range(num_rows + 3)]
+    computed = [rng.randrange(limit - 1) for _ in table]
+    computed[0] = limit - 2  # of its drafts one lies within the row, and what follows nowhere
+    proposed = [rng.randrange(num_drafts + 2) for _ in table]
+    rows = [0, *rng.sample(range(1, num_rows + 2), num_rows - 1)]
+    query_len = 1 + num_drafts
+    order = rng.sample(range(num_rows), num_rows)  # whose samples lie where
+    sampled = [rng.randrange(1, 9) for _ in range(num_rows * query_len + 4)]
+    for i, row in enumerate(rows):  # most drafts are right
+        for place in range(num_drafts):
+            if rng.random() < 0.7 and computed[row] + 1 + place < limit:
+                sampled[order[i] * query_len + place] = table[row][computed[row] + 1 + place]
+    expected, counts, kept = [list(row) for row in table], list(computed), []
+    for i, row in enumerate(rows):
+        samples = sampled[order[i] * query_len :][:query_len]
+        drafts = table[row][computed[row] + 1 : limit][:num_drafts]
+        right = 0
+        while right < len(drafts) and samples[right] == drafts[right]:
+            right += 1
+        counts[row] += 1 + right
+        if counts[row] < limit:
+            expected[row][counts[row]] = samples[right]
+        kept.append(1 + right)
+
+    token_ids = ints(table, device)
+    device_computed, out = (
+        ints(computed, device),
+        torch.full((2, num_rows + padding), -77, dtype=torch.int32).to(device),
+    )
+    query_start = [*range(0, num_rows * query_len + 1, query_len), *[num_rows * query_len] * padding]
+    function(path)(
+        token_ids[:, :limit], device_computed, ints(proposed, device), ints([*rows, *[num_rows + 2] * padding], device),
+        ints(query_start, device), ints(sampled, device),
+        ints([place * query_len for place in order] + [0] * padding, device), out, num_drafts,
+    )  # fmt: skip
+    assert token_ids.tolist() == expected
+    assert device_computed.tolist() == counts
+    assert out.tolist() == [[*kept, 0, 0], [*(proposed[row] for row in rows), 0, 0]]
+    assert len(set(kept)) > 1 or num_rows == 1, "the same for all: nothing was tried"

@@ -1,0 +1,195 @@
+"""Over how many ranks models can be divided, by config.json alone; and how much of one a rank has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vserve.engine.layers.weights import Placement
+from vserve.engine.loader import count_parameters, load_model, make_model
+from vserve.engine.memory import weight_bytes
+from vserve.engine.model_config import ModelConfig, parse_model_config
+from vserve.engine.model_file import ModelError
+from vserve.engine.parallel.divide import check_divides, vocab_share, whole_experts
+from vserve.engine.parallel.group import SingleGroup
+
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 2,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "num_hidden_layers": 2,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 2,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def config(raw: dict[str, Any], **changes: Any) -> ModelConfig:
+    return parse_model_config({**raw, **changes})
+
+
+@pytest.mark.parametrize(
+    ("raw", "sizes"),
+    [(QWEN_7B, [1, 2, 4]), (LLAMA_70B, [1, 2, 4, 8, 16, 32, 64]), (QWEN_30B_A3B, [1, 2, 4, 8, 16, 32])],
+)
+def test_sizes(raw: dict[str, Any], sizes: list[int]) -> None:
+    """Query heads divide, key heads too, or some ranks have the same ones."""
+    found = []
+    for size in range(1, 65):
+        try:
+            check_divides(config(raw), size)
+            found.append(size)
+        except ModelError as error:
+            assert str(error).startswith(f"--tensor-parallel-size {size}: ") and "\n" not in str(error)
+            assert f"take one of {', '.join(map(str, sizes))}, or --data-parallel-size {size}" in str(error)
+    assert found == sizes
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "size", "said"),
+    [
+        (
+            QWEN_7B,
+            {},
+            7,
+            "28 attention heads over 4 of keys and values cannot be divided over 7 ranks: take one of 1,",
+        ),
+        (LLAMA_70B, {"intermediate_size": 28673}, 2, "an MLP of 28673 cannot be divided over 2 ranks: take one of 1,"),
+        (QWEN_30B_A3B, {"num_experts": 127, "moe_intermediate_size": 767}, 2, "127 experts of 767 cannot be divided"),
+        (LLAMA_70B, {"vocab_size": 11}, 4, "a vocabulary of 11 cannot be divided over 4 ranks: take one of 1, 2, or"),
+    ],
+)
+def test_what_does_not_divide_is_named(raw: dict[str, Any], changes: dict[str, Any], size: int, said: str) -> None:
+    with pytest.raises(ModelError) as error:
+        check_divides(config(raw, **changes), size)
+    assert said in str(error.value)
+
+
+def test_whole_experts_that_do_not_divide() -> None:
+    odd = config(QWEN_30B_A3B, num_experts=127)
+    check_divides(odd, 2)
+    with pytest.raises(ModelError, match=r"127 whole experts \(--enable-expert-parallel\) cannot be divided over 2"):
+        check_divides(odd, 2, expert_parallel=True)
+
+
+def test_what_reads_both_ways_is_refused() -> None:
+    both_ways = replace(config(LLAMA_70B), causal=False)
+    check_divides(both_ways, 1)
+    with pytest.raises(ModelError, match="LlamaForCausalLM reads texts both ways, which is not divided over ranks"):
+        check_divides(both_ways, 2)
+
+
+def test_the_folder_tells_without_torch(tmp_path: Path) -> None:
+    """So that it is said before weights are read, and before seconds of imports."""
+    script = (
+        "import sys; from pathlib import Path; from vserve.engine.model_config import check_model, ModelError\n"
+        "try: check_model(Path(sys.argv[1]), size=int(sys.argv[2]))\n"
+        "except ModelError as error: print(error)\n"
+        "assert 'torch' not in sys.modules"
+    )
+
+    def said(raw: dict[str, Any], size: int) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        command = [sys.executable, "-c", script, str(tmp_path), str(size)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    assert said(LLAMA_70B, 8) == ""
+    assert "64 attention heads over 8 of keys and values cannot be divided over 6 ranks" in said(LLAMA_70B, 6)
+    foreign = LLAMA_70B | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}
+    assert "StableLmForCausalLM is computed by transformers' code, which is not divided" in said(foreign, 2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("vocab", [301, 32000, 50257, 128256, 151936])
+def test_shares_of_a_vocabulary(vocab: int, size: int) -> None:
+    place = [Placement(torch.float32, torch.device("meta"), SingleGroup(rank, size)) for rank in range(size)]
+    spans = [one.vocab_span(vocab) for one in place]
+    assert [row for start, count in spans for row in range(start, start + count)] == list(range(vocab))
+    assert all(count > 0 for _, count in spans) and all(count == vocab_share(vocab, size) for _, count in spans[:-1])
+    assert vocab < 32000 or spans[0][1] % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("experts", "inner", "size", "quantised", "wanted", "whole"),
+    [
+        (128, 768, 2, False, False, False),
+        (128, 768, 2, True, False, False),  # 3 blocks of 128
+        (128, 768, 4, False, False, True),  # 192 would be thin
+        (128, 768, 2, False, True, True),
+        (8, 14336, 8, True, False, False),
+        (32, 2880, 2, True, False, True),  # 11.25 blocks
+        (32, 2880, 2, False, False, False),
+        (60, 1408, 8, False, False, False),  # 60 do not divide
+        (128, 768, 1, False, True, False),
+    ],
+)  # fmt: skip
+def test_slices_or_whole_experts(
+    experts: int, inner: int, size: int, quantised: bool, wanted: bool, whole: bool
+) -> None:
+    assert whole_experts(experts, inner, size, quantised, wanted) is whole
+
+
+@pytest.mark.parametrize("raw", [QWEN_7B, LLAMA_70B, QWEN_30B_A3B])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_a_rank_has(raw: dict[str, Any], tied: bool) -> None:
+    """All of the embedding, of norms and routers, its part of the rest; keys of a head that it shares."""
+    model = config(raw, tie_word_embeddings=tied)
+    whole, table = count_parameters(model), raw["vocab_size"] * raw["hidden_size"]
+    head = 0 if tied else table
+    small = 1 << 20  # norms, routers, and a vocabulary's last rows
+    for size in (2, 4):
+        part = count_parameters(model, size)
+        assert abs(part - (table + head / size + (whole - table - head) / size)) < small
+    assert count_parameters(model, 4, whole_experts=True) == count_parameters(model, 4)
+
+
+def test_the_cache_of_a_rank() -> None:
+    """It has the heads of its queries; where there are fewer than ranks, two ranks keep the same one."""
+    for size, heads in ((1, 8), (2, 4), (8, 1), (16, 1)):
+        place = Placement(torch.bfloat16, torch.device("meta"), SingleGroup(0, size))
+        assert {spec.num_kv_heads for spec in make_model(config(LLAMA_70B), place, 1).kv_specs()} == {heads}
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(("family", "keys"), [("llama", {"tie_word_embeddings": True}), ("gpt_oss", {}), ("olmo2", {})])
+def test_what_a_rank_takes_is_what_was_counted(
+    tiny_model: Callable[..., Path], family: str, keys: dict[str, Any], load_format: str
+) -> None:
+    folder = tiny_model(family, **keys)
+    told, found = ModelConfig.from_folder(folder), []
+    for rank in range(2):
+        model = load_model(
+            folder, told, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64, load_format=load_format,
+            group=SingleGroup(rank, 2), admit=lambda parameters, stored: found.append((parameters, stored)),
+        )  # fmt: skip
+        if rank == 0:
+            assert weight_bytes(model) == 4 * found[0][0] == pytest.approx(found[0][1] or 4 * found[0][0], rel=1e-3)
+    assert found[0] == found[1] and found[0][0] < count_parameters(told)
+
+
+def test_random_weights_of_ranks_differ_where_they_are_divided(tiny_model: Callable[..., Path]) -> None:
+    """And are the same where every rank has them."""
+    folder = tiny_model("qwen3_moe", num_experts=4)
+    ranks = [
+        load_model(
+            folder, ModelConfig.from_folder(folder), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64,
+            load_format="dummy", group=SingleGroup(rank, 2),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for name, weight in ranks[0].named_parameters():
+        other = ranks[1].get_parameter(name)
+        alike = "norm" in name or "router" in name or name.startswith("embedding")
+        assert (weight.shape == other.shape and torch.equal(weight, other)) == alike, name

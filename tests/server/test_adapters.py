@@ -1,0 +1,239 @@
+"""Adapters on the server: named, listed, loaded and unloaded, over a scripted engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vserve.engine.config import ConfigError, EngineConfig
+from vserve.server.app import create_app
+from vserve.server.cli.flags import add_flags, read_flags
+from vserve.server.options.config import ServerConfig
+from vserve.server.options.reading import read
+
+HI = [{"role": "user", "content": "Hi"}]
+CHAT = {"messages": HI, "max_tokens": 20}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """That of --lora-dir, with adapters, and a link out of it."""
+    for name in ("sql", "sql-2", "broken"):
+        (tmp_path / "all" / name).mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "all" / "link").symlink_to(tmp_path / "outside")
+    return tmp_path / "all"
+
+
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def run(engine: Any, text_model: Any, folder: Path) -> Run:
+    """run(main, **ServerConfig options): `main` gets a client of a server whose engine serves adapters."""
+    engine.config = EngineConfig(model="test", enable_lora=True)
+
+    def go(main: Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]], **options: Any) -> None:
+        async def inside() -> None:
+            app = create_app(engine, ServerConfig(**({"lora_dir": str(folder)} | options)), text_model)
+            async with app.router.lifespan_context(app):
+                await app.state.server.adapters.load_all(app.state.server.config.modules())
+                transport = httpx.ASGITransport(app)
+                async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                    await main(client)
+
+        asyncio.run(inside())
+
+    return go
+
+
+async def load(client: httpx.AsyncClient, path: str = "sql", name: str = "sql", **more: Any) -> httpx.Response:
+    return await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path, **more})
+
+
+async def unload(client: httpx.AsyncClient, name: str = "sql") -> httpx.Response:
+    return await client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+def test_the_model_of_a_request_says_which(run: Run, engine: Any, folder: Path) -> None:
+    """In every API; each answer has the name; the list of models has parents."""
+
+    async def main(client: httpx.AsyncClient) -> None:
+        (id,) = engine.adapters
+        for path, body in (
+            ("/v1/chat/completions", CHAT),
+            ("/v1/completions", {"prompt": "Hi", "max_tokens": 20}),
+            ("/v1/responses", {"input": "Hi"}),
+            ("/v1/messages", {"messages": HI, "max_tokens": 20}),
+            ("/v1/chat/completions", CHAT | {"n": 2}),
+        ):
+            for name, adapter in (("sql", id), ("alias", 0)):
+                answer = await client.post(path, json=body | {"model": name})
+                assert answer.status_code == 200 and answer.json()["model"] == name
+                assert engine.submitted[-1].sampling.adapter == adapter
+        assert (await client.post("/v1/chat/completions", json=CHAT | {"model": "other"})).status_code == 404
+        listed = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+        assert listed.keys() == {"test", "alias", "sql"}
+        assert (listed["sql"]["parent"], listed["sql"]["root"]) == ("test", str(folder / "sql"))
+        assert listed["test"]["parent"] is None
+        assert (await client.get("/v1/models/sql")).json() == listed["sql"]
+        anthropic = await client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+        assert [card["id"] for card in anthropic.json()["data"]] == ["test", "alias", "sql"]
+
+    run(main, lora_modules=(f"sql={folder / 'sql'}",))
+
+
+def test_loading_and_unloading(run: Run, engine: Any, folder: Path) -> None:
+    async def main(client: httpx.AsyncClient) -> None:
+        answer = await load(client, base_model_name="parent")
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
+        assert answer.headers["content-type"].startswith("text/plain")
+        (first,) = engine.adapters
+        assert engine.adapters[first] == str(folder / "sql") and 0 < first < 2**63
+        assert (await client.get("/v1/models/sql")).json()["parent"] == "parent"
+        refused = [
+            (await load(client), 400, "InvalidUserInput", "The adapter `sql` is loaded already: unload it, or set"),
+            (await load(client, name="alias"), 400, "InvalidUserInput", "`alias` is the name of the base model"),
+            (await load(client, "broken", "b"), 400, "InvalidUserInput", "broken is broken: mend it"),
+            (await unload(client, "b"), 404, "NotFoundError", "The adapter `b` is not loaded."),
+            *[(await load(client, path, "b"), 400, "InvalidUserInput", "is no folder in that of --lora-dir")
+              for path in ("../outside", "link", "/etc", "none", str(folder / ".." / "outside"))],
+        ]  # fmt: skip
+        for answer, status, kind, words in refused:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (status, kind) and words in error["message"]
+        assert (await load(client, "sql-2", load_inplace=True)).status_code == 200
+        (second,) = engine.adapters
+        assert second != first and engine.adapters[second] == str(folder / "sql-2")
+        answer = await unload(client)
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
+        assert not engine.adapters
+        assert (await client.post("/v1/chat/completions", json=CHAT | {"model": "sql"})).status_code == 404
+
+    run(main)
+
+
+def test_unloading_waits_for_those_who_use_it(run: Run, engine: Any) -> None:
+    """Also an adapter that another has taken the place of: who has begun with it ends with it."""
+    engine.delay = 0.02
+
+    async def main(client: httpx.AsyncClient) -> None:
+        await load(client)
+        (first,) = engine.adapters
+
+        async def chat() -> httpx.Response:
+            return await client.post("/v1/chat/completions", json=CHAT | {"model": "sql"})
+
+        running = asyncio.create_task(chat())
+        while not engine.submitted:
+            await asyncio.sleep(0)
+        assert (await load(client, "sql-2", load_inplace=True)).status_code == 200
+        assert len(engine.adapters) == 2 and not running.done()
+        later = asyncio.create_task(chat())
+        while len(engine.submitted) < 2:
+            await asyncio.sleep(0)
+        assert [one.sampling.adapter for one in engine.submitted] == list(engine.adapters)
+        leaving = asyncio.create_task(unload(client))
+        while "sql" in (await client.get("/v1/models")).text:
+            await asyncio.sleep(0)
+        assert not leaving.done() and (await chat()).status_code == 404
+        assert (await running).status_code == 200 and first not in engine.adapters
+        assert (await later).status_code == 200 and (await leaving).status_code == 200
+        assert not engine.adapters
+
+    run(main)
+
+
+def test_who_may_load(run: Run, engine: Any, folder: Path) -> None:
+    """Administrators, from --lora-dir, where adapters are on; the path is theirs to see."""
+
+    async def locked(client: httpx.AsyncClient) -> None:
+        user, admin = {"authorization": "Bearer u"}, {"authorization": "Bearer a"}
+        for headers, status in ((user, 403), ({}, 401), (admin, 200)):
+            client.headers = httpx.Headers(headers)
+            assert (await load(client)).status_code == status
+        assert (await client.get("/v1/models/sql")).json()["root"] == str(folder / "sql")
+        client.headers = httpx.Headers(user)
+        assert (await client.get("/v1/models/sql")).json()["root"] == "sql"
+
+    async def without_folder(client: httpx.AsyncClient) -> None:
+        answer = await load(client)
+        assert answer.status_code == 400 and "--lora-dir says from where" in answer.text
+
+    async def off(client: httpx.AsyncClient) -> None:
+        for answer in (await load(client), await unload(client)):
+            assert answer.status_code == 400 and "start the server with --enable-lora" in answer.text
+
+    run(locked, api_key=("u",), admin_api_key=("a",))
+    run(without_folder, lora_dir=None)
+    engine.config = EngineConfig(model="test")
+    run(off)
+
+
+def test_the_metric_says_which_run_and_wait(run: Run, engine: Any) -> None:
+    engine.delay = 0.05
+
+    async def main(client: httpx.AsyncClient) -> None:
+        await load(client)
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | {"model": "sql"}))
+        seen: list[str] = []
+        while not asking.done():
+            lines = (await client.get("/metrics")).text.splitlines()
+            line = next(line for line in lines if line.startswith("vllm:lora_requests_info{"))
+            seen += [labels] if (labels := line[line.index("{") : line.index("}") + 1]) not in seen else []
+            await asyncio.sleep(0.01)
+        assert '{max_lora="4",running_lora_adapters="",waiting_lora_adapters="sql"}' in seen
+        assert '{max_lora="4",running_lora_adapters="sql",waiting_lora_adapters=""}' in seen
+
+    run(main)
+
+
+def test_modules_are_named_as_vllm_names_them() -> None:
+    config = ServerConfig(lora_modules=(
+        "a=/a", '{"name": "b", "path": "/b", "base_model_name": "p"}', '[{"name": "c", "path": "o/c"}]',
+    ))  # fmt: skip
+    assert [(m.name, m.path, m.base) for m in config.modules()] == [
+        ("a", "/a", None), ("b", "/b", "p"), ("c", "o/c", None),
+    ]  # fmt: skip
+    module = {"name": "b", "path": "/b"}
+    assert read("lora_modules", [module]) == read("lora_modules", json.dumps(module)) == (json.dumps(module),)
+    assert read("lora_modules", "a=/a b=/b") == ("a=/a", "b=/b")
+    for words, said in (
+        (("a",), "give name=path, or"), (("=/a",), "give name=path"), (("{",), "which is no JSON"),
+        (('{"name": "a"}',), "give name=path"), (('{"name": "a", "path": "/a", "x": 1}',), "has 'x' in"),
+        (("a=/a", "a=/b"), "has the name 'a' twice"), (("[1]",), "give name=path"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="--lora-modules") as caught:
+            ServerConfig(lora_modules=words)
+        assert said in str(caught.value)
+    with pytest.raises(ConfigError, match="--lora-dir is '/none': it is no folder"):
+        ServerConfig(lora_dir="/none")
+
+
+def test_a_broken_one_ends_the_start(run: Run, folder: Path) -> None:
+    async def main(client: httpx.AsyncClient) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"--lora-modules b=.*/broken is broken: mend it"):
+        run(main, lora_modules=(f"b={folder / 'broken'}",))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lora-modules", "a=/a"], "--lora-modules names adapters, which --enable-lora serves"),
+        (["--enable-lora", "--api-server-count", "2"], "with --enable-lora one process answers HTTP"),
+        (["--enable-lora", "--merge-lora", "/a"], "choose one"),
+    ],
+)
+def test_options_that_do_not_go_together(words: list[str], said: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineConfig, ServerConfig)
+    with pytest.raises(ConfigError, match=said):
+        read_flags(parser.parse_args(["/m", *words]))

@@ -1,0 +1,141 @@
+"""Numbers that several API processes see, and the limits that go by them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from vserve.engine.config import EngineConfig
+from vserve.server.client.board import REQUESTS, TOKENS, Board
+from vserve.server.errors import ApiError
+from vserve.server.generation import quota
+from vserve.server.generation.admission import Admission
+from vserve.server.generation.quota import Quota
+from vserve.server.observe.shares import Family, Sample, summed
+from vserve.server.options.config import ServerConfig
+
+
+@pytest.fixture
+def boards() -> Iterator[list[Board]]:
+    first = Board(None, 3, 0)
+    made = [first, *(Board(os.dup(first.descriptor), 3, seat) for seat in (1, 2))]
+    yield made
+    for board in made:
+        os.close(board.descriptor)
+
+
+def test_each_writes_its_own_and_reads_the_others(boards: list[Board]) -> None:
+    for number, board in enumerate(boards, 1):
+        board.set(REQUESTS, number)
+        board.set(TOKENS, 1 << (40 + number))
+        board.set_load(63, 10 * number, number)
+    assert [board.others(REQUESTS) for board in boards] == [5, 4, 3]
+    assert boards[0].others(TOKENS) == (1 << 42) + (1 << 43)
+    assert [board.other_load(63) for board in boards] == [(50, 5), (40, 4), (30, 3)]
+    assert boards[0].other_load(0) == (0, 0)
+    boards[0].clear(1)
+    assert boards[0].others(REQUESTS) == 3 and boards[0].other_load(63) == (30, 3)
+
+
+def test_a_key_has_one_place_and_one_share(boards: list[Board]) -> None:
+    digests = [bytes([number]) * 32 for number in range(5)]
+    places = [
+        [board.place(digest) for digest in digests[::step]] for board, step in zip(boards, (1, -1, 1), strict=True)
+    ]
+    assert places == [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [0, 1, 2, 3, 4]]
+    quotas = [Quota(6, 0, board, digests[2]) for board in boards]
+    others = Quota(6, 0, boards[0], digests[3])
+    let_in = 0
+    for turn in range(30):
+        quota = quotas[turn % 3]
+        try:
+            quota.check(0, lambda reason: None)
+        except ApiError as error:
+            assert error.status == 429
+        else:
+            quota.begin(0)
+            let_in += 1
+    assert let_in == 6
+    others.check(0, lambda reason: None)
+
+
+def lets_in(key: Quota) -> bool:
+    try:
+        key.check(0, lambda reason: None)
+    except ApiError:
+        return False
+    key.begin(0)
+    return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(quota, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_key_within_its_limit_is_let_in_by_whoever_was_idle(
+    boards: list[Board], clock: SimpleNamespace, looks: bool
+) -> None:
+    """Half of what it may use, all at one process; then another process is asked."""
+    busy, idle = (Quota(60, 0, board, b"k" * 32) for board in boards[:2])
+    for _ in range(150):
+        clock.now += 2
+        assert lets_in(busy)
+        if looks:
+            for board in boards:
+                board.look(clock.now)
+    assert lets_in(idle)
+
+
+def test_what_flowed_over_before_a_burst_is_nobodys(boards: list[Board], clock: SimpleNamespace) -> None:
+    keys = [Quota(60, 0, board, b"k" * 32) for board in boards]
+    for _ in range(600):  # nobody asks
+        clock.now += 1
+        for board in boards:
+            board.look(clock.now)
+    assert sum(lets_in(keys[0]) for _ in range(100)) == 60
+    assert not lets_in(keys[1])
+    clock.now += 1
+    assert lets_in(keys[2]) and not lets_in(keys[1])
+
+
+def test_the_queue_is_one(boards: list[Board]) -> None:
+    class Client:
+        class info:
+            max_num_seqs, num_kv_tokens, max_model_len = 2, 1000, 100
+
+        class stats:
+            num_waiting = 0
+
+        config = EngineConfig("m")
+
+    config = ServerConfig(max_num_queued_reqs=2)
+    each = [Admission(Client(), config, lambda reason: None, lambda reason: None, board) for board in boards]  # type: ignore[arg-type]
+    tickets = [each[turn % 3].admit(1, 10, 0.0) for turn in range(4)]
+    for admission in each:
+        with pytest.raises(ApiError, match="queue is full: 2 requests wait"):
+            admission.admit(1, 10, 0.0)
+    tickets[0].release()
+    with pytest.raises(ApiError):
+        each[1].admit(2, 10, 0.0)
+    each[1].admit(1, 10, 0.0)
+    with pytest.raises(ApiError):
+        each[2].admit(1, 10, 0.0)
+
+
+def test_what_is_counted_adds_up() -> None:
+    def page(**values: float) -> list[Family]:
+        return [
+            Family(
+                "n", "help", "counter", [Sample("n_total", {"reason": name}, value) for name, value in values.items()]
+            )
+        ]
+
+    (family,) = summed([page(a=1, b=2), [], page(b=5, c=1)])
+    assert {sample.labels["reason"]: sample.value for sample in family.samples} == {"a": 1, "b": 7, "c": 1}

@@ -1,0 +1,99 @@
+"""Kills and stops every rank of an engine in every phase of its start and while it serves; prints what became of it.
+
+    python tools/gpu/lose_ranks.py MODEL [--tensor-parallel-size 2] [--device cpu] [--kinds kill,exit,segv,error]
+
+Each line: rank, phase, kind, seconds until the engine said so, what it said. Exit code 1 where it took more than ten
+seconds, where what was said does not name the rank, or where a process was left. On the CPU it needs no card: two ranks
+of a small model on two cores take about six seconds a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+from vserve.engine.config import EngineConfig
+from vserve.engine.request import SamplingParams
+from vserve.server.client.engine_client import EngineClient
+from vserve.server.client.mailbox import EngineDeadError
+
+LIMIT = 10.0  # seconds
+STARTING = ("device", "config", "weights", "compilation", "memory", "warm-up")
+SERVING = ("step:20", "sample:20")
+
+
+async def lose(config: EngineConfig, fault: str) -> tuple[float, str, list[int]]:
+    """→ (seconds from the last sign of life to its word, that word, the processes of its ranks)."""
+    os.environ |= {"VSERVE_FAULT": fault, "VSERVE_ALLOW_FAULTS": "1"}
+    client = EngineClient(config)
+    heard = time.monotonic()
+
+    def hear(_: object) -> None:
+        nonlocal heard
+        heard = time.monotonic()
+
+    client.progress_listeners.append(hear)
+    client.stats_listeners.append(hear)
+    pids: list[int] = []
+    try:
+        await client.start()
+        assert client._process is not None
+        pids = children(client._process.pid)
+        mailbox = client.submit([5, 6, 7], SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
+        while (await mailbox.get()).finish_reason is None:
+            pass
+        return 0.0, "nothing happened", pids
+    except EngineDeadError as error:
+        return time.monotonic() - heard, str(error), pids
+    finally:
+        await client.close()
+
+
+def left(pids: list[int]) -> bool:
+    """Whether one still runs a moment after the engine has ended; those that nobody has waited for yet do not."""
+    until = time.monotonic() + 2
+    while running := any(_state(pid) not in ("", "Z") for pid in pids):
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    return running
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--tensor-parallel-size", type=int, default=2)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--kinds", default="kill,exit,segv,error", help="of faults (default: %(default)s)")
+    arguments = parser.parse_args()
+    size = arguments.tensor_parallel_size
+    config = EngineConfig(arguments.model, device=arguments.device, tensor_parallel_size=size)
+    places = [f"phase:{phase}" for phase in STARTING] + (["phase:graphs"] if arguments.device != "cpu" else [])
+    failures = 0
+    for kind in arguments.kinds.split(","):
+        for place in (*places, *SERVING):
+            for rank in range(1, size):
+                seconds, said, pids = asyncio.run(lose(config, f"{place}:{kind}:{rank}"))
+                wrong = seconds > LIMIT or f"rank {rank} of {size}" not in said or left(pids)
+                failures += wrong
+                print(f"{'FAULT ' if wrong else ''}rank {rank}, {place}, {kind}: {seconds:.1f} s: {said}", flush=True)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
