@@ -60,7 +60,9 @@ def test_the_sdk_notices_nothing(router, servers, until) -> None:
     expected = direct.chat.completions.create(messages=messages, **ask).choices[0].message.content
     assert client.chat.completions.create(messages=messages, **ask).choices[0].message.content == expected
     chunks = list(client.chat.completions.create(messages=messages, stream=True, **ask))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected and len(chunks) > 3
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    longer = {**ask, "max_tokens": 200, "extra_body": {"ignore_eos": True}}  # slow readers get tokens joined
+    assert len(list(client.chat.completions.create(messages=messages, stream=True, **longer))) > 10
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda i: client.completions.create(prompt=f"{i} and", **ask), range(16))
         assert len({answer.id for answer in answers}) == 16
