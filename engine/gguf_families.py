@@ -183,7 +183,7 @@ def shapes_of(config: Settings) -> dict[str, tuple[int, ...]]:
     head_dim = config["head_dim"]
     query, key = head_dim * config["num_attention_heads"], head_dim * config["num_key_value_heads"]
     experts = config.get("num_experts", 0)
-    small: int = config.get("moe_intermediate_size", inner)
+    small = config.get("moe_intermediate_size") or inner  # Mixtral's are as wide as its keys say of all
     shared, model_type = config.get("shared_expert_intermediate_size", 0), config["model_type"]
     each = {"olmo2": ((query,), (key,)), "cohere": ((query // head_dim, head_dim), (key // head_dim, head_dim))}
     query_norm, key_norm = each.get(model_type, ((head_dim,), (head_dim,)))
