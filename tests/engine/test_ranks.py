@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -85,13 +86,29 @@ class Pair:
         return two
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_model: Any) -> Iterator[Pair]:
-    folder = tiny_model("llama")
+# Model → its keys of config.json, and what the engine of two ranks has beside them: with drafts, all ranks must keep
+# the same tokens; with whole experts, each has other ones.
+NGRAMS = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3})
+PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, {}),
+    "qwen3_moe": (
+        {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        {"enable_expert_parallel": True, "speculative_config": NGRAMS},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(request: pytest.FixtureRequest, tiny_model: Any) -> Iterator[Pair]:
+    keys, beside = PAIRS[request.param]
+    folder = tiny_model(request.param, **keys)
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
         patch.setattr(hang, "LIMIT", 4.0)  # seconds until a hang is one
         options: dict[str, Any] = {"engine_in_process": True, "max_num_batched_tokens": 64}
-        clients = [EngineClient(settings(folder, tensor_parallel_size=size, **options)) for size in (1, 2)]
+        clients = [
+            EngineClient(settings(folder, **options)),
+            EngineClient(settings(folder, tensor_parallel_size=2, **options, **beside)),
+        ]
         made = Pair(runner, clients)
         for client in clients:
             made.run(client.start())
@@ -133,6 +150,17 @@ def test_embeddings(pair: Pair, kind: str) -> None:
         assert alone.embedding and shared.embedding
         left, right = (np.frombuffer(vector, np.float32) for vector in (alone.embedding, shared.embedding))
         assert np.abs(left).max() > 0.01 and np.allclose(left, right, atol=1e-4)
+
+
+def test_drafts(pair: Pair) -> None:
+    """That hold and that do not, greedy and sampled, in company and alone."""
+    two = pair.clients[1]
+    repeated = [[*PROMPTS[i] * 2, *PROMPTS[i][:3]] for i in (1, 2)]
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.3, "seed": 4, "top_k": 2}]
+    pair.same([(prompt, greedy(max_tokens=60, **kind)) for prompt in repeated for kind in kinds])
+    pair.same([(repeated[0], greedy(max_tokens=60, logprobs=2))])
+    if two.config.speculative_config:
+        assert 0 < sum(two.stats.num_accepted_tokens) < two.stats.num_draft_tokens
 
 
 def test_prefix_hits(pair: Pair) -> None:
