@@ -103,7 +103,7 @@ class Rank:
                 raise ConfigError("--enable-lora: encoders are served without adapters, leave it out")
             self.settings, graphs = take_memory(self.runner, config, asked)
         with self._phase("warm-up"):
-            warm_up(self.runner, self.settings)
+            self.longest_step = warm_up(self.runner, self.settings)
         if graphs is not None:
             assert not isinstance(self.runner, EncoderRunner)
             with self._phase("graphs"):
@@ -238,21 +238,26 @@ def take_memory(
     return fitted, graphs
 
 
-def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved) -> None:
-    """Compiles every kernel variant a request can meet: decode and prefill, small and large, greedy and sampled."""
+def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved) -> float:
+    """Compiles every kernel variant a request can meet: decode and prefill, small and large, greedy and sampled.
+    → seconds that the largest step takes on a card; 0 where it has no such step."""
     if isinstance(runner, EncoderRunner):
         runner.warm_up()
-        return
+        return 0.0
     if runner.device.type == "cpu":
         runner.dummy_step(1, 4, WORST_SAMPLING)
-        return
-    for step in warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, expert_steps(runner.model)):
-        runner.dummy_step(*step)
+        return 0.0
+    largest = settings.max_num_batched_tokens
+    seconds = [float("inf")]  # of the largest ones: the first has waited for compilers
+    for step in warm_up_steps(settings.max_num_seqs, largest, expert_steps(runner.model)):
+        result = runner.dummy_step(*step)
+        seconds += [result.device_seconds] if step[1] == largest else []
     for drafts in draft_steps(settings.draft_depths, settings.max_num_seqs):
         runner.dummy_step(*drafts)
     if runner.adapters is not None:
         for num_seqs, num_tokens in adapter_steps(settings.max_num_seqs, settings.max_num_batched_tokens):
             runner.dummy_step(num_seqs, num_tokens, GREEDY, adapted=True)
+    return min(seconds)
 
 
 def capture(runner: ModelRunner, graphs: StepGraphs, settings: Resolved) -> None:

@@ -402,6 +402,11 @@ class ModelRunner:
     def num_late_compilations(self) -> int:
         return len(self._late)
 
+    @property
+    def compiling_seconds(self) -> float:
+        """That these have taken."""
+        return self._late.seconds
+
     def count_compilations(self) -> None:
         """From here on every kernel should be ready."""
         self._late.count()
