@@ -12,6 +12,7 @@ import torch
 
 from ..kernels.cublaslt import accumulate_in_fp32
 from ..kernels.lora import FEW_TOKENS
+from ..kernels.moe_codes import tokens_of_codes
 from ..kernels.moe_triton import tokens_of_tiles
 from .adapters.adapter import Adapter
 from .adapters.make import make_tables
@@ -33,6 +34,7 @@ from .overrides import read_model_config
 from .parallel.divide import check_divides
 from .parallel.group import SYMMETRIC, Group, join
 from .quant.described import describe, told
+from .quant.packed_experts import PackedExperts
 from .ranks.agreement import check_equal, gather
 from .ranks.messages import Seat
 from .request import SamplingParams
@@ -275,7 +277,10 @@ def expert_steps(model: Model) -> list[int]:
     """Numbers of tokens that meet every tile of the experts' products."""
     routings = [layer.mlp.routing for layer in model.config.layers if isinstance(layer.mlp, MoESpec)]
     sizes = {(how.top_k, how.num_experts) for how in routings} | getattr(model, "experts", set())
-    return sorted({tokens for size in sizes for tokens in tokens_of_tiles(*size)})
+    found = {tokens for size in sizes for tokens in tokens_of_tiles(*size)}
+    if kinds := {kind for part in model.modules() if isinstance(part, PackedExperts) for kind in part.kinds}:
+        found |= {tokens for top_k, experts in sizes for tokens in tokens_of_codes(top_k, experts, kinds)}
+    return sorted(found)
 
 
 def draft_steps(depths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[tuple[int, int, SamplingParams, int]]:
