@@ -41,6 +41,8 @@ from .request import SamplingParams
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
 from .shortage import is_out_of_memory, out_of_memory
+from .speculation.loading import load_drafter
+from .speculation.model_drafter import ModelDrafter
 from .weight_size import check_weights
 
 logger = logging.getLogger(__name__)
@@ -88,6 +90,9 @@ class Rank:
                 path, model_config, asked, self.group, lambda done, total: report(Progress("weights", done, total)),
                 lambda *sizes: self._admit(model_config, *sizes), config.merge_lora,
             )  # fmt: skip
+            drafter = None
+            if asked.speculation.by_model:
+                drafter = load_drafter(self.model, asked.speculation, asked.max_model_len, config.download_dir)
             self.quantization = describe(self.model)
             if self.quantization:
                 logger.info("%s", told(self.quantization))
@@ -98,7 +103,7 @@ class Rank:
             kv_format, told_of_cache = loaded_format(asked, self.model)
             if told_of_cache:
                 logger.info("%s", told_of_cache)
-            self.runner = make_runner(self.model, asked, kv_format)
+            self.runner = make_runner(self.model, asked, kv_format, drafter)
             if not isinstance(self.runner, EncoderRunner):
                 self.runner.adapters = make_tables(self.model, asked, config.download_dir)
             elif asked.max_loras:
@@ -191,7 +196,9 @@ def load(
     )  # fmt: skip
 
 
-def make_runner(model: Model, settings: Resolved, kv_format: KVFormat) -> ModelRunner | EncoderRunner:
+def make_runner(
+    model: Model, settings: Resolved, kv_format: KVFormat, drafter: ModelDrafter | None = None
+) -> ModelRunner | EncoderRunner:
     """Raises ConfigError where a machine's memory is too small for the rows. A card's is planned when they are made."""
     if not model.config.causal:
         return EncoderRunner(model, settings.max_model_len, settings.device)
@@ -210,7 +217,7 @@ def make_runner(model: Model, settings: Resolved, kv_format: KVFormat) -> ModelR
     return ModelRunner(
         model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
         block_size=settings.block_size, device=settings.device, kv_format=kv_format,
-        speculation=settings.speculation,
+        speculation=settings.speculation, model_drafter=drafter,
     )  # fmt: skip
 
 
