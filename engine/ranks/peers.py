@@ -48,10 +48,10 @@ class RankLost(RuntimeError):
 
 def share_of_threads(config: EngineConfig) -> EngineConfig:
     """As each rank of it gets it."""
-    if config.tensor_parallel_size == 1:
+    if config.world_size == 1:
         return config
     threads = config.cpu_threads or default_cpu_threads()
-    return dataclasses.replace(config, cpu_threads=max(1, threads // config.tensor_parallel_size))
+    return dataclasses.replace(config, cpu_threads=max(1, threads // config.world_size))
 
 
 class Peers:
@@ -65,7 +65,7 @@ class Peers:
         self._connections: list[Connection] = []
         self._encoder = msgspec.msgpack.Encoder()
         self._folder = ""  # where the ranks meet
-        self._hangs = HangWatch(config.tensor_parallel_size)
+        self._hangs = HangWatch(config.world_size)
         self._watching: asyncio.Task[None] | None = None
         self._ending = False
         self.seat = Seat()
@@ -75,7 +75,7 @@ class Peers:
 
     async def start(self) -> None:
         """Returns when their processes were started. Raises OSError when they could not be."""
-        size = self._config.tensor_parallel_size
+        size = self._config.world_size
         if size == 1:
             return
         self._folder = tempfile.mkdtemp(prefix="vserve-ranks-")
@@ -248,7 +248,7 @@ class Peers:
 
     def _name(self, rank: int) -> str:
         on_card = self._config.device == "cuda" or (self._config.device == "auto" and Path("/dev/nvidiactl").exists())
-        return f"rank {rank} of {self._config.tensor_parallel_size} ({f'cuda:{rank}' if on_card else 'cpu'})"
+        return f"rank {rank} of {self._config.world_size} ({f'cuda:{rank}' if on_card else 'cpu'})"
 
 
 def _leave_group() -> None:
