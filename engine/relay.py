@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .batch import SampleBatch
-from .parallel.pipeline import Ring, Stage
+from .parallel.pipeline import Stage
 from .plan import StepPlan
 from .rows import RowTables
 
