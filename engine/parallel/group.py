@@ -123,8 +123,12 @@ class ProcessGroup:
         dist.destroy_process_group(self.group)
 
 
-def join(rank: int, size: int, init_method: str, device: torch.device, symmetric: bool = SYMMETRIC) -> Group:
-    """The group of `size` ranks, once all have come. Called once in a process. Rank n of a host has its card n.
+def join(
+    rank: int, size: int, init_method: str, device: torch.device, symmetric: bool = SYMMETRIC,
+    timeout: timedelta = TIMEOUT,
+) -> Group:  # fmt: skip
+    """The group of `size` ranks, once all have come. Called once in a process. Where they meet by a file, they are of
+    one host, and rank n has its card n.
 
     init_method: where they meet, as torch.distributed has it ("file:///…" of a file that is not there yet, "tcp://…").
     symmetric: sums of few rows go through memory that all cards reach, where they do; or NCCL makes them all.
@@ -136,12 +140,12 @@ def join(rank: int, size: int, init_method: str, device: torch.device, symmetric
             os.environ.setdefault(name, "lo")
     on_card = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if on_card else "gloo", init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT,
+        "nccl" if on_card else "gloo", init_method=init_method, rank=rank, world_size=size, timeout=timeout,
         device_id=device if on_card else None,
     )  # fmt: skip
     assert dist.group.WORLD is not None
     from .symmetric import SymmetricGroup, reach_each_other  # it imports this file
 
-    if on_card and reach_each_other(size) and symmetric:
+    if on_card and init_method.startswith("file://") and reach_each_other(size) and symmetric:
         return SymmetricGroup(dist.group.WORLD, device)
     return ProcessGroup(dist.group.WORLD)
