@@ -305,7 +305,9 @@ class EngineConfig:
     enable_expert_parallel: bool = option(
         False, "ranks hold whole experts of a mixture, not a slice of each", group="parallel", short="ep"
     )
-    disable_custom_all_reduce: bool = option(False, "ranks sum through NCCL alone", group="parallel")
+    disable_custom_all_reduce: bool = option(
+        False, "ranks sum through NCCL alone, as they do anyway unless VSERVE_SYMMETRIC_SUMS=1 is set", group="parallel"
+    )
     distributed_executor_backend: str | None = option(
         None, "what starts ranks: mp, processes of this host and of the other nodes; ray, a Ray cluster; uni, there is "
         "one rank, in the engine; external_launcher, torchrun (offline) (default: mp, or uni)",

@@ -17,6 +17,7 @@ from ..layers.rope import RotaryEmbedding
 from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
 from ..parallel.group import ALONE, Group
+from ..speculation.features import Features
 from .attention_block import AttentionBlock
 from .latent_attention import LatentAttentionBlock
 from .mixture import Mixture
@@ -153,6 +154,7 @@ class CausalLM(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied) if config.generates else None
         self.pooling_head = None if config.head is None else Head(config.head, config.vocab_size, place, tied)
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
+        self.features: Features | None = None  # that somebody drafts by
         self.eval()
 
     def forward(
@@ -169,10 +171,26 @@ class CausalLM(nn.Module):
         residual = self.embedding(input_ids) if embeddings is None else embeddings.clone()
         x: Tensor | None = None
         *layers, last = self._layers
+        if (features := self.features) is not None:
+            return self._with_features(features, x, residual, positions, batch, wanted)
         for layer in layers:
             x, residual = layer(x, residual, positions, batch)
         x, residual = last(x, residual, positions, batch, wanted)
         return self.norm(x, residual)[0]
+
+    def _with_features(
+        self, features: Features, x: Tensor | None, residual: Tensor, positions: Tensor, batch: AttentionBatch,
+        wanted: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        for index, layer in enumerate(self._layers):
+            features.before_layer(index, x, residual)
+            last = index == len(self._layers) - 1
+            x, residual = layer(x, residual, positions, batch, wanted if last and not features.of_end else None)
+        hidden: Tensor = self.norm(x, residual)[0]
+        if not features.of_end:
+            return hidden
+        features.at_end(hidden)
+        return hidden if wanted is None else hidden.index_select(0, wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] → fp32 [N, vocab]; zeros where nothing is ever sampled."""

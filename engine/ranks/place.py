@@ -62,7 +62,11 @@ class Child:
         """→ (it, the engine's end of a socket pair to it). Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            return cls(spawn(rank, theirs, threads)), ours
+            try:
+                return cls(spawn(rank, theirs, threads)), ours
+            except OSError:
+                ours.close()
+                raise
 
     def wait(self, seconds: float | None = None) -> str | None:
         try:

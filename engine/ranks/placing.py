@@ -88,10 +88,14 @@ class SeveralHosts:
 
 
 def children(config: EngineConfig, seats: dict[int, Seat]) -> Placement:
-    """Ranks of this host; the first is the engine's own."""
+    """Ranks of this host; the first is the engine's own. Raises OSError; then there are none."""
     found = Placement(dict(seats))
-    for rank in list(seats)[1:]:
-        found.places[rank], found.sockets[rank] = Child.start(
-            rank, (config.cpu_threads or 0) if config.device == "cpu" else 0
-        )
+    threads = (config.cpu_threads or 0) if config.device == "cpu" else 0
+    try:
+        for rank in list(seats)[1:]:
+            found.places[rank], found.sockets[rank] = Child.start(rank, threads)
+    except OSError:
+        for place in found.places.values():
+            place.kill()
+        raise
     return found
