@@ -20,6 +20,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     rank: int = 0
     size: int = 1
     rendezvous: str = ""
+    card: int = 0  # of those that its process sees
 
 
 # ---- engine → rank ----

@@ -99,7 +99,8 @@ def main() -> None:
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args()
-    die_with_parent(arguments.parent)
+    if arguments.parent:  # not under a profiler
+        die_with_parent(arguments.parent)
     dump_stacks_on_signal()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the engine decides when this process ends
         signal.signal(number, signal.SIG_IGN)
