@@ -90,7 +90,7 @@ class Rank:
             )  # fmt: skip
             drafter = None
             if asked.speculation.by_model:
-                drafter = load_drafter(self.model, asked.speculation, asked.max_model_len, config.download_dir)
+                drafter = load_drafter(self.model, path, asked.speculation, asked.max_model_len, config.download_dir)
             self.quantization = describe(self.model)
             if self.quantization:
                 logger.info("%s", told(self.quantization))

@@ -18,16 +18,19 @@ from .draft_config import check_vocabulary, infer_method, read_head
 from .draft_model import DraftModel
 from .heads import EagleHead
 from .model_drafter import ModelDrafter, Network
+from .mtp import MTPHead, check_has_layer
 from .settings import NAME, Speculation
 
 logger = logging.getLogger(__name__)
 
 
-def load_drafter(target: Model, settings: Speculation, max_model_len: int, download_dir: str | None) -> ModelDrafter:
-    """max_model_len: of the target. Raises ConfigError, one line, where what is there cannot draft for the target."""
+def load_drafter(
+    target: Model, path: Path, settings: Speculation, max_model_len: int, download_dir: str | None
+) -> ModelDrafter:
+    """path and max_model_len: of the target. Raises ConfigError, one line, where what is there cannot draft for it."""
     assert isinstance(target, CausalLM), "resolve() refuses others"
     try:
-        folder = resolve_model_path(settings.model, settings.revision, download_dir)
+        folder = resolve_model_path(settings.model, settings.revision, download_dir) if settings.model else path
         network, told = _load(folder, target, settings, max_model_len)
     except ModelError as error:
         raise ConfigError(f"{NAME}: {error}") from None
@@ -39,6 +42,12 @@ def load_drafter(target: Model, settings: Speculation, max_model_len: int, downl
 def _load(folder: Path, target: CausalLM, settings: Speculation, max_model_len: int) -> tuple[Network, str]:
     """→ it, and what to call it."""
     checkpoint = open_checkpoint(folder)
+    if settings.method == "mtp":
+        check_has_layer(folder, checkpoint.headers, target.config)
+        layer = MTPHead(target, checkpoint.headers)
+        load_beside(layer, checkpoint)
+        layer.finish()
+        return layer, f"the layer {layer.prefix}"
     found = infer_method(folder, read_config(folder), checkpoint.headers)
     if settings.method and settings.method != found:
         raise ModelError(f"its method is {settings.method!r}, but {folder} is of the method {found!r}: leave it out")

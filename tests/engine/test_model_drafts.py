@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from vserve.engine.config import ConfigError
 from vserve.engine.request import SamplingParams
 from vserve.engine.speculation.model_drafter import ModelDrafter
 from vserve.kernels.sampling import sample_torch
@@ -123,7 +120,11 @@ def test_heads_draft_what_plain_code_drafts(
     depth: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
     (answers,), stats = served.run(
-        requests(), speculative_config=config(heads[name], count), max_num_seqs=8, enable_prefix_caching=False, **options
+        requests(),
+        speculative_config=config(heads[name], count),
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+        **options,
     )
     same(answers, plain)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -138,3 +139,44 @@ def test_heads_draft_what_plain_code_drafts(
                 checked += 1
     assert checked > 60 and stats.num_drafts > 40
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
+
+
+SERVED = [
+    ("eagle3", 1, 2, {}), ("eagle", 2, 3, CHUNKS), ("eagle3", 3, 2, PREEMPTED | CHUNKS),
+    ("speculators", 5, 2, {"kv_cache_dtype": "auto"}), ("model", 4, 2, CHUNKS), ("model", 3, 3, PREEMPTED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "count", "depth", "options"), SERVED)
+def test_answers_stay_what_they_are(
+    served: Any, heads: Any, plain: Any, overlap: Any, tiny_model: Any, name: str, count: int, depth: int,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Several steps in flight; the second time prompts are found in the cache."""
+    overlap(depth)
+    drafter = heads.get(name) or tiny_model("qwen3", num_hidden_layers=1)
+    (cold, warm), stats = served.run(
+        requests(), requests(), speculative_config=config(drafter, count), max_num_seqs=8, **options
+    )
+    same(cold, plain)
+    same(warm, plain)
+    tight = "num_gpu_blocks_override" in options
+    assert (stats.num_preemptions > 0) == tight and (stats.prefix_hits > 0 or tight)
+    assert stats.num_drafts > 40 and stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("depth", "options"), [(1, {}), (2, CHUNKS), (2, PREEMPTED | CHUNKS)])
+def test_a_target_that_drafts_for_itself_is_always_right(
+    served: Any, target: Path, plain: Any, overlap: Any, depth: int, options: dict[str, Any]
+) -> None:
+    """The noise is the request's own: what is sampled is drafted, too. Where the target has penalties or drafts are cut
+    short, it differs."""
+    if depth > 1:
+        overlap(depth)
+    batch = [pair for pair in requests() if pair[1].repetition_penalty == 1.0 and not pair[1].stop_token_ids]
+    expected = [answer for answer, pair in zip(plain, requests(), strict=True) if pair in batch]
+    (answers, again), stats = served.run(batch, batch, speculative_config=config(target, 4), max_num_seqs=8, **options)
+    same(answers, expected)
+    same(again, expected)
+    held = sum(stats.num_accepted_tokens) / stats.num_draft_tokens
+    assert held > 0.8, "but for the last tokens of answers, all hold"
