@@ -358,7 +358,8 @@ class ModelRunner:
         if self.model_drafter is None:
             return {}
         first = len(self.layers) - len(self.model_drafter.layers)
-        return dict.fromkeys(range(first, len(self.layers)), self.model_drafter.num_scratch_blocks)
+        groups = sum(max(group.layers) >= first for group in self.layout.groups)
+        return dict.fromkeys(range(first, len(self.layers)), groups * self.model_drafter.num_scratch_blocks)
 
     def scratch_bytes(self, item: int) -> int:
         """Of those blocks; item: bytes of a number."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -86,9 +86,31 @@ def eagle(folder: Path, bias: bool = False, sizes: Sizes = TINY, **changes: Any)
     return _save(folder, {**sizes.config(), "architectures": ["LlamaForCausalLM"], "bias": bias, **changes}, tensors)
 
 
+def with_drafting_layer(folder: Path, own: bool) -> Path:
+    """Of a model that transformers has saved, the last layer becomes the one that drafts. own: with an embedding and
+    an output matrix that are not the model's."""
+    config = json.loads((folder / "config.json").read_text())
+    last = config["num_hidden_layers"] = config["num_hidden_layers"] - 1
+    config["num_nextn_predict_layers"] = 1
+    if config.get("mlp_layer_types"):
+        config["mlp_layer_types"] = config["mlp_layer_types"][:last]
+    (file,) = folder.glob("*.safetensors")
+    tensors, generator = load_file(file), torch.Generator().manual_seed(13)
+    hidden, vocab, prefix = config["hidden_size"], config["vocab_size"], f"model.layers.{last}"
+    tensors[f"{prefix}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.2
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{prefix}.{name}.weight"] = 1 + 0.3 * torch.randn(hidden, generator=generator)
+    table, output = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    if own:
+        table, output = (torch.randn(vocab, hidden, generator=generator) * 0.3 for _ in range(2))
+    tensors[f"{prefix}.embed_tokens.weight"] = table.clone()
+    tensors[f"{prefix}.shared_head.head.weight"] = output.clone()
+    return _save(folder, config, tensors)
+
+
 def _save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -171,3 +193,33 @@ class Plain:
             found.append(token)
             tokens, hidden = torch.cat((tokens, torch.tensor([token]))), torch.cat((hidden, out[-1:]))
         return found
+
+
+class PlainLayer(Plain):
+    """Of a layer behind the last one: `model` is transformers', with one layer more than the target."""
+
+    def __init__(self, tensors: dict[str, Tensor], model: Any) -> None:
+        *_, self.last = model.model.layers
+        model.model.layers = model.model.layers[:-1]
+        super().__init__(tensors, model)
+        self.prefix = f"model.layers.{len(model.model.layers)}"
+
+    def think(self, token_ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            out = self.target.model(token_ids[None], use_cache=False)
+        return out.last_hidden_state[0]
+
+    def run(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        t, prefix = self.t, self.prefix
+        embedded = norm(t[f"{prefix}.embed_tokens.weight"][token_ids], t[f"{prefix}.enorm.weight"])
+        both = torch.cat((embedded, norm(hidden, t[f"{prefix}.hnorm.weight"])), dim=-1)
+        x = functional.linear(both, t[f"{prefix}.eh_proj.weight"])[None]
+        positions = torch.arange(x.shape[1])[None]
+        mask = torch.full((1, 1, x.shape[1], x.shape[1]), float("-inf")).triu(1)
+        rotated = self.target.model.rotary_emb(x, position_ids=positions)
+        out = self.last(x, attention_mask=mask, position_ids=positions, position_embeddings=rotated)
+        return (out if isinstance(out, Tensor) else out[0])[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        normed = norm(hidden, self.t[f"{self.prefix}.shared_head.norm.weight"])
+        return functional.linear(normed, self.t[f"{self.prefix}.shared_head.head.weight"])

@@ -62,7 +62,7 @@ class MTPHead(nn.Module):
         assert hidden is not None
         embeddings = (self.target.embedding if self.embedding is None else self.embedding)(input_ids)
         both = (self.embedding_norm(None, embeddings)[0], self.hidden_norm(None, hidden)[0])
-        residual = self.join(torch.cat(both, dim=-1))  # type: ignore[arg-type]  # no FP8 where none is asked for
+        residual = self.join(torch.cat(both, dim=-1))
         x, residual = self.layer(None, residual, positions, batch, wanted)
         return residual if x is None else residual + x
 
