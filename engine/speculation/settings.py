@@ -57,14 +57,21 @@ class Speculation:
         return self.method != "ngram"
 
     def within(self, max_num_seqs: int, max_num_batched_tokens: int) -> Speculation:
-        """With depths that a step has room for."""
-        depths: dict[int, int] = {}
-        for most, drafts in self.depths:
-            drafts = min(drafts, max_num_batched_tokens // 2 - 1)
-            most = min(most, max_num_seqs, max_num_batched_tokens // (1 + drafts)) if drafts > 0 else 0
-            if most:
-                depths[most] = max(drafts, depths.get(most, 0))
-        return replace(self, depths=tuple(sorted(depths.items())))
+        """With depths that a step has room for: where a row of the table asks for more, the requests that it cannot hold
+        get what the next smaller number of the table is, and none where none fits."""
+        room = max_num_batched_tokens
+        levels = sorted({min(drafts, max(0, room // 2 - 1)) for _, drafts in self.depths} | {0}, reverse=True)
+        depths: list[tuple[int, int]] = []
+        last = 0
+        for most, asked in self.depths:
+            most = min(most, max_num_seqs)
+            for drafts in (level for level in levels if level <= asked):
+                if (end := min(most, room // (1 + drafts))) > last:
+                    depths.append((end, drafts))
+                    last = end
+        while depths and not depths[-1][1]:
+            depths.pop()  # beyond the table there are none anyway
+        return replace(self, depths=tuple(depths))
 
 
 NO_DRAFTS = Speculation(0, 0, 0, ())
@@ -176,7 +183,8 @@ def _depths(asked: dict[str, Any], drafts: int) -> tuple[tuple[int, int], ...]:
     table, least = asked.get("num_speculative_tokens_per_batch_size"), asked.get("disable_by_batch_size")
     if least is not None:
         most = _number(asked, "disable_by_batch_size", 0, 1, 1 << 20) - 1
-        return tuple((min(up_to, most), min(drafts, up)) for up_to, up in DEPTHS if most)
+        ends = [0, *(min(up_to, most) for up_to, _ in DEPTHS)]
+        return tuple((ends[i + 1], min(drafts, up)) for i, (_, up) in enumerate(DEPTHS) if ends[i + 1] > ends[i])
     if table is None:
         return tuple((up_to, min(drafts, most)) for up_to, most in DEPTHS)
     named = "its num_speculative_tokens_per_batch_size"
