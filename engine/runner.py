@@ -166,7 +166,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.model_drafter = model_drafter
-        of_ngrams = speculation.depths and model_drafter is None
+        of_ngrams = speculation.depths and not speculation.by_model
         self.drafter: Drafter | None = NgramDrafter(speculation) if of_ngrams else None
         self.draft_depths = [depth for depth in speculation.depths if depth[1]]
         self.device = device

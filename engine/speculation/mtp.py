@@ -51,6 +51,12 @@ class MTPHead(nn.Module):
     def target(self) -> CausalLM:
         return self._target[0]
 
+    @property
+    def table(self) -> Embedding:
+        embedding = self.target.embedding if self.embedding is None else self.embedding
+        assert embedding is not None, "the target is whole: resolve() refuses stages"
+        return embedding
+
     def read_features(self, features: Tensor) -> Tensor:
         return features
 
@@ -60,7 +66,7 @@ class MTPHead(nn.Module):
     ) -> Tensor:  # fmt: skip
         """As EagleHead has it."""
         assert hidden is not None
-        embeddings = (self.target.embedding if self.embedding is None else self.embedding)(input_ids)
+        embeddings = self.table(input_ids)
         both = (self.embedding_norm(None, embeddings)[0], self.hidden_norm(None, hidden)[0])
         residual = self.join(torch.cat(both, dim=-1))
         x, residual = self.layer(None, residual, positions, batch, wanted)
@@ -96,8 +102,8 @@ class MTPHead(nn.Module):
 
     def finish(self) -> None:
         """Once everything is loaded: what is the target's takes no room of its own."""
-        mine, target = self.embedding, self.target
-        if mine is not None and torch.equal(mine.weight, target.embedding.weight):
+        mine, theirs = self.embedding, self.target.embedding
+        if mine is not None and theirs is not None and torch.equal(mine.weight, theirs.weight):
             self.embedding = None
 
 

@@ -107,7 +107,7 @@ def draw(sampling: SamplingParams) -> Any:
 
 
 CHUNKS = {"max_num_batched_tokens": 64, "max_mixed_tokens": 24}
-PREEMPTED = {"num_gpu_blocks_override": 9, "max_model_len": 128}
+PREEMPTED = {"num_gpu_blocks_override": 7, "max_model_len": 112}
 CASES = [
     ("eagle3", 3, 1, {}), ("speculators", 2, 1, CHUNKS), ("eagle", 3, 1, {"block_size": 4}),
     ("eagle3", 4, 1, PREEMPTED | CHUNKS),
