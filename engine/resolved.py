@@ -333,11 +333,9 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
 def check_draftable(config: EngineConfig, model: ModelConfig, speculation: Speculation) -> None:
     """Raises ConfigError for what a model does not draft beside, so far."""
     instead = 'use {"method": "ngram"}, or leave it out'
-    sizes = {"tensor": config.tensor_parallel_size, "pipeline": config.pipeline_parallel_size}
-    for name, size in sizes.items():
-        if size > 1:
-            why = f"--{name}-parallel-size {size}: a model drafts on one card only so far"
-            raise ConfigError(f"--speculative-config beside {why}; {instead}")
+    if config.tensor_parallel_size > 1:
+        why = f"--tensor-parallel-size {config.tensor_parallel_size}: a model drafts on one card only so far"
+        raise ConfigError(f"--speculative-config beside {why}; {instead}")
     if config.enable_lora:
         raise ConfigError(f"--speculative-config beside --enable-lora: a model drafts without adapters only; {instead}")
     if model.foreign is not None:
