@@ -302,12 +302,12 @@ class EngineConfig:
         "ranks", group="parallel", bounds=Bounds(1, 64), short="tp",
     )  # fmt: skip
     pipeline_parallel_size: int = option(
-        1, "stages that the layers of one model are dealt out to, each on a card (on the CPU: a process) of its own, or "
-        "on as many as tensor_parallel_size says", group="parallel", bounds=Bounds(1, 64), short="pp",
+        1, "stages that the layers of one model are dealt out to, each on a card (on the CPU: a process) of its own, "
+        "or on as many as tensor_parallel_size says", group="parallel", bounds=Bounds(1, 64), short="pp",
     )  # fmt: skip
     pipeline_layer_partition: tuple[str, ...] = option(
-        (), "layers of each stage, such as 12,10,10 (default: so that stages take about as much memory and time as each "
-        "other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel",
+        (), "layers of each stage, such as 12,10,10 (default: so that stages take about as much memory and time as "
+        "each other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel",
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "ranks hold whole experts of a mixture, not a slice of each", group="parallel", short="ep"
@@ -357,7 +357,7 @@ class EngineConfig:
     )  # fmt: skip
     speculative_config: str | None = option(
         None, "JSON object that turns drafts on, such as '{\"method\": \"ngram\", \"num_speculative_tokens\": 7}': "
-        "answers stay the same, and come faster where they repeat what stood before",
+        "answers stay the same, and come faster where they repeat what stood before, or \"model\": who drafts",
         group="scheduler", problem=_speculation, is_json=True, short="sc",
     )  # fmt: skip
     scheduling_policy: str = option(

@@ -242,7 +242,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
 
 def _partition(config: EngineConfig, model: ModelConfig) -> tuple[str, ...]:
     if config.pipeline_parallel_size == 1:
-        return config.pipeline_layer_partition
+        return tuple(config.pipeline_layer_partition)  # what came through a socket is a list
     parts = stage_layers(model, config.pipeline_parallel_size, config.stage_layers)
     return tuple(str(len(part)) for part in parts)
 

@@ -188,9 +188,8 @@ class ModelRunner:
         self._launched: Launched | None = None
         stage = model.place.stage
         self.is_last = stage.is_last  # and the other stages take what it has sampled
-        self.relay = (
-            Relay(stage, model.config.hidden_size, model.place.dtype, device) if stage.ring is not None else None
-        )
+        ring = stage.ring is not None
+        self.relay = Relay(stage, model.config.hidden_size, model.place.dtype, device) if ring else None
         self.make_rows(max_model_len)
 
     def make_rows(self, max_model_len: int) -> None:

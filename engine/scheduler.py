@@ -184,15 +184,13 @@ class Scheduler:
         decodes, others, prompts = [], [], bool(self.roster.waiting)
         for request in running:
             total = len(request.token_ids) + request.num_in_flight_tokens
-            if total - request.num_computed_tokens != 1:
+            if total - request.num_computed_tokens != 1 or request in self.prompt_results.pooling:
                 others.append(request)
                 prompts = prompts or request.target > request.num_computed_tokens
             elif total < request.longest and (
                 (guide := request.grammar) is None or guide.may_decode(request.num_in_flight_tokens)
             ):
                 decodes.append(request)
-            elif request in self.prompt_results.pooling:
-                others.append(request)
         return others + whose_turn(decodes, self.num_scheduled_steps, self.config.num_stages, prompts)
 
     def _large_step(self) -> int:

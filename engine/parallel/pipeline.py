@@ -1,8 +1,8 @@
 """Stages of a model that is cut between layers, and how they reach each other: a ring of ranks.
 
-The first ranks, those of rank 0, have the last stage: the engine's own process samples, as it does everywhere, so masks,
-results and log-probabilities need no way of their own. The next ones have the first stage, and so on. Hidden states and
-sampled tokens then both go from each to the next:
+The first ranks, those of rank 0, have the last stage: the engine's own process samples, as it does everywhere, so that
+masks, results and log-probabilities need no way of their own. The next ones have the first stage, and so on. Hidden
+states and sampled tokens then both go from each to the next:
 
     ranks    0 … (last stage) ─ tokens ─▶ first stage ─ hidden states ─▶ second stage ─ … ─▶ back to 0 …
 """
