@@ -390,7 +390,7 @@ class EngineConfig:
     )  # fmt: skip
     speculative_config: str | None = option(
         None, "JSON object that turns drafts on, such as '{\"method\": \"ngram\", \"num_speculative_tokens\": 7}': "
-        "answers stay the same, and come faster where they repeat what stood before",
+        "answers stay the same, and come faster where they repeat what stood before, or \"model\": who drafts",
         group="scheduler", problem=_speculation, is_json=True, short="sc",
     )  # fmt: skip
     scheduling_policy: str = option(

@@ -331,7 +331,7 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
 
 
 def check_draftable(config: EngineConfig, model: ModelConfig, speculation: Speculation) -> None:
-    """Raises ConfigError for what a model drafts not beside, so far."""
+    """Raises ConfigError for what a model does not draft beside, so far."""
     instead = 'use {"method": "ngram"}, or leave it out'
     if config.tensor_parallel_size > 1:
         why = f"--tensor-parallel-size {config.tensor_parallel_size}: a model drafts on one card only so far"

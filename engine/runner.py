@@ -166,7 +166,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.model_drafter = model_drafter
-        of_ngrams = speculation.depths and model_drafter is None
+        of_ngrams = speculation.depths and not speculation.by_model
         self.drafter: Drafter | None = NgramDrafter(speculation) if of_ngrams else None
         self.draft_depths = [depth for depth in speculation.depths if depth[1]]
         self.device = device
@@ -396,7 +396,8 @@ class ModelRunner:
         if self.model_drafter is None:
             return {}
         first = len(self.layers) - len(self.model_drafter.layers)
-        return dict.fromkeys(range(first, len(self.layers)), self.model_drafter.num_scratch_blocks)
+        groups = sum(max(group.layers) >= first for group in self.layout.groups)
+        return dict.fromkeys(range(first, len(self.layers)), groups * self.model_drafter.num_scratch_blocks)
 
     def scratch_bytes(self, item: int) -> int:
         """Of those blocks; item: bytes of a number."""
