@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
+from ..layers.expert_load import watch
 from ..layers.head import Head
 from ..layers.linear import Linear
 from ..layers.norm import NoNorm, Norm, make_norm
@@ -153,6 +154,8 @@ class CausalLM(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied) if config.generates else None
         self.pooling_head = None if config.head is None else Head(config.head, config.vocab_size, place, tied)
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
+        routers = [layer.mlp.router if isinstance(layer.mlp, Mixture) else None for layer in self._layers]
+        self.expert_load = watch(routers, place.device)
         self.eval()
 
     def forward(
@@ -168,6 +171,8 @@ class CausalLM(nn.Module):
         # The residual stream is updated in place from here on, so the caller's embeddings are copied.
         residual = self.embedding(input_ids) if embeddings is None else embeddings.clone()
         x: Tensor | None = None
+        if self.expert_load is not None:
+            self.expert_load.query_start = batch.query_start
         *layers, last = self._layers
         for layer in layers:
             x, residual = layer(x, residual, positions, batch)
