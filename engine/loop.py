@@ -92,6 +92,8 @@ class EngineLoop:
         self._pacer = Pacer()
         self._unsampled = False  # the newest of them waits for its mask, and that for the results of the others
         self._num_graph_misses = self._num_late_compilations = 0  # as the last result has them
+        self._expert_tokens: tuple[int, ...] = ()
+        self._expert_imbalance = 0.0
         self._num_violations = 0  # of what should hold at rest
         self._host_seconds = 0.0
         self._device_seconds = 0.0
@@ -294,6 +296,8 @@ class EngineLoop:
         started = time.perf_counter()
         self._pacer.finished(plan.kind, result.device_seconds, started)
         self._num_graph_misses, self._num_late_compilations = result.num_graph_misses, result.num_late_compilations
+        if result.expert_tokens:
+            self._expert_tokens, self._expert_imbalance = result.expert_tokens, result.expert_imbalance
         sampled = self.scheduler.in_flight[0].sampled
         outputs = self.scheduler.update(result)
         if self.scheduler.num_constrained:
@@ -347,6 +351,8 @@ class EngineLoop:
             num_graph_misses=self._num_graph_misses,
             num_late_compilations=self._num_late_compilations,
             num_invariant_violations=self._num_violations,
+            expert_tokens=self._expert_tokens,
+            expert_imbalance=self._expert_imbalance,
         )
         preempted, self.scheduler.preempted = self.scheduler.preempted, []
         self._send(StepOutputs(outputs, stats, preempted))
