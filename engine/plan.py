@@ -57,6 +57,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     pooled: list[int] = []  # of those that become embeddings
     num_drafts: int = 0  # of each of the first `num_decodes` rows
     adapters: list[AdapterCopy] = []
+    told: list[int] = []  # indexes into `sampled` of those whose drafts for the step to come the result is to bring
 
     @property
     def total_tokens(self) -> int:
@@ -108,6 +109,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     counts: list[int] = []  # tokens kept of each of plan.sampled, one at least; empty: one each
     drafted: list[int] = []  # of each of the first plan.num_decodes rows: drafts that somebody had proposed
     num_proposed: int = 0  # rows with drafts that somebody has proposed for the step to come
+    drafts: list[list[int]] = []  # of each of plan.told: what they are
 
     def tokens_by_row(self) -> list[list[int]]:
         """Of each of plan.sampled."""

@@ -43,7 +43,7 @@ def follow(channel: Channel, runner: ModelRunner) -> None:
         if isinstance(message, Execute):
             runner.execute(message.plan)
         elif isinstance(message, Follow):
-            runner.follow(message.postponed)
+            runner.follow(message.postponed, message.cuts)
         else:
             return
 

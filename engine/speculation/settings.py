@@ -50,8 +50,8 @@ class Speculation:
     depths: tuple[tuple[int, int], ...]  # (up to so many requests, drafts of each), the former growing
 
     def within(self, max_num_seqs: int, max_num_batched_tokens: int) -> Speculation:
-        """With depths that a step has room for: where a row of the table asks for more, the requests that it cannot hold
-        get what the next smaller number of the table is, and none where none fits."""
+        """With depths that a step has room for: where a row of the table asks for more, the requests beyond that room
+        get the next smaller number of the table that fits, or none."""
         room = max_num_batched_tokens
         levels = sorted({min(drafts, max(0, room // 2 - 1)) for _, drafts in self.depths} | {0}, reverse=True)
         depths: list[tuple[int, int]] = []

@@ -221,6 +221,9 @@ class Nine:
         self.place += 1
         return True
 
+    def rollback(self, count: int) -> None:
+        self.place -= count
+
     @property
     def terminated(self) -> bool:
         return self.place == 10
@@ -236,8 +239,6 @@ class Grammars:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_beside_grammars_and_budgets(engine: Any, told: Any, monkeypatch: Any, overlap: Any, depth: int) -> None:
-    """Who has a grammar takes no drafts; with a budget for reasoning, none once its end may have to be forced."""
-
     monkeypatch.setattr(arrivals_module, "Grammars", Grammars)
     rng = random.Random(5)
     prompts = [[rng.randrange(60, 290) for _ in range(length)] for length in (3, 17, 40, 33)]
