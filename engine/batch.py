@@ -177,15 +177,16 @@ class BatchBuilder:
             counts = every.index_select(0, places)
         self.tables.num_computed.index_add_(0, rows, counts, alpha=-1)
 
-    def cut_drafts(self, plan: StepPlan, cuts: tuple[tuple[int, int], ...]) -> None:
+    def cut_drafts(self, plan: StepPlan, cuts: tuple[tuple[int, int], ...], tokens: Tensor) -> None:
         """Before `commit`: of these rows, indexes into plan.sampled, no more than so many drafts hold, whatever was
-        sampled."""
+        sampled: the next one becomes another token than its sample."""
         upload = Upload()
         upload.add([plan.rows[index] for index, _ in cuts])
         upload.add([1 + most for _, most in cuts])
-        rows, places = upload.send(self.tables.device)
+        upload.add([index * (1 + plan.num_drafts) + most for index, most in cuts])
+        rows, places, samples = upload.send(self.tables.device)
         places = places + self.tables.num_computed.index_select(0, rows)
-        self.tables.token_ids[rows, places] = -1  # no token
+        self.tables.token_ids[rows, places] = (tokens.index_select(0, samples) == 0).int()
 
     def tell_drafts(self, plan: StepPlan, count: int) -> Tensor:
         """Of plan.told: how many drafts were proposed, and `count` tokens that stand there. int32 [T, 1 + count]."""

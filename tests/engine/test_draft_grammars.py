@@ -1,18 +1,19 @@
-"""Answers that follow a grammar, or have a budget for their reasoning, are the same with drafts as without (fp32, CPU)."""
+"""Answers with a grammar, or a budget for their reasoning, are the same with drafts as without (fp32, CPU)."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_speculation import Told, config, poisoned, same, told  # noqa: F401 (fixtures)
 
 import vserve.engine.arrivals as arrivals_module
 import vserve.engine.guide as guide_module
+import vserve.engine.runner as runner_module
 from vserve.engine.grammar import BACKENDS, GrammarError, GrammarMatcher, Vocabulary
 from vserve.engine.guide import Guide
 from vserve.engine.messages import SetVocabulary
@@ -52,6 +53,18 @@ def constraints() -> dict[str, Constraint]:
     }
 
 
+@pytest.fixture(scope="session")
+def drafts(load_module: Any) -> Any:
+    """What it has in common with answers that follow no grammar."""
+    return load_module(Path(__file__).with_name("test_speculation.py"))
+
+
+@pytest.fixture
+def told(drafts: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(runner_module, "NgramDrafter", drafts.Told)
+    return drafts.Told
+
+
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[type]:
     vocabulary = Vocabulary(SetVocabulary(TOKENS, (END,)))
@@ -80,8 +93,10 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     ways += [{**options, "grammar": "tools", "thinking": one} for one in reasoning]
     ways += [{**seeded, "seed": 3, "thinking": one} for one in reasoning]
     ways += [
-        {**seeded, "seed": 4, "grammar": "json", "max_tokens": 7}, {**seeded, "seed": 4, "grammar": "regex", "logprobs": 2},
-        {**seeded, "seed": 5, "grammar": "json", "repetition_penalty": 1.3, "logit_bias": {259: 3.0}}, options, seeded | {"seed": 1},
+        {**seeded, "seed": 4, "grammar": "json", "max_tokens": 7},
+        {**seeded, "seed": 4, "grammar": "regex", "logprobs": 2},
+        {**seeded, "seed": 5, "grammar": "json", "repetition_penalty": 1.3, "logit_bias": {259: 3.0}},
+        options, seeded | {"seed": 1},
         {**seeded, "seed": 6, "grammar": "choice", "stop_token_ids": (3 + ord("e"),), "min_tokens": 5},
     ]  # fmt: skip
     lengths = [3, 17, 40, 33, 64, 5]
@@ -97,9 +112,9 @@ def plain(engine: Any, grammars: type) -> Iterator[tuple[list[Any], list[Any]]]:
         batch = requests()
         (answers,), stats = engine.run(batch, max_num_seqs=32)
     assert not any(answer.error for answer in answers) and stats.num_drafts == 0
-    assert sum(answer.finish_reason == "stop" for answer in answers) > 15
+    assert sum(answer.finish_reason == "stop" for answer in answers) > 9
     for (_, sampling), answer in zip(batch, answers, strict=True):
-        text = b"".join(TOKENS[token] for token in answer.tokens).decode()
+        text = b"".join(TOKENS[token] for token in answer.tokens).decode(errors="replace")
         if sampling.grammar == "json" and sampling.thinking is None and answer.finish_reason == "stop":
             assert set(json.loads(text)) == {"name", "age", "on"}
     yield batch, answers
@@ -114,22 +129,28 @@ CASES = [
 
 @pytest.mark.parametrize(("count", "share", "depth", "options"), CASES)
 def test_drafts_change_no_answer_that_follows_a_grammar(
-    engine: Any, grammars: type, plain: Any, told: Any, poisoned: Any, monkeypatch: Any, overlap: Any, count: int,  # noqa: F811
+    engine: Any, grammars: type, plain: Any, drafts: Any, told: Any, monkeypatch: Any, overlap: Any, count: int,
     share: float, depth: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
     batch, expected = plain
+    poisoned = drafts.poison(monkeypatch)
     monkeypatch.setattr(arrivals_module, "Grammars", grammars)
-    monkeypatch.setattr(Told, "share", share)
-    monkeypatch.setattr(Told, "sequences", [p + a.tokens for (p, _), a in zip(batch, expected, strict=True)])
+    monkeypatch.setattr(told, "share", share)
+    monkeypatch.setattr(told, "sequences", [p + a.tokens for (p, _), a in zip(batch, expected, strict=True)])
     rolled = []
     real = Guide.rows
     monkeypatch.setattr(Guide, "rows", lambda self, most: rolled.append(len((found := real(self, most))[0])) or found)
     if depth > 1:
         overlap(depth)
-    settings = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "speculative_config": config(count), **options}
+    settings = {
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+        "speculative_config": drafts.config(count),
+        **options,
+    }
     (answers,), stats = engine.run(batch, **settings)
-    same(answers, expected)
-    assert stats.num_drafts > 0 and stats.num_invariant_violations == 0
+    drafts.same(answers, expected)
+    assert stats.num_drafts > 0 and stats.num_invariant_violations == 0 and poisoned["verified"] > 0
     if share == 1.0:
         assert max(rolled) == 1 + count, "every draft had its mask"
         assert sum(stats.num_accepted_tokens) > 0.4 * stats.num_draft_tokens
@@ -142,15 +163,16 @@ def test_masks_that_are_late_or_short(
     engine: Any,
     grammars: type,
     plain: Any,
+    drafts: Any,
     told: Any,
     monkeypatch: Any,
     overlap: Any,
-    depth: int,  # noqa: F811
+    depth: int,
 ) -> None:
     """Some rows sit out, and some drafts have no masks: nothing is lost."""
     batch, expected = plain
     monkeypatch.setattr(arrivals_module, "Grammars", grammars)
-    monkeypatch.setattr(Told, "sequences", [p + a.tokens for (p, _), a in zip(batch, expected, strict=True)])
+    monkeypatch.setattr(told, "sequences", [p + a.tokens for (p, _), a in zip(batch, expected, strict=True)])
     late, luck = [], random.Random(3)
     fill, postpone, ahead = Guide.fill, guide_module.Guide._look_ahead, guide_module.AHEAD
     assert ahead > 0
@@ -171,15 +193,18 @@ def test_masks_that_are_late_or_short(
     monkeypatch.setattr("vserve.engine.loop.Patience.left", lambda self: 0.002)
     if depth > 1:
         overlap(depth)
-    (answers,), stats = engine.run(batch, speculative_config=config(3), max_num_seqs=32, max_num_batched_tokens=256)
-    same(answers, expected)
+    (answers,), stats = engine.run(
+        batch, speculative_config=drafts.config(3), max_num_seqs=32, max_num_batched_tokens=256
+    )
+    drafts.same(answers, expected)
     assert late and stats.num_drafts > 0
 
 
 def test_a_grammar_that_breaks_behind_a_draft_breaks_when_that_is_sampled(
     engine: Any,
+    drafts: Any,
     told: Any,
-    monkeypatch: Any,  # noqa: F811
+    monkeypatch: Any,
 ) -> None:
     class Breaks:
         """Five tokens, any; then no mask can be made, or no token taken in."""
@@ -203,8 +228,9 @@ def test_a_grammar_that_breaks_behind_a_draft_breaks_when_that_is_sampled(
         def accept(self, token: int) -> bool:
             if self.count == 5 and self.key == "accept":
                 raise GrammarError("no token")
-            self.count += not (self.count == 5 and self.key == "refuse")
-            return not (self.count == 5 and self.key == "refuse")
+            allowed = self.count < 5 or self.key != "refuse"
+            self.count += allowed
+            return allowed
 
         def rollback(self, count: int) -> None:
             self.count -= count
@@ -219,10 +245,10 @@ def test_a_grammar_that_breaks_behind_a_draft_breaks_when_that_is_sampled(
     batch = [([5, 6, 7 + i], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, grammar=key))
              for i, key in enumerate(keys)]  # fmt: skip
     (whole, expected), _ = engine.run([(prompt, free) for prompt, _ in batch], batch)
-    monkeypatch.setattr(Told, "sequences", [p + a.tokens for (p, _), a in zip(batch, whole, strict=True)])
-    (answers,), stats = engine.run(batch, speculative_config=config(7))
-    same(answers, expected)
-    assert [len(answer.tokens) for answer in answers] == [5, 5, 4, 20] and stats.num_drafts > 0
+    monkeypatch.setattr(told, "sequences", [p + a.tokens for (p, _), a in zip(batch, whole, strict=True)])
+    (answers,), stats = engine.run(batch, speculative_config=drafts.config(7))
+    drafts.same(answers, expected)
+    assert [len(answer.tokens) for answer in answers] == [5, 5, 5, 20] and stats.num_drafts > 0
     assert [bool(answer.error) for answer in answers] == [True, True, True, False]
 
 
