@@ -11,10 +11,10 @@ from torch import Tensor
 from ..kernels.attention import DecodeWorkspace
 from ..kernels.batch_inputs import build_inputs, build_slots, commit_tokens
 from ..kernels.kv_unpack import PromptPages
-from ..kernels.verify import verify_drafts
+from ..kernels.verify import impose_acceptance, verify_drafts
 from .layers.attention import AttentionBatch
 from .plan import StepPlan
-from .rows import RowTables, Upload, aligned
+from .rows import SEED, RowTables, Upload, aligned
 
 # Lines of the header, the one small table that the host sends each step. B requests, S of them sampled; WANTED are the
 # last tokens of those and of the ones that are pooled.
@@ -73,6 +73,7 @@ class BatchBuilder:
         self.page_size = page_size
         self.workspace = workspace
         self.prompt_pages: PromptPages | None = None
+        self.thresholds: Tensor | None = None  # of impose_acceptance, where that is wanted
 
     def header(self, plan: StepPlan, shape: Shape) -> Tensor:
         """int32 [6, ≥ samples + 1] on the host; padding rows are the dummy row with no token and no sample.
@@ -155,6 +156,11 @@ class BatchBuilder:
         if shape.num_drafts:
             first = shape.decode_rows
             kept = tokens.new_empty(2, first)
+            if self.thresholds is not None:
+                impose_acceptance(
+                    tables.token_ids, tables.num_computed, tables.params[:, SEED], rows[:first],
+                    query_start[: first + 1], tokens, index[:first], self.thresholds, shape.num_drafts,
+                )  # fmt: skip
             verify_drafts(
                 tables.token_ids, tables.num_computed, tables.num_proposed, rows[:first], query_start[: first + 1],
                 tokens, index[:first], kept, shape.num_drafts,

@@ -36,6 +36,7 @@ from .scheduler import BESIDE_DRAFTS
 from .speculation.drafter import Drafter, NgramDrafter
 from .speculation.model_drafter import ModelDrafter
 from .speculation.settings import NO_DRAFTS, Speculation
+from .speculation.synthetic import Always, thresholds
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +175,9 @@ class ModelRunner:
         self.model_drafter = model_drafter
         of_ngrams = speculation.depths and model_drafter is None
         self.drafter: Drafter | None = NgramDrafter(speculation) if of_ngrams else None
+        if self.drafter is not None and speculation.acceptance:
+            self.drafter = Always(self.drafter, speculation.num_drafts)
+        self.acceptance = speculation.acceptance
         self.num_drafts = speculation.num_drafts  # of each row, at most
         self.draft_depths = [depth for depth in speculation.depths if depth[1]]
         self.device = device
@@ -216,6 +220,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
         self.tables = RowTables(self.max_num_seqs, max_model_len, max_blocks, len(self.layout.groups), self.device)
         self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
+        self.builder.thresholds = thresholds(self.acceptance, self.device) if self.acceptance else None
         self.sampler = Sampler(self.tables)
         # Beside these logits live the hidden states of the whole step, and no clone or counts as when sampling.
         self.scorer = PromptScorer(self.tables, self.model.logits, max(16, self.max_num_seqs // 2))
