@@ -500,7 +500,8 @@ class EngineConfig:
             )
         if world % nodes:
             raise ConfigError(
-                f"--nnodes {nodes}: {world} ranks ({self.divided_by or 'one card'}) cannot be dealt evenly to so many hosts"
+                f"--nnodes {nodes}: {world} ranks ({self.divided_by or 'nothing divides the model'}) cannot be dealt "
+                "evenly to so many hosts"
             )
 
     def _check_events(self) -> None:

@@ -18,7 +18,7 @@ from .arrivals import Arrivals
 from .config import SchedulerConfig
 from .executor import Executor
 from .kv_events import KVEvents, Publisher
-from .mask import guides, make_mask
+from .mask import bound, guides, make_mask
 from .mask_threads import MaskThreads, Patience
 from .messages import (
     HISTORY,
@@ -265,17 +265,17 @@ class EngineLoop:
         """The results of all earlier steps are in: the grammars know every token before those to be sampled. Rows whose
         masks take too long sit out, so that the others can go on."""
         self._unsampled = False
-        sampled = self.scheduler.in_flight[-1].undrafted()
-        bound = guides(sampled)
-        for guide in bound:
+        step = self.scheduler.in_flight[-1]
+        needed = [guide for _, _, _, guide in bound(step)]
+        for guide in needed:
             self.masks.begin(guide)
         started = time.perf_counter()
-        others = len(bound) < len(self.scheduler.in_flight[-1].scheduled)
-        await self.masks.settle(bound, self._patience.left(), others)
+        others = len(needed) < len(step.scheduled)
+        await self.masks.settle(needed, self._patience.left(), others)
         waited, started = time.perf_counter() - started, time.perf_counter()
-        if others or len(bound) > 1:
+        if others or len(needed) > 1:
             self._patience.spend(waited)
-        mask, errors, postponed = make_mask(sampled, self._vocab_size)
+        mask, errors, postponed = make_mask(step, self._vocab_size)
         self.scheduler.postpone(postponed)
         if errors:
             self._emit([self.scheduler.reject(request, error) for request, error in errors], 0)

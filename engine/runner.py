@@ -37,6 +37,7 @@ from .scheduler import BESIDE_DRAFTS
 from .speculation.drafter import Drafter, NgramDrafter
 from .speculation.model_drafter import ModelDrafter
 from .speculation.settings import NO_DRAFTS, Speculation
+from .speculation.synthetic import Always, thresholds
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +51,11 @@ POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True
 class Drafts:
     kept: Tensor | None  # of BatchBuilder.commit, where drafts were verified
     proposed: Tensor | None  # int32 [rows], of a Drafter
+    told: Tensor | None = None  # of BatchBuilder.tell_drafts, where the plan wants that
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.kept, self.proposed) if tensor is not None]
+        return [tensor for tensor in (self.kept, self.proposed, self.told) if tensor is not None]
 
 
 @dataclass
@@ -81,7 +83,10 @@ class Pending:
             seconds = time.perf_counter() - self.started
         host = iter(self.host)
         tokens, finite = next(host).tolist(), next(host).numpy()
-        drafts = [next(host).numpy() for _ in self.drafts.tensors]
+        ours = self.drafts
+        kept, proposed, told = (
+            next(host).numpy() if tensor is not None else None for tensor in (ours.kept, ours.proposed, ours.told)
+        )
         errors = {}
         if self.samples.possible is not None:
             errors = dict.fromkeys(np.flatnonzero(~next(host).numpy()).tolist(), NOTHING_ALLOWED)
@@ -102,9 +107,11 @@ class Pending:
             result = msgspec.structs.replace(
                 result, expert_tokens=tokens_of_experts, expert_imbalance=imbalance
             )  # fmt: skip
-        if self.drafts.proposed is not None:
-            result = msgspec.structs.replace(result, num_proposed=int(np.count_nonzero(drafts[-1])))
-        return result if self.drafts.kept is None else keep(result, self.plan, drafts[0])
+        if proposed is not None:
+            result = msgspec.structs.replace(result, num_proposed=int(np.count_nonzero(proposed)))
+        if told is not None:
+            result = msgspec.structs.replace(result, drafts=[row[1 : 1 + row[0]].tolist() for row in told])
+        return result if kept is None else keep(result, self.plan, kept)
 
 
 def keep(result: StepResult, plan: StepPlan, kept: np.ndarray) -> StepResult:
@@ -177,6 +184,10 @@ class ModelRunner:
         self.model_drafter = model_drafter
         of_ngrams = speculation.depths and not speculation.by_model
         self.drafter: Drafter | None = NgramDrafter(speculation) if of_ngrams else None
+        if self.drafter is not None and speculation.acceptance:
+            self.drafter = Always(self.drafter, speculation.num_drafts)
+        self.acceptance = speculation.acceptance
+        self.num_drafts = speculation.num_drafts  # of each row, at most
         self.draft_depths = [depth for depth in speculation.depths if depth[1]]
         self.device = device
         self.block_size = block_size
@@ -218,6 +229,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
         self.tables = RowTables(self.max_num_seqs, max_model_len, max_blocks, len(self.layout.groups), self.device)
         self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
+        self.builder.thresholds = thresholds(self.acceptance, self.device) if self.acceptance else None
         self.sampler = Sampler(self.tables)
         # Beside these logits live the hidden states of the whole step, and no clone or counts as when sampling.
         self.scorer = PromptScorer(self.tables, self.model.logits, max(16, self.max_num_seqs // 2))
@@ -285,11 +297,11 @@ class ModelRunner:
         assert self._launched is not None, "sample() without execute()"
         step, self._launched = self._launched, None
         plan = step.samples.plan
-        if mask is not None:
-            mask = mask.behind(plan.num_decodes * plan.num_drafts)
         logits = self._logits(step)[: plan.num_samples]
         samples = self.sampler(logits, step.samples, mask)
-        drafts = self._take(step, samples.tokens, mask.postponed if mask is not None else ())
+        drafts = self._take(step, samples.tokens, *((mask.postponed, mask.cuts) if mask is not None else ()))
+        if plan.told:
+            drafts.told = self.builder.tell_drafts(plan, self.num_drafts)
         scores, pooled = step.scores, step.pooled
         outputs = [samples.tokens, samples.finite, *drafts.tensors]
         if samples.possible is not None:
@@ -326,8 +338,8 @@ class ModelRunner:
         return load.counts
 
     @torch.inference_mode()
-    def follow(self, postponed: tuple[int, ...] = ()) -> None:
-        """What `sample` is on the other ranks: rank 0 samples, they take its tokens. postponed: as in its mask."""
+    def follow(self, postponed: tuple[int, ...] = (), cuts: tuple[tuple[int, int], ...] = ()) -> None:
+        """What `sample` is on the other ranks: rank 0 samples, they take its tokens. The rest is as in its mask."""
         assert self._launched is not None, "follow() without execute()"
         step, self._launched = self._launched, None
         plan = step.samples.plan
@@ -336,7 +348,7 @@ class ModelRunner:
             return
         self._logits(step)  # rank 0 needs this rank's part of them
         tokens = torch.empty(plan.num_samples, dtype=torch.int32, device=self.device)
-        self._take(step, tokens, tuple(row + plan.num_decodes * plan.num_drafts for row in postponed))
+        self._take(step, tokens, postponed, cuts)
 
     def _go_on(self, step: Launched, postponed: tuple[int, ...]) -> None:
         """On other stages than the last: how far rows have come is known, their tokens come when they are needed."""
@@ -347,7 +359,7 @@ class ModelRunner:
         if relay.stage.is_first:
             relay.expect(step.samples, self.tables)
         if postponed:
-            self.builder.take_back(step.samples, postponed)
+            self.builder.take_back(plan, postponed, None)
 
     def _logits(self, step: Launched) -> Tensor:
         if self.adapters is None:
@@ -357,15 +369,19 @@ class ModelRunner:
         self.adapters.end()
         return logits
 
-    def _take(self, step: Launched, tokens: Tensor, postponed: tuple[int, ...]) -> Drafts:
-        """On every rank: the tokens of rank 0 into the rows, and drafts of what may follow. postponed: samples."""
+    def _take(
+        self, step: Launched, tokens: Tensor, postponed: tuple[int, ...] = (), cuts: tuple[tuple[int, int], ...] = ()
+    ) -> Drafts:
+        """On every rank: the tokens of rank 0 into the rows, and drafts of what may follow."""
         if step.samples.plan.num_samples:
             self.model.place.group.broadcast(tokens)
             if self.relay is not None:
                 self.relay.ring.send(tokens)
+        if cuts:
+            self.builder.cut_drafts(step.samples.plan, cuts, tokens)
         kept = self.builder.commit(step.header, step.shape, tokens)
         if postponed:
-            self.builder.take_back(step.samples, postponed)
+            self.builder.take_back(step.samples.plan, postponed, kept)
         proposed, rows = None, step.shape.rows
         if self.drafter is not None:
             proposed = self.drafter.propose(self.tables, step.header[ROWS, :rows], step.header[SAMPLE_INDEX, :rows])

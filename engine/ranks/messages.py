@@ -38,7 +38,8 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag="execute"):
 class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
     """Take the tokens that rank 0 samples in the step executed last."""
 
-    postponed: tuple[int, ...] = ()  # see TokenMask
+    postponed: tuple[int, ...] = ()  # these are TokenMask's
+    cuts: tuple[tuple[int, int], ...] = ()
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):

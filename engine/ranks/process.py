@@ -51,7 +51,7 @@ def follow(channel: Channel, runner: ModelRunner) -> None:
         if isinstance(message, Execute):
             runner.execute(message.plan)
         elif isinstance(message, Follow):
-            runner.follow(message.postponed)
+            runner.follow(message.postponed, message.cuts)
         else:
             return
 
