@@ -100,7 +100,8 @@ class EngineLoop:
 
     def publish(self, publisher: Publisher) -> None:
         """From now on what the prefix cache gains and loses."""
-        self._events = KVEvents(publisher.publish, self.config.block_size, self.config.windows)
+        names = {} if self.scheduler.adapters is None else self.scheduler.adapters.names
+        self._events = KVEvents(publisher.publish, self.config.block_size, self.config.windows, names)
         self.scheduler.kv.publish(self._events)
         self._events.flush()
 

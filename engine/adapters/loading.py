@@ -36,6 +36,7 @@ class AdapterLoading:
 
     def load(self, message: LoadAdapter) -> None:
         self._book.paths[message.id] = message.path
+        self._book.names[message.id] = message.name
         self._read(message.id, first=True)
 
     def drop(self, message: DropAdapter) -> None:
@@ -47,11 +48,14 @@ class AdapterLoading:
         return id in self._book.paths
 
     def fetch(self) -> None:
-        """Has those read that requests wait for, as far as the host has room."""
+        """Has those read that requests wait for, in their order, as far as the host has room."""
         for id in list(self._book.wanted):
-            if id not in self._reading and id in self._book.paths and self._make_room():
-                self._read(id)
-                return  # one at a time: that one has the room
+            if id in self._reading or id not in self._book.paths:
+                continue
+            if not self._make_room():
+                return
+            self._book.coming.add(id)  # the room is its own
+            self._read(id)
 
     def _make_room(self) -> bool:
         leaving = self._book.make_room()
@@ -67,6 +71,8 @@ class AdapterLoading:
 
     def _done(self, id: int, first: bool, done: asyncio.Future[tuple[Packed, Adapter]]) -> None:
         self._reading.discard(id)
+        has_room = id in self._book.coming
+        self._book.coming.discard(id)
         if done.cancelled() or id not in self._book.paths:
             return
         if (error := done.exception()) is not None:
@@ -75,7 +81,7 @@ class AdapterLoading:
             said = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
             self._book.wanted.pop(id, None)
             if first:
-                del self._book.paths[id]
+                self._book.remove(id)
                 self._send(AdapterLoaded(id, error=said))
             self._failed(id, said)
             self._wake()
@@ -83,7 +89,7 @@ class AdapterLoading:
         packed, adapter = done.result()
         if packed.has_head:
             self.with_head.add(id)
-        if id in self._book.wanted or self._make_room():
+        if has_room or self._make_room():
             self._store.packed[id] = packed
             self._book.arrived(id)
         if first:

@@ -98,6 +98,8 @@ class Adapters:
     async def _load(self, module: AdapterModule, in_place: bool = False) -> ServedAdapter:
         async with self._lock:
             name = module.name
+            if not name.isprintable():
+                raise _invalid(f"{shorten(ascii(name))} is no name: give printable characters.", "lora_name")
             if name in self._base_names:
                 raise _invalid(
                     f"`{shorten(name)}` is the name of the base model: give the adapter another.", "lora_name"
@@ -109,7 +111,7 @@ class Adapters:
                 )
             adapter = ServedAdapter(name, module.path, secrets.randbits(62) + 1, module.base)
             adapter.free.set()
-            answer = await self._client.load_adapter(LoadAdapter(adapter.id, module.path))
+            answer = await self._client.load_adapter(LoadAdapter(adapter.id, module.path, name))
             if answer.error is not None:
                 raise _invalid(answer.error, "lora_path")
             adapter.rank = answer.rank
@@ -133,8 +135,12 @@ class Adapters:
         """Raises ApiError for what is not below --lora-dir, whatever links or dots the path has."""
         if self._folder is None:
             raise _invalid("Adapters are loaded at the start only: --lora-dir says from where they may be later.", None)
-        found = (self._folder / Path(path).expanduser()).resolve()
-        if not found.is_relative_to(self._folder) or not found.is_dir():
+        try:
+            found = (self._folder / Path(path).expanduser()).resolve()
+            fine = found.is_relative_to(self._folder) and found.is_dir()
+        except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle, nobody's home
+            fine = False
+        if not fine:
             raise _invalid(f"`{shorten(path)}` is no folder in that of --lora-dir.", "lora_path")
         return found
 

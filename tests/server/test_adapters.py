@@ -13,8 +13,10 @@ import httpx
 import pytest
 
 from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.messages import AdapterLoaded, DropAdapter, LoadAdapter
 from vserve.server.app import create_app
 from vserve.server.cli.flags import add_flags, read_flags
+from vserve.server.client.replicas import Replicas
 from vserve.server.options.config import ServerConfig
 from vserve.server.options.reading import read
 
@@ -29,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / "all" / name).mkdir(parents=True)
     (tmp_path / "outside").mkdir()
     (tmp_path / "all" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "all" / "loop").symlink_to(tmp_path / "all" / "loop")
     return tmp_path / "all"
 
 
@@ -55,7 +58,9 @@ def run(engine: Any, text_model: Any, folder: Path) -> Run:
 
 
 async def load(client: httpx.AsyncClient, path: str = "sql", name: str = "sql", **more: Any) -> httpx.Response:
-    return await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path, **more})
+    body = json.dumps({"lora_name": name, "lora_path": path, **more})  # surrogates as escapes
+    headers = {"content-type": "application/json"}
+    return await client.post("/v1/load_lora_adapter", content=body, headers=headers)
 
 
 async def unload(client: httpx.AsyncClient, name: str = "sql") -> httpx.Response:
@@ -102,9 +107,11 @@ def test_loading_and_unloading(run: Run, engine: Any, folder: Path) -> None:
             (await load(client), 400, "InvalidUserInput", "The adapter `sql` is loaded already: unload it, or set"),
             (await load(client, name="alias"), 400, "InvalidUserInput", "`alias` is the name of the base model"),
             (await load(client, "broken", "b"), 400, "InvalidUserInput", "broken is broken: mend it"),
+            (await load(client, name="a\nb"), 400, "InvalidUserInput", "is no name: give printable characters"),
             (await unload(client, "b"), 404, "NotFoundError", "The adapter `b` is not loaded."),
             *[(await load(client, path, "b"), 400, "InvalidUserInput", "is no folder in that of --lora-dir")
-              for path in ("../outside", "link", "/etc", "none", str(folder / ".." / "outside"))],
+              for path in ("../outside", "link", "/etc", "none", str(folder / ".." / "outside"), "~no-such-user/a",
+                           "a\0b", "loop", "loop/a", "x" * 300, "x/" * 2000)],
         ]  # fmt: skip
         for answer, status, kind, words in refused:
             error = answer.json()["error"]
@@ -237,3 +244,46 @@ def test_options_that_do_not_go_together(words: list[str], said: str) -> None:
     add_flags(parser, EngineConfig, ServerConfig)
     with pytest.raises(ConfigError, match=said):
         read_flags(parser.parse_args(["/m", *words]))
+
+
+def test_an_engine_that_is_back_before_the_others_have_loaded_is_told(engine: Any) -> None:
+    """And all are told what is unloaded; one that fails to load it leaves it nowhere."""
+    told: list[list[Any]] = [[], []]
+
+    def serve(index: int) -> None:
+        replicas.engines[index].ready, replicas.engines[index]._send = True, told[index].append
+
+    async def begin() -> asyncio.Task[AdapterLoaded]:
+        task = asyncio.create_task(replicas.load_adapter(message))
+        while not all(engine._loading for engine in replicas.engines):
+            await asyncio.sleep(0)
+        return task
+
+    async def main() -> None:
+        for index in (0, 1):
+            serve(index)
+            replicas.engines[index]._started = asyncio.get_running_loop().create_future()
+            replicas.engines[index]._started.set_result(None)
+        first, second = replicas.engines
+        loading = await begin()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(first, "_may_restart", lambda: False)
+            first._down("killed")
+        serve(0)
+        first._receive(info)  # another engine, which is ready
+        second._receive(AdapterLoaded(5, 8, "base"))
+        assert (await loading).error is None
+        assert told == [[message, message], [message]]
+        replicas.drop_adapter(5)
+        assert [messages[-1] for messages in told] == [DropAdapter(5)] * 2
+        loading = await begin()
+        first._receive(AdapterLoaded(5, error="no room"))
+        second._receive(AdapterLoaded(5, 8, "base"))
+        assert (await loading).error == "no room"
+        assert [messages[-1] for messages in told] == [DropAdapter(5)] * 2
+        assert not first.adapters and not second.adapters
+
+    info = engine.info
+    message = LoadAdapter(5, "/a", "a")
+    replicas = Replicas(EngineConfig(model="m", device="cpu", data_parallel_size=2, enable_lora=True))
+    asyncio.run(asyncio.wait_for(main(), 20))
