@@ -47,6 +47,9 @@ class AdapterLoading:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def load(self, message: LoadAdapter) -> None:
+        """One that is known is not read again: of several API processes, each tells an engine that starts again."""
+        if self.knows(message.id):
+            return
         self._book.paths[message.id] = message.path
         self._book.names[message.id] = message.name
         self._read(message.id, first=True)

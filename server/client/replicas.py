@@ -339,6 +339,10 @@ class Replicas:
             raise EngineDeadError(self.down or "the engines are not ready")
         return answers[0]
 
+    def know_adapter(self, message: LoadAdapter) -> None:
+        for engine in self.engines:
+            engine.know_adapter(message)
+
     def drop_adapter(self, id: int) -> None:
         for engine in self.engines:
             engine.drop_adapter(id)

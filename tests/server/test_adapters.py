@@ -17,6 +17,8 @@ from vserve.engine.messages import AdapterLoaded, DropAdapter, LoadAdapter
 from vserve.server.app import create_app
 from vserve.server.cli.flags import add_flags, read_flags
 from vserve.server.client.replicas import Replicas
+from vserve.server.errors import ApiError
+from vserve.server.generation.adapters import Adapters, Record
 from vserve.server.options.config import ServerConfig
 from vserve.server.options.reading import read
 
@@ -235,7 +237,6 @@ def test_a_broken_one_ends_the_start(run: Run, folder: Path) -> None:
     ("words", "said"),
     [
         (["--lora-modules", "a=/a"], "--lora-modules names adapters, which --enable-lora serves"),
-        (["--enable-lora", "--api-server-count", "2"], "with --enable-lora one process answers HTTP"),
         (["--enable-lora", "--merge-lora", "/a"], "choose one"),
     ],
 )
@@ -287,3 +288,86 @@ def test_an_engine_that_is_back_before_the_others_have_loaded_is_told(engine: An
     message = LoadAdapter(5, "/a", "a")
     replicas = Replicas(EngineConfig(model="m", device="cpu", data_parallel_size=2, enable_lora=True))
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+class Engines:
+    """As far as Adapters know them."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    async def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
+        self.loaded.append(message.id)
+        return AdapterLoaded(message.id, 8, "base")
+
+    def know_adapter(self, message: LoadAdapter) -> None:
+        self.loaded.append(message.id)
+
+    def drop_adapter(self, id: int) -> None:
+        self.loaded.remove(id)
+
+
+class Pair:
+    """The adapters of two API processes, of which the first tells the second; each with its way to the engine."""
+
+    def __init__(self) -> None:
+        self.deaf = False
+        self.engines = Engines(), Engines()
+        self.second = Adapters(self.engines[1], ("base",), enabled=True)  # type: ignore[arg-type]
+        self.first = Adapters(self.engines[0], ("base",), enabled=True, tell=self.tell)  # type: ignore[arg-type]
+
+    async def tell(self, path: str, content: Any = None, timeout: float = 5.0) -> None:
+        if self.deaf:
+            raise OSError("API process 1 did not answer")
+        if path == "/own/adapters":
+            self.second.take(Record(**content))
+        else:
+            assert path == "/own/adapters/retire"
+            await self.second.retire(content["id"])
+
+
+def test_another_process_uses_what_the_first_unloads_to_its_end() -> None:
+    async def main() -> None:
+        pair = Pair()
+        first, second = pair.first, pair.second
+        adapter = await first.ensure("sql", "/a")
+        told = second.find("sql")
+        assert told is not None and (told.id, told.path, told.rank) == (adapter.id, "/a", 8)
+        release = told.use()
+        unloading = asyncio.create_task(first.unload("sql"))
+        await asyncio.sleep(0.01)
+        assert first.find("sql") is None and second.find("sql") is None and not unloading.done()
+        assert pair.engines[0].loaded == pair.engines[1].loaded == [adapter.id]
+        release()
+        await unloading
+        assert not pair.engines[0].loaded and not pair.engines[1].loaded
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_process_that_does_not_hear_of_it_leaves_all_as_it_was() -> None:
+    async def main() -> None:
+        pair = Pair()
+        await pair.first.ensure("sql", "/a")
+        pair.deaf = True
+        with pytest.raises(ApiError, match="did not answer"):
+            await pair.first.ensure("sql", "/b")
+        found = pair.first.find("sql")
+        assert found is not None and found.path == "/a"
+        await asyncio.sleep(0.01)
+        assert pair.engines[0].loaded == [found.id]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_process_that_joins_hears_of_changes_meanwhile() -> None:
+    async def main() -> None:
+        pair = Pair()
+        records = [Record(name, f"/{name}", id, None, 8) for id, name in enumerate(("a", "b", "c"), 1)]
+        newer = Record("a", "/newer", 9, None, 8)
+        await pair.second.retire(2)
+        pair.second.take(newer)
+        pair.second.join(records)
+        assert {one.name: one.id for one in pair.second} == {"a": 9, "c": 3}
+
+    asyncio.run(main())
