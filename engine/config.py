@@ -465,8 +465,8 @@ class EngineConfig:
             )
         if size > 1 and self.enable_lora:
             raise ConfigError(
-                f"--enable-lora serves adapters on one card, and --pipeline-parallel-size is {size}: leave one of them "
-                "out, or merge one adapter (--merge-lora)"
+                f"--enable-lora serves models in one stage, and --pipeline-parallel-size is {size}: divide each layer "
+                "instead (--tensor-parallel-size), or merge one adapter (--merge-lora)"
             )
         if size > 1 and self.speculative_config:
             raise ConfigError(
@@ -523,11 +523,6 @@ class EngineConfig:
         if self.enable_lora and self.merge_lora is not None:
             raise ConfigError(
                 "--merge-lora makes one model of two, and --enable-lora serves adapters beside: choose one"
-            )
-        if self.enable_lora and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                "--enable-lora serves adapters on one card, and --tensor-parallel-size is "
-                f"{self.tensor_parallel_size}: leave one of them out, or merge one adapter (--merge-lora)"
             )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(

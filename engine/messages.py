@@ -76,6 +76,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapte
 
     id: int  # of this load, above 0: random, so that keys of cached prefixes differ from those of any other
     path: str  # of its folder
+    name: str = ""  # what clients call it
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapter"):

@@ -325,9 +325,8 @@ class Replicas:
     async def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
         """By every engine; one that is down loads it when it is back. The first answer that says what is wrong, else
         the first."""
-        for engine in self.engines:
-            if not engine.ready:
-                engine.adapters[message.id] = message
+        for engine in self.engines:  # one that dies meanwhile is back, perhaps, before the others have read it
+            engine.adapters[message.id] = message
         loads = (engine.load_adapter(message) for engine in self.serving)
         results = await asyncio.gather(*loads, return_exceptions=True)
         answers = [result for result in results if isinstance(result, AdapterLoaded)]
@@ -338,9 +337,11 @@ class Replicas:
             return failed
         if not answers:
             raise EngineDeadError(self.down or "the engines are not ready")
-        for engine in self.engines:  # one that has died meanwhile, too
-            engine.adapters[message.id] = message
         return answers[0]
+
+    def know_adapter(self, message: LoadAdapter) -> None:
+        for engine in self.engines:
+            engine.know_adapter(message)
 
     def drop_adapter(self, id: int) -> None:
         for engine in self.engines:
