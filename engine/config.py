@@ -312,7 +312,9 @@ class EngineConfig:
     enable_expert_parallel: bool = option(
         False, "ranks hold whole experts of a mixture, not a slice of each", group="parallel", short="ep"
     )
-    disable_custom_all_reduce: bool = option(False, "ranks sum through NCCL alone", group="parallel")
+    disable_custom_all_reduce: bool = option(
+        False, "ranks sum through NCCL alone, as they do anyway unless VSERVE_SYMMETRIC_SUMS=1 is set", group="parallel"
+    )
     max_num_batched_tokens: int | None = option(
         None,
         "tokens computed in one step, decodes or not (default: 8192 on a card of 70 GB, 2048 on less, of mixtures of "

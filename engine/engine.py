@@ -13,9 +13,11 @@ from .executor import Executor, ThreadExecutor, steps_in_flight
 from .messages import EngineInfo, Progress
 from .model_config import ModelConfig
 from .rank import ALONE, Rank
+from .ranks.effort import stepping
 from .ranks.executor import RanksExecutor
 from .ranks.messages import Seat
 from .ranks.peers import Peers
+from .runner import ModelRunner
 
 
 class Engine:
@@ -43,7 +45,10 @@ class Engine:
 
     def executor(self, peers: Peers) -> Executor:
         mine = ThreadExecutor(self.rank.runner, num_threads=self.rank.num_threads)
-        return RanksExecutor(mine, peers) if len(peers) else mine
+        if not len(peers):
+            return mine
+        assert isinstance(self.rank.runner, ModelRunner), "encoders are not divided"
+        return RanksExecutor(mine, peers, stepping(self.rank.runner, mine.thread), self.rank.longest_step)
 
 
 def served(model: ModelConfig) -> dict[str, Any]:

@@ -68,8 +68,8 @@ class ThreadExecutor:
         self._work: queue.SimpleQueue[tuple[Callable[[], StepResult], asyncio.Future[StepResult]] | None] = (
             queue.SimpleQueue()
         )
-        self._thread = threading.Thread(target=self._run, name="vserve-executor", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="vserve-executor", daemon=True)
+        self.thread.start()
 
     def execute(self, plan: StepPlan) -> None:
         if self.asynchronous and plan.rows:
@@ -116,7 +116,7 @@ class ThreadExecutor:
 
     def close(self) -> None:
         self._work.put(None)
-        self._thread.join(timeout=5)
+        self.thread.join(timeout=5)
 
     def _counted(self, result: StepResult) -> StepResult:
         runner = self.runner

@@ -107,10 +107,12 @@ class KVLayout:
         return longest_request(self.windows, num_blocks, chunk, self.block_size, max_model_len)
 
 
-def kv_layout(model: Model, block_size: int, max_model_len: int, format: KVFormat = NUMBERS) -> KVLayout:
-    """Of the layers that this rank has: of a stage of them, with the groups of the whole model."""
+def kv_layout(
+    model: Model, block_size: int, max_model_len: int, format: KVFormat = NUMBERS, drafting: Sequence[KVSpec] = ()
+) -> KVLayout:
+    """Of the layers that this rank has, and of those that draft: of a stage, with the groups of the whole model."""
     config, stage = model.config, model.place.stage
     if stage.count == 1:
-        return KVLayout.of(model.kv_specs(), block_size, max_model_len, format)
+        return KVLayout.of([*model.kv_specs(), *drafting], block_size, max_model_len, format)
     whole = KVLayout.of([layer.attention.kv for layer in config.layers], block_size, max_model_len, format)
     return whole.of_stage(model.kv_specs(), stage.indices(len(config.layers)))

@@ -32,7 +32,7 @@ from .model_file import ModelError, and_more, one_line
 from .model_path import cache_folder, find_model
 from .models.blocks import CausalLM
 from .models.mixture import has_experts, with_stored_experts
-from .models.model import Model
+from .models.model import Loadable, Model
 from .parallel.divide import check_divides
 from .parallel.group import ALONE, Group, SingleGroup
 from .parallel.pipeline import WHOLE, Stage
@@ -197,6 +197,21 @@ def load_model(
     return model
 
 
+def load_beside(part: Loadable, checkpoint: Checkpoint) -> None:
+    """What is built beside a model, such as a head that drafts for it, gets its weights. Raises ModelError, before
+    anything is allocated where the checkpoint does not fit."""
+    with torch.no_grad():
+        holders = choose_formats(part, _by_module(part, checkpoint.headers, ""))
+        loads = _match(part, checkpoint, "")
+        for holder in holders:
+            holder.create()
+        _load(checkpoint, loads, lambda done, total: None)
+        for holder in holders:
+            holder.finish()
+    for parameter in part.parameters():
+        parameter.requires_grad_(False)
+
+
 def make_model(config: ModelConfig, place: Placement, max_len: int) -> Model:
     """Without weights: a decoder of our own blocks, or of transformers' code."""
     if config.encoder is not None:
@@ -247,7 +262,7 @@ def count_parameters(config: ModelConfig, size: int = 1, whole_experts: bool = F
     return sum(prod(stored.shape) for tensors in expected for stored in tensors.values())
 
 
-def _by_module(model: Model, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
+def _by_module(model: Loadable, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
     """Module path → suffix → tensor; `prefix`: what the checkpoint's names lack at their beginning."""
     paths = model.weight_map().keys()
     found: dict[str, dict[str, TensorInfo]] = {path: {} for path in paths}
@@ -260,7 +275,7 @@ def _by_module(model: Model, headers: dict[str, TensorInfo], prefix: str) -> dic
     return found
 
 
-def choose_formats(model: Model, stored: dict[str, dict[str, TensorInfo]] | None = None) -> list[WeightHolder]:
+def choose_formats(model: Loadable, stored: dict[str, dict[str, TensorInfo]] | None = None) -> list[WeightHolder]:
     """→ each module with weights once, though several parts of a checkpoint may go to it; each knows its formats.
 
     `stored`: module path → suffix → tensor; None: there are no files.
@@ -291,7 +306,7 @@ class _Load:
     num_bytes: int = 0
 
 
-def _match(model: Model, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
+def _match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
     """Pair what the model expects with what the checkpoint has; what is missing, left over or misshapen is an error.
 
     `prefix`: what the checkpoint's names lack at their beginning.

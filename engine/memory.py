@@ -6,6 +6,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .parallel.pipeline import stage_of
 from .ranks.agreement import gather
 from .request import SamplingParams
 from .runner import ModelRunner
+from .speculation.model_drafter import ModelDrafter
 
 CPU_CACHE_BYTES = 1 * GIB
 GRAPH_NODE_BYTES = 2 << 20  # of the nodes of one graph
@@ -87,8 +89,9 @@ class MemoryPlan:
         return f"{', '.join(kept)}; tokens are those of full-length requests, {blocks} blocks each"
 
 
-def weight_bytes(model: Model) -> int:
-    seen = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+def weight_bytes(model: Model, drafter: ModelDrafter | None = None) -> int:
+    parameters = chain(model.parameters(), drafter.network.parameters() if drafter is not None else ())
+    seen = {p.data_ptr(): p.numel() * p.element_size() for p in parameters}
     return sum(seen.values())
 
 
@@ -111,7 +114,7 @@ def plan_memory(
     those that share the layers. Raises ConfigError when not even a short context fits."""
     layout, chunk = runner.layout, max_num_batched_tokens
     block_bytes = layout.block_bytes(dtype.itemsize)
-    weights = weight_bytes(runner.model)
+    weights = weight_bytes(runner.model, runner.model_drafter)
     if runner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         adapted = runner.adapters is not None  # what their sums need, too
@@ -124,7 +127,7 @@ def plan_memory(
         free, total = torch.cuda.mem_get_info()
         budget = int(total * config.gpu_memory_utilization)
         other = total - free - weights
-        activations += prompt_page_bytes(runner, dtype)
+        activations += prompt_page_bytes(runner, dtype) + runner.scratch_bytes(dtype.itemsize)
         graphs = _graph_bytes(runner, graph_shapes, activations // max_num_batched_tokens, dtype)
         available = budget - weights - activations - graphs - other
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
@@ -132,6 +135,7 @@ def plan_memory(
         total = budget = machine_bytes() // config.num_ranks
         activations, graphs = step_bytes(runner.model.config, max_num_batched_tokens, runner.max_num_seqs), 0
         other = row_bytes(runner.max_num_seqs, runner.max_model_len, config.block_size, len(layout.groups))
+        other += runner.scratch_bytes(dtype.itemsize)
         other += 0 if runner.adapters is None else runner.adapters.num_bytes
         # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.
         wanted = 2 * runner.max_num_seqs * layout.request_blocks(runner.max_model_len, chunk) * block_bytes

@@ -12,6 +12,7 @@ import torch
 
 from ..kernels.cublaslt import accumulate_in_fp32
 from ..kernels.lora import FEW_TOKENS
+from ..kernels.moe_codes import tokens_of_codes
 from ..kernels.moe_triton import tokens_of_tiles
 from .adapters.adapter import Adapter
 from .adapters.make import make_tables
@@ -35,12 +36,15 @@ from .parallel.group import SYMMETRIC, Group, join
 from .parallel.pipeline import WHOLE, Stage, form_ring
 from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
+from .quant.packed_experts import PackedExperts
 from .ranks.agreement import check_equal, gather
 from .ranks.messages import Seat
 from .request import SamplingParams
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
 from .shortage import is_out_of_memory, out_of_memory
+from .speculation.loading import load_drafter
+from .speculation.model_drafter import ModelDrafter
 from .weight_size import check_weights
 
 logger = logging.getLogger(__name__)
@@ -94,6 +98,9 @@ class Rank:
                 path, model_config, asked, self.group, lambda done, total: report(Progress("weights", done, total)),
                 lambda *sizes: self._admit(model_config, *sizes), config.merge_lora, self.stage,
             )  # fmt: skip
+            drafter = None
+            if asked.speculation.by_model:
+                drafter = load_drafter(self.model, asked.speculation, asked.max_model_len, config.download_dir)
             self.quantization = describe(self.model)
             if self.quantization:
                 logger.info("%s", told(self.quantization))
@@ -104,14 +111,14 @@ class Rank:
             kv_format, told_of_cache = loaded_format(asked, self.model)
             if told_of_cache:
                 logger.info("%s", told_of_cache)
-            self.runner = make_runner(self.model, asked, kv_format)
+            self.runner = make_runner(self.model, asked, kv_format, drafter)
             if not isinstance(self.runner, EncoderRunner):
                 self.runner.adapters = make_tables(self.model, asked, config.download_dir)
             elif asked.max_loras:
                 raise ConfigError("--enable-lora: encoders are served without adapters, leave it out")
             self.settings, graphs = take_memory(self.runner, config, asked, self.world)
         with self._phase("warm-up"):
-            warm_up(self.runner, self.settings)
+            self.longest_step = warm_up(self.runner, self.settings)
         if graphs is not None:
             assert not isinstance(self.runner, EncoderRunner)
             with self._phase("graphs"):
@@ -198,7 +205,9 @@ def load(
     )  # fmt: skip
 
 
-def make_runner(model: Model, settings: Resolved, kv_format: KVFormat) -> ModelRunner | EncoderRunner:
+def make_runner(
+    model: Model, settings: Resolved, kv_format: KVFormat, drafter: ModelDrafter | None = None
+) -> ModelRunner | EncoderRunner:
     """Raises ConfigError where a machine's memory is too small for the rows. A card's is planned when they are made."""
     if not model.config.causal:
         return EncoderRunner(model, settings.max_model_len, settings.device)
@@ -217,7 +226,7 @@ def make_runner(model: Model, settings: Resolved, kv_format: KVFormat) -> ModelR
     return ModelRunner(
         model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
         block_size=settings.block_size, device=settings.device, kv_format=kv_format,
-        speculation=settings.speculation,
+        speculation=settings.speculation, model_drafter=drafter,
     )  # fmt: skip
 
 
@@ -247,21 +256,26 @@ def take_memory(
     return fitted, graphs
 
 
-def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved) -> None:
-    """Compiles every kernel variant a request can meet: decode and prefill, small and large, greedy and sampled."""
+def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved) -> float:
+    """Compiles every kernel variant a request can meet: decode and prefill, small and large, greedy and sampled.
+    → seconds that the largest step takes on a card; 0 where it has no such step."""
     if isinstance(runner, EncoderRunner):
         runner.warm_up()
-        return
+        return 0.0
     if runner.device.type == "cpu":
         runner.dummy_step(1, 4, WORST_SAMPLING)
-        return
-    for step in warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, expert_steps(runner.model)):
-        runner.dummy_step(*step)
+        return 0.0
+    largest = settings.max_num_batched_tokens
+    seconds = [float("inf")]  # of the largest ones: the first has waited for compilers
+    for step in warm_up_steps(settings.max_num_seqs, largest, expert_steps(runner.model)):
+        result = runner.dummy_step(*step)
+        seconds += [result.device_seconds] if step[1] == largest else []
     for drafts in draft_steps(settings.draft_depths, settings.max_num_seqs):
         runner.dummy_step(*drafts)
     if runner.adapters is not None:
         for num_seqs, num_tokens in adapter_steps(settings.max_num_seqs, settings.max_num_batched_tokens):
             runner.dummy_step(num_seqs, num_tokens, GREEDY, adapted=True)
+    return min(seconds)
 
 
 def capture(runner: ModelRunner, graphs: StepGraphs, settings: Resolved) -> None:
@@ -279,7 +293,10 @@ def expert_steps(model: Model) -> list[int]:
     """Numbers of tokens that meet every tile of the experts' products."""
     routings = [layer.mlp.routing for layer in model.config.layers if isinstance(layer.mlp, MoESpec)]
     sizes = {(how.top_k, how.num_experts) for how in routings} | getattr(model, "experts", set())
-    return sorted({tokens for size in sizes for tokens in tokens_of_tiles(*size)})
+    found = {tokens for size in sizes for tokens in tokens_of_tiles(*size)}
+    if kinds := {kind for part in model.modules() if isinstance(part, PackedExperts) for kind in part.kinds}:
+        found |= {tokens for top_k, experts in sizes for tokens in tokens_of_codes(top_k, experts, kinds)}
+    return sorted(found)
 
 
 def draft_steps(depths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[tuple[int, int, SamplingParams, int]]:

@@ -242,7 +242,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
 
 def _partition(config: EngineConfig, model: ModelConfig) -> tuple[str, ...]:
     if config.pipeline_parallel_size == 1:
-        return config.pipeline_layer_partition
+        return tuple(config.pipeline_layer_partition)  # what came through a socket is a list
     parts = stage_layers(model, config.pipeline_parallel_size, config.stage_layers)
     return tuple(str(len(part)) for part in parts)
 
@@ -320,12 +320,27 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
         return NO_DRAFTS
     if not model.generates:
         raise ConfigError("--speculative-config: this model samples no tokens, there is nothing to draft; leave it out")
+    if speculation.by_model:
+        check_draftable(config, model, speculation)
     speculation = speculation.within(seqs, tokens)
     if any(drafts for _, drafts in speculation.depths):
         return speculation
     raise ConfigError(
         f"--speculative-config: a step of {tokens} tokens has no room for drafts; raise --max-num-batched-tokens"
     )
+
+
+def check_draftable(config: EngineConfig, model: ModelConfig, speculation: Speculation) -> None:
+    """Raises ConfigError for what a model drafts not beside, so far."""
+    instead = 'use {"method": "ngram"}, or leave it out'
+    if config.tensor_parallel_size > 1:
+        why = f"--tensor-parallel-size {config.tensor_parallel_size}: a model drafts on one card only so far"
+        raise ConfigError(f"--speculative-config beside {why}; {instead}")
+    if config.enable_lora:
+        raise ConfigError(f"--speculative-config beside --enable-lora: a model drafts without adapters only; {instead}")
+    if model.foreign is not None:
+        why = f"{model.architecture} is computed by transformers' code, beside which no model drafts"
+        raise ConfigError(f"--speculative-config: {why}; {instead}")
 
 
 def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,7 +19,7 @@ from ..kernels.kv_unpack import PromptPages
 from .adapters.tables import AdapterTables
 from .batch import ROWS, SAMPLE_INDEX, WANTED, Batch, BatchBuilder, SampleBatch, Shape
 from .compilations import LateCompilations
-from .graphs import StepGraphs
+from .graphs import MIXED_DECODE_ROWS, MIXED_PREFILL_ROWS, StepGraph, StepGraphs
 from .kv_format import NUMBERS, KVFormat
 from .kv_layout import kv_layout
 from .kv_storage import allocate, allocate_scales
@@ -33,6 +34,7 @@ from .rows import RowTables
 from .sampler import Sampler, Samples
 from .scheduler import BESIDE_DRAFTS
 from .speculation.drafter import Drafter, NgramDrafter
+from .speculation.model_drafter import ModelDrafter
 from .speculation.settings import NO_DRAFTS, Speculation
 
 logger = logging.getLogger(__name__)
@@ -127,6 +129,12 @@ def padded_logits(num_sampled: int, num_rows: int) -> int:
     return min(rounded, num_rows)
 
 
+def most_drafting_rows(depths: Sequence[tuple[int, int]]) -> int:
+    """Requests, padding included, of the largest step behind which a model drafts."""
+    most = max((count for count, _ in depths), default=0)
+    return next((rows for rows in MIXED_DECODE_ROWS if rows >= most), most) + MIXED_PREFILL_ROWS
+
+
 @dataclass
 class Launched:
     """A step between `execute` and `sample`."""
@@ -139,6 +147,8 @@ class Launched:
     pooled: Pooled | None
     started: float
     event: torch.cuda.Event | None
+    batch: Batch
+    graph: StepGraph | None
 
 
 class ModelRunner:
@@ -152,17 +162,24 @@ class ModelRunner:
         device: torch.device,
         kv_format: KVFormat = NUMBERS,
         speculation: Speculation = NO_DRAFTS,
+        model_drafter: ModelDrafter | None = None,
     ) -> None:
         self.model = model
-        self.drafter: Drafter | None = NgramDrafter(speculation) if speculation.depths else None
+        self.model_drafter = model_drafter
+        of_ngrams = speculation.depths and model_drafter is None
+        self.drafter: Drafter | None = NgramDrafter(speculation) if of_ngrams else None
         self.draft_depths = [depth for depth in speculation.depths if depth[1]]
         self.device = device
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.layout = kv_layout(model, block_size, max_model_len, kv_format)
+        self.layers = model.attention_layers() + (model_drafter.layers if model_drafter is not None else [])
+        drafting = [layer.spec for layer in model_drafter.layers] if model_drafter is not None else []
+        self.layout = kv_layout(model, block_size, max_model_len, kv_format, drafting)
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.workspace = self._make_workspace() if device.type == "cuda" else None
+        if model_drafter is not None:
+            model_drafter.prepare(most_drafting_rows(self.draft_depths), block_size, device)
         self.graphs: StepGraphs | None = None
         self.adapters: AdapterTables | None = None
         self.adapter_graphs: StepGraphs | None = None  # of steps with adapters
@@ -183,7 +200,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         max_blocks = -(-max_model_len // self.block_size)
         # The old ones go first: with a long context there is no room for both, nor should the cache be without theirs.
-        for layer in self.model.attention_layers():
+        for layer in self.layers:
             layer.bind(None)
         for name in ("tables", "builder", "sampler", "scorer", "pooler"):
             self.__dict__.pop(name, None)
@@ -245,11 +262,13 @@ class ModelRunner:
         if not self.is_last:
             assert relay is not None
             relay.hand_over(shape.tokens)
-            self._launched = Launched(header, shape, samples, hidden[:0], None, None, started, event)
+            self._launched = Launched(header, shape, samples, hidden[:0], None, None, started, event, batch, graph)
             return
         scores = self.scorer(plan, every) if every is not None and plan.scored else None
         pooled = self.pooler(plan, hidden[num_sampled:num_wanted], every) if plan.pooled else None
-        self._launched = Launched(header, shape, samples, hidden[:num_logits], scores, pooled, started, event)
+        self._launched = Launched(
+            header, shape, samples, hidden[:num_logits], scores, pooled, started, event, batch, graph
+        )
 
     @torch.inference_mode()
     def sample(self, mask: TokenMask | None = None) -> Pending:
@@ -324,7 +343,15 @@ class ModelRunner:
         proposed, rows = None, step.shape.rows
         if self.drafter is not None:
             proposed = self.drafter.propose(self.tables, step.header[ROWS, :rows], step.header[SAMPLE_INDEX, :rows])
+        elif step.graph is not None and step.graph.drafts is not None:
+            proposed = step.graph.drafts.replay()
+        elif self.model_drafter is not None:
+            proposed = self._propose(step.batch, step.header, step.shape)
         return Drafts(kept, proposed)
+
+    def _propose(self, batch: Batch, header: Tensor, shape: Shape) -> Tensor:
+        assert self.model_drafter is not None
+        return self.model_drafter.propose(self.tables, batch, header, shape)
 
     def forward(self, batch: Batch, wanted: Tensor | None) -> Tensor:
         """Hidden states of the wanted tokens, or of all."""
@@ -350,31 +377,48 @@ class ModelRunner:
 
     def bind_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
         """Allocates the paged cache; each layer's comes with the block tables that the rows have now."""
-        layers, caches = self.model.attention_layers(), allocate(self.layout, num_blocks, dtype, self.device)
-        scales = self._scales(num_blocks)
+        layers, more = self.layers, self._scratch_blocks()
+        caches = allocate(self.layout, num_blocks, dtype, self.device, more)
+        scales = self._scales(num_blocks, more)
         for index, group in enumerate(self.layout.groups):
             for layer in group.layers:
                 cache = PagedCache(*caches[layer], self.tables.block_tables[index], *scales[layer])
                 layers[layer].bind(cache, index)
+        if self.model_drafter is not None:
+            self.model_drafter.bind(num_blocks)
         if size := self.prompt_page_elements:
             self.builder.prompt_pages = PromptPages.create(
                 self.prompt_page_tokens, self.block_size, size, dtype, self.device
             )
 
-    def _scales(self, num_blocks: int) -> list[tuple[Tensor | None, Tensor | None]]:
+    def _scratch_blocks(self) -> dict[int, int]:
+        """Layer → blocks behind the cache's, where drafts of drafts go."""
+        if self.model_drafter is None:
+            return {}
+        first = len(self.layers) - len(self.model_drafter.layers)
+        return dict.fromkeys(range(first, len(self.layers)), self.model_drafter.num_scratch_blocks)
+
+    def scratch_bytes(self, item: int) -> int:
+        """Of those blocks; item: bytes of a number."""
+        tokens, format = self.block_size, self.layout.format
+        elements = {layer: self.layout.specs[layer].token_elements for layer in self._scratch_blocks()}
+        return sum(
+            count * tokens * (elements[layer] * format.item_bytes(item) + format.scale_bytes(self.layout.specs[layer]))
+            for layer, count in self._scratch_blocks().items()
+        )
+
+    def _scales(self, num_blocks: int, more: Mapping[int, int]) -> list[tuple[Tensor | None, Tensor | None]]:
         """Of keys and values of each layer, None where these are no codes."""
-        layers, format = self.model.attention_layers(), self.layout.format
+        layers, format = self.layers, self.layout.format
         if not format.code:
             return [(None, None)] * len(layers)
         if format.token_scales:
-            return list(allocate_scales(self.layout, num_blocks, self.device))
+            return list(allocate_scales(self.layout, num_blocks, self.device, more))
         found: list[tuple[Tensor | None, Tensor | None]] = []
-        for layer in layers:
-            ones = torch.ones(layer.spec.num_kv_heads, device=self.device)
+        for index, layer in enumerate(layers):
+            ones, blocks = torch.ones(layer.spec.num_kv_heads, device=self.device), num_blocks + more.get(index, 0)
             keys, values = layer.code_scales or (ones, ones)
-            found.append(
-                (fixed_scales(keys, num_blocks, self.block_size), fixed_scales(values, num_blocks, self.block_size))
-            )
+            found.append((fixed_scales(keys, blocks, self.block_size), fixed_scales(values, blocks, self.block_size)))
         return found
 
     @property
@@ -387,8 +431,9 @@ class ModelRunner:
         """Of a token, keys and values, in the layer with most of those whose codes are unpacked; 0: there is none."""
         if not self.layout.format.code or self.device.type != "cuda" or self.model.place.dtype.itemsize > 2:
             return 0
-        layers = self.model.attention_layers()
-        return max((layer.spec.token_elements for layer in layers if layer.reads_numbers(self.block_size)), default=0)
+        return max(
+            (layer.spec.token_elements for layer in self.layers if layer.reads_numbers(self.block_size)), default=0
+        )
 
     def row_bytes(self, max_model_len: int) -> int:
         """Bytes of the row tables that grow with the context: tokens, and a block table for each KV group."""
@@ -411,13 +456,16 @@ class ModelRunner:
             self.adapter_graphs = StepGraphs(
                 None, self._forward_adapted, decodes, max_mixed_tokens, (), drafts, coarse=True
             )
-        return StepGraphs(None, self.forward, decodes, max_mixed_tokens, large_mixed_tokens, drafts)
+        propose = self._propose if self.model_drafter is not None else None
+        return StepGraphs(None, self.forward, decodes, max_mixed_tokens, large_mixed_tokens, drafts, propose=propose)
 
     @torch.inference_mode()
     def capture_graphs(self, graphs: StepGraphs) -> None:
         """Steps that fit one of these graphs replay it from here on."""
         torch.cuda.empty_cache()  # or what the warm-up left would be given back meanwhile, and hide what is taken
         before = torch.cuda.mem_get_info()[0]
+        if self.model_drafter is not None:
+            self.model_drafter.reserve(max(shape.tokens for shape in graphs.shapes()))
         every = [graphs] if self.adapter_graphs is None else [graphs, self.adapter_graphs]
         if self.relay is not None:
             self.relay.reserve(graphs.shapes()[0].tokens)
@@ -441,6 +489,11 @@ class ModelRunner:
     @property
     def num_late_compilations(self) -> int:
         return len(self._late)
+
+    @property
+    def compiling_seconds(self) -> float:
+        """That these have taken."""
+        return self._late.seconds
 
     def count_compilations(self) -> None:
         """From here on every kernel should be ready."""
@@ -481,11 +534,10 @@ class ModelRunner:
         return StepResult(plan.step, [])
 
     def _make_workspace(self) -> DecodeWorkspace:
-        layers = self.model.attention_layers()
         return DecodeWorkspace.create(
             self.max_num_seqs,
-            max(layer.num_heads for layer in layers),
-            max(layer.spec.value_dim for layer in layers),
+            max(layer.num_heads for layer in self.layers),
+            max(layer.spec.value_dim for layer in self.layers),
             self.device,
             1 + max((drafts for _, drafts in self.draft_depths), default=0),
         )

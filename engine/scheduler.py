@@ -162,15 +162,11 @@ class Scheduler:
             offset = computed % block_size
             if offset == block_size - 1:
                 step.filled.append(request)
-            if most and self._may_draft(request, total + most):
-                if self._grow(step, request, total + most):
-                    scheduled[request] = 1 + most
-            elif offset or self._grow(step, request, total):
+            if offset or self._grow(step, request, total):
                 scheduled[request] = 1
         large = self._large_step() if scheduled else 0
-        if most and (large or len(prefills) + len(self.roster.waiting) > BESIDE_DRAFTS - self._num_undrafted(step)):
-            most = step.num_drafts = 0  # blocks that some have taken for drafts will be used
-            scheduled.update(dict.fromkeys(scheduled, 1))
+        if most:
+            most = step.num_drafts = 0 if large else self._schedule_drafts(step, most, len(prefills))
         if scheduled and (mixed := self.config.max_mixed_tokens):
             # Beside decodes, prompts come in smaller chunks: nobody waits long for the next token, and who began
             # together does not end together. A long queue gets larger ones, for throughput; a few decodes do not cut a
@@ -205,8 +201,19 @@ class Scheduler:
         each = self.roster.num_waiting_tokens // self.config.backlog_steps
         return max((size for size in sizes if size <= each), default=0)
 
-    def _num_undrafted(self, step: Step) -> int:
-        return sum(1 for num_new in step.scheduled.values() if num_new == 1)
+    def _schedule_drafts(self, step: Step, most: int, num_prefills: int) -> int:
+        """Drafts behind the tokens that are planned, once all of those have their blocks. Returns how many each takes
+        who takes any; 0: nobody does."""
+        drafting = [
+            request
+            for request in step.scheduled
+            if self._may_draft(request, end := request.target + most) and self._extend(step, request, end)
+        ]
+        beside = len(step.scheduled) - len(drafting) + num_prefills + len(self.roster.waiting)
+        if not drafting or beside > BESIDE_DRAFTS:
+            return 0  # blocks that some have taken for drafts will be used
+        step.scheduled.update(dict.fromkeys(drafting, 1 + most))
+        return most
 
     def _may_go_on(self, request: Request) -> bool:
         """Whether wrong drafts in flight may leave it a token short of its max_tokens."""
@@ -300,14 +307,18 @@ class Scheduler:
 
         False when that was the request itself. It never is for the most important one: alone, every request fits.
         """
-        while (appended := self.kv.grow(request, num_tokens)) < 0:
+        while not self._extend(step, request, num_tokens):
             victim = self.roster.least_important()
             self._preempt(step, victim)
             if victim is request:
                 return False
-        if appended:
-            step.appended[request] = appended
         return True
+
+    def _extend(self, step: Step, request: Request, num_tokens: int) -> bool:
+        """Blocks for this many tokens, if there is room: for what may turn out wrong nobody is preempted."""
+        if (appended := self.kv.grow(request, num_tokens)) > 0:
+            step.appended[request] = step.appended.get(request, 0) + appended
+        return appended >= 0
 
     def _preempt(self, step: Step, victim: Request) -> None:
         """Back to the queue; what this step had planned for it is handed back. Samples in flight will be kept."""

@@ -22,17 +22,15 @@ STEP_SHARE = 0.02  # of a card, beside the weights, for a step and a little cach
 
 
 def weight_size(config: ModelConfig, parameters: int, dtype: torch.dtype, stored: int, on_card: bool) -> int:
-    """Bytes. Codes stay codes; on a card not those of experts, and none where activations are in fp32. `stored`: bytes
-    in the checkpoint; `parameters`: as if not quantised."""
+    """Bytes. Codes stay codes, on a card where activations are not in fp32. `stored`: bytes in the checkpoint;
+    `parameters`: as if not quantised."""
     if config.quantization is None or (on_card and dtype.itemsize > 2):
         return parameters * dtype.itemsize
     online = config.quantization if isinstance(config.quantization, OnlineScheme) else None
     bytes_each = online.bytes_each if online else stored / parameters
-    experts = _experts(config)
     if online and online.experts_alone:
-        return int(experts * (dtype.itemsize if on_card else bytes_each) + (parameters - experts) * dtype.itemsize)
-    if on_card:
-        return experts * dtype.itemsize + _with_codes(config, parameters - experts, dtype, bytes_each)
+        experts = _experts(config)
+        return int(experts * bytes_each + (parameters - experts) * dtype.itemsize)
     return _with_codes(config, parameters, dtype, bytes_each)
 
 
@@ -109,7 +107,7 @@ def smaller_weights(model: ModelConfig, parameters: int, dtype: torch.dtype, roo
         return
     if dtype.itemsize > 2 and parameters * 2 <= room:
         yield f"add --dtype bfloat16 ({gib(parameters * 2)})"
-    if not on_card or (dtype.itemsize == 2 and not _experts(model)):
+    if not on_card or dtype.itemsize == 2:
         for kind in ("fp8" if on_card else "int8", "int4"):
             size = _with_codes(model, parameters, dtype, OnlineScheme(kind).bytes_each)
             if size <= room:

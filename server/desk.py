@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..engine.config import ConfigError
+from .client.board import SERVES
 from .client.meeting import Meeting, listen
 from .client.replicas import Replicas
 from .client.scaling import ScalingError, scale
@@ -34,8 +35,9 @@ class Desk:
         self.server: ServerState | None = None  # once there is one
 
     async def serve(self) -> None:
-        """Until it is cancelled."""
+        """Until it is cancelled; the others find the socket as soon as this has begun."""
         sock = listen(self._meeting.api_path(self._meeting.seat))
+        self._meeting.board.set(SERVES, 1)
         config = uvicorn.Config(
             self, log_config=None, log_level="warning", access_log=False, loop="none", lifespan="off", ws="none",
             timeout_graceful_shutdown=0,
@@ -68,6 +70,6 @@ class Desk:
                 await scale(server.client, asked["size"], asked["drain_timeout"])
             except ScalingError as error:
                 return Response(str(error), 500)
-        elif path != "/own/ready":
+        else:
             return Response(status_code=404)
         return Response(status_code=200)

@@ -21,6 +21,7 @@ from ..engine.config import ConfigError, EngineConfig
 from ..engine.messages import EngineInfo, Progress
 from .api_processes import ApiProcesses
 from .client.client import Client
+from .client.hearts import beat, watch_first
 from .client.mailbox import EngineDeadError, ShuttingDownError
 from .client.meeting import Meeting
 from .client.replicas import make_client
@@ -118,6 +119,10 @@ class Service:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 asyncio.get_running_loop().add_signal_handler(number, self._receive, number, task)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._reload)
+        if self._meeting is not None:
+            self._hearts = [asyncio.create_task(beat(self._meeting.board))]  # to the very end
+            if not self._is_first:
+                self._hearts.append(asyncio.create_task(watch_first(self._meeting.board, self.config.stall_timeout)))
         if self._others is not None:
             self._others.start()
         loaded = asyncio.Event()

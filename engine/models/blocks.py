@@ -17,6 +17,7 @@ from ..layers.rope import RotaryEmbedding
 from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
 from ..parallel.group import ALONE, Group
+from ..speculation.features import Features
 from .attention_block import AttentionBlock
 from .latent_attention import LatentAttentionBlock
 from .mixture import Mixture
@@ -166,6 +167,7 @@ class CausalLM(nn.Module):
                 self.pooling_head = Head(config.head, config.vocab_size, place, tied)
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
         self._elsewhere = tuple(self._other_stages())  # beginnings of names in the checkpoint
+        self.features: Features | None = None  # that somebody drafts by
         self.eval()
 
     def forward(
@@ -188,12 +190,28 @@ class CausalLM(nn.Module):
             residual = embeddings.clone() if self.stage.is_first else embeddings
         x: Tensor | None = None
         *layers, last = self._layers
+        if (features := self.features) is not None:
+            return self._with_features(features, x, residual, positions, batch, wanted)
         if not self.stage.is_last:
             wanted = None
         for layer in layers:
             x, residual = layer(x, residual, positions, batch)
         x, residual = last(x, residual, positions, batch, wanted)
         return self.norm(x, residual)[0]
+
+    def _with_features(
+        self, features: Features, x: Tensor | None, residual: Tensor, positions: Tensor, batch: AttentionBatch,
+        wanted: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        for index, layer in enumerate(self._layers):
+            features.before_layer(index, x, residual)
+            last = index == len(self._layers) - 1
+            x, residual = layer(x, residual, positions, batch, wanted if last and not features.of_end else None)
+        hidden: Tensor = self.norm(x, residual)[0]
+        if not features.of_end:
+            return hidden
+        features.at_end(hidden)
+        return hidden if wanted is None else hidden.index_select(0, wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] → fp32 [N, vocab]; zeros where nothing is ever sampled."""

@@ -49,7 +49,7 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
     """Once a second: how far it has come. What does not change while a step is in flight tells who hangs."""
 
     collectives: int = 0  # entered, but for those of CUDA graphs
-    cpu_seconds: float = 0.0  # of the process
+    effort: float = 0.0  # seconds of its own work: see effort.py
 
 
 ToRank = Join | Execute | Follow | Leave

@@ -19,6 +19,7 @@ from ..kernel_cache import use_kernel_cache
 from ..messages import Failure
 from ..process import die_with_parent, dump_stacks_on_signal
 from .channel import Channel
+from .effort import Effort, Starting, stepping
 from .hang import INTERVAL, pulse
 from .messages import Execute, Follow, Join, ToRank
 
@@ -28,12 +29,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def tell(channel: Channel) -> None:
-    """How far this rank has come, on a thread of its own: it goes on while the main one waits."""
-    with contextlib.suppress(OSError):  # the engine is gone, and this process with it
-        while True:
-            channel.send(pulse())
-            time.sleep(INTERVAL)
+class Pulses:
+    """Tell how far this rank has come, on a thread of their own: it goes on while the main one waits."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.effort: Effort = Starting()
+        self._channel = channel
+        threading.Thread(target=self._run, name="vserve-pulse", daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # the engine is gone, and this process with it
+            while True:
+                self._channel.send(pulse(self.effort))
+                time.sleep(INTERVAL)
 
 
 def follow(channel: Channel, runner: ModelRunner) -> None:
@@ -55,7 +63,7 @@ def run(channel: Channel) -> int:
         assert isinstance(start, Join)
         config = EngineConfig(**start.options)
         faults.rank = start.seat.rank
-        threading.Thread(target=tell, args=(channel,), name="vserve-pulse", daemon=True).start()
+        pulses = Pulses(channel)
         use_kernel_cache()
         from ..rank import Rank
         from ..runner import ModelRunner
@@ -66,6 +74,7 @@ def run(channel: Channel) -> int:
         faults.arm_runner(runner)
         gc.collect()
         gc.freeze()
+        pulses.effort = stepping(runner, threading.main_thread())
         follow(channel, runner)
         return 0
     except EOFError:

@@ -190,6 +190,45 @@ def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -
     assert total(server, "vllm:generation_tokens_total") > before, "what was counted stays counted"
 
 
+def test_one_that_hangs_is_replaced(server, until) -> None:
+    """Whom it has accepted nobody else can answer: its end is what they hear of it. The others go on meanwhile."""
+    expected, pids = text(ask(server)), guests(server)
+    with ThreadPoolExecutor(24) as pool:
+        os.kill(pids[0], signal.SIGSTOP)
+        stopped = time.monotonic()
+        asking = [pool.submit(ask, server, body=BODY) for _ in range(24)]
+        until(lambda: pids[0] not in guests(server), 60)
+        assert time.monotonic() - stopped < 14  # eight of silence, and what a busy machine adds
+        answers, broken = [], 0
+        for future in asking:
+            try:
+                answers.append(future.result())
+            except httpx.TransportError:
+                broken += 1
+    assert {text(answer) for answer in answers if answer.status_code == 200} == {expected}
+    assert {answer.status_code for answer in answers} <= {200, 429} and broken < 24, broken
+    assert any(re.search(r"API process \d has been silent for \d+ s and is killed", line) for line in server.stderr)
+    until(lambda: len(guests(server)) == 2)
+    until(lambda: sum("takes requests after" in line for line in server.stderr) == 4, 60)
+    assert {text(ask(server)) for _ in range(6)} == {expected}
+    until(lambda: total(server, "vllm:num_requests_running") == 0, 30)
+
+
+@pytest.mark.slow
+def test_where_the_first_hangs_the_server_ends(serve, until, gone_pids) -> None:
+    """It alone starts engines, ends the server, and keeps what there is one of: who has started it starts another."""
+    with serve("--api-server-count", "2", "--stall-timeout", "9") as server:
+        pids = [*guests(server), *server.engine_pids()]
+        time.sleep(12)  # nobody ends it while it is well
+        assert server.process.poll() is None
+        os.kill(server.process.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert server.wait(60) == -signal.SIGKILL
+        assert 8 < time.monotonic() - stopped < 20
+        until(lambda: gone_pids(pids), 10)
+    assert any("the first API process has been silent for 9 s: the server ends" in line for line in server.stderr)
+
+
 @pytest.mark.slow
 def test_an_engine_that_dies_comes_back_for_all_of_them(server, until) -> None:
     expected, pid = text(ask(server)), server.engine_pid()

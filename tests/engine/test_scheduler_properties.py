@@ -416,7 +416,9 @@ def with_drafts(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     if any(config.windows):
         alone = sum(most_held(config.max_model_len, window, tokens, config.block_size) for window in config.windows)
         config = replace(config, num_blocks=max(config.num_blocks, 1 + alone))
-    return replace(config, max_drafts=most, max_num_batched_tokens=tokens)
+    blocks = config.num_blocks + rng.choice([0, 0, len(config.windows) * 24 // config.block_size])  # nobody has drafts
+    # where there is no room
+    return replace(config, max_drafts=most, max_num_batched_tokens=tokens, num_blocks=blocks)
 
 
 def with_stages(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
@@ -948,11 +950,11 @@ MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
 }  # fmt: skip
 
 
-GROWN = "self._grow(step, request, total)"
+EXTENDED = "and self._extend(step, request, end)"
 DRAFTING = {  # of steps with drafts
     "wrong drafts counted as computed": ("scheduler", "request.num_computed_tokens -= wrong", "pass"),
     "wrong drafts counted as in flight": ("scheduler", "request.num_in_flight_tokens -= wrong", "pass"),
-    "no blocks for drafts": ("scheduler", "if self._grow(step, request, total + most)", f"if {GROWN}"),
+    "no blocks for drafts": ("scheduler", EXTENDED, ""),
     "drafts beyond the context": ("scheduler", "if total > self.stop or request in", "if request in"),
     "drafts despite a grammar": ("scheduler", "request.grammar is None or not request.grammar.binds(", "True or bool("),
     "a full context not waited for": ("scheduler", "and (total > stop or not", "and (not"),

@@ -322,7 +322,7 @@ def test_what_is_counted() -> None:
              "num_speculative_tokens_per_batch_size": [[1, 4, 4], [9, 16, 2]]},
             Speculation(4, 5, 5, ((8, 4), (16, 2))),
         ),
-        ({"method": "ngram", "disable_by_batch_size": 5}, Speculation(7, 5, 5, ((4, 7), (4, 3), (4, 1)))),
+        ({"method": "ngram", "disable_by_batch_size": 5}, Speculation(7, 5, 5, ((4, 7),))),
         ({"method": "ngram", "draft_tensor_parallel_size": 1}, Speculation(7, 5, 5, ((8, 7), (32, 3), (64, 1)))),
     ],
 )  # fmt: skip
