@@ -16,6 +16,8 @@ import pytest
 
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.messages import AddGrammar, SetVocabulary
+from vserve.engine.ranks.hang import HangWatch
+from vserve.engine.ranks.messages import Pulse
 from vserve.engine.ranks.peers import share_of_threads
 from vserve.engine.request import Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineClient
@@ -230,6 +232,27 @@ def test_a_stage_that_is_lost_ends_its_engine(engines: Engines) -> None:
     for client, (_, words), found in zip(engines.clients[1:], ends, engines.run(main()), strict=False):
         size = client.config.world_size
         assert f"rank {size - 1} of {size} (cpu) {words}" in found, found
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_the_stage_that_hangs_is_named(rank: int) -> None:
+    """Of two ranks each: those behind it wait for the same step, those before it are ahead, or wait for tokens."""
+    stage = (rank // 2 - 1) % 2
+    watch = HangWatch(4, 2)
+    pulses = [Pulse(20 if (other // 2 - 1) % 2 >= stage else 23, 1.0) for other in range(4)]
+    pulses[rank] = Pulse(19, 1.0)  # who shares its stage waits in a sum
+    found = None
+    for _ in range(12):
+        for other in range(1, 4):
+            watch.heard(other, pulses[other])
+        found = found or watch.tick(pulses[0], True, 5, 5.0)
+    assert found is not None and found[0] == rank
+    if rank in (0, 2):  # and where no sum tells
+        watch = HangWatch(2, 2)
+        for _ in range(12):
+            watch.heard(1, Pulse(20 if rank == 2 else 23, 1.0))
+            found = watch.tick(Pulse(20, 1.0), True, 5, 5.0) or found
+        assert found[0] == rank // 2
 
 
 def rank_of(engine: int, rank: int) -> int:
