@@ -16,7 +16,7 @@ from .model_file import ModelError, is_gguf, read_config
 from .models.family import MAX_LAYERS, Family, Names
 from .models.registry import find_family
 from .overrides import overridden
-from .parallel.divide import check_divides, refuse_encoder, refuse_foreign
+from .parallel.divide import check_divides, refuse_encoder
 from .purpose import ANY, Purpose
 from .quant.scheme import make_scheme, read_quantization
 from .raw_config import RawConfig
@@ -122,12 +122,10 @@ def check_model(
     raw = overridden(read_config(folder), changes)
     _dtype_name(raw)
     kind = choose(raw, implementation, folder, trusted)
-    if isinstance(kind, Foreign):
-        refuse_foreign(kind.architecture, size)
-    elif isinstance(kind, EncoderFamily):
+    if isinstance(kind, EncoderFamily):
         refuse_encoder(str(raw.get("model_type")), size)
         read_head(folder, raw, _parse_encoder(raw, None, kind, purpose).hidden_size, purpose)
-    else:
+    elif not isinstance(kind, Foreign):
         described = _parse(raw, None, kind, purpose)
         check_divides(described, size, whole_experts)
         read_head(folder, raw, described.hidden_size, purpose)
