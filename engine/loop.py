@@ -92,6 +92,7 @@ class EngineLoop:
         self._pacer = Pacer()
         self._unsampled = False  # the newest of them waits for its mask, and that for the results of the others
         self._num_graph_misses = self._num_late_compilations = 0  # as the last result has them
+        self._expert_tokens: tuple[int, ...] = ()  # as the last result that has them
         self._num_violations = 0  # of what should hold at rest
         self._host_seconds = 0.0
         self._device_seconds = 0.0
@@ -292,6 +293,7 @@ class EngineLoop:
         started = time.perf_counter()
         self._pacer.finished(plan.kind, result.device_seconds, started)
         self._num_graph_misses, self._num_late_compilations = result.num_graph_misses, result.num_late_compilations
+        self._expert_tokens = tuple(result.expert_tokens) or self._expert_tokens
         sampled = self.scheduler.in_flight[0].sampled
         outputs = self.scheduler.update(result)
         if self.scheduler.num_constrained:
@@ -344,6 +346,7 @@ class EngineLoop:
             step_tokens=step_tokens,  # 0 where no step is reported: a step must not be counted twice
             num_graph_misses=self._num_graph_misses,
             num_late_compilations=self._num_late_compilations,
+            expert_tokens=self._expert_tokens,
             num_invariant_violations=self._num_violations,
         )
         preempted, self.scheduler.preempted = self.scheduler.preempted, []

@@ -191,6 +191,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: int = 0  # times that drafts of a request were verified
     num_draft_tokens: int = 0  # of them all
     num_accepted_tokens: tuple[int, ...] = ()  # of them those that held, by their position
+    expert_tokens: tuple[int, ...] = ()  # computed by the experts of each rank, where ranks have whole ones
 
 
 def sum_of(*each: EngineStats) -> EngineStats:

@@ -108,6 +108,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     counts: list[int] = []  # tokens kept of each of plan.sampled, one at least; empty: one each
     drafted: list[int] = []  # of each of the first plan.num_decodes rows: drafts that somebody had proposed
     num_proposed: int = 0  # rows with drafts that somebody has proposed for the step to come
+    expert_tokens: list[int] = []  # of each rank, so far, that its whole experts got; in few steps
 
     def tokens_by_row(self) -> list[list[int]]:
         """Of each of plan.sampled."""

@@ -18,6 +18,7 @@ from ..kernels.kv_unpack import PromptPages
 from .adapters.tables import AdapterTables
 from .batch import ROWS, SAMPLE_INDEX, WANTED, Batch, BatchBuilder, SampleBatch, Shape
 from .compilations import LateCompilations
+from .expert_load import ExpertLoad
 from .graphs import StepGraphs
 from .kv_format import NUMBERS, KVFormat
 from .kv_layout import KVLayout
@@ -59,6 +60,7 @@ class Pending:
     host: list[Tensor]
     samples: Samples
     drafts: Drafts
+    expert_load: Tensor | None  # of ExpertLoad.look
     scores: PromptScores | None
     pooled: Pooled | None
     started: float
@@ -75,6 +77,7 @@ class Pending:
         host = iter(self.host)
         tokens, finite = next(host).tolist(), next(host).numpy()
         drafts = [next(host).numpy() for _ in self.drafts.tensors]
+        expert_tokens = [] if self.expert_load is None else next(host).tolist()
         errors = {}
         if self.samples.possible is not None:
             errors = dict.fromkeys(np.flatnonzero(~next(host).numpy()).tolist(), NOTHING_ALLOWED)
@@ -90,6 +93,8 @@ class Pending:
                 logprobs[i] = TokenLogprobs(values[j], ranks[j], ids[j], tops[j])
         scores = self.scores.lists(*host) if self.scores is not None else []
         result = StepResult(self.plan.step, tokens, logprobs, errors, seconds, scores, embeddings)
+        if expert_tokens:
+            result = msgspec.structs.replace(result, expert_tokens=expert_tokens)
         if self.drafts.proposed is not None:
             result = msgspec.structs.replace(result, num_proposed=int(np.count_nonzero(drafts[-1])))
         return result if self.drafts.kept is None else keep(result, self.plan, drafts[0])
@@ -167,6 +172,7 @@ class ModelRunner:
         self.adapter_graphs: StepGraphs | None = None  # of steps with adapters
         self.num_graph_misses = 0
         self._late = LateCompilations()
+        self.expert_load = ExpertLoad.of(model)
         self._launched: Launched | None = None
         self.make_rows(max_model_len)
 
@@ -245,8 +251,10 @@ class ModelRunner:
         logits = self._logits(step)[: plan.num_samples]
         samples = self.sampler(logits, step.samples, mask)
         drafts = self._take(step, samples.tokens, mask.postponed if mask is not None else ())
-        scores, pooled = step.scores, step.pooled
+        scores, pooled, load = step.scores, step.pooled, self._look_at_load(plan)
         outputs = [samples.tokens, samples.finite, *drafts.tensors]
+        if load is not None:
+            outputs.append(load)
         if samples.possible is not None:
             outputs.append(samples.possible)
         if pooled is not None:
@@ -254,7 +262,7 @@ class ModelRunner:
         outputs += samples.logprobs or ()
         outputs += scores.tensors if scores is not None else ()
         if self.copy_stream is None:
-            return Pending(plan, outputs, samples, drafts, scores, pooled, step.started)
+            return Pending(plan, outputs, samples, drafts, load, scores, pooled, step.started)
         end = self._record()
         assert step.event is not None and end is not None
         with torch.cuda.stream(self.copy_stream):
@@ -262,7 +270,8 @@ class ModelRunner:
             host = [t.to("cpu", non_blocking=True) for t in outputs]
             copied = torch.cuda.Event(blocking=True)
             copied.record(self.copy_stream)
-        return Pending(plan, host, samples, drafts, scores, pooled, step.started, (step.event, end, copied), outputs)
+        events = step.event, end, copied
+        return Pending(plan, host, samples, drafts, load, scores, pooled, step.started, events, outputs)
 
     @torch.inference_mode()
     def follow(self, postponed: tuple[int, ...] = ()) -> None:
@@ -273,6 +282,10 @@ class ModelRunner:
         self._logits(step)  # rank 0 needs this rank's part of them
         tokens = torch.empty(plan.num_samples, dtype=torch.int32, device=self.device)
         self._take(step, tokens, tuple(row + plan.num_decodes * plan.num_drafts for row in postponed))
+        self._look_at_load(plan)
+
+    def _look_at_load(self, plan: StepPlan) -> Tensor | None:
+        return None if self.expert_load is None else self.expert_load.look(plan.step)
 
     def _logits(self, step: Launched) -> Tensor:
         if self.adapters is None:
@@ -410,6 +423,8 @@ class ModelRunner:
     def count_compilations(self) -> None:
         """From here on every kernel should be ready."""
         self._late.count()
+        if self.expert_load is not None:
+            self.expert_load.reset()
 
     def dummy_step(
         self, num_seqs: int, num_tokens: int, sampling: SamplingParams, num_drafts: int = 0, adapted: bool = False

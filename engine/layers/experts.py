@@ -60,6 +60,7 @@ class Experts(nn.Module):
         self.span = (0, spec.inner)  # (first, number) of their gates that it has
         self.formats: dict[str, Format] = {}
         self.biases: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.load_count: Tensor | None = None  # see ExpertLoad
 
     def weight_map(self, prefix: str) -> dict[str, tuple[Experts, str]]:
         if self.spec.stored:
@@ -137,6 +138,8 @@ class Experts(nn.Module):
 
         ids count from this rank's first expert on; where they are another's, the weight is 0, the id one past the last.
         """
+        if self.load_count is not None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.load_count += (ids < len(self.mine)).sum()
         return self.method.mix(x, ids, weights, self.biases, beside)
 
     @property

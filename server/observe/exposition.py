@@ -158,6 +158,7 @@ class EngineCollector(Collector):
         ):
             yield self._each_engine(name, help, partial(total_of, total), kind=CounterMetricFamily)
         yield from self._drafts()
+        yield from self._experts()
         for name, help, attribute in (
             ("engine_restarts", "Engines that replaced one that died.", "num_restarts"),
             ("engine_stalls", "Times that no step ran though work waited.", "num_stalls"),
@@ -180,6 +181,14 @@ class EngineCollector(Collector):
             ("num_accepted_tokens_per_pos", "The same, by position.", EngineCounts.accepted_by_position, "position"),
         ):
             yield self._each_engine(f"spec_decode_{name}", help, value, label, among=drafting, kind=CounterMetricFamily)
+
+    def _experts(self) -> Iterator[Metric]:
+        """Where ranks hold whole experts: the fullest of them keeps the others waiting."""
+        among = [counts for counts in self._metrics.engines if counts.expert_tokens()]
+        if among:
+            help = "Tokens that went to the experts of a rank (counted every 64 steps, without CUDA graphs)."
+            value = EngineCounts.expert_tokens
+            yield self._each_engine("expert_tokens", help, value, "rank", among=among, kind=CounterMetricFamily)
 
     def _request_counters(self) -> Iterator[Metric]:
         counter, metrics = self._counter, self._metrics

@@ -176,6 +176,19 @@ def test_preemption(pair: Pair) -> None:
     assert all(client.stats.num_preemptions > count for client, count in zip(pair.clients, before, strict=True))
 
 
+def test_load_of_whole_experts(pair: Pair) -> None:
+    """Every token goes to so many experts in every layer, on one rank or the other."""
+    one, two = pair.clients
+    pair.same([(PROMPTS[1], greedy(max_tokens=80))] * 2)
+    assert one.stats.expert_tokens == ()
+    if not two.config.enable_expert_parallel:
+        assert two.stats.expert_tokens == ()
+        return
+    computed = two.stats.prompt_tokens_computed + two.stats.num_draft_tokens
+    assert len(two.stats.expert_tokens) == 2 and min(two.stats.expert_tokens) > computed / 4
+    assert sum(two.stats.expert_tokens) % 2 == 0
+
+
 def test_abort(pair: Pair) -> None:
     """Whoever leaves in the middle of steps takes nobody along, and leaves no block."""
     alone = pair.answers([(PROMPTS[1], greedy(max_tokens=60))])[0][0].tokens
