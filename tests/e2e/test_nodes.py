@@ -52,7 +52,7 @@ class Hosts:
         return str(lines[-1])
 
     def serves_again(self) -> None:
-        self.e2e.wait_until(lambda: httpx.get(f"{self.first.url}/readyz").status_code == 200, 60)
+        self.e2e.wait_until(lambda: httpx.get(f"{self.first.url}/readyz").status_code == 200)
 
 
 @pytest.fixture(scope="module")

@@ -38,13 +38,13 @@ def url() -> Iterator[str]:
         try:
             for _ in range(2):
                 cluster.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
-            ray.init(cluster.address, include_dashboard=False, log_to_driver=True)
+            ray.init(cluster.address, include_dashboard=False, log_to_driver=False)
             from vserve.server import ray_serve
 
             serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
             options = {"model": str(DEMO), "device": "cpu", "cpu_threads": 1, "warm_grammars": False,
                        "min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 2, "upscale_delay_s": 0.5,
-                       "downscale_delay_s": 3, "metrics_interval_s": 0.5, "look_back_period_s": 1}  # fmt: skip
+                       "downscale_delay_s": 3, "look_back_period_s": 1}  # fmt: skip
             serve.run(ray_serve.build(options))
             yield f"http://127.0.0.1:{port}"
         finally:
