@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,7 @@ from .weight_size import check_weights
 
 logger = logging.getLogger(__name__)
 ALONE = Seat()
+GRAPHS_ACROSS_HOSTS = (2, 30, 4)  # NCCL's version
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -70,6 +72,7 @@ class Rank:
         self._weights = 0  # bytes
         with self._phase("device"):
             machine = open_machine(config, seat.card)
+        config = self._config = eager_across_hosts(config, seat, machine.device)
         with self._phase("config"):
             path = resolve_model_path(
                 config.model, config.revision, config.download_dir, config.load_format, config.trust_remote_code
@@ -160,6 +163,18 @@ def meet(seat: Seat, device: torch.device, symmetric: bool, seconds: float) -> G
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"rank {seat.rank} does not find the others ({lines[0]}): {advice()}") from error
+
+
+def eager_across_hosts(config: EngineConfig, seat: Seat, device: torch.device) -> EngineConfig:
+    """Without graphs where NCCL stops for ever in those that reach over a network (2.28.9 has)."""
+    across = seat.size > 1 and not seat.rendezvous.startswith(LOCAL)
+    if not across or device.type != "cuda" or config.enforce_eager or torch.cuda.nccl.version() >= GRAPHS_ACROSS_HOSTS:
+        return config
+    logger.warning(
+        "steps are launched kernel by kernel: ranks are on several hosts, and NCCL %s is older than %s, with which CUDA "
+        "graphs reach over a network", *(".".join(map(str, v)) for v in (torch.cuda.nccl.version(), GRAPHS_ACROSS_HOSTS)),
+    )  # fmt: skip
+    return dataclasses.replace(config, enforce_eager=True)
 
 
 def open_machine(config: EngineConfig, card: int = 0) -> Machine:

@@ -42,7 +42,8 @@ def url() -> Iterator[str]:
             from vserve.server import ray_serve
 
             serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-            options = {"model": str(DEMO), "device": "cpu", "cpu_threads": 1, "warm_grammars": False,
+            options = {"model": str(DEMO), "served_model_name": "demo", "device": "cpu",
+                       "cpu_threads": 1, "warm_grammars": False,
                        "min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 2, "upscale_delay_s": 0.5,
                        "downscale_delay_s": 3, "look_back_period_s": 1}  # fmt: skip
             serve.run(ray_serve.build(options))
