@@ -302,6 +302,14 @@ class EngineConfig:
         1, "cards (on the CPU: processes) that share one model, each with a part of every layer: an engine has so many "
         "ranks", group="parallel", bounds=Bounds(1, 64), short="tp",
     )  # fmt: skip
+    pipeline_parallel_size: int = option(
+        1, "stages that the layers of one model are dealt out to, each on a card (on the CPU: a process) of its own, "
+        "or on as many as tensor_parallel_size says", group="parallel", bounds=Bounds(1, 64), short="pp",
+    )  # fmt: skip
+    pipeline_layer_partition: tuple[str, ...] = option(
+        (), "layers of each stage, such as 12,10,10 (default: so that stages take about as much memory and time as "
+        "each other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel",
+    )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "ranks hold whole experts of a mixture, not a slice of each", group="parallel", short="ep"
     )
@@ -410,16 +418,12 @@ class EngineConfig:
         self._check_events()
         self._check_adapters()
         self._check_nodes()
+        self._check_stages()
         if self.engine_in_process and self.data_parallel_size > 1:
             raise ConfigError(
                 f"--engine-in-process has room for one engine, and --data-parallel-size is {self.data_parallel_size}: "
                 "leave one of them out"
             )
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of an engine."""
-        return self.tensor_parallel_size
 
     @property
     def ranks_per_node(self) -> int:
@@ -431,11 +435,51 @@ class EngineConfig:
         """Of all engines, on one host."""
         return self.data_parallel_size * self.ranks_per_node
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def divided_by(self) -> str:
+        """The options that make several ranks of an engine, for people."""
+        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
+        return " ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items() if size > 1)
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """How many layers each stage has; empty: nobody has said so."""
+        return tuple(int(count) for count in self.pipeline_layer_partition)
+
+    def _check_stages(self) -> None:
+        size, counts = self.pipeline_parallel_size, self.pipeline_layer_partition
+        if counts and not all(count.isdecimal() and int(count) for count in counts):
+            raise ConfigError(
+                f"--pipeline-layer-partition {','.join(counts)}: it must be the number of layers of each stage, such "
+                "as 12,10,10"
+            )
+        if counts and len(counts) != size:
+            raise ConfigError(
+                f"--pipeline-layer-partition {','.join(counts)} is of {len(counts)} stages, and "
+                f"--pipeline-parallel-size is {size}: name the layers of as many"
+            )
+        if size > 1 and self.enable_lora:
+            raise ConfigError(
+                f"--enable-lora serves adapters on one card, and --pipeline-parallel-size is {size}: leave one of them "
+                "out, or merge one adapter (--merge-lora)"
+            )
+        if size > 1 and self.speculative_config:
+            raise ConfigError(
+                f"--speculative-config: drafts are not made with --pipeline-parallel-size {size}, whose first stage "
+                "begins before they are known to be right: leave one of them out, or divide layers instead "
+                "(--tensor-parallel-size)"
+            )
+
     def _check_nodes(self) -> None:
         backend, world, nodes = self.distributed_executor_backend, self.world_size, self.nnodes
         if backend == "uni" and world > 1:
             raise ConfigError(
-                f"--distributed-executor-backend uni is for one rank, and --tensor-parallel-size makes {world}: take mp"
+                f"--distributed-executor-backend uni is for one rank, and {self.divided_by} makes {world}: take mp"
             )
         if backend == "external_launcher":
             raise ConfigError(
@@ -459,7 +503,8 @@ class EngineConfig:
             )
         if world % nodes:
             raise ConfigError(
-                f"--nnodes {nodes}: {world} ranks (--tensor-parallel-size) cannot be dealt evenly to so many hosts"
+                f"--nnodes {nodes}: {world} ranks ({self.divided_by or 'nothing divides the model'}) cannot be dealt "
+                "evenly to so many hosts"
             )
 
     def _check_events(self) -> None:
@@ -549,6 +594,8 @@ class SchedulerConfig:
     max_loras: int = 0  # adapters that the running requests may have; 0: none is served
     max_cpu_loras: int = 0
     depth: int = 1  # steps in flight
+    num_stages: int = 1  # of the pipeline that computes them
+    context_cost: float = 0.0  # of a key that a prompt's token sees, in products of a token; for stages
     max_drafts: int = 0  # tokens that are drafted for a request in a step, at most
     draft_depths: tuple[tuple[int, int], ...] = ()  # (up to so many running requests, drafts of each)
 

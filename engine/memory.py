@@ -17,6 +17,8 @@ from .cpu_memory import machine_bytes, row_bytes, step_bytes
 from .host_memory import GIB, gib
 from .kv_layout import KVLayout
 from .models.model import Model
+from .parallel.group import Group
+from .parallel.pipeline import stage_of
 from .ranks.agreement import gather
 from .request import SamplingParams
 from .runner import ModelRunner
@@ -106,8 +108,10 @@ def plan_memory(
     dtype: torch.dtype,
     max_num_batched_tokens: int,
     graph_shapes: Sequence[Shape] = (),
+    world: Group | None = None,
 ) -> MemoryPlan:
-    """Profiles the largest step, then sizes the cache. Raises ConfigError when not even a short context fits."""
+    """Profiles the largest step, then sizes the cache. `world`: all ranks of the engine, whose tightest decides; None:
+    those that share the layers. Raises ConfigError when not even a short context fits."""
     layout, chunk = runner.layout, max_num_batched_tokens
     block_bytes = layout.block_bytes(dtype.itemsize)
     weights = weight_bytes(runner.model, runner.model_drafter)
@@ -149,7 +153,7 @@ def plan_memory(
         num_blocks = config.num_gpu_blocks_override + 1
         advice = f"raise --num-gpu-blocks-override (now {config.num_gpu_blocks_override})"
     cache = num_blocks * block_bytes
-    plan = _tightest(runner, MemoryPlan(
+    plan = _tightest(runner, world or runner.model.place.group, MemoryPlan(
         total, budget, weights, activations, graphs, other, cache, num_blocks, runner.max_model_len, layout
     ))  # fmt: skip
     if runner.device.type == "cpu" and plan.needed + plan.cache > plan.budget:
@@ -157,17 +161,21 @@ def plan_memory(
     return _fit(runner, config, advice, plan, chunk)
 
 
-def _tightest(runner: ModelRunner, plan: MemoryPlan) -> MemoryPlan:
-    """Of all ranks' plans the one with the least room: one scheduler hands out the same blocks on every rank."""
-    group = runner.model.place.group
-    if group.size == 1:
+def _tightest(runner: ModelRunner, world: Group, plan: MemoryPlan) -> MemoryPlan:
+    """Of all ranks' plans the one with the least room: one scheduler hands out the same blocks on every rank.
+
+    Blocks are not as large in all stages, so where their number was named, the one that needs most for them."""
+    if world.size == 1:
         return plan
     names = ("num_blocks", "total", "budget", "weights", "activations", "graphs", "other", "cache")
-    found = gather(group, runner.device, [getattr(plan, name) for name in names])
-    rank = min(range(group.size), key=lambda rank: found[rank][0])
+    found = gather(world, runner.device, [getattr(plan, name) for name in names])
+    room = [numbers[2] - sum(numbers[3:]) for numbers in found]
+    rank = min(range(world.size), key=lambda rank: (found[rank][0], room[rank]))
     device = f"cuda:{rank}" if runner.device.type == "cuda" else "cpu"
+    if (stages := runner.model.place.stage.count) > 1:
+        device += f", stage {stage_of(rank, world.size, stages) + 1} of {stages}"
     least: dict[str, Any] = dict(zip(names, found[rank], strict=True))
-    return dataclasses.replace(plan, tightest=f"rank {rank} of {group.size} ({device})", **least)
+    return dataclasses.replace(plan, tightest=f"rank {rank} of {world.size} ({device})", **least)
 
 
 def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:

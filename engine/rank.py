@@ -35,6 +35,8 @@ from .models.model import Model
 from .overrides import read_model_config
 from .parallel.divide import check_divides
 from .parallel.group import LOCAL, SYMMETRIC, Group, join
+from .parallel.pipeline import WHOLE, Stage, form_ring
+from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
 from .quant.packed_experts import PackedExperts
 from .ranks.agreement import check_equal, gather
@@ -86,14 +88,20 @@ class Rank:
                 logger.info("%s", limits)
             if note := getattr(model_config.quantization, "note", None):
                 logger.warning("--quantization %s: %s", config.quantization, note)
-            check_divides(model_config, seat.size, config.enable_expert_parallel)
-            symmetric = SYMMETRIC and not config.disable_custom_all_reduce
-            self.group = meet(seat, machine.device, symmetric, config.distributed_timeout_seconds)
-            check_equal(self.group, asked)
+            num_stages = config.pipeline_parallel_size
+            check_stages(model_config, num_stages, config.stage_layers)
+            check_divides(model_config, seat.size // num_stages, config.enable_expert_parallel)
+            symmetric = SYMMETRIC and not config.disable_custom_all_reduce and seat.rendezvous.startswith("file://")
+            self.world = meet(seat, machine.device, symmetric, num_stages, config.distributed_timeout_seconds)
+            check_equal(self.world, asked)
+            layers = stage_layers(model_config, num_stages, config.stage_layers)
+            self.group, self.stage = form_ring(self.world, num_stages, machine.device, symmetric, layers)
+            if num_stages > 1:
+                logger.info("layers of the %d stages: %s", num_stages, ", ".join(str(len(part)) for part in layers))
         with self._phase("weights"):
             self.model = load(
                 path, model_config, asked, self.group, lambda done, total: report(Progress("weights", done, total)),
-                lambda *sizes: self._admit(model_config, *sizes), config.merge_lora,
+                lambda *sizes: self._admit(model_config, *sizes), config.merge_lora, self.stage,
             )  # fmt: skip
             drafter = None
             if asked.speculation.by_model:
@@ -103,7 +111,7 @@ class Rank:
                 logger.info("%s", told(self.quantization))
         with self._phase("compilation"):
             before_memory()
-            gather(self.group, machine.device, [0])  # the others find in the cache what rank 0 has had compiled
+            gather(self.world, machine.device, [0])  # the others find in the cache what rank 0 has had compiled
         with self._phase("memory"):
             kv_format, told_of_cache = loaded_format(asked, self.model)
             if told_of_cache:
@@ -113,7 +121,7 @@ class Rank:
                 self.runner.adapters = make_tables(self.model, asked, config.download_dir)
             elif asked.max_loras:
                 raise ConfigError("--enable-lora: encoders are served without adapters, leave it out")
-            self.settings, graphs = take_memory(self.runner, config, asked)
+            self.settings, graphs = take_memory(self.runner, config, asked, self.world)
         with self._phase("warm-up"):
             self.longest_step = warm_up(self.runner, self.settings)
         if graphs is not None:
@@ -154,10 +162,11 @@ class Rank:
         )  # fmt: skip
 
 
-def meet(seat: Seat, device: torch.device, symmetric: bool, seconds: float) -> Group:
+def meet(seat: Seat, device: torch.device, symmetric: bool, num_stages: int, seconds: float) -> Group:
     """The group of all ranks. Raises ConfigError where those of other hosts are not found."""
     try:
-        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, timedelta(seconds=seconds))
+        timeout = timedelta(seconds=seconds)
+        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, timeout)
     except RuntimeError as error:
         if seat.rendezvous.startswith(LOCAL):
             raise
@@ -167,12 +176,13 @@ def meet(seat: Seat, device: torch.device, symmetric: bool, seconds: float) -> G
 
 def eager_across_hosts(config: EngineConfig, seat: Seat, device: torch.device) -> EngineConfig:
     """Without graphs where NCCL stops for ever in those that reach over a network (2.28.9 has)."""
-    across = seat.size > 1 and not seat.rendezvous.startswith(LOCAL)
-    if not across or device.type != "cuda" or config.enforce_eager or torch.cuda.nccl.version() >= GRAPHS_ACROSS_HOSTS:
+    if seat.size == 1 or seat.rendezvous.startswith(LOCAL) or device.type != "cuda" or config.enforce_eager:
+        return config
+    if (found := torch.cuda.nccl.version()) >= GRAPHS_ACROSS_HOSTS:
         return config
     logger.warning(
-        "steps are launched kernel by kernel: ranks are on several hosts, and NCCL %s is older than %s, with which CUDA "
-        "graphs reach over a network", *(".".join(map(str, v)) for v in (torch.cuda.nccl.version(), GRAPHS_ACROSS_HOSTS)),
+        "steps are launched kernel by kernel: ranks are on several hosts, and CUDA graphs reach over a network with "
+        "NCCL %s; it is %s", *(".".join(map(str, version)) for version in (GRAPHS_ACROSS_HOSTS, found)),
     )  # fmt: skip
     return dataclasses.replace(config, enforce_eager=True)
 
@@ -201,9 +211,8 @@ def _choose_device(config: EngineConfig, card: int) -> torch.device:
         needed = card + 1 if config.distributed_executor_backend == "ray" else config.ranks_per_node
         if (found := torch.cuda.device_count()) < needed:
             raise ConfigError(
-                f"--tensor-parallel-size {config.tensor_parallel_size}: every rank needs a card of its own, and torch "
-                f"sees {found}: lower it, let more be seen (CUDA_VISIBLE_DEVICES), or take several hosts (--nnodes, "
-                "--distributed-executor-backend ray)"
+                f"{config.divided_by}: every rank needs a card of its own, and torch sees {found}: lower it, let more "
+                "be seen (CUDA_VISIBLE_DEVICES), or take several hosts (--nnodes, --distributed-executor-backend ray)"
             )
         torch.cuda.set_device(card)
     return torch.device("cuda", torch.cuda.current_device())
@@ -217,12 +226,13 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     admit: Callable[[int, int], None] | None = None,
     merge: str | None = None,
+    stage: Stage = WHOLE,
 ) -> Model:
     """`merge`: folder of an adapter that becomes part of it."""
     return load_model(
         path, model_config, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
         max_model_len=settings.max_model_len, seed=settings.seed, progress=progress, admit=admit, group=group,
-        whole_experts=settings.enable_expert_parallel,
+        whole_experts=settings.enable_expert_parallel, stage=stage,
         adapter=None if merge is None else Adapter.open(find_adapter(merge)),
     )  # fmt: skip
 
@@ -253,7 +263,7 @@ def make_runner(
 
 
 def take_memory(
-    runner: ModelRunner | EncoderRunner, config: EngineConfig, settings: Resolved
+    runner: ModelRunner | EncoderRunner, config: EngineConfig, settings: Resolved, world: Group
 ) -> tuple[Fitted, StepGraphs | None]:
     """Plans the memory, makes the rows as wide as the context that fits, and takes the cache."""
     if isinstance(runner, EncoderRunner):
@@ -268,7 +278,7 @@ def take_memory(
     shapes = graphs.shapes() if graphs else ()
     if graphs and runner.adapters is not None and runner.adapter_graphs is not None:
         shapes = [*shapes, *runner.adapter_graphs.shapes()]
-    plan = plan_memory(runner, config, settings.dtype, settings.max_num_batched_tokens, shapes)
+    plan = plan_memory(runner, config, settings.dtype, settings.max_num_batched_tokens, shapes, world)
     fitted = settings.fitted(plan)
     _warn(fitted.notices)
     if fitted.max_model_len != settings.max_model_len:

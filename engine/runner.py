@@ -21,13 +21,14 @@ from .batch import ROWS, SAMPLE_INDEX, WANTED, Batch, BatchBuilder, SampleBatch,
 from .compilations import LateCompilations
 from .graphs import MIXED_DECODE_ROWS, MIXED_PREFILL_ROWS, StepGraph, StepGraphs
 from .kv_format import NUMBERS, KVFormat
-from .kv_layout import KVLayout
+from .kv_layout import kv_layout
 from .kv_storage import allocate, allocate_scales
 from .mask import TokenMask
 from .models.model import Model
 from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs
 from .pooling import Pooled, Pooler
 from .prompt_logprobs import PromptScorer, PromptScores
+from .relay import Relay
 from .request import Pooling, SamplingParams
 from .rows import RowTables
 from .sampler import Sampler, Samples
@@ -173,7 +174,8 @@ class ModelRunner:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.layers = model.attention_layers() + (model_drafter.layers if model_drafter is not None else [])
-        self.layout = KVLayout.of([layer.spec for layer in self.layers], block_size, max_model_len, kv_format)
+        drafting = [layer.spec for layer in model_drafter.layers] if model_drafter is not None else []
+        self.layout = kv_layout(model, block_size, max_model_len, kv_format, drafting)
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.workspace = self._make_workspace() if device.type == "cuda" else None
         if model_drafter is not None:
@@ -184,6 +186,10 @@ class ModelRunner:
         self.num_graph_misses = 0
         self._late = LateCompilations()
         self._launched: Launched | None = None
+        stage = model.place.stage
+        self.is_last = stage.is_last  # and the other stages take what it has sampled
+        ring = stage.ring is not None
+        self.relay = Relay(stage, model.config.hidden_size, model.place.dtype, device) if ring else None
         self.make_rows(max_model_len)
 
     def make_rows(self, max_model_len: int) -> None:
@@ -213,7 +219,9 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> None:
         """Launches the forward pass. `sample` must follow: two calls, so that a mask can be made in between."""
         started, event = time.perf_counter(), self._record()
-        builder = self.builder
+        builder, relay = self.builder, self.relay
+        if relay is not None and relay.stage.is_first:
+            relay.settle(plan, self.tables)
         builder.write_rows(plan)
         num_sampled, num_wanted = plan.num_samples, plan.num_samples + len(plan.pooled)
         wants_all = bool(plan.scored) or self.pooler.needs_all(plan)
@@ -229,6 +237,8 @@ class ModelRunner:
                 adapters.group(plan, shape.tokens, num_logits)
             host = builder.header(plan, shape)
             header = graph.header.copy_(host, non_blocking=True)
+            if relay is not None:
+                relay.take_in(shape.tokens)
             graph.graph.replay()
             batch, hidden = graph.batch, graph.hidden
         else:
@@ -239,6 +249,8 @@ class ModelRunner:
             header = host.to(self.device, non_blocking=True)
             # Dummy steps compile what graphs will launch.
             batch = builder.gather(header, shape, beside=plan.step < 0)
+            if relay is not None:
+                relay.take_in(shape.tokens)
             wanted = header[WANTED, : max(1, num_wanted)]  # at least one, or kernels would meet products of no row
             if wants_all:
                 every = self.forward(batch, None)
@@ -246,9 +258,14 @@ class ModelRunner:
             else:
                 hidden = self.forward(batch, wanted)
                 self.num_graph_misses += graphs is not None and graphs.expects(plan)
+        samples = builder.samples(plan, header, host, batch)
+        if not self.is_last:
+            assert relay is not None
+            relay.hand_over(shape.tokens)
+            self._launched = Launched(header, shape, samples, hidden[:0], None, None, started, event, batch, graph)
+            return
         scores = self.scorer(plan, every) if every is not None and plan.scored else None
         pooled = self.pooler(plan, hidden[num_sampled:num_wanted], every) if plan.pooled else None
-        samples = builder.samples(plan, header, host, batch)
         self._launched = Launched(
             header, shape, samples, hidden[:num_logits], scores, pooled, started, event, batch, graph
         )
@@ -288,9 +305,23 @@ class ModelRunner:
         assert self._launched is not None, "follow() without execute()"
         step, self._launched = self._launched, None
         plan = step.samples.plan
+        if not self.is_last:
+            self._go_on(step, postponed)
+            return
         self._logits(step)  # rank 0 needs this rank's part of them
         tokens = torch.empty(plan.num_samples, dtype=torch.int32, device=self.device)
         self._take(step, tokens, tuple(row + plan.num_decodes * plan.num_drafts for row in postponed))
+
+    def _go_on(self, step: Launched, postponed: tuple[int, ...]) -> None:
+        """On other stages than the last: how far rows have come is known, their tokens come when they are needed."""
+        relay, plan = self.relay, step.samples.plan
+        assert relay is not None
+        nobody_s = torch.zeros(plan.num_samples, dtype=torch.int32, device=self.device)
+        self.builder.commit(step.header, step.shape, nobody_s)
+        if relay.stage.is_first:
+            relay.expect(step.samples, self.tables)
+        if postponed:
+            self.builder.take_back(step.samples, postponed)
 
     def _logits(self, step: Launched) -> Tensor:
         if self.adapters is None:
@@ -304,6 +335,8 @@ class ModelRunner:
         """On every rank: the tokens of rank 0 into the rows, and drafts of what may follow. postponed: samples."""
         if step.samples.plan.num_samples:
             self.model.place.group.broadcast(tokens)
+            if self.relay is not None:
+                self.relay.ring.send(tokens)
         kept = self.builder.commit(step.header, step.shape, tokens)
         if postponed:
             self.builder.take_back(step.samples, postponed)
@@ -326,7 +359,12 @@ class ModelRunner:
             # The tiles of adapters are of all tokens, in the last layer too.
             every = self.model(batch.input_ids, batch.positions, batch.attention)
             return every.index_select(0, wanted)
-        return self.model(batch.input_ids, batch.positions, batch.attention, wanted=wanted)
+        if self.relay is None:
+            return self.model(batch.input_ids, batch.positions, batch.attention, wanted=wanted)
+        residual = self.relay.residual(len(batch.input_ids))
+        embeddings = None if self.relay.stage.is_first else residual
+        hidden = self.model(batch.input_ids, batch.positions, batch.attention, embeddings, wanted)
+        return hidden if self.is_last else residual.copy_(hidden)
 
     def _record(self) -> torch.cuda.Event | None:
         if self.copy_stream is None:
@@ -429,6 +467,8 @@ class ModelRunner:
         if self.model_drafter is not None:
             self.model_drafter.reserve(max(shape.tokens for shape in graphs.shapes()))
         every = [graphs] if self.adapter_graphs is None else [graphs, self.adapter_graphs]
+        if self.relay is not None:
+            self.relay.reserve(graphs.shapes()[0].tokens)
         for one in every:
             one.builder = self.builder
             one.capture()
@@ -437,7 +477,8 @@ class ModelRunner:
         most_sampled = max(self.max_num_seqs, *drafted, 0)
         hidden = torch.zeros(max(rows), self.model.config.hidden_size, dtype=self.model.place.dtype, device=self.device)
         for count in {padded_logits(n, most) for most in rows for n in range(1, min(most, most_sampled) + 1)}:
-            self.model.logits(hidden[:count])
+            if self.is_last:
+                self.model.logits(hidden[:count])
         self.graphs = graphs
         logger.info(
             "%d CUDA graphs took %.2f GiB",
@@ -485,7 +526,12 @@ class ModelRunner:
             [[] for _ in self.layout.groups], pooled=[] if generates else every, num_drafts=num_drafts,
         )  # fmt: skip
         self.execute(plan)
-        return self.sample().wait()
+        if self.is_last:
+            return self.sample().wait()
+        self.follow()
+        if self.relay is not None:
+            self.relay.settle_all(self.tables)
+        return StepResult(plan.step, [])
 
     def _make_workspace(self) -> DecodeWorkspace:
         return DecodeWorkspace.create(

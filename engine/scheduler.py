@@ -23,6 +23,7 @@ from .request import FinishReason, Request, Status, ending
 from .roster import Roster
 from .sharing import Sharing
 from .speculation.depth import Depth
+from .stage_turns import equal_chunk, whose_turn
 from .step import Step
 
 Logprobs = list[TokenLogprobs] | None
@@ -139,7 +140,10 @@ class Scheduler:
         pooling = self.prompt_results.pooling
         constrained = self.num_constrained > 0
         prefills = []
-        for request in list(self.roster.running.values()):
+        running = list(self.roster.running.values())
+        if self.config.num_stages > 1:
+            running = self._leave_some_to_other_stages(running)
+        for request in running:
             computed = request.num_computed_tokens
             total = len(request.token_ids) + request.num_in_flight_tokens
             if total - computed != 1:
@@ -174,6 +178,20 @@ class Scheduler:
             step.limit = min(step.limit, mixed)
         step.budget = step.limit - (sum(scheduled.values()) if most else len(scheduled))
         return prefills
+
+    def _leave_some_to_other_stages(self, running: list[Request]) -> list[Request]:
+        """Without those of the requests that decode who have to wait for a later plan."""
+        decodes, others, prompts = [], [], bool(self.roster.waiting)
+        for request in running:
+            total = len(request.token_ids) + request.num_in_flight_tokens
+            if total - request.num_computed_tokens != 1 or request in self.prompt_results.pooling:
+                others.append(request)
+                prompts = prompts or request.target > request.num_computed_tokens
+            elif total < request.longest and (
+                (guide := request.grammar) is None or guide.may_decode(request.num_in_flight_tokens)
+            ):
+                decodes.append(request)
+        return others + whose_turn(decodes, self.num_scheduled_steps, self.config.num_stages, prompts)
 
     def _large_step(self) -> int:
         """Tokens of a step that works off a long queue; 0: the queue is none."""
@@ -215,6 +233,11 @@ class Scheduler:
             self.sharing.begin(step.budget, len(prefills) + len(self.roster.waiting))
         most = step.budget if self.sharing is None else self.sharing.chunk
         for request in prefills:
+            if self.config.context_cost and request.status is RUNNING:
+                room = equal_chunk(
+                    step.budget, request.num_computed_tokens, self.config.context_cost, self.config.block_size
+                )
+                step.limit, step.budget = step.limit - step.budget + room, room
             num_new = min(request.target - request.num_computed_tokens, step.budget, most)
             if request.status is not RUNNING or not num_new:
                 continue

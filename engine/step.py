@@ -94,6 +94,7 @@ class Step:
             if num_drafts >= 0 and request not in pooling:
                 sampled.append(index)
                 self.sampled.append(request)
+                request.last_sampled = self.index
                 request.num_in_flight_tokens += 1 + num_drafts
                 if num_drafts:
                     request.num_in_flight_drafts += num_drafts

@@ -115,7 +115,7 @@ class ProcessGroup:
         return parts.view(self.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        dist.broadcast(x, source, group=self.group)
+        dist.broadcast(x, group=self.group, group_src=source)
         return x
 
     def close(self) -> None:
@@ -124,14 +124,14 @@ class ProcessGroup:
 
 
 def join(
-    rank: int, size: int, init_method: str, device: torch.device, symmetric: bool = SYMMETRIC,
+    rank: int, size: int, init_method: str, device: torch.device, symmetric: bool = SYMMETRIC, num_stages: int = 1,
     timeout: timedelta = TIMEOUT,
 ) -> Group:  # fmt: skip
-    """The group of `size` ranks, once all have come. Called once in a process. Where they meet by a file, they are of
-    one host, and rank n has its card n.
+    """The group of `size` ranks, once all have come. Called once in a process.
 
     init_method: where they meet, as torch.distributed has it ("file:///…" of a file that is not there yet, "tcp://…").
     symmetric: sums of few rows go through memory that all cards reach, where they do; or NCCL makes them all.
+    num_stages: with several, no sums are made over all.
     """
     if size == 1:
         return ALONE
@@ -144,8 +144,19 @@ def join(
         device_id=device if on_card else None,
     )  # fmt: skip
     assert dist.group.WORLD is not None
+    if num_stages > 1:
+        return ProcessGroup(dist.group.WORLD)
+    return wrapped(dist.group.WORLD, device, symmetric, range(size))
+
+
+def _are_here(cards: range) -> bool:
+    return cards.stop <= torch.cuda.device_count()  # others are on other hosts
+
+
+def wrapped(group: dist.ProcessGroup, device: torch.device, symmetric: bool, cards: range) -> ProcessGroup:
+    """`cards`: of its ranks."""
     from .symmetric import SymmetricGroup, reach_each_other  # it imports this file
 
-    if on_card and init_method.startswith("file://") and reach_each_other(size) and symmetric:
-        return SymmetricGroup(dist.group.WORLD, device)
-    return ProcessGroup(dist.group.WORLD)
+    if device.type == "cuda" and _are_here(cards) and reach_each_other(cards) and symmetric:
+        return SymmetricGroup(group, device)
+    return ProcessGroup(group)

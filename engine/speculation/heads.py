@@ -67,8 +67,9 @@ class EagleHead(nn.Module):
         wanted: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """input_ids int [T]: of the tokens behind `positions`; hidden [T, h], of these → [T, h], or of the wanted."""
-        embeddings = (self.target.embedding if self.embedding is None else self.embedding)(input_ids)
-        assert hidden is not None
+        embedding = self.target.embedding if self.embedding is None else self.embedding
+        assert embedding is not None and hidden is not None
+        embeddings = embedding(input_ids)
         if self.embedding_norm is not None and self.hidden_norm is not None:
             normed, _ = self.hidden_norm(None, hidden)
             residual = normed if self.head.normed_residual else hidden
@@ -123,5 +124,6 @@ class EagleHead(nn.Module):
     def finish(self) -> None:
         """Once everything is loaded: an embedding that is the target's takes no room of its own."""
         mine, theirs = self.embedding, self.target.embedding
+        assert theirs is not None, "targets are not cut into stages"
         if mine is not None and mine.scale == theirs.scale and torch.equal(mine.weight, theirs.weight):
             self.embedding = None

@@ -57,8 +57,8 @@ class Speculation:
         return self.method != "ngram"
 
     def within(self, max_num_seqs: int, max_num_batched_tokens: int) -> Speculation:
-        """With depths that a step has room for: where a row of the table asks for more, the requests that it cannot hold
-        get what the next smaller number of the table is, and none where none fits."""
+        """With depths that a step has room for: where a row of the table asks for more, the requests that it cannot
+        hold get what the next smaller number of the table is, and none where none fits."""
         room = max_num_batched_tokens
         levels = sorted({min(drafts, max(0, room // 2 - 1)) for _, drafts in self.depths} | {0}, reverse=True)
         depths: list[tuple[int, int]] = []

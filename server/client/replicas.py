@@ -59,7 +59,7 @@ def engine_environments(config: EngineConfig) -> list[dict[str, str]]:
     each, needed = config.ranks_per_node, config.num_ranks
     cards = [str(index) for index in range(needed)] if visible is None else [c for c in visible.split(",") if c.strip()]
     if visible is not None and cards and len(cards) < needed:
-        ranks = f" of {each} ranks (--tensor-parallel-size)" if each > 1 else ""
+        ranks = f" of {each} ranks ({config.divided_by})" if each > 1 else ""
         raise ConfigError(
             f"--data-parallel-size {size}: CUDA_VISIBLE_DEVICES={visible} names {len(cards)} cards, and each engine"
             f"{ranks} needs {'one' if each == 1 else each}: name more, or lower it"

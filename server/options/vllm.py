@@ -25,8 +25,6 @@ _TYPICAL = "only typical acceptance has it, which changes answers and is refused
 # name, short name | takes a value, or is a switch | values that mean what vserve does anyway, or ANY | the reason
 _ROWS = (
     # ---- several GPUs ----
-    ("pipeline-parallel-size", "pp", True, "1", "layers are not dealt to cards yet: divide them, by "
-     "--tensor-parallel-size"),
     ("decode-context-parallel-size", "dcp", True, "1", "a context stays on its cards: leave it out"),
     # ---- the model ----
     ("code-revision", "", True, ANY, "a model's code is that of its own --revision"),

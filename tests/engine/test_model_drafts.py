@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from vserve.engine.config import ConfigError
 from vserve.engine.request import SamplingParams
 from vserve.engine.speculation.model_drafter import ModelDrafter
 from vserve.kernels.sampling import sample_torch
@@ -123,7 +120,11 @@ def test_heads_draft_what_plain_code_drafts(
     depth: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
     (answers,), stats = served.run(
-        requests(), speculative_config=config(heads[name], count), max_num_seqs=8, enable_prefix_caching=False, **options
+        requests(),
+        speculative_config=config(heads[name], count),
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+        **options,
     )
     same(answers, plain)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
