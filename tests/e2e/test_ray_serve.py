@@ -32,7 +32,8 @@ def url() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # what others on this machine take is no business of its
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.5")
+        for side in ("HANDLE", "REPLICA"):
+            patch.setenv(f"RAY_SERVE_{side}_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.5")
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         cluster = Cluster()
         try:
@@ -101,14 +102,14 @@ def test_from_one_to_three_and_back(url: str) -> None:
             most = max(most, count)
 
         clients = [asyncio.create_task(load(index)) for index in range(12)]
-        await watch(lambda count: count == 3, 90)
+        await watch(lambda count: count == 3, 180)
         begun = answered
         while answered < begun + 24:
             await asyncio.sleep(0.1)
         busy = False
         await asyncio.gather(*clients)  # raises what any of them has met
         clients, busy = [asyncio.create_task(load(0))], True
-        await watch(lambda count: count == 1, 90)
+        await watch(lambda count: count == 1, 120)
         busy = False
         await asyncio.gather(*clients)
         assert most == 3 and answered >= 36
