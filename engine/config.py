@@ -122,6 +122,12 @@ def _speculation(text: str) -> str | None:
     return problem(text)
 
 
+def _partition(text: str) -> str | None:
+    words = text.split(",")
+    right = all(word.strip().isdecimal() and int(word) for word in words)
+    return None if right else "it must be the number of layers of each stage, such as 12,10,10"
+
+
 def _no_text(text: str) -> str | None:
     return None if text else "it is empty: give it a text, or leave it out"
 
@@ -306,9 +312,9 @@ class EngineConfig:
         1, "stages that the layers of one model are dealt out to, each on a card (on the CPU: a process) of its own, "
         "or on as many as tensor_parallel_size says", group="parallel", bounds=Bounds(1, 64), short="pp",
     )  # fmt: skip
-    pipeline_layer_partition: tuple[str, ...] = option(
-        (), "layers of each stage, such as 12,10,10 (default: so that stages take about as much memory and time as "
-        "each other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel",
+    pipeline_layer_partition: str | None = option(
+        None, "layers of each stage, such as 12,10,10 (default: so that stages take about as much memory and time as "
+        "each other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel", problem=_partition,
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "ranks hold whole experts of a mixture, not a slice of each", group="parallel", short="ep"
@@ -390,7 +396,7 @@ class EngineConfig:
     )  # fmt: skip
     speculative_config: str | None = option(
         None, "JSON object that turns drafts on, such as '{\"method\": \"ngram\", \"num_speculative_tokens\": 7}': "
-        "answers stay the same, and come faster where they repeat what stood before",
+        "answers stay the same, and come faster where they repeat what stood before, or \"model\": who drafts",
         group="scheduler", problem=_speculation, is_json=True, short="sc",
     )  # fmt: skip
     scheduling_policy: str = option(
@@ -417,13 +423,18 @@ class EngineConfig:
         self._check_purpose()
         self._check_events()
         self._check_adapters()
-        self._check_nodes()
         self._check_stages()
+        self._check_nodes()
         if self.engine_in_process and self.data_parallel_size > 1:
             raise ConfigError(
                 f"--engine-in-process has room for one engine, and --data-parallel-size is {self.data_parallel_size}: "
                 "leave one of them out"
             )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def ranks_per_node(self) -> int:
@@ -436,11 +447,6 @@ class EngineConfig:
         return self.data_parallel_size * self.ranks_per_node
 
     @property
-    def world_size(self) -> int:
-        """Ranks of an engine."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
     def divided_by(self) -> str:
         """The options that make several ranks of an engine, for people."""
         sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
@@ -449,24 +455,19 @@ class EngineConfig:
     @property
     def stage_layers(self) -> tuple[int, ...]:
         """How many layers each stage has; empty: nobody has said so."""
-        return tuple(int(count) for count in self.pipeline_layer_partition)
+        return tuple(map(int, (self.pipeline_layer_partition or "").replace(",", " ").split()))
 
     def _check_stages(self) -> None:
-        size, counts = self.pipeline_parallel_size, self.pipeline_layer_partition
-        if counts and not all(count.isdecimal() and int(count) for count in counts):
-            raise ConfigError(
-                f"--pipeline-layer-partition {','.join(counts)}: it must be the number of layers of each stage, such "
-                "as 12,10,10"
-            )
+        size, counts = self.pipeline_parallel_size, self.stage_layers
         if counts and len(counts) != size:
             raise ConfigError(
-                f"--pipeline-layer-partition {','.join(counts)} is of {len(counts)} stages, and "
+                f"--pipeline-layer-partition {self.pipeline_layer_partition} is of {len(counts)} stages, and "
                 f"--pipeline-parallel-size is {size}: name the layers of as many"
             )
         if size > 1 and self.enable_lora:
             raise ConfigError(
-                f"--enable-lora serves adapters on one card, and --pipeline-parallel-size is {size}: leave one of them "
-                "out, or merge one adapter (--merge-lora)"
+                f"--enable-lora serves models in one stage, and --pipeline-parallel-size is {size}: divide each layer "
+                "instead (--tensor-parallel-size), or merge one adapter (--merge-lora)"
             )
         if size > 1 and self.speculative_config:
             raise ConfigError(
@@ -526,11 +527,6 @@ class EngineConfig:
         if self.enable_lora and self.merge_lora is not None:
             raise ConfigError(
                 "--merge-lora makes one model of two, and --enable-lora serves adapters beside: choose one"
-            )
-        if self.enable_lora and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                "--enable-lora serves adapters on one card, and --tensor-parallel-size is "
-                f"{self.tensor_parallel_size}: leave one of them out, or merge one adapter (--merge-lora)"
             )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,7 @@ from .request import SamplingParams
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
 from .shortage import is_out_of_memory, out_of_memory
-from .speculation.loading import load_drafter
+from .speculation.loading import find_draft, load_drafter
 from .speculation.model_drafter import ModelDrafter
 from .weight_size import check_weights
 
@@ -86,16 +87,21 @@ class Rank:
             _warn(asked.notices)
             if limits := step_limits(config, asked):
                 logger.info("%s", limits)
+            draft = None
+            if asked.speculation.by_model:
+                draft = find_draft(asked.speculation, path, model_config, config.download_dir)
+                asked = dataclasses.replace(asked, speculative_config=told_method(asked, draft.settings.method))
             if note := getattr(model_config.quantization, "note", None):
                 logger.warning("--quantization %s: %s", config.quantization, note)
             num_stages = config.pipeline_parallel_size
             check_stages(model_config, num_stages, config.stage_layers)
             check_divides(model_config, seat.size // num_stages, config.enable_expert_parallel)
-            symmetric = SYMMETRIC and not config.disable_custom_all_reduce and seat.rendezvous.startswith("file://")
+            symmetric = SYMMETRIC and not config.disable_custom_all_reduce
             self.world = meet(seat, machine.device, symmetric, num_stages, config.distributed_timeout_seconds)
             check_equal(self.world, asked)
             layers = stage_layers(model_config, num_stages, config.stage_layers)
-            self.group, self.stage = form_ring(self.world, num_stages, machine.device, symmetric, layers)
+            one_host = seat.rendezvous.startswith(LOCAL)
+            self.group, self.stage = form_ring(self.world, num_stages, machine.device, symmetric, layers, one_host)
             if num_stages > 1:
                 logger.info("layers of the %d stages: %s", num_stages, ", ".join(str(len(part)) for part in layers))
         with self._phase("weights"):
@@ -103,9 +109,7 @@ class Rank:
                 path, model_config, asked, self.group, lambda done, total: report(Progress("weights", done, total)),
                 lambda *sizes: self._admit(model_config, *sizes), config.merge_lora, self.stage,
             )  # fmt: skip
-            drafter = None
-            if asked.speculation.by_model:
-                drafter = load_drafter(self.model, asked.speculation, asked.max_model_len, config.download_dir)
+            drafter = None if draft is None else load_drafter(draft, self.model, asked.max_model_len)
             self.quantization = describe(self.model)
             if self.quantization:
                 logger.info("%s", told(self.quantization))
@@ -165,8 +169,7 @@ class Rank:
 def meet(seat: Seat, device: torch.device, symmetric: bool, num_stages: int, seconds: float) -> Group:
     """The group of all ranks. Raises ConfigError where those of other hosts are not found."""
     try:
-        timeout = timedelta(seconds=seconds)
-        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, timeout)
+        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, timedelta(seconds=seconds))
     except RuntimeError as error:
         if seat.rendezvous.startswith(LOCAL):
             raise
@@ -314,6 +317,11 @@ def capture(runner: ModelRunner, graphs: StepGraphs, settings: Resolved) -> None
     runner.capture_graphs(graphs)
     # What steps allocate beside their graphs is kept from here on: allocating later would stop the GPU.
     runner.dummy_step(settings.max_num_seqs, settings.max_num_batched_tokens, WORST_SAMPLING)
+
+
+def told_method(settings: Resolved, method: str) -> str:
+    """speculative_config with what the checkpoint turned out to be: /server_info shows it."""
+    return json.dumps(json.loads(settings.speculative_config) | {"method": method})
 
 
 def _warn(notices: tuple[str, ...]) -> None:

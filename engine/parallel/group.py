@@ -127,7 +127,8 @@ def join(
     rank: int, size: int, init_method: str, device: torch.device, symmetric: bool = SYMMETRIC, num_stages: int = 1,
     timeout: timedelta = TIMEOUT,
 ) -> Group:  # fmt: skip
-    """The group of `size` ranks, once all have come. Called once in a process.
+    """The group of `size` ranks, once all have come. Called once in a process. Where they meet by a file, they are of
+    one host, and rank n has its card n.
 
     init_method: where they meet, as torch.distributed has it ("file:///…" of a file that is not there yet, "tcp://…").
     symmetric: sums of few rows go through memory that all cards reach, where they do; or NCCL makes them all.
@@ -146,17 +147,13 @@ def join(
     assert dist.group.WORLD is not None
     if num_stages > 1:
         return ProcessGroup(dist.group.WORLD)
-    return wrapped(dist.group.WORLD, device, symmetric, range(size))
+    return wrapped(dist.group.WORLD, device, symmetric, range(size) if init_method.startswith(LOCAL) else None)
 
 
-def _are_here(cards: range) -> bool:
-    return cards.stop <= torch.cuda.device_count()  # others are on other hosts
-
-
-def wrapped(group: dist.ProcessGroup, device: torch.device, symmetric: bool, cards: range) -> ProcessGroup:
-    """`cards`: of its ranks."""
+def wrapped(group: dist.ProcessGroup, device: torch.device, symmetric: bool, cards: range | None) -> ProcessGroup:
+    """`cards`: of its ranks where they are of one host."""
     from .symmetric import SymmetricGroup, reach_each_other  # it imports this file
 
-    if device.type == "cuda" and _are_here(cards) and reach_each_other(cards) and symmetric:
+    if device.type == "cuda" and cards is not None and reach_each_other(cards) and symmetric:
         return SymmetricGroup(group, device)
     return ProcessGroup(group)

@@ -22,9 +22,10 @@ from .. import logs
 from ..config import EngineConfig, default_cpu_threads
 from ..connection import Connection
 from ..messages import Failure
+from .adapters import OtherStores
 from .effort import Effort, Starting
 from .hang import IDLE, INTERVAL, START_LIMIT, HangWatch, pulse
-from .messages import FromRank, Join, Leave, Pulse, Seat, ToRank
+from .messages import AdapterRead, FromRank, Join, Leave, Pulse, Seat, ToRank
 from .place import Place
 from .placing import placing
 
@@ -63,7 +64,8 @@ class Peers:
         self._cards: dict[int, int] = {}
         self._connections: list[Connection] = []
         self._encoder = msgspec.msgpack.Encoder()
-        self._hangs = HangWatch(config.world_size)
+        self.stores = OtherStores(self.send, range(1, config.world_size))
+        self._hangs = HangWatch(config.world_size, config.pipeline_parallel_size)
         self._watching: asyncio.Task[None] | None = None
         self._ending = False
         self.seat = Seat()
@@ -131,7 +133,7 @@ class Peers:
         """For hangs, from now on, as in a step that takes `limit` seconds. `effort`: of rank 0."""
         if self._watching is not None:
             self._watching.cancel()
-        self._hangs = HangWatch(self._config.world_size)
+        self._hangs = HangWatch(self._config.world_size, self._config.pipeline_parallel_size)
         self._watching = asyncio.create_task(self._watch(progress, effort, limit))
         if not self._config.engine_in_process:  # then others have work for the loop
             arguments = (effort, limit)
@@ -165,6 +167,8 @@ class Peers:
     def _receive(self, rank: int, message: FromRank) -> None:
         if isinstance(message, Pulse):
             self._hangs.heard(rank, message)
+        elif isinstance(message, AdapterRead):
+            self.stores.heard(rank, message)
         elif isinstance(message, Failure):
             self.lose(f"{self._name(rank)}: {message.message}")
 

@@ -482,9 +482,9 @@ def test_what_reads_both_ways_is_not_divided(tiny_model: Any) -> None:
     assert sizes(config) == [1]
 
 
-def test_adapters_are_served_on_one_card() -> None:
-    with pytest.raises(ConfigError, match="--enable-lora serves adapters on one card, and --tensor-parallel-size is 2"):
-        EngineConfig("m", enable_lora=True, tensor_parallel_size=2)
+def test_adapters_are_served_in_one_stage() -> None:
+    with pytest.raises(ConfigError, match="--enable-lora serves models in one stage, and --pipeline-parallel-size is"):
+        EngineConfig("m", enable_lora=True, pipeline_parallel_size=2)
 
 
 def test_ranks_share_the_threads_and_the_memory() -> None:
