@@ -35,7 +35,7 @@ FEW_DECODES = 16
 # Requests without drafts beside those with some: with more, or in a large step, nobody takes any, as there is no CUDA
 # graph for that.
 BESIDE_DRAFTS = 16
-FARTHEST = 1024  # places of the queue that are looked at for somebody whose adapter has a slot
+FARTHEST = 1024  # places of the queue that are looked at for somebody who may pass those that have to wait
 
 
 class Scheduler:
@@ -130,7 +130,7 @@ class Scheduler:
             return None
         self.num_scheduled_steps += 1
         self.in_flight.append(step)
-        return step.freeze(self.kv, self.prompt_results, self.num_constrained > 0)
+        return step.freeze(self.kv, self.prompt_results, self.num_constrained > 0, self.drafting is not None)
 
     def _schedule_decodes(self, step: Step) -> list[Request]:
         """Pass 1: one token, and drafts of those behind it, for each running request that lacks just one. Returns the
@@ -222,10 +222,10 @@ class Scheduler:
 
     def _may_draft(self, request: Request, total: int) -> bool:
         """Whether a step may compute drafts of this request's tokens up to `total`: its context and the cache must hold
-        them, and no token behind the first one may have to wait for a mask."""
+        them, and its grammar has to know them."""
         if total > self.stop or request in self.prompt_results.pooling:
             return False
-        return request.grammar is None or not request.grammar.binds(total - len(request.token_ids))
+        return request.grammar is None or request.grammar.may_draft(total - len(request.token_ids))
 
     def _schedule_prefills(self, step: Step, prefills: list[Request]) -> None:
         """Pass 2: prompts (and all tokens of resumed requests) begun in an earlier step, in the order of admission."""
@@ -276,7 +276,7 @@ class Scheduler:
             request.own_prompt()
             roster.start(place)
             if self.adapters is not None and request.adapter:
-                request.slot, copy = self.adapters.start(request.adapter)
+                request.slot, copy = self.adapters.start(request.adapter, request.id)
                 if copy is not None:
                     step.adapters.append(copy)
             request.first_scheduled = request.first_scheduled or now
@@ -289,13 +289,15 @@ class Scheduler:
                 sharing.note(request, request.num_computed_tokens + num_new, self.kv)
 
     def _next(self, first: int) -> int:
-        """Place in the queue, from `first` on, of who may begin; -1 for nobody."""
+        """Place in the queue, from `first` on, of who may begin; -1 for nobody. Who may not at one place may not for
+        the rest of the pass, so that each place is looked at once."""
         waiting, sharing, adapters = self.roster.waiting, self.sharing, self.adapters
-        if adapters is None:
-            return first if sharing is None else sharing.next(waiting)
+        if sharing is not None and sharing.is_full:
+            return -1
         for place in range(first, min(len(waiting), first + FARTHEST)):
-            allowed = sharing is None or sharing.next(waiting, place) == place
-            if allowed and adapters.may_start(waiting[place][3].adapter):
+            request = waiting[place][3]
+            allowed = sharing is None or sharing.allows(request)
+            if allowed and (adapters is None or adapters.may_start(request.adapter, request.id)):
                 return place
         return -1
 
@@ -334,9 +336,12 @@ class Scheduler:
         token is computed once more when their masks are there. The device has to be told, too."""
         (step,) = self.in_flight
         for request in requests:
-            step.sampled[step.sampled.index(request)] = None
-            request.num_in_flight_tokens -= 1
-            request.num_computed_tokens -= 1
+            index = step.sampled.index(request)
+            num_drafts = step.num_drafts if index < step.num_drafting else 0
+            step.sampled[index] = None
+            request.num_in_flight_tokens -= 1 + num_drafts
+            request.num_in_flight_drafts -= num_drafts
+            request.num_computed_tokens -= 1 + num_drafts
             self.kv.unregister(request, request.num_computed_tokens)
 
     # ---- taking in results ----
@@ -391,6 +396,9 @@ class Scheduler:
                 outputs.append(self._milestone(request, tokens, entries, reason, error))
             else:
                 outputs.append(RequestOutput(request.id, tokens, None, None, entries))
+        for request, drafts in zip(step.told, result.drafts, strict=True):
+            if request.grammar is not None and request.grammar.drafted:
+                request.grammar.drafts = drafts
         return outputs
 
     def _milestone(
@@ -497,6 +505,8 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         self._leave(request)
         request.num_computed_tokens = 0
+        if request.grammar is not None:
+            request.grammar.forget_drafts()
         self.roster.requeue(request)
 
     def _leave(self, request: Request) -> None:
@@ -513,6 +523,8 @@ class Scheduler:
         """The one place where a request ends; what it returns is the last that is said about it."""
         if request.status is RUNNING:
             self._leave(request)
+        elif self.adapters is not None:
+            self.adapters.leave(request.adapter, request.id)
         self.roster.remove(request)
         self.prompt_results.discard(request)
         self.num_constrained -= request.grammar is not None
