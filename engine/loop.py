@@ -12,7 +12,7 @@ from itertools import islice
 
 import msgspec
 
-from .adapters.loading import AdapterLoading
+from .adapters.loading import AdapterLoading, Others
 from .adapters.store import AdapterStore
 from .arrivals import Arrivals
 from .config import SchedulerConfig
@@ -68,8 +68,10 @@ class EngineLoop:
     def __init__(
         self, config: SchedulerConfig, executor: Executor, send: Callable[[FromEngine], None], *, vocab_size: int,
         seed: int = 0, shares_thread: bool = False, adapters: AdapterStore | None = None,
+        other_adapters: Others | None = None,
     ) -> None:  # fmt: skip
-        """`shares_thread`: the event loop is not the engine's own, so nothing may block it."""
+        """`shares_thread`: the event loop is not the engine's own, so nothing may block it. `other_adapters`: the
+        stores of other ranks."""
         self.config = config
         self.scheduler = Scheduler(config)
         self.executor = executor
@@ -80,7 +82,7 @@ class EngineLoop:
         self._arrivals = Arrivals(self.scheduler, self._vocab_size, seed, self._resumed)
         self.adapters: AdapterLoading | None = None
         if adapters is not None and (book := self.scheduler.adapters) is not None:
-            self.adapters = AdapterLoading(adapters, book, send, self._adapter_failed, self._awaken)
+            self.adapters = AdapterLoading(adapters, book, send, self._adapter_failed, self._awaken, other_adapters)
             self._arrivals.adapters = self.adapters
         self._inbox: deque[ToEngine] = deque()
         self._adding: Iterator[list[RequestOutput]] = iter(())  # the requests of a message, and what ended on arrival
@@ -92,6 +94,8 @@ class EngineLoop:
         self._pacer = Pacer()
         self._unsampled = False  # the newest of them waits for its mask, and that for the results of the others
         self._num_graph_misses = self._num_late_compilations = 0  # as the last result has them
+        self._expert_tokens: tuple[int, ...] = ()
+        self._expert_imbalance = 0.0
         self._num_violations = 0  # of what should hold at rest
         self._host_seconds = 0.0
         self._device_seconds = 0.0
@@ -100,7 +104,8 @@ class EngineLoop:
 
     def publish(self, publisher: Publisher) -> None:
         """From now on what the prefix cache gains and loses."""
-        self._events = KVEvents(publisher.publish, self.config.block_size, self.config.windows)
+        names = {} if self.scheduler.adapters is None else self.scheduler.adapters.names
+        self._events = KVEvents(publisher.publish, self.config.block_size, self.config.windows, names)
         self.scheduler.kv.publish(self._events)
         self._events.flush()
 
@@ -294,6 +299,8 @@ class EngineLoop:
         started = time.perf_counter()
         self._pacer.finished(plan.kind, result.device_seconds, started)
         self._num_graph_misses, self._num_late_compilations = result.num_graph_misses, result.num_late_compilations
+        if result.expert_tokens:
+            self._expert_tokens, self._expert_imbalance = result.expert_tokens, result.expert_imbalance
         sampled = self.scheduler.in_flight[0].sampled
         outputs = self.scheduler.update(result)
         if self.scheduler.num_constrained:
@@ -347,6 +354,8 @@ class EngineLoop:
             num_graph_misses=self._num_graph_misses,
             num_late_compilations=self._num_late_compilations,
             num_invariant_violations=self._num_violations,
+            expert_tokens=self._expert_tokens,
+            expert_imbalance=self._expert_imbalance,
         )
         preempted, self.scheduler.preempted = self.scheduler.preempted, []
         self._send(StepOutputs(outputs, stats, preempted))

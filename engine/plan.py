@@ -108,6 +108,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     num_late_compilations: int = 0  # kernels compiled after the engine was ready, so far
     counts: list[int] = []  # tokens kept of each of plan.sampled, one at least; empty: one each
     drafted: list[int] = []  # of each of the first plan.num_decodes rows: drafts that somebody had proposed
+    expert_tokens: tuple[int, ...] = ()  # of each expert so far, told once a second
+    expert_imbalance: float = 0.0
     num_proposed: int = 0  # rows with drafts that somebody has proposed for the step to come
     drafts: list[list[int]] = []  # of each of plan.told: what they are
 

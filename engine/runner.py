@@ -23,6 +23,7 @@ from .graphs import MIXED_DECODE_ROWS, MIXED_PREFILL_ROWS, StepGraph, StepGraphs
 from .kv_format import NUMBERS, KVFormat
 from .kv_layout import kv_layout
 from .kv_storage import allocate, allocate_scales
+from .layers.expert_load import ExpertCounter, ExpertLoad
 from .mask import TokenMask
 from .models.model import Model
 from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 LOGIT_ROWS = 32
 PROMPT_PAGE_TOKENS = 1 << 17
+EXPERT_SECONDS = 1.0  # between two looks at the load of experts
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True))
 
 
@@ -69,6 +71,8 @@ class Pending:
     started: float
     events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None = None  # start, end, copied
     held: list[Tensor] | None = None
+    experts: Tensor | None = None  # ExpertLoad.counts, on the host
+    counter: ExpertCounter | None = None
 
     def wait(self) -> StepResult:
         """Blocks (without the GIL) until the step is over. May be called on any thread."""
@@ -98,6 +102,11 @@ class Pending:
                 logprobs[i] = TokenLogprobs(values[j], ranks[j], ids[j], tops[j])
         scores = self.scores.lists(*host) if self.scores is not None else []
         result = StepResult(self.plan.step, tokens, logprobs, errors, seconds, scores, embeddings)
+        if self.experts is not None and self.counter is not None:
+            tokens_of_experts, imbalance = self.counter.take(self.experts)
+            result = msgspec.structs.replace(
+                result, expert_tokens=tokens_of_experts, expert_imbalance=imbalance
+            )  # fmt: skip
         if proposed is not None:
             result = msgspec.structs.replace(result, num_proposed=int(np.count_nonzero(proposed)))
         if told is not None:
@@ -173,7 +182,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.model_drafter = model_drafter
-        of_ngrams = speculation.depths and model_drafter is None
+        of_ngrams = speculation.depths and not speculation.by_model
         self.drafter: Drafter | None = NgramDrafter(speculation) if of_ngrams else None
         if self.drafter is not None and speculation.acceptance:
             self.drafter = Always(self.drafter, speculation.num_drafts)
@@ -199,9 +208,9 @@ class ModelRunner:
         self._launched: Launched | None = None
         stage = model.place.stage
         self.is_last = stage.is_last  # and the other stages take what it has sampled
-        self.relay = (
-            Relay(stage, model.config.hidden_size, model.place.dtype, device) if stage.ring is not None else None
-        )
+        ring = stage.ring is not None
+        self.relay = Relay(stage, model.config.hidden_size, model.place.dtype, device) if ring else None
+        self._counter, self._experts_read = ExpertCounter(), 0.0
         self.make_rows(max_model_len)
 
     def make_rows(self, max_model_len: int) -> None:
@@ -301,16 +310,32 @@ class ModelRunner:
             outputs.append(pooled.vectors)
         outputs += samples.logprobs or ()
         outputs += scores.tensors if scores is not None else ()
+        load, counter = self._expert_load(), self._counter
         if self.copy_stream is None:
-            return Pending(plan, outputs, samples, drafts, scores, pooled, step.started)
+            experts = None if load is None else load.clone()
+            return Pending(
+                plan, outputs, samples, drafts, scores, pooled, step.started, experts=experts, counter=counter
+            )  # fmt: skip
         end = self._record()
         assert step.event is not None and end is not None
         with torch.cuda.stream(self.copy_stream):
             self.copy_stream.wait_event(end)
             host = [t.to("cpu", non_blocking=True) for t in outputs]
+            experts = None if load is None else load.to("cpu", non_blocking=True)  # while later steps add to it
             copied = torch.cuda.Event(blocking=True)
             copied.record(self.copy_stream)
-        return Pending(plan, host, samples, drafts, scores, pooled, step.started, (step.event, end, copied), outputs)
+        events = step.event, end, copied
+        return Pending(
+            plan, host, samples, drafts, scores, pooled, step.started, events, outputs, experts, counter
+        )  # fmt: skip
+
+    def _expert_load(self) -> Tensor | None:
+        """Where it is time to read it."""
+        load: ExpertLoad | None = getattr(self.model, "expert_load", None)
+        if load is None or time.monotonic() - self._experts_read < EXPERT_SECONDS:
+            return None
+        self._experts_read = time.monotonic()
+        return load.counts
 
     @torch.inference_mode()
     def follow(self, postponed: tuple[int, ...] = (), cuts: tuple[tuple[int, int], ...] = ()) -> None:
@@ -413,7 +438,8 @@ class ModelRunner:
         if self.model_drafter is None:
             return {}
         first = len(self.layers) - len(self.model_drafter.layers)
-        return dict.fromkeys(range(first, len(self.layers)), self.model_drafter.num_scratch_blocks)
+        groups = sum(max(group.layers) >= first for group in self.layout.groups)
+        return dict.fromkeys(range(first, len(self.layers)), groups * self.model_drafter.num_scratch_blocks)
 
     def scratch_bytes(self, item: int) -> int:
         """Of those blocks; item: bytes of a number."""
@@ -513,8 +539,12 @@ class ModelRunner:
         return self._late.seconds
 
     def count_compilations(self) -> None:
-        """From here on every kernel should be ready."""
+        """From here on every kernel should be ready, and tokens are requests'."""
         self._late.count()
+        load: ExpertLoad | None = getattr(self.model, "expert_load", None)
+        if load is not None:
+            load.clear()
+            self._counter, self._experts_read = ExpertCounter(), 0.0
 
     def dummy_step(
         self, num_seqs: int, num_tokens: int, sampling: SamplingParams, num_drafts: int = 0, adapted: bool = False

@@ -35,7 +35,7 @@ FEW_DECODES = 16
 # Requests without drafts beside those with some: with more, or in a large step, nobody takes any, as there is no CUDA
 # graph for that.
 BESIDE_DRAFTS = 16
-FARTHEST = 1024  # places of the queue that are looked at for somebody whose adapter has a slot
+FARTHEST = 1024  # places of the queue that are looked at for somebody who may pass those that have to wait
 
 
 class Scheduler:
@@ -184,15 +184,13 @@ class Scheduler:
         decodes, others, prompts = [], [], bool(self.roster.waiting)
         for request in running:
             total = len(request.token_ids) + request.num_in_flight_tokens
-            if total - request.num_computed_tokens != 1:
+            if total - request.num_computed_tokens != 1 or request in self.prompt_results.pooling:
                 others.append(request)
                 prompts = prompts or request.target > request.num_computed_tokens
             elif total < request.longest and (
                 (guide := request.grammar) is None or guide.may_decode(request.num_in_flight_tokens)
             ):
                 decodes.append(request)
-            elif request in self.prompt_results.pooling:
-                others.append(request)
         return others + whose_turn(decodes, self.num_scheduled_steps, self.config.num_stages, prompts)
 
     def _large_step(self) -> int:
@@ -278,7 +276,7 @@ class Scheduler:
             request.own_prompt()
             roster.start(place)
             if self.adapters is not None and request.adapter:
-                request.slot, copy = self.adapters.start(request.adapter)
+                request.slot, copy = self.adapters.start(request.adapter, request.id)
                 if copy is not None:
                     step.adapters.append(copy)
             request.first_scheduled = request.first_scheduled or now
@@ -291,13 +289,15 @@ class Scheduler:
                 sharing.note(request, request.num_computed_tokens + num_new, self.kv)
 
     def _next(self, first: int) -> int:
-        """Place in the queue, from `first` on, of who may begin; -1 for nobody."""
+        """Place in the queue, from `first` on, of who may begin; -1 for nobody. Who may not at one place may not for
+        the rest of the pass, so that each place is looked at once."""
         waiting, sharing, adapters = self.roster.waiting, self.sharing, self.adapters
-        if adapters is None:
-            return first if sharing is None else sharing.next(waiting)
+        if sharing is not None and sharing.is_full:
+            return -1
         for place in range(first, min(len(waiting), first + FARTHEST)):
-            allowed = sharing is None or sharing.next(waiting, place) == place
-            if allowed and adapters.may_start(waiting[place][3].adapter):
+            request = waiting[place][3]
+            allowed = sharing is None or sharing.allows(request)
+            if allowed and (adapters is None or adapters.may_start(request.adapter, request.id)):
                 return place
         return -1
 
@@ -523,6 +523,8 @@ class Scheduler:
         """The one place where a request ends; what it returns is the last that is said about it."""
         if request.status is RUNNING:
             self._leave(request)
+        elif self.adapters is not None:
+            self.adapters.leave(request.adapter, request.id)
         self.roster.remove(request)
         self.prompt_results.discard(request)
         self.num_constrained -= request.grammar is not None

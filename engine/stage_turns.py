@@ -1,4 +1,4 @@
-"""How a pipeline's plans share the work, so that every stage has some: whose turn it is to decode, and how long chunks are.
+"""How a pipeline's plans share the work, so that every stage has some: who decodes in which, and how long chunks are.
 
 As many plans as there are stages are computed at once, and one more waits for its turn. A request is in one of them at
 a time, as its next token begins with its last. So if one plan took all who decode, the other stages would idle.

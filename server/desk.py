@@ -15,6 +15,7 @@ from .client.board import SERVES
 from .client.meeting import Meeting, listen
 from .client.replicas import Replicas
 from .client.scaling import ScalingError, scale
+from .generation.adapters import Record
 from .http.front_door import FrontDoor
 from .state import ServerState
 
@@ -70,6 +71,12 @@ class Desk:
                 await scale(server.client, asked["size"], asked["drain_timeout"])
             except ScalingError as error:
                 return Response(str(error), 500)
+        elif path == "/own/adapters" and request.method == "GET":
+            return Response(_encode(server.adapters.records()))
+        elif path == "/own/adapters":
+            server.adapters.take(msgspec.json.decode(await request.body(), type=Record))
+        elif path == "/own/adapters/retire":
+            await server.adapters.retire(msgspec.json.decode(await request.body())["id"])
         else:
             return Response(status_code=404)
         return Response(status_code=200)

@@ -1,8 +1,8 @@
 """Stages of a model that is cut between layers, and how they reach each other: a ring of ranks.
 
-The first ranks, those of rank 0, have the last stage: the engine's own process samples, as it does everywhere, so masks,
-results and log-probabilities need no way of their own. The next ones have the first stage, and so on. Hidden states and
-sampled tokens then both go from each to the next:
+The first ranks, those of rank 0, have the last stage: the engine's own process samples, as it does everywhere, so that
+masks, results and log-probabilities need no way of their own. The next ones have the first stage, and so on. Hidden
+states and sampled tokens then both go from each to the next:
 
     ranks    0 … (last stage) ─ tokens ─▶ first stage ─ hidden states ─▶ second stage ─ … ─▶ back to 0 …
 """
@@ -22,6 +22,8 @@ from .group import ALONE, Group, wrapped
 class Ring:
     """This rank's links: from the one before it in the ring, and to the one behind."""
 
+    num_entered = 0  # of this process: transfers that were begun
+
     def __init__(self, rank: int, size: int, num_stages: int) -> None:
         """Every rank has to call it; group members are numbered as in the world."""
         each = size // num_stages
@@ -39,6 +41,7 @@ class Ring:
 
     def send(self, x: Tensor) -> None:
         """To the rank behind, which must receive as many elements; x must not change from here on."""
+        Ring.num_entered += 1
         work = dist.isend(x, self._behind, self._out)
         assert work is not None
         self._sends.append((work, x))
@@ -49,6 +52,7 @@ class Ring:
 
     def receive(self, x: Tensor) -> Tensor:
         """Into x, from the rank before. On a card, the stream waits, not the host."""
+        Ring.num_entered += 1
         dist.recv(x, self._before, self._in)
         return x
 
@@ -83,7 +87,7 @@ def stage_of(rank: int, size: int, num_stages: int) -> int:
 
 
 def form_ring(
-    world: Group, num_stages: int, device: torch.device, symmetric: bool, layers: list[range]
+    world: Group, num_stages: int, device: torch.device, symmetric: bool, layers: list[range], one_host: bool
 ) -> tuple[Group, Stage]:
     """→ the group that shares this rank's stage, and the stage. `layers`: of each stage. Every rank has to call it."""
     if num_stages == 1:
@@ -94,6 +98,6 @@ def form_ring(
         ranks = range(first, first + each)
         group = dist.new_group(list(ranks))
         if rank in ranks:
-            mine = wrapped(group, device, symmetric, ranks)
+            mine = wrapped(group, device, symmetric, ranks if one_host else None)
     index = stage_of(rank, world.size, num_stages)
     return mine, Stage(index, num_stages, layers[index], Ring(rank, world.size, num_stages))

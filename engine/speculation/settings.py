@@ -23,7 +23,7 @@ DEFAULT_DRAFTS_OF_MODELS = 3
 _REFUSED = {
     "medusa": "heads of Medusa",
     "mlp_speculator": "MLP speculators",
-    "suffix": "suffix decoding",
+    "suffix": "drafts by suffix decoding",
     "dflash": "drafts of DFlash",
     "dspark": "drafts of DSpark",
     "custom_class": "classes of others, whose code would run in the engine,",
@@ -127,7 +127,7 @@ def _read(asked: dict[str, Any]) -> Speculation | None:
 
 
 def _check_method(asked: dict[str, Any]) -> str:
-    """ "ngram", one of MODELS, or "": what the model says."""
+    """One of MODELS or "ngram"; "": what the model says."""
     method, model = asked.get("method"), asked.get("model")
     if method is None:
         method = "ngram" if model is None or model in NGRAM else ""
@@ -141,9 +141,9 @@ def _check_method(asked: dict[str, Any]) -> str:
     if name and name not in MODELS:
         raise ConfigError(f"its method is {method!r}: it must be ngram, {', '.join(MODELS[:-1])} or {MODELS[-1]}")
     if name != "mtp" and not (isinstance(model, str) and model):
-        raise ConfigError(
-            f"its method is {method!r}, and its model is {model!r}: it must be a folder, or a name of the hub's"
-        )
+        raise ConfigError(f"its model is {model!r}: it must be the folder, or the hub's name, of who is to draft")
+    if not isinstance(model, str | None):
+        raise ConfigError(f"its model is {model!r}: it must be a folder, or a name of the hub's")
     return name
 
 

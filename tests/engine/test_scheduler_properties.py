@@ -27,6 +27,7 @@ import vserve.engine.prompt_results as prompt_results_module
 import vserve.engine.request as request_module
 import vserve.engine.roster as roster_module
 import vserve.engine.scheduler as scheduler_module
+import vserve.engine.stage_turns as stage_turns_module
 import vserve.engine.step as step_module
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.guide import Guide
@@ -51,6 +52,7 @@ ROOMS = {
     "prompt_results": prompt_results_module,
     "request": request_module,
     "roster": roster_module,
+    "stage_turns": stage_turns_module,
     "step": step_module,
 }
 
@@ -463,6 +465,11 @@ def with_drafts(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     return replace(config, max_drafts=most, max_num_batched_tokens=tokens, num_blocks=blocks)
 
 
+def with_stages(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
+    stages = rng.randint(2, 4)
+    return replace(config, num_stages=stages, depth=stages + 1, context_cost=rng.choice([0.0, 0.01, 0.3]))
+
+
 class RandomDepth(Depth):
     def __init__(self, most: int, rng: random.Random) -> None:
         super().__init__(((1 << 30, most),))
@@ -510,14 +517,16 @@ def capacity_of(config: SchedulerConfig) -> int:
 
 class Simulation:
     def __init__(
-        self, seed: int, *, windowed: bool = False, drafts: bool = False, check: bool = True,
+        self, seed: int, *, windowed: bool = False, drafts: bool = False, stages: bool = False, check: bool = True,
         device: type[Device] = Device,
     ) -> None:  # fmt: skip
-        """`windowed`: some KV groups have windows. `drafts`: steps have drafts, some of them wrong. `check`: assert the
-        scheduler's own invariants, too."""
+        """`windowed`: some KV groups have windows. `drafts`: steps have drafts, some of them wrong. `stages`: of a
+        pipeline compute the steps. `check`: assert the scheduler's own invariants, too."""
         self.rng = rng = random.Random(seed)
         config = random_config(rng, windowed)
+        config = with_stages(config, random.Random(seed + 5)) if stages else config
         self.config = config = with_drafts(config, rng) if drafts else config
+        self.left_out: Counter[Request] = Counter()  # plans, of those who could decode
         self.scheduler = Scheduler(config)
         if drafts:
             self.scheduler.drafting = RandomDepth(config.max_drafts, random.Random(seed + 4))
@@ -633,10 +642,14 @@ class Simulation:
         self.quiet += 1
         assert self.quiet <= self.config.max_model_len + 2 * self.config.depth + 2, "steps go by, but nobody gets on"
         planned = set(plan.rows)
-        for request in ready:
-            assert request.row in planned or request.status is Status.WAITING, f"{request} was ready, but left out"
+        if self.config.num_stages > 1:
+            self.check_turns(plan, ready)
+        else:
+            for request in ready:
+                assert request.row in planned or request.status is Status.WAITING, f"{request} was ready, but left out"
         if plan.new_rows:
-            missing = sum(map(self.missing_blocks, scheduler.roster.running.values()))
+            waits = {request for request in ready if request.row not in planned}  # for its turn, where there are stages
+            missing = sum(map(self.missing_blocks, set(scheduler.roster.running.values()) - waits))
             assert missing <= scheduler.kv.num_free_blocks, (
                 "admitted into blocks that others will need for their prompts"
             )
@@ -682,6 +695,24 @@ class Simulation:
             self.seen["pooled after chunks"] += plan.num_tokens[ids.index(request.id)] < request.num_prompt_tokens
         self.results.append((plan.step, ids if fails else [], result))
         return True
+
+    def check_turns(self, plan: StepPlan, ready: list[Request]) -> None:
+        """Every stage gets some of those who decode, everybody has a turn, and nobody holds up the others."""
+        ready = [request for request in ready if request.sampling.pooling is None]  # as a prompt
+        stages, planned, new = self.config.num_stages, set(plan.rows), {new.row for new in plan.new_rows}
+        able = [request for request in ready if request.status is Status.RUNNING and request.row not in new]
+        chosen = [request for request in able if request.row in planned]
+        assert len(chosen) <= -(-len(ready) // stages), "no decodes are left to the other stages"
+        before = [step for step in self.scheduler.in_flight if 0 < plan.step - step.index < stages]
+        unsampled = {request for step in before for request in step.sampled if request is not None}
+        held_up = unsampled & set(chosen)
+        assert not held_up or len(chosen) == len(planned), "a prompt waits for a token that is not sampled yet"
+        self.seen["left to other stages"] += len(able) - len(chosen)
+        self.seen["waits on the device"] += bool(held_up)
+        for request in able:
+            waits = request.row not in planned and request not in unsampled
+            self.left_out[request] = self.left_out[request] + 1 if waits else 0
+            assert self.left_out[request] <= stages, "left out again and again"
 
     def missing_blocks(self, request: Request) -> int:
         """Free ones that its prompt may still take: what windows leave behind comes back, unless others share it."""
@@ -866,6 +897,17 @@ def test_any_workload_with_drafts_gives_what_each_request_gets_alone(windowed: b
         assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+def test_any_workload_on_stages_gives_what_each_request_gets_alone(windowed: bool) -> None:
+    num_steps, seen = simulate_many(23, TOTAL_STEPS / PARTS / 4, windowed=windowed, stages=True)
+    rare = 0.5 * num_steps / 20_000
+    for event, count in {
+        "left to other stages": 4000, "waits on the device": 1000, "preemption": 200, "hit": 500, "mixed step": 300,
+        "failed step": 100, "overlapped decode": 2000, "postponed": 20, "stop": 300, "length": 300, "masked": 500,
+    }.items():  # fmt: skip
+        assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
+
+
 class TwoStreams(Device):
     """A device out of stream order: what a plan wrote lands once more, after the next plan has run."""
 
@@ -974,9 +1016,17 @@ DRAFTING = {  # of steps with drafts
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mutation", [*MUTATIONS, *DRAFTING])
+STAGES = {  # of pipelines
+    "all in one plan": ("stage_turns", "-(-len(decodes) // num_stages)", "len(decodes)"),
+    "the first ones first": ("stage_turns", 'key=attrgetter("last_sampled")', "key=lambda request: request.row"),
+    "whose token is not sampled": ("stage_turns", "if not ready and not prompts:", "if not ready:"),
+    "as soon as may be": ("stage_turns", ">= num_stages]", ">= 1]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *DRAFTING, *STAGES])
 def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    room, right, wrong = {**MUTATIONS, **DRAFTING}[mutation]
+    room, right, wrong = {**MUTATIONS, **DRAFTING, **STAGES}[mutation]
     source = inspect.getsource(ROOMS[room])
     assert source.count(right) == 1, f"the line to break is in {room}.py {source.count(right)} times"
     broken = ModuleType(f"vserve.engine.{room}")
@@ -991,6 +1041,8 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(scheduler_module, "PromptResults", broken.PromptResults)
     elif room == "step":
         monkeypatch.setattr(scheduler_module, "Step", broken.Step)
+    elif room == "stage_turns":
+        monkeypatch.setattr(scheduler_module, "whose_turn", broken.whose_turn)
     elif room == "request":
         monkeypatch.setattr(scheduler_module, "ending", broken.ending)
     elif room == "roster":
@@ -1002,7 +1054,7 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)
     else:
         monkeypatch.setattr(kv_cache_module, "BlockPool", broken.BlockPool)
-    assert caught(800, drafts=mutation in DRAFTING), "nothing noticed"
+    assert caught(800, drafts=mutation in DRAFTING, stages=mutation in STAGES), "nothing noticed"
 
 
 def test_oracle_sees_a_device_out_of_stream_order() -> None:
@@ -1010,4 +1062,4 @@ def test_oracle_sees_a_device_out_of_stream_order() -> None:
 
 
 def test_unbroken_scheduler_passes_what_the_broken_ones_fail() -> None:
-    assert caught(100) == "" and caught(100, drafts=True) == ""
+    assert caught(100) == "" and caught(100, drafts=True) == "" and caught(100, stages=True) == ""
