@@ -31,7 +31,7 @@ class Engine:
         self.vocab_size = settings.vocab_size
         self.scheduler_config = settings.scheduler_config(runner.layout.windows, steps_in_flight(runner.device))
         self.info: EngineInfo = msgspec.structs.replace(
-            settings.info(rank.seconds, rank.quantization), **served(rank.model.config)
+            settings.info(rank.seconds, rank.quantization), experts=rank.experts, **served(rank.model.config)
         )
 
     @property
