@@ -184,6 +184,8 @@ class StepGraphs:
                 batch, hidden = self._run(header, shape)
             self._graphs[shape] = StepGraph(shape, graph, header, batch, hidden)
             if self.propose is not None:
+                graph.replay()
+                self.propose(batch, header, shape)  # as it is: whatever it launches is there when it is captured
                 drafts = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(drafts, pool=pool, capture_error_mode="thread_local"):
                     proposed = self.propose(batch, header, shape)

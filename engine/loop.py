@@ -18,7 +18,7 @@ from .arrivals import Arrivals
 from .config import SchedulerConfig
 from .executor import Executor
 from .kv_events import KVEvents, Publisher
-from .mask import guides, make_mask
+from .mask import bound, guides, make_mask
 from .mask_threads import MaskThreads, Patience
 from .messages import (
     HISTORY,
@@ -94,6 +94,8 @@ class EngineLoop:
         self._pacer = Pacer()
         self._unsampled = False  # the newest of them waits for its mask, and that for the results of the others
         self._num_graph_misses = self._num_late_compilations = 0  # as the last result has them
+        self._expert_tokens: tuple[int, ...] = ()
+        self._expert_imbalance = 0.0
         self._num_violations = 0  # of what should hold at rest
         self._host_seconds = 0.0
         self._device_seconds = 0.0
@@ -266,17 +268,17 @@ class EngineLoop:
         """The results of all earlier steps are in: the grammars know every token before those to be sampled. Rows whose
         masks take too long sit out, so that the others can go on."""
         self._unsampled = False
-        sampled = self.scheduler.in_flight[-1].undrafted()
-        bound = guides(sampled)
-        for guide in bound:
+        step = self.scheduler.in_flight[-1]
+        needed = [guide for _, _, _, guide in bound(step)]
+        for guide in needed:
             self.masks.begin(guide)
         started = time.perf_counter()
-        others = len(bound) < len(self.scheduler.in_flight[-1].scheduled)
-        await self.masks.settle(bound, self._patience.left(), others)
+        others = len(needed) < len(step.scheduled)
+        await self.masks.settle(needed, self._patience.left(), others)
         waited, started = time.perf_counter() - started, time.perf_counter()
-        if others or len(bound) > 1:
+        if others or len(needed) > 1:
             self._patience.spend(waited)
-        mask, errors, postponed = make_mask(sampled, self._vocab_size)
+        mask, errors, postponed = make_mask(step, self._vocab_size)
         self.scheduler.postpone(postponed)
         if errors:
             self._emit([self.scheduler.reject(request, error) for request, error in errors], 0)
@@ -297,6 +299,8 @@ class EngineLoop:
         started = time.perf_counter()
         self._pacer.finished(plan.kind, result.device_seconds, started)
         self._num_graph_misses, self._num_late_compilations = result.num_graph_misses, result.num_late_compilations
+        if result.expert_tokens:
+            self._expert_tokens, self._expert_imbalance = result.expert_tokens, result.expert_imbalance
         sampled = self.scheduler.in_flight[0].sampled
         outputs = self.scheduler.update(result)
         if self.scheduler.num_constrained:
@@ -350,6 +354,8 @@ class EngineLoop:
             num_graph_misses=self._num_graph_misses,
             num_late_compilations=self._num_late_compilations,
             num_invariant_violations=self._num_violations,
+            expert_tokens=self._expert_tokens,
+            expert_imbalance=self._expert_imbalance,
         )
         preempted, self.scheduler.preempted = self.scheduler.preempted, []
         self._send(StepOutputs(outputs, stats, preempted))

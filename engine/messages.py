@@ -192,6 +192,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: int = 0  # times that drafts of a request were verified
     num_draft_tokens: int = 0  # of them all
     num_accepted_tokens: tuple[int, ...] = ()  # of them those that held, by their position
+    expert_tokens: tuple[int, ...] = ()  # that each expert of a mixture got, all layers but the last together
+    expert_imbalance: float = 0.0  # no total: lately, a layer's busiest expert's tokens over its average one's
 
 
 def sum_of(*each: EngineStats) -> EngineStats:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -32,18 +35,19 @@ from .model_config import ModelConfig
 from .models.model import Model
 from .overrides import read_model_config
 from .parallel.divide import check_divides
-from .parallel.group import SYMMETRIC, Group, join
+from .parallel.group import LOCAL, SYMMETRIC, Group, join
 from .parallel.pipeline import WHOLE, Stage, form_ring
 from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
 from .quant.packed_experts import PackedExperts
 from .ranks.agreement import check_equal, gather
 from .ranks.messages import Seat
+from .ranks.network import advice
 from .request import SamplingParams
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
 from .shortage import is_out_of_memory, out_of_memory
-from .speculation.loading import load_drafter
+from .speculation.loading import find_draft, load_drafter
 from .speculation.model_drafter import ModelDrafter
 from .weight_size import check_weights
 
@@ -69,7 +73,7 @@ class Rank:
         self._asked: Resolved | None = None
         self._weights = 0  # bytes
         with self._phase("device"):
-            machine = open_machine(config, seat.rank)
+            machine = open_machine(config, seat.card)
         with self._phase("config"):
             path = resolve_model_path(
                 config.model, config.revision, config.download_dir, config.load_format, config.trust_remote_code
@@ -81,16 +85,21 @@ class Rank:
             _warn(asked.notices)
             if limits := step_limits(config, asked):
                 logger.info("%s", limits)
+            draft = None
+            if asked.speculation.by_model:
+                draft = find_draft(asked.speculation, path, model_config, config.download_dir)
+                asked = dataclasses.replace(asked, speculative_config=told_method(asked, draft.settings.method))
             if note := getattr(model_config.quantization, "note", None):
                 logger.warning("--quantization %s: %s", config.quantization, note)
             num_stages = config.pipeline_parallel_size
             check_stages(model_config, num_stages, config.stage_layers)
             check_divides(model_config, seat.size // num_stages, config.enable_expert_parallel)
             symmetric = SYMMETRIC and not config.disable_custom_all_reduce
-            self.world = join(seat.rank, seat.size, seat.rendezvous, machine.device, symmetric, num_stages)
+            self.world = meet(seat, machine.device, symmetric, num_stages, config.distributed_timeout_seconds)
             check_equal(self.world, asked)
             layers = stage_layers(model_config, num_stages, config.stage_layers)
-            self.group, self.stage = form_ring(self.world, num_stages, machine.device, symmetric, layers)
+            one_host = seat.rendezvous.startswith(LOCAL)
+            self.group, self.stage = form_ring(self.world, num_stages, machine.device, symmetric, layers, one_host)
             if num_stages > 1:
                 logger.info("layers of the %d stages: %s", num_stages, ", ".join(str(len(part)) for part in layers))
         with self._phase("weights"):
@@ -98,9 +107,7 @@ class Rank:
                 path, model_config, asked, self.group, lambda done, total: report(Progress("weights", done, total)),
                 lambda *sizes: self._admit(model_config, *sizes), config.merge_lora, self.stage,
             )  # fmt: skip
-            drafter = None
-            if asked.speculation.by_model:
-                drafter = load_drafter(self.model, asked.speculation, asked.max_model_len, config.download_dir)
+            drafter = None if draft is None else load_drafter(draft, self.model, asked.max_model_len)
             self.quantization = describe(self.model)
             if self.quantization:
                 logger.info("%s", told(self.quantization))
@@ -157,9 +164,20 @@ class Rank:
         )  # fmt: skip
 
 
-def open_machine(config: EngineConfig, rank: int = 0) -> Machine:
-    """Sets up torch for this rank's device. Raises ConfigError when there is no such device."""
-    device = _choose_device(config.device, rank, config)
+def meet(seat: Seat, device: torch.device, symmetric: bool, num_stages: int, seconds: float) -> Group:
+    """The group of all ranks. Raises ConfigError where those of other hosts are not found."""
+    try:
+        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if seat.rendezvous.startswith(LOCAL):
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"rank {seat.rank} does not find the others ({lines[0]}): {advice()}") from error
+
+
+def open_machine(config: EngineConfig, card: int = 0) -> Machine:
+    """Sets up torch for a rank's device, which is this card. Raises ConfigError when there is no such device."""
+    device = _choose_device(config, card)
     if device.type == "cuda":
         accumulate_in_fp32()
         free, card = torch.cuda.mem_get_info()
@@ -169,20 +187,22 @@ def open_machine(config: EngineConfig, rank: int = 0) -> Machine:
     return Machine(device, "cpu", 0, threads)
 
 
-def _choose_device(name: str, rank: int, config: EngineConfig) -> torch.device:
+def _choose_device(config: EngineConfig, card: int) -> torch.device:
+    name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU; check nvidia-smi and the driver, or use --device cpu")
     if name == "cpu":
         return torch.device("cpu")
-    if (size := config.world_size) > 1:
-        if (found := torch.cuda.device_count()) < size:
+    if config.world_size > 1:
+        needed = card + 1 if config.distributed_executor_backend == "ray" else config.ranks_per_node
+        if (found := torch.cuda.device_count()) < needed:
             raise ConfigError(
-                f"{config.divided_by}: every rank needs a card of its own, and torch sees {found}: lower it, "
-                "or let more be seen (CUDA_VISIBLE_DEVICES)"
+                f"{config.divided_by}: every rank needs a card of its own, and torch sees {found}: lower it, let more "
+                "be seen (CUDA_VISIBLE_DEVICES), or take several hosts (--nnodes, --distributed-executor-backend ray)"
             )
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(card)
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -282,6 +302,11 @@ def capture(runner: ModelRunner, graphs: StepGraphs, settings: Resolved) -> None
     runner.capture_graphs(graphs)
     # What steps allocate beside their graphs is kept from here on: allocating later would stop the GPU.
     runner.dummy_step(settings.max_num_seqs, settings.max_num_batched_tokens, WORST_SAMPLING)
+
+
+def told_method(settings: Resolved, method: str) -> str:
+    """speculative_config with what the checkpoint turned out to be: /server_info shows it."""
+    return json.dumps(json.loads(settings.speculative_config) | {"method": method})
 
 
 def _warn(notices: tuple[str, ...]) -> None:

@@ -320,6 +320,11 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
         return NO_DRAFTS
     if not model.generates:
         raise ConfigError("--speculative-config: this model samples no tokens, there is nothing to draft; leave it out")
+    if speculation.acceptance and config.load_format != "dummy":
+        raise ConfigError(
+            "--speculative-config: its rejection_sample_method 'synthetic' lets drafts hold that the model would not "
+            "have sampled: that measures and answers nothing; add --load-format dummy (random weights), or leave it out"
+        )
     if speculation.by_model:
         check_draftable(config, model, speculation)
     speculation = speculation.within(seqs, tokens)
@@ -331,7 +336,7 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
 
 
 def check_draftable(config: EngineConfig, model: ModelConfig, speculation: Speculation) -> None:
-    """Raises ConfigError for what a model drafts not beside, so far."""
+    """Raises ConfigError for what a model does not draft beside, so far."""
     instead = 'use {"method": "ngram"}, or leave it out'
     if config.tensor_parallel_size > 1:
         why = f"--tensor-parallel-size {config.tensor_parallel_size}: a model drafts on one card only so far"

@@ -23,6 +23,7 @@ from .graphs import MIXED_DECODE_ROWS, MIXED_PREFILL_ROWS, StepGraph, StepGraphs
 from .kv_format import NUMBERS, KVFormat
 from .kv_layout import kv_layout
 from .kv_storage import allocate, allocate_scales
+from .layers.expert_load import ExpertCounter, ExpertLoad
 from .mask import TokenMask
 from .models.model import Model
 from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs
@@ -36,11 +37,13 @@ from .scheduler import BESIDE_DRAFTS
 from .speculation.drafter import Drafter, NgramDrafter
 from .speculation.model_drafter import ModelDrafter
 from .speculation.settings import NO_DRAFTS, Speculation
+from .speculation.synthetic import Always, thresholds
 
 logger = logging.getLogger(__name__)
 
 LOGIT_ROWS = 32
 PROMPT_PAGE_TOKENS = 1 << 17
+EXPERT_SECONDS = 1.0  # between two looks at the load of experts
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True))
 
 
@@ -48,10 +51,11 @@ POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True
 class Drafts:
     kept: Tensor | None  # of BatchBuilder.commit, where drafts were verified
     proposed: Tensor | None  # int32 [rows], of a Drafter
+    told: Tensor | None = None  # of BatchBuilder.tell_drafts, where the plan wants that
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.kept, self.proposed) if tensor is not None]
+        return [tensor for tensor in (self.kept, self.proposed, self.told) if tensor is not None]
 
 
 @dataclass
@@ -67,6 +71,8 @@ class Pending:
     started: float
     events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None = None  # start, end, copied
     held: list[Tensor] | None = None
+    experts: Tensor | None = None  # ExpertLoad.counts, on the host
+    counter: ExpertCounter | None = None
 
     def wait(self) -> StepResult:
         """Blocks (without the GIL) until the step is over. May be called on any thread."""
@@ -77,7 +83,10 @@ class Pending:
             seconds = time.perf_counter() - self.started
         host = iter(self.host)
         tokens, finite = next(host).tolist(), next(host).numpy()
-        drafts = [next(host).numpy() for _ in self.drafts.tensors]
+        ours = self.drafts
+        kept, proposed, told = (
+            next(host).numpy() if tensor is not None else None for tensor in (ours.kept, ours.proposed, ours.told)
+        )
         errors = {}
         if self.samples.possible is not None:
             errors = dict.fromkeys(np.flatnonzero(~next(host).numpy()).tolist(), NOTHING_ALLOWED)
@@ -93,9 +102,16 @@ class Pending:
                 logprobs[i] = TokenLogprobs(values[j], ranks[j], ids[j], tops[j])
         scores = self.scores.lists(*host) if self.scores is not None else []
         result = StepResult(self.plan.step, tokens, logprobs, errors, seconds, scores, embeddings)
-        if self.drafts.proposed is not None:
-            result = msgspec.structs.replace(result, num_proposed=int(np.count_nonzero(drafts[-1])))
-        return result if self.drafts.kept is None else keep(result, self.plan, drafts[0])
+        if self.experts is not None and self.counter is not None:
+            tokens_of_experts, imbalance = self.counter.take(self.experts)
+            result = msgspec.structs.replace(
+                result, expert_tokens=tokens_of_experts, expert_imbalance=imbalance
+            )  # fmt: skip
+        if proposed is not None:
+            result = msgspec.structs.replace(result, num_proposed=int(np.count_nonzero(proposed)))
+        if told is not None:
+            result = msgspec.structs.replace(result, drafts=[row[1 : 1 + row[0]].tolist() for row in told])
+        return result if kept is None else keep(result, self.plan, kept)
 
 
 def keep(result: StepResult, plan: StepPlan, kept: np.ndarray) -> StepResult:
@@ -166,8 +182,12 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.model_drafter = model_drafter
-        of_ngrams = speculation.depths and model_drafter is None
+        of_ngrams = speculation.depths and not speculation.by_model
         self.drafter: Drafter | None = NgramDrafter(speculation) if of_ngrams else None
+        if self.drafter is not None and speculation.acceptance:
+            self.drafter = Always(self.drafter, speculation.num_drafts)
+        self.acceptance = speculation.acceptance
+        self.num_drafts = speculation.num_drafts  # of each row, at most
         self.draft_depths = [depth for depth in speculation.depths if depth[1]]
         self.device = device
         self.block_size = block_size
@@ -190,6 +210,7 @@ class ModelRunner:
         self.is_last = stage.is_last  # and the other stages take what it has sampled
         ring = stage.ring is not None
         self.relay = Relay(stage, model.config.hidden_size, model.place.dtype, device) if ring else None
+        self._counter, self._experts_read = ExpertCounter(), 0.0
         self.make_rows(max_model_len)
 
     def make_rows(self, max_model_len: int) -> None:
@@ -208,6 +229,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
         self.tables = RowTables(self.max_num_seqs, max_model_len, max_blocks, len(self.layout.groups), self.device)
         self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
+        self.builder.thresholds = thresholds(self.acceptance, self.device) if self.acceptance else None
         self.sampler = Sampler(self.tables)
         # Beside these logits live the hidden states of the whole step, and no clone or counts as when sampling.
         self.scorer = PromptScorer(self.tables, self.model.logits, max(16, self.max_num_seqs // 2))
@@ -275,11 +297,11 @@ class ModelRunner:
         assert self._launched is not None, "sample() without execute()"
         step, self._launched = self._launched, None
         plan = step.samples.plan
-        if mask is not None:
-            mask = mask.behind(plan.num_decodes * plan.num_drafts)
         logits = self._logits(step)[: plan.num_samples]
         samples = self.sampler(logits, step.samples, mask)
-        drafts = self._take(step, samples.tokens, mask.postponed if mask is not None else ())
+        drafts = self._take(step, samples.tokens, *((mask.postponed, mask.cuts) if mask is not None else ()))
+        if plan.told:
+            drafts.told = self.builder.tell_drafts(plan, self.num_drafts)
         scores, pooled = step.scores, step.pooled
         outputs = [samples.tokens, samples.finite, *drafts.tensors]
         if samples.possible is not None:
@@ -288,20 +310,36 @@ class ModelRunner:
             outputs.append(pooled.vectors)
         outputs += samples.logprobs or ()
         outputs += scores.tensors if scores is not None else ()
+        load, counter = self._expert_load(), self._counter
         if self.copy_stream is None:
-            return Pending(plan, outputs, samples, drafts, scores, pooled, step.started)
+            experts = None if load is None else load.clone()
+            return Pending(
+                plan, outputs, samples, drafts, scores, pooled, step.started, experts=experts, counter=counter
+            )  # fmt: skip
         end = self._record()
         assert step.event is not None and end is not None
         with torch.cuda.stream(self.copy_stream):
             self.copy_stream.wait_event(end)
             host = [t.to("cpu", non_blocking=True) for t in outputs]
+            experts = None if load is None else load.to("cpu", non_blocking=True)  # while later steps add to it
             copied = torch.cuda.Event(blocking=True)
             copied.record(self.copy_stream)
-        return Pending(plan, host, samples, drafts, scores, pooled, step.started, (step.event, end, copied), outputs)
+        events = step.event, end, copied
+        return Pending(
+            plan, host, samples, drafts, scores, pooled, step.started, events, outputs, experts, counter
+        )  # fmt: skip
+
+    def _expert_load(self) -> Tensor | None:
+        """Where it is time to read it."""
+        load: ExpertLoad | None = getattr(self.model, "expert_load", None)
+        if load is None or time.monotonic() - self._experts_read < EXPERT_SECONDS:
+            return None
+        self._experts_read = time.monotonic()
+        return load.counts
 
     @torch.inference_mode()
-    def follow(self, postponed: tuple[int, ...] = ()) -> None:
-        """What `sample` is on the other ranks: rank 0 samples, they take its tokens. postponed: as in its mask."""
+    def follow(self, postponed: tuple[int, ...] = (), cuts: tuple[tuple[int, int], ...] = ()) -> None:
+        """What `sample` is on the other ranks: rank 0 samples, they take its tokens. The rest is as in its mask."""
         assert self._launched is not None, "follow() without execute()"
         step, self._launched = self._launched, None
         plan = step.samples.plan
@@ -310,7 +348,7 @@ class ModelRunner:
             return
         self._logits(step)  # rank 0 needs this rank's part of them
         tokens = torch.empty(plan.num_samples, dtype=torch.int32, device=self.device)
-        self._take(step, tokens, tuple(row + plan.num_decodes * plan.num_drafts for row in postponed))
+        self._take(step, tokens, postponed, cuts)
 
     def _go_on(self, step: Launched, postponed: tuple[int, ...]) -> None:
         """On other stages than the last: how far rows have come is known, their tokens come when they are needed."""
@@ -321,7 +359,7 @@ class ModelRunner:
         if relay.stage.is_first:
             relay.expect(step.samples, self.tables)
         if postponed:
-            self.builder.take_back(step.samples, postponed)
+            self.builder.take_back(plan, postponed, None)
 
     def _logits(self, step: Launched) -> Tensor:
         if self.adapters is None:
@@ -331,15 +369,19 @@ class ModelRunner:
         self.adapters.end()
         return logits
 
-    def _take(self, step: Launched, tokens: Tensor, postponed: tuple[int, ...]) -> Drafts:
-        """On every rank: the tokens of rank 0 into the rows, and drafts of what may follow. postponed: samples."""
+    def _take(
+        self, step: Launched, tokens: Tensor, postponed: tuple[int, ...] = (), cuts: tuple[tuple[int, int], ...] = ()
+    ) -> Drafts:
+        """On every rank: the tokens of rank 0 into the rows, and drafts of what may follow."""
         if step.samples.plan.num_samples:
             self.model.place.group.broadcast(tokens)
             if self.relay is not None:
                 self.relay.ring.send(tokens)
+        if cuts:
+            self.builder.cut_drafts(step.samples.plan, cuts, tokens)
         kept = self.builder.commit(step.header, step.shape, tokens)
         if postponed:
-            self.builder.take_back(step.samples, postponed)
+            self.builder.take_back(step.samples.plan, postponed, kept)
         proposed, rows = None, step.shape.rows
         if self.drafter is not None:
             proposed = self.drafter.propose(self.tables, step.header[ROWS, :rows], step.header[SAMPLE_INDEX, :rows])
@@ -396,7 +438,8 @@ class ModelRunner:
         if self.model_drafter is None:
             return {}
         first = len(self.layers) - len(self.model_drafter.layers)
-        return dict.fromkeys(range(first, len(self.layers)), self.model_drafter.num_scratch_blocks)
+        groups = sum(max(group.layers) >= first for group in self.layout.groups)
+        return dict.fromkeys(range(first, len(self.layers)), groups * self.model_drafter.num_scratch_blocks)
 
     def scratch_bytes(self, item: int) -> int:
         """Of those blocks; item: bytes of a number."""
@@ -496,8 +539,12 @@ class ModelRunner:
         return self._late.seconds
 
     def count_compilations(self) -> None:
-        """From here on every kernel should be ready."""
+        """From here on every kernel should be ready, and tokens are requests'."""
         self._late.count()
+        load: ExpertLoad | None = getattr(self.model, "expert_load", None)
+        if load is not None:
+            load.clear()
+            self._counter, self._experts_read = ExpertCounter(), 0.0
 
     def dummy_step(
         self, num_seqs: int, num_tokens: int, sampling: SamplingParams, num_drafts: int = 0, adapted: bool = False

@@ -130,7 +130,7 @@ class Scheduler:
             return None
         self.num_scheduled_steps += 1
         self.in_flight.append(step)
-        return step.freeze(self.kv, self.prompt_results, self.num_constrained > 0)
+        return step.freeze(self.kv, self.prompt_results, self.num_constrained > 0, self.drafting is not None)
 
     def _schedule_decodes(self, step: Step) -> list[Request]:
         """Pass 1: one token, and drafts of those behind it, for each running request that lacks just one. Returns the
@@ -222,10 +222,10 @@ class Scheduler:
 
     def _may_draft(self, request: Request, total: int) -> bool:
         """Whether a step may compute drafts of this request's tokens up to `total`: its context and the cache must hold
-        them, and no token behind the first one may have to wait for a mask."""
+        them, and its grammar has to know them."""
         if total > self.stop or request in self.prompt_results.pooling:
             return False
-        return request.grammar is None or not request.grammar.binds(total - len(request.token_ids))
+        return request.grammar is None or request.grammar.may_draft(total - len(request.token_ids))
 
     def _schedule_prefills(self, step: Step, prefills: list[Request]) -> None:
         """Pass 2: prompts (and all tokens of resumed requests) begun in an earlier step, in the order of admission."""
@@ -336,9 +336,12 @@ class Scheduler:
         token is computed once more when their masks are there. The device has to be told, too."""
         (step,) = self.in_flight
         for request in requests:
-            step.sampled[step.sampled.index(request)] = None
-            request.num_in_flight_tokens -= 1
-            request.num_computed_tokens -= 1
+            index = step.sampled.index(request)
+            num_drafts = step.num_drafts if index < step.num_drafting else 0
+            step.sampled[index] = None
+            request.num_in_flight_tokens -= 1 + num_drafts
+            request.num_in_flight_drafts -= num_drafts
+            request.num_computed_tokens -= 1 + num_drafts
             self.kv.unregister(request, request.num_computed_tokens)
 
     # ---- taking in results ----
@@ -393,6 +396,9 @@ class Scheduler:
                 outputs.append(self._milestone(request, tokens, entries, reason, error))
             else:
                 outputs.append(RequestOutput(request.id, tokens, None, None, entries))
+        for request, drafts in zip(step.told, result.drafts, strict=True):
+            if request.grammar is not None and request.grammar.drafted:
+                request.grammar.drafts = drafts
         return outputs
 
     def _milestone(
@@ -499,6 +505,8 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         self._leave(request)
         request.num_computed_tokens = 0
+        if request.grammar is not None:
+            request.grammar.forget_drafts()
         self.roster.requeue(request)
 
     def _leave(self, request: Request) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
+from ..layers.expert_load import watch
 from ..layers.head import Head
 from ..layers.linear import Linear
 from ..layers.norm import NoNorm, Norm, make_norm
@@ -168,6 +169,8 @@ class CausalLM(nn.Module):
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
         self._elsewhere = tuple(self._other_stages())  # beginnings of names in the checkpoint
         self.features: Features | None = None  # that somebody drafts by
+        routers = [layer.mlp.router if isinstance(layer.mlp, Mixture) else None for layer in self._layers]
+        self.expert_load = watch(routers, place.device)
         self.eval()
 
     def forward(
@@ -189,6 +192,8 @@ class CausalLM(nn.Module):
         else:
             residual = embeddings.clone() if self.stage.is_first else embeddings
         x: Tensor | None = None
+        if self.expert_load is not None:
+            self.expert_load.query_start = batch.query_start
         *layers, last = self._layers
         if (features := self.features) is not None:
             return self._with_features(features, x, residual, positions, batch, wanted)

@@ -83,7 +83,7 @@ def stage_of(rank: int, size: int, num_stages: int) -> int:
 
 
 def form_ring(
-    world: Group, num_stages: int, device: torch.device, symmetric: bool, layers: list[range]
+    world: Group, num_stages: int, device: torch.device, symmetric: bool, layers: list[range], one_host: bool
 ) -> tuple[Group, Stage]:
     """→ the group that shares this rank's stage, and the stage. `layers`: of each stage. Every rank has to call it."""
     if num_stages == 1:
@@ -94,6 +94,6 @@ def form_ring(
         ranks = range(first, first + each)
         group = dist.new_group(list(ranks))
         if rank in ranks:
-            mine = wrapped(group, device, symmetric, ranks)
+            mine = wrapped(group, device, symmetric, ranks if one_host else None)
     index = stage_of(rank, world.size, num_stages)
     return mine, Stage(index, num_stages, layers[index], Ring(rank, world.size, num_stages))

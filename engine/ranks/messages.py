@@ -20,6 +20,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     rank: int = 0
     size: int = 1
     rendezvous: str = ""
+    card: int = 0  # of those that its process sees
 
 
 # ---- engine → rank ----
@@ -37,7 +38,8 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag="execute"):
 class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
     """Take the tokens that rank 0 samples in the step executed last."""
 
-    postponed: tuple[int, ...] = ()  # see TokenMask
+    postponed: tuple[int, ...] = ()  # these are TokenMask's
+    cuts: tuple[tuple[int, int], ...] = ()
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="read_adapter"):

@@ -56,7 +56,7 @@ def follow(channel: Channel, runner: ModelRunner) -> None:
         if isinstance(message, Execute):
             runner.execute(message.plan)
         elif isinstance(message, Follow):
-            runner.follow(message.postponed)
+            runner.follow(message.postponed, message.cuts)
         elif isinstance(message, ReadAdapter):
             assert store is not None, "rank 0 serves adapters, and this rank does not"
             store.read(message)
@@ -110,7 +110,8 @@ def main() -> None:
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args()
-    die_with_parent(arguments.parent)
+    if arguments.parent:  # not under a profiler
+        die_with_parent(arguments.parent)
     dump_stacks_on_signal()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the engine decides when this process ends
         signal.signal(number, signal.SIG_IGN)

@@ -39,7 +39,7 @@ class HeadConfig:
 
 
 def infer_method(folder: Path, raw: dict[str, Any], headers: dict[str, TensorInfo]) -> str:
-    """ "eagle", "eagle3" or "draft_model". Raises ModelError for what else drafts."""
+    """One of settings.MODELS, but for "mtp". Raises ModelError for what else drafts."""
     kind = str(raw.get("speculators_model_type") or raw.get("model_type") or "")
     if kind in _REFUSED:
         raise ModelError(
@@ -107,10 +107,12 @@ def read_head(
     )
 
 
-def check_vocabulary(folder: Path, draft: ModelConfig, target: ModelConfig) -> None:
-    """Raises ModelError where a draft model's tokens are not the target's."""
+def check_draft_model(folder: Path, draft: ModelConfig, target: ModelConfig) -> None:
+    """Raises ModelError where a model does not draft for this target."""
     if draft.vocab_size != target.vocab_size:
         raise ModelError(_other_vocabulary(folder, draft.vocab_size, target.vocab_size))
+    if draft.foreign is not None or not draft.causal or not draft.generates:
+        raise ModelError(f"{folder}: {draft.architecture} does not draft: use a model such as Llama or Qwen 3")
 
 
 def _other_vocabulary(folder: Path, found: int, wanted: int) -> str:
@@ -124,6 +126,8 @@ def _taps(raw: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
     inner = raw.get("eagle_config") or {}
     named = raw.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
     count = len(target.layers)
+    if any(layer.residual_scale != 1.0 for layer in target.layers):
+        raise ModelError(f"{target.architecture} scales what it adds to its residual streams: use another method")
     taps = tuple(named) if named else (2, count // 2, count - 3)
     if any(type(layer) is not int or not 0 <= layer < count for layer in taps):
         said = "eagle_aux_hidden_state_layer_ids" if named else "the layers that heads of EAGLE-3 read"

@@ -56,6 +56,12 @@ class EagleHead(nn.Module):
     def target(self) -> CausalLM:
         return self._target[0]
 
+    @property
+    def table(self) -> Embedding:
+        embedding = self.target.embedding if self.embedding is None else self.embedding
+        assert embedding is not None, "the target is whole: resolve() refuses stages"
+        return embedding
+
     def read_features(self, features: Tensor) -> Tensor:
         """[T, width] → [T, h or the target's], what the first pass takes as `hidden`."""
         y = self.fc(features) if self.head.is_third else features

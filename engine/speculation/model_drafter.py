@@ -76,7 +76,7 @@ class ModelDrafter:
 
     @property
     def num_scratch_blocks(self) -> int:
-        """That each of its layers has behind those of the cache."""
+        """That each group of its layers has behind those of the cache."""
         return self.num_rows * pages_for(self.settings.num_drafts, self.page)
 
     def bind(self, num_blocks: int) -> None:

@@ -27,34 +27,34 @@ class _Group:
     layers: list[Attention]
     caches: list[PagedCache]  # of each, with the pages behind
     table: Tensor  # int32 [rows, blocks + pages]
+    own: Tensor  # int32 [rows, pages]: those pages, of the group alone as some of its memory may be another group's too
 
 
 class Scratch:
     """Pages for up to `rows` requests at once, the same ones of every layer of a group."""
 
     def __init__(self, layers: list[Attention], rows: int, pages: int, page: int, num_blocks: int) -> None:
-        """layers: bound to caches of num_blocks blocks and rows · pages more behind them."""
+        """layers: bound to caches of num_blocks blocks, behind which each of their groups has rows · pages more."""
         self.pages, self.page = pages, page
         self._groups: dict[int, _Group] = {}
         for layer in layers:
             cache = layer.cache
-            assert cache is not None and len(cache.keys) == num_blocks + rows * pages
+            assert cache is not None
             if layer.group not in self._groups:
-                width = cache.block_table.shape[1] + pages
-                self._groups[layer.group] = _Group([], [], cache.block_table.new_zeros(rows, width))
+                width, first = cache.block_table.shape[1] + pages, num_blocks + len(self._groups) * rows * pages
+                own = first + torch.arange(rows * pages, dtype=torch.int32, device=cache.keys.device)
+                table = cache.block_table.new_zeros(rows, width)
+                self._groups[layer.group] = _Group([], [], table, own.view(rows, pages))
             group = self._groups[layer.group]
             group.layers.append(layer)
             group.caches.append(cache)
-        device = next(iter(self._groups.values())).table.device
-        places = torch.arange(rows * pages, dtype=torch.int32, device=device)
-        self._own = (num_blocks + places).view(rows, pages)
 
     def begin(self, rows: Tensor, last: Tensor) -> None:
         """Tables for these requests: rows int32 [B] of the real tables, last int32 [B]: the position of the last token.
         What stands before it in its page is copied. The layers use them until `end`."""
         count, first = len(rows), (last // self.page).long()
-        own = self._own[:count]
         for group in self._groups.values():
+            own = group.own[:count]
             real = group.caches[0].block_table.index_select(0, rows)
             table = group.table[:count]
             table[:, : real.shape[1]] = real
@@ -63,6 +63,7 @@ class Scratch:
             for layer, cache in zip(group.layers, group.caches, strict=True):
                 for kept in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
                     if kept is not None and kept.stride(0):
+                        kept = kept.view(torch.uint8) if kept.itemsize == 1 else kept
                         kept.index_copy_(0, own[:, 0].long(), kept.index_select(0, old))
                 layer.cache = replace(cache, block_table=group.table)
 

@@ -23,7 +23,7 @@ DEFAULT_DRAFTS_OF_MODELS = 3
 _REFUSED = {
     "medusa": "heads of Medusa",
     "mlp_speculator": "MLP speculators",
-    "suffix": "suffix decoding",
+    "suffix": "drafts by suffix decoding",
     "dflash": "drafts of DFlash",
     "dspark": "drafts of DSpark",
     "custom_class": "classes of others, whose code would run in the engine,",
@@ -51,14 +51,15 @@ class Speculation:
     quantization: str | None = None  # of the model that drafts
     max_model_len: int = 0  # tokens of a context up to which it drafts; 0: all
     greedy_drafts: bool = False  # the most likely token, not the one that the request's noise draws
+    acceptance: tuple[float, ...] = ()  # imposed: how often the drafts up to each hold; (): as many as do
 
     @property
     def by_model(self) -> bool:
         return self.method != "ngram"
 
     def within(self, max_num_seqs: int, max_num_batched_tokens: int) -> Speculation:
-        """With depths that a step has room for: where a row of the table asks for more, the requests that it cannot hold
-        get what the next smaller number of the table is, and none where none fits."""
+        """With depths that a step has room for: where a row of the table asks for more, the requests beyond that room
+        get the next smaller number of the table that fits, or none."""
         room = max_num_batched_tokens
         levels = sorted({min(drafts, max(0, room // 2 - 1)) for _, drafts in self.depths} | {0}, reverse=True)
         depths: list[tuple[int, int]] = []
@@ -109,7 +110,6 @@ def _read(asked: dict[str, Any]) -> Speculation | None:
         if key not in known and key not in _OF_MODELS and not key.startswith("suffix_decoding_"):
             raise ConfigError(f"it has {key!r}: it may have {', '.join(known[:7])}")
     method = _check_method(asked)
-    _check_acceptance(asked)
     default_drafts = DEFAULT_DRAFTS if method == "ngram" else DEFAULT_DRAFTS_OF_MODELS
     drafts = _number(asked, "num_speculative_tokens", default_drafts, 0, MAX_DRAFTS)
     least, most = asked.get("prompt_lookup_min"), asked.get("prompt_lookup_max")
@@ -119,13 +119,15 @@ def _read(asked: dict[str, Any]) -> Speculation | None:
     if min_ngram > max_ngram:
         raise ConfigError(f"its prompt_lookup_min {min_ngram} is above its prompt_lookup_max {max_ngram}")
     if not drafts:
+        _acceptance(asked, 1)
         return None
     of_model = {} if method == "ngram" else _of_model(asked, method)
-    return Speculation(drafts, min_ngram, max_ngram, _depths(asked, drafts), **of_model)
+    acceptance = _acceptance(asked, drafts)
+    return Speculation(drafts, min_ngram, max_ngram, _depths(asked, drafts), acceptance=acceptance, **of_model)
 
 
 def _check_method(asked: dict[str, Any]) -> str:
-    """ "ngram", one of MODELS, or "": what the model says."""
+    """One of MODELS or "ngram"; "": what the model says."""
     method, model = asked.get("method"), asked.get("model")
     if method is None:
         method = "ngram" if model is None or model in NGRAM else ""
@@ -139,9 +141,9 @@ def _check_method(asked: dict[str, Any]) -> str:
     if name and name not in MODELS:
         raise ConfigError(f"its method is {method!r}: it must be ngram, {', '.join(MODELS[:-1])} or {MODELS[-1]}")
     if name != "mtp" and not (isinstance(model, str) and model):
-        raise ConfigError(
-            f"its method is {method!r}, and its model is {model!r}: it must be a folder, or a name of the hub's"
-        )
+        raise ConfigError(f"its model is {model!r}: it must be the folder, or the hub's name, of who is to draft")
+    if not isinstance(model, str | None):
+        raise ConfigError(f"its model is {model!r}: it must be a folder, or a name of the hub's")
     return name
 
 
@@ -168,15 +170,37 @@ def _of_model(asked: dict[str, Any], method: str) -> dict[str, Any]:
     }
 
 
-def _check_acceptance(asked: dict[str, Any]) -> None:
+def _acceptance(asked: dict[str, Any], drafts: int) -> tuple[float, ...]:
+    """(): drafts hold that are right. Otherwise how often the drafts up to each hold, as the synthetic method says."""
     method = asked.get("rejection_sample_method", "standard")
-    if method in ("standard", "strict", "rejection_sampler"):
-        method = "standard"
-    if method != "standard":
+    rates, length = (asked.get(f"synthetic_acceptance_{name}") for name in ("rates", "length"))
+    if method not in ("standard", "strict", "rejection_sampler", "synthetic"):
         raise ConfigError(f"its rejection_sample_method is {method!r}: {_LOSSY}; leave it out")
-    for key in ("synthetic_acceptance_rates", "synthetic_acceptance_length"):
-        if key in asked:
-            raise ConfigError(f"it has {key!r}: {_LOSSY}; leave it out")
+    if method != "synthetic":
+        if rates is not None or length is not None:
+            raise ConfigError(
+                'it has a synthetic acceptance: say "rejection_sample_method": "synthetic", or leave it out'
+            )
+        return ()
+    if (rates is None) == (length is None):
+        raise ConfigError(
+            "its rejection_sample_method is 'synthetic': say synthetic_acceptance_length or "
+            "synthetic_acceptance_rates, one of them"
+        )
+    if rates is None:
+        if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= 1 + drafts:
+            raise ConfigError(
+                f"its synthetic_acceptance_length is {length!r}: it must be a number from 1 to {1 + drafts}"
+            )
+        return tuple(min(1.0, max(0.0, length - 1 - place)) for place in range(drafts))
+    if not isinstance(rates, list) or not all(type(rate) in (int, float) and 0 <= rate <= 1 for rate in rates):
+        raise ConfigError(f"its synthetic_acceptance_rates are {rates!r}: they must be a list of numbers from 0 to 1")
+    if len(rates) != drafts or rates != sorted(rates, reverse=True):
+        raise ConfigError(
+            f"its synthetic_acceptance_rates are {rates!r}: they must be {drafts}, one a draft, and none above the one "
+            "before it: how often all drafts up to there hold"
+        )
+    return tuple(map(float, rates))
 
 
 def _depths(asked: dict[str, Any], drafts: int) -> tuple[tuple[int, int], ...]:

@@ -156,6 +156,7 @@ class EngineCollector(Collector):
         ):
             yield self._each_engine(name, help, partial(total_of, total), kind=CounterMetricFamily)
         yield from self._drafts()
+        yield from self._experts()
         for name, help, attribute in (
             ("engine_restarts", "Engines that replaced one that died.", "num_restarts"),
             ("engine_stalls", "Times that no step ran though work waited.", "num_stalls"),
@@ -178,6 +179,21 @@ class EngineCollector(Collector):
             ("num_accepted_tokens_per_pos", "The same, by position.", EngineCounts.accepted_by_position, "position"),
         ):
             yield self._each_engine(f"spec_decode_{name}", help, value, label, among=drafting, kind=CounterMetricFamily)
+
+    def _experts(self) -> Iterator[Metric]:
+        """Of mixtures, once they have computed something. A series an expert, its layers together: some hundreds, where
+        one for each layer would be thousands, of which only the balance is of interest, and that is a gauge."""
+        mixtures = [counts for counts in self._metrics.engines if counts.tokens_by_expert()]
+        if not mixtures:
+            return
+        yield self._each_engine(
+            "expert_tokens", "Tokens that an expert got, all layers but the last together.",
+            EngineCounts.tokens_by_expert, "expert", mixtures, CounterMetricFamily,
+        )  # fmt: skip
+        yield self._each_engine(
+            "expert_imbalance", "Tokens of a layer's busiest expert over those of its average one, lately; 1 is even.",
+            lambda counts: counts.state().expert_imbalance, among=mixtures,
+        )  # fmt: skip
 
     def _request_counters(self) -> Iterator[Metric]:
         counter, metrics = self._counter, self._metrics

@@ -81,6 +81,11 @@ class EngineCounts:
         accepted = sum_of(self.engine.past_stats, self.engine.stats).num_accepted_tokens
         return {str(place): float(count) for place, count in enumerate(accepted)}
 
+    def tokens_by_expert(self) -> dict[str, float]:
+        """That each expert of a mixture got."""
+        tokens = sum_of(self.engine.past_stats, self.engine.stats).expert_tokens
+        return {str(expert): float(count) for expert, count in enumerate(tokens)}
+
     def state(self) -> EngineStats:
         """Of the engine that serves now; that of a dead one says nothing any more."""
         return self.engine.stats if self.engine.ready else EngineStats()

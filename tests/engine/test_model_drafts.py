@@ -107,7 +107,7 @@ def draw(sampling: SamplingParams) -> Any:
 
 
 CHUNKS = {"max_num_batched_tokens": 64, "max_mixed_tokens": 24}
-PREEMPTED = {"num_gpu_blocks_override": 9, "max_model_len": 128}
+PREEMPTED = {"num_gpu_blocks_override": 7, "max_model_len": 112}
 CASES = [
     ("eagle3", 3, 1, {}), ("speculators", 2, 1, CHUNKS), ("eagle", 3, 1, {"block_size": 4}),
     ("eagle3", 4, 1, PREEMPTED | CHUNKS),
@@ -130,12 +130,108 @@ def test_heads_draft_what_plain_code_drafts(
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     tensors = load_file(heads[name] / "model.safetensors")
     oracle = draft_models.Plain(tensors, model, normed_residual=name == "speculators")
-    histories = {tuple(prompt + answer.tokens) for (prompt, _), answer in zip(requests(), answers, strict=True)}
+    histories = [prompt + answer.tokens for (prompt, _), answer in zip(requests(), answers, strict=True)]
     checked = 0
     with torch.no_grad():
         for history, sampling, drafts in proposed:
-            if any(list(known[: len(history)]) == history for known in histories):
+            if any(known[: len(history)] == history for known in histories):
                 assert drafts == oracle.drafts(history, count, draw(sampling)), f"behind {len(history)} tokens"
                 checked += 1
     assert checked > 60 and stats.num_drafts > 40
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
+
+
+def mtp(count: int) -> str:
+    table = {"num_speculative_tokens_per_batch_size": [[1, 64, count]]}
+    return json.dumps({"method": "mtp", "num_speculative_tokens": count, **table})
+
+
+@pytest.mark.parametrize(("family", "own", "options"), [
+    ("deepseek_v3", True, CHUNKS), ("glm4_moe", False, {"block_size": 4}),
+])  # fmt: skip
+def test_layers_behind_the_last_one_draft_what_plain_code_drafts(
+    engine: Any, tiny_models: Any, draft_models: Any, proposed: Any, tmp_path: Path, family: str, own: bool,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    folder = tiny_models.tiny_checkpoint(tmp_path / "model", family, num_hidden_layers=3)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    draft_models.with_drafting_layer(folder, own)
+    served, batch = type(engine)(folder), requests()
+    (expected,), _ = served.run(batch)
+    (answers, again), stats = served.run(
+        batch, batch, speculative_config=mtp(3), max_num_seqs=8, enable_prefix_caching=False, **options
+    )
+    same(answers, expected)
+    same(again, expected)
+    oracle = draft_models.PlainLayer(load_file(folder / "model.safetensors"), whole)
+    histories = [prompt + answer.tokens for (prompt, _), answer in zip(batch, answers, strict=True)]
+    checked = 0
+    with torch.no_grad():
+        for history, sampling, drafts in proposed[:80]:
+            if any(known[: len(history)] == history for known in histories):
+                assert drafts == oracle.drafts(history, 3, draw(sampling)), f"behind {len(history)} tokens"
+                checked += 1
+    assert checked > 50 and stats.num_drafts > 40
+
+
+SERVED = [
+    ("eagle3", 1, 2, {}), ("eagle", 2, 3, CHUNKS), ("eagle3", 3, 2, PREEMPTED | CHUNKS),
+    ("speculators", 5, 2, {"kv_cache_dtype": "auto"}), ("model", 4, 2, CHUNKS), ("model", 3, 3, PREEMPTED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "count", "depth", "options"), SERVED)
+def test_answers_stay_what_they_are(
+    served: Any, heads: Any, plain: Any, overlap: Any, tiny_model: Any, name: str, count: int, depth: int,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Several steps in flight; the second time prompts are found in the cache."""
+    overlap(depth)
+    drafter = heads.get(name) or tiny_model("qwen3", num_hidden_layers=1)
+    (cold, warm), stats = served.run(
+        requests(), requests(), speculative_config=config(drafter, count), max_num_seqs=8, **options
+    )
+    same(cold, plain)
+    same(warm, plain)
+    tight = "num_gpu_blocks_override" in options
+    assert (stats.num_preemptions > 0) == tight and (stats.prefix_hits > 0 or tight)
+    assert stats.num_drafts > 40 and stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("depth", "options"), [(1, {}), (2, CHUNKS), (2, PREEMPTED | CHUNKS)])
+def test_a_target_that_drafts_for_itself_is_always_right(
+    served: Any, target: Path, plain: Any, overlap: Any, depth: int, options: dict[str, Any]
+) -> None:
+    """The noise is the request's own: what is sampled is drafted, too. Where the target has penalties or drafts are cut
+    short, it differs."""
+    if depth > 1:
+        overlap(depth)
+    batch = [pair for pair in requests() if pair[1].repetition_penalty == 1.0 and not pair[1].stop_token_ids]
+    expected = [answer for answer, pair in zip(plain, requests(), strict=True) if pair in batch]
+    (answers, again), stats = served.run(batch, batch, speculative_config=config(target, 4), max_num_seqs=8, **options)
+    same(answers, expected)
+    same(again, expected)
+    held = sum(stats.num_accepted_tokens) / stats.num_draft_tokens
+    assert held > 0.8, "but for the last tokens of answers, all hold"
+
+
+@pytest.mark.parametrize("name", ["windows", "latent", "codes"])
+def test_every_kind_of_cache(windowed_engine: Any, tiny_model: Any, engine: Any, overlap: Any, name: str) -> None:
+    """Layers with windows, in groups that share memory; latent attention; a cache of 8 bits with a scale a token."""
+    kinds = {
+        "windows": (windowed_engine, {}),
+        "latent": (type(engine)(tiny_model("minicpm3")), {}),
+        "codes": (engine, {"kv_cache_dtype": "fp8_per_token_head"}),
+    }
+    drafted, options = kinds[name]
+    batch = [pair for pair in requests() if not pair[1].stop_token_ids]
+    (expected,), _ = drafted.run(batch, **options)
+    overlap(2)
+    asked = config(Path(drafted.folder), 4)
+    (answers, again), stats = drafted.run(
+        batch, batch, speculative_config=asked, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, **options
+    )
+    same(answers, expected)
+    same(again, expected)
+    held = sum(stats.num_accepted_tokens) / stats.num_draft_tokens
+    assert held > 0.7, f"{held:.2f} of the drafts held"

@@ -31,6 +31,7 @@ from vserve.engine.ranks import effort, hang
 from vserve.engine.ranks.channel import Channel
 from vserve.engine.ranks.messages import Execute, Follow, Join, Leave, Seat, ToRank
 from vserve.engine.ranks.peers import Peers, RankLost, share_of_threads
+from vserve.engine.ranks.place import Child
 from vserve.engine.request import Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
@@ -413,7 +414,7 @@ def test_work_ends_with_the_rank_that_it_needs() -> None:
 
     async def main() -> None:
         peers = Peers(EngineConfig("m", device="cpu", tensor_parallel_size=2, engine_in_process=True))
-        peers._processes[1] = subprocess.Popen(["sleep", "60"])
+        peers._places[1] = Child(subprocess.Popen(["sleep", "60"]))
         ended = []
 
         async def work() -> None:
@@ -435,7 +436,7 @@ def test_work_ends_with_the_rank_that_it_needs() -> None:
             await waiting
         assert len(ended) == 2
         peers.close()
-        assert peers._processes[1].poll() is not None
+        assert "killed by signal 9" in str(peers._places[1].wait(0.0))
 
     asyncio.run(main())
 

@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 
 import vserve.engine.block_pool as block_pool_module
+import vserve.engine.guide as guide_module
 import vserve.engine.kv_cache as kv_cache_module
 import vserve.engine.kv_group as kv_group_module
+import vserve.engine.mask as mask_module
 import vserve.engine.prompt_results as prompt_results_module
 import vserve.engine.request as request_module
 import vserve.engine.roster as roster_module
@@ -29,7 +31,7 @@ import vserve.engine.stage_turns as stage_turns_module
 import vserve.engine.step as step_module
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.guide import Guide
-from vserve.engine.mask import TokenMask, guides, make_mask
+from vserve.engine.mask import TokenMask, bound, make_mask
 from vserve.engine.messages import RequestOutput, unpack_tokens
 from vserve.engine.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.request import CLS, LAST, MEAN, POOLINGS, Pooling, Request, SamplingParams, Status
@@ -41,6 +43,8 @@ GARBAGE = -1  # what a failed step leaves behind: states of no prefix, and the t
 TOTAL_STEPS = int(os.environ.get("VSERVE_PROPERTY_STEPS", "100000"))
 PARTS = 5
 ROOMS = {
+    "guide": guide_module,
+    "mask": mask_module,
     "scheduler": scheduler_module,
     "kv_cache": kv_cache_module,
     "kv_group": kv_group_module,
@@ -78,6 +82,7 @@ class Grammar:
     def __init__(self, key: str) -> None:
         seed, self.broken, at = key.split(":")
         self.state, self.left = hash((int(seed), 3)), int(at)
+        self.before: list[tuple[int, int]] = []
 
     @property
     def banned(self) -> tuple[int, ...]:
@@ -100,8 +105,13 @@ class Grammar:
             raise RuntimeError("broken grammar")
         if self.breaks("refuse") or token in self.banned:
             return False
+        self.before.append((self.state, self.left))
         self.state, self.left = hash((self.state, token)), self.left - 1
         return True
+
+    def rollback(self, count: int) -> None:
+        for _ in range(count):
+            self.state, self.left = self.before.pop()
 
     @property
     def terminated(self) -> bool:
@@ -161,6 +171,7 @@ class Row:
         self.seed = first_state(salt)
         self.states: list[int] = []  # states[i]: after token i
         self.tainted = False  # has read garbage: nothing it computes is worth anything
+        self.drafts: list[int] = []  # behind the tokens that there are, once it has sampled
         for token in unpack_tokens(new.token_ids):
             self.push(token)
 
@@ -201,24 +212,36 @@ class Device:
         self.embeddings = [e for i in plan.pooled if (e := self.pool(plan.rows[i], plan.num_tokens[i])) is not None]
 
     def draft(self, row: Row, count: int) -> list[int]:
-        """Written behind the tokens that there are."""
-        drafts = []
+        """What was written behind the tokens that there are when it sampled last; before, anything stands there."""
         assert row.computed == len(row.states) - 1
-        for place in range(count):
-            right = next_token(row.states[-1], banned_tokens(row.sampling, row.num_outputs))
-            drafts.append(right if self.luck.random() < self.hit_rate else (right + 1 + place) % VOCAB)
-            row.push(drafts[-1])
+        drafts = row.drafts[:count] or [self.luck.randrange(VOCAB) for _ in range(count)]
+        for token in drafts:
+            row.push(token)
         return drafts
 
-    def verify(self, row: Row, drafts: list[int], rng: random.Random, nan_rate: float) -> tuple[list[int], bool]:
-        """The tokens kept, and whether the last of them is none: NaN."""
+    def propose(self, row: Row) -> None:
+        """It has sampled."""
+        row.drafts, length = [], len(row.states)
+        for place in range(self.config.max_drafts):
+            right = next_token(row.states[-1], banned_tokens(row.sampling, row.num_outputs))
+            row.drafts.append(right if self.luck.random() < self.hit_rate else (right + 1 + place) % VOCAB)
+            row.push(row.drafts[-1])
+        del row.states[length:]
+
+    def verify(
+        self, row: Row, drafts: list[int], rng: random.Random, nan_rate: float, masks: list[tuple[int, ...]], most: int
+    ) -> tuple[list[int], bool]:
+        """The tokens kept, and whether the last of them is none: NaN. `masks`: of the tokens behind the drafts, as far
+        as there are any, of which `most` may hold."""
         row.computed -= len(drafts)
         del row.states[row.computed :]
         tokens: list[int] = []
-        for draft in [*drafts, GARBAGE]:
+        for place, draft in enumerate([*drafts, GARBAGE]):
             is_nan = not row.tainted and rng.random() < nan_rate
             row.tainted |= is_nan
-            token = GARBAGE if row.tainted else next_token(row.states[-1], banned_tokens(row.sampling, row.num_outputs))
+            banned = banned_tokens(row.sampling, row.num_outputs) + (masks[place] if place < len(masks) else ())
+            token = GARBAGE if row.tainted else next_token(row.states[-1], banned)
+            draft = GARBAGE if place == most else draft
             row.push(token)
             tokens.append(token)
             if is_nan or token != draft or token == GARBAGE:
@@ -260,7 +283,7 @@ class Device:
             masked = {
                 i: tuple(t for t in range(VOCAB) if not word >> t & 1) for i, word in zip(mask.rows, words, strict=True)
             }
-        tokens, errors, counts = [], {}, []
+        tokens, errors, counts, cuts = [], {}, [], dict(mask.cuts) if mask is not None else {}
         sampling_rows = {
             i for i, row in enumerate(batch) if row.computed == len(row.states) and row.sampling.pooling is None
         }
@@ -268,12 +291,21 @@ class Device:
         for i, index in enumerate(plan.sampled):
             row = batch[index]
             if index < len(self.drafts):
-                assert i == index and i not in masked and len(row.states) <= self.config.max_model_len - 1
-                kept, is_nan = self.verify(row, self.drafts[index], rng, nan_rate)
+                drafts = self.drafts[index]
+                assert i == index and len(row.states) <= self.config.max_model_len - 1
+                sample = i * (1 + len(drafts))
+                masks = [masked.pop(sample + place) for place in range(1 + len(drafts)) if sample + place in masked]
+                postponed = mask is not None and i in mask.postponed
+                kept, is_nan = self.verify(
+                    row, drafts, rng, 0 if postponed else nan_rate, masks, cuts.get(i, len(drafts))
+                )
+                if postponed:
+                    row.computed -= len(kept)
+                    del row.states[row.computed + 1 :]
+                elif is_nan:
+                    errors[len(tokens) + len(kept) - 1] = "NaN"
                 tokens += kept
                 counts.append(len(kept))
-                if is_nan:
-                    errors[len(tokens) - 1] = "NaN"
                 continue
             counts.append(1)
             if mask is not None and i in mask.postponed:
@@ -286,16 +318,28 @@ class Device:
             if not row.tainted and rng.random() < nan_rate:
                 errors[len(tokens)] = "NaN"
                 row.tainted = True
-            banned = banned_tokens(row.sampling, num_outputs) + masked.get(i, ())
+            banned = banned_tokens(row.sampling, num_outputs) + masked.pop(i + len(self.drafts) * plan.num_drafts, ())
             token = GARBAGE if row.tainted else next_token(row.states[-1], banned)
             row.push(token)
             tokens.append(token)
+        assert not masked, "masks of samples that there are not"
+        for index in plan.sampled:
+            self.propose(batch[index])
+        told = [batch[plan.sampled[index]].drafts[: self.luck.choice([0, 1, 9, 9])] for index in plan.told]
         embeddings = [None if rng.random() < nan_rate else embedding for embedding in self.embeddings]
         return (
             None
             if fails
             else StepResult(
-                plan.step, tokens, None, errors, 0.0, self.scores, embeddings, counts=counts if self.drafts else []
+                plan.step,
+                tokens,
+                None,
+                errors,
+                0.0,
+                self.scores,
+                embeddings,
+                counts=counts if self.drafts else [],
+                drafts=told,
             )
         )
 
@@ -694,16 +738,19 @@ class Simulation:
             self.take_result()
             if self.rng.random() < self.abort_rate:
                 self.abort()
-        sampled = self.scheduler.in_flight[-1].sampled
-        for guide in guides(sampled):
+        step = self.scheduler.in_flight[-1]
+        for _, _, _, guide in bound(step):
             if not guide.settled and self.threads.random() < self.late_rate:
                 guide.filling = True  # by a thread, that is not done before some later step
             elif not guide.settled:
                 guide.fill()
-        mask, errors, postponed = make_mask(sampled, VOCAB)
+        mask, errors, postponed = make_mask(step, VOCAB)
+        self.seen["postponed with drafts"] += sum(1 for r in postponed if step.sampled.index(r) < step.num_drafting)
         self.scheduler.postpone(postponed)
         self.check_books()
         self.seen["postponed"] += len(postponed)
+        self.seen["masked behind drafts"] += max(0, len(mask.rows) - len(list(bound(step)))) if mask else 0
+        self.seen["cut"] += len(mask.cuts) if mask else 0
         self.quiet = 0 if postponed else self.quiet
         self.seen["masked"] += len(mask.rows) if mask else 0
         self.receive([self.scheduler.reject(request, error) for request, error in errors])
@@ -956,7 +1003,11 @@ DRAFTING = {  # of steps with drafts
     "wrong drafts counted as in flight": ("scheduler", "request.num_in_flight_tokens -= wrong", "pass"),
     "no blocks for drafts": ("scheduler", EXTENDED, ""),
     "drafts beyond the context": ("scheduler", "if total > self.stop or request in", "if request in"),
-    "drafts despite a grammar": ("scheduler", "request.grammar is None or not request.grammar.binds(", "True or bool("),
+    "masks behind other drafts": ("guide", "if draft != masked:", "if False:"),
+    "drafts not taken back from the grammar": ("guide", "matcher.rollback(accepted)", "pass"),
+    "no mask behind a draft that may hold": ("mask", "if most < num_drafts:", "if False:"),
+    "masks of the wrong samples": ("mask", "min(index, step.num_drafting) * step.num_drafts", "0"),
+    "drafts of who waits for its mask": ("scheduler", "_computed_tokens -= 1 + num_drafts", "_computed_tokens -= 1"),
     "a full context not waited for": ("scheduler", "and (total > stop or not", "and (not"),
     "windows that count on drafts": ("kv_cache", "- request.num_in_flight_drafts  # at least", ""),
     "registered without a step in flight": ("scheduler", ".registered if self.in_flight else []", ".registered"),
@@ -982,6 +1033,10 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
     exec(compile(source.replace(right, wrong), f"broken {room}.py", "exec"), broken.__dict__)
     if room == "scheduler":
         monkeypatch.setitem(globals(), "Scheduler", broken.Scheduler)
+    elif room == "guide":
+        monkeypatch.setitem(globals(), "Guide", broken.Guide)
+    elif room == "mask":
+        monkeypatch.setitem(globals(), "make_mask", broken.make_mask)
     elif room == "prompt_results":
         monkeypatch.setattr(scheduler_module, "PromptResults", broken.PromptResults)
     elif room == "step":

@@ -51,7 +51,7 @@ def test_a_usual_command_line_is_served(monkeypatch: Any) -> None:
         (["-dcp", "8"], "--decode-context-parallel-size 8: "),
         (["--enable-prompt-adapter"], "--enable-prompt-adapter: prompt adapters are not served, only LoRA is"),
         (["--speculative-config", '{"method": "medusa"}'], "the answers are the same"),
-        (["--speculative-model", "small/model"], "draft models are not served yet; use"),
+        (["--spec-method", "eagle3"], "its model is None: it must be the folder"),
         (["--spec-decoding-acceptance-method", "typical_acceptance_sampler"], "drafts here never change an answer"),
         (
             ["--spec-tokens", "3", "--speculative-config.num_speculative_tokens", "4"],
@@ -234,10 +234,10 @@ def test_offline() -> None:
         LLM("/m", decode_context_parallel_size=2, code_revision="x")
     with pytest.raises(TypeError, match="LLM has no option 'max_model_length'"):
         LLM("/m", max_model_length=2, decode_context_parallel_size=1, speculative_config=None)
-    with pytest.raises(ConfigError, match="its method is 'eagle': heads of EAGLE are not served yet"):
-        LLM("/m", speculative_config={"method": "eagle", "num_speculative_tokens": 2})
-    with pytest.raises(ConfigError, match="its model is 'small/model': draft models are not served yet"):
-        LLM("/m", speculative_model="small/model", num_speculative_tokens=3)
+    with pytest.raises(ConfigError, match="its method is 'suffix': drafts by suffix decoding are not served yet"):
+        LLM("/m", speculative_config={"method": "suffix", "num_speculative_tokens": 2})
+    with pytest.raises(ConfigError, match="its num_speculative_tokens is 99: it must be an integer from 0 to 15"):
+        LLM("/m", speculative_model="small/model", num_speculative_tokens=99)
 
 
 def test_the_table() -> None:
