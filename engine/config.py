@@ -122,6 +122,12 @@ def _speculation(text: str) -> str | None:
     return problem(text)
 
 
+def _partition(text: str) -> str | None:
+    words = text.split(",")
+    right = all(word.strip().isdecimal() and int(word) for word in words)
+    return None if right else "it must be the number of layers of each stage, such as 12,10,10"
+
+
 def _no_text(text: str) -> str | None:
     return None if text else "it is empty: give it a text, or leave it out"
 
@@ -306,9 +312,9 @@ class EngineConfig:
         1, "stages that the layers of one model are dealt out to, each on a card (on the CPU: a process) of its own, "
         "or on as many as tensor_parallel_size says", group="parallel", bounds=Bounds(1, 64), short="pp",
     )  # fmt: skip
-    pipeline_layer_partition: tuple[str, ...] = option(
-        (), "layers of each stage, such as 12,10,10 (default: so that stages take about as much memory and time as "
-        "each other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel",
+    pipeline_layer_partition: str | None = option(
+        None, "layers of each stage, such as 12,10,10 (default: so that stages take about as much memory and time as "
+        "each other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel", problem=_partition,
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "ranks hold whole experts of a mixture, not a slice of each", group="parallel", short="ep"
@@ -449,18 +455,13 @@ class EngineConfig:
     @property
     def stage_layers(self) -> tuple[int, ...]:
         """How many layers each stage has; empty: nobody has said so."""
-        return tuple(int(count) for count in self.pipeline_layer_partition)
+        return tuple(map(int, (self.pipeline_layer_partition or "").replace(",", " ").split()))
 
     def _check_stages(self) -> None:
-        size, counts = self.pipeline_parallel_size, self.pipeline_layer_partition
-        if counts and not all(count.isdecimal() and int(count) for count in counts):
-            raise ConfigError(
-                f"--pipeline-layer-partition {','.join(counts)}: it must be the number of layers of each stage, such "
-                "as 12,10,10"
-            )
+        size, counts = self.pipeline_parallel_size, self.stage_layers
         if counts and len(counts) != size:
             raise ConfigError(
-                f"--pipeline-layer-partition {','.join(counts)} is of {len(counts)} stages, and "
+                f"--pipeline-layer-partition {self.pipeline_layer_partition} is of {len(counts)} stages, and "
                 f"--pipeline-parallel-size is {size}: name the layers of as many"
             )
         if size > 1 and self.enable_lora:

@@ -155,7 +155,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     message: str
 
 
-class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+# Those of every step cannot be part of a circle: the garbage collector need not look at them.
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step brought to one request. The last output of a request has a finish reason; nothing follows it."""
 
     id: int
@@ -170,7 +171,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     embedding: bytes | None = None  # little-endian float32, where pooling was asked for: the only output
 
 
-class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """State after a step; the counters are totals since start."""
 
     num_running: int = 0
@@ -207,7 +208,7 @@ def _sum(values: tuple[Any, ...]) -> Any:
     return sum(values)
 
 
-class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="outputs"):
     """One message a step."""
 
     outputs: list[RequestOutput]

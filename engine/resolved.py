@@ -53,7 +53,7 @@ class Resolved:
     calculate_kv_scales: bool
     tensor_parallel_size: int
     pipeline_parallel_size: int
-    pipeline_layer_partition: tuple[str, ...]  # of the stages, as they are
+    pipeline_layer_partition: str  # layers of the stages, as they are; "" of one
     context_cost: float  # see SchedulerConfig
     enable_expert_parallel: bool
     disable_custom_all_reduce: bool
@@ -147,7 +147,6 @@ class Fitted(Resolved):
             "dtype": dtype,
             "lora_dtype": str(self.lora_dtype).removeprefix("torch."),
             "lora_target_modules": " ".join(self.lora_target_modules),
-            "pipeline_layer_partition": ",".join(self.pipeline_layer_partition),
             "device": self.machine.name,
             "cpu_threads": self.machine.cpu_threads,
             "kv_cache_memory_bytes": plan.cache,
@@ -240,11 +239,11 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
     return Resolved(**(asked | found))
 
 
-def _partition(config: EngineConfig, model: ModelConfig) -> tuple[str, ...]:
+def _partition(config: EngineConfig, model: ModelConfig) -> str:
     if config.pipeline_parallel_size == 1:
-        return tuple(config.pipeline_layer_partition)  # what came through a socket is a list
+        return ""
     parts = stage_layers(model, config.pipeline_parallel_size, config.stage_layers)
-    return tuple(str(len(part)) for part in parts)
+    return ",".join(str(len(part)) for part in parts)
 
 
 # Tokens of a step with prompts, of a mixture of experts on a GPU: some fifty tokens already read the weights of nearly

@@ -97,7 +97,8 @@ class Service:
         for client in self.clients:
             client.death_listeners.append(lambda _: setattr(self.server, "should_exit", True))
         self.front = FrontDoor(self.client, config.root_path, load_page() if config.ui else None)
-        self.server = Server(uvicorn_config(self.front, config, self._refused))
+        num_processes = 1 if meeting is None else meeting.board.num_seats
+        self.server = Server(uvicorn_config(self.front, config, self._refused, num_processes))
         self.app: FastAPI | None = None  # once everything is loaded
         self._desk = None
         if meeting is not None:
@@ -391,10 +392,12 @@ class Service:
                 os.unlink(self.config.uds)
 
 
-def uvicorn_config(app: FrontDoor, config: ServerConfig, refused: Callable[[str], None]) -> uvicorn.Config:
+def uvicorn_config(
+    app: FrontDoor, config: ServerConfig, refused: Callable[[str], None], num_processes: int
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        **uvicorn_options(config, refused),
+        **uvicorn_options(config, refused, num_processes),
         log_config=None,
         log_level="warning",
         access_log=False,

@@ -22,6 +22,8 @@ from .group import ALONE, Group, wrapped
 class Ring:
     """This rank's links: from the one before it in the ring, and to the one behind."""
 
+    num_entered = 0  # of this process: transfers that were begun
+
     def __init__(self, rank: int, size: int, num_stages: int) -> None:
         """Every rank has to call it; group members are numbered as in the world."""
         each = size // num_stages
@@ -39,6 +41,7 @@ class Ring:
 
     def send(self, x: Tensor) -> None:
         """To the rank behind, which must receive as many elements; x must not change from here on."""
+        Ring.num_entered += 1
         work = dist.isend(x, self._behind, self._out)
         assert work is not None
         self._sends.append((work, x))
@@ -49,6 +52,7 @@ class Ring:
 
     def receive(self, x: Tensor) -> Tensor:
         """Into x, from the rank before. On a card, the stream waits, not the host."""
+        Ring.num_entered += 1
         dist.recv(x, self._before, self._in)
         return x
 

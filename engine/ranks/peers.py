@@ -65,7 +65,7 @@ class Peers:
         self._connections: list[Connection] = []
         self._encoder = msgspec.msgpack.Encoder()
         self.stores = OtherStores(self.send, range(1, config.world_size))
-        self._hangs = HangWatch(config.world_size)
+        self._hangs = HangWatch(config.world_size, config.pipeline_parallel_size)
         self._watching: asyncio.Task[None] | None = None
         self._ending = False
         self.seat = Seat()
@@ -133,7 +133,7 @@ class Peers:
         """For hangs, from now on, as in a step that takes `limit` seconds. `effort`: of rank 0."""
         if self._watching is not None:
             self._watching.cancel()
-        self._hangs = HangWatch(self._config.world_size)
+        self._hangs = HangWatch(self._config.world_size, self._config.pipeline_parallel_size)
         self._watching = asyncio.create_task(self._watch(progress, effort, limit))
         if not self._config.engine_in_process:  # then others have work for the loop
             arguments = (effort, limit)

@@ -18,9 +18,10 @@ import numpy as np
 MOST_ENGINES = 64
 REQUESTS, TOKENS = 0, 1  # that this process has let in
 BEATS, SERVES = 2, 3  # how often its heart has beaten (see hearts.py), and whether it takes requests
-_COUNTERS = 4  # from here on, of the seat, whichever process has it
-FINISHED_REQUESTS, FINISHED_TOKENS = 4, 5
-_LOADS = 6  # from here on, of each engine: tokens of prompts that wait there, requests that are open there
+BODIES = 4  # bytes of bodies that have come and are not read yet
+_COUNTERS = 5  # from here on, of the seat, whichever process has it
+FINISHED_REQUESTS, FINISHED_TOKENS = 5, 6
+_LOADS = 7  # from here on, of each engine: tokens of prompts that wait there, requests that are open there
 _FIELDS = _LOADS + 2 * MOST_ENGINES
 MOST_KEYS = 1 << 16
 DIGEST = 32  # bytes

@@ -13,6 +13,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from ...engine.messages import (
     EngineStats,
     LoadAdapter,
     Progress,
+    StepOutputs,
     StepRecord,
     StepReports,
     ToEngine,
@@ -114,7 +116,7 @@ class Replicas:
             )
             if self.engines:
                 engine.adapters.update(self.engines[0].adapters)
-            engine.stats_listeners.append(self._step)
+            engine.stats_listeners.append(partial(self._step, index))
             engine.rescue = self._rescuer(index)
             engine.death_listeners.append(self._died)
             self.engines.append(engine)
@@ -270,7 +272,7 @@ class Replicas:
         return Load(engine.waiting_tokens + waiting_tokens, engine.num_open + num_open)
 
     def _publish_load(self, index: int) -> None:
-        if self._meeting is not None:
+        if self._meeting is not None and index < len(self.engines):  # it may just have been removed
             engine = self.engines[index]
             self._meeting.board.set_load(index, engine.waiting_tokens, engine.num_open)
 
@@ -365,9 +367,8 @@ class Replicas:
             raise EngineDeadError(self.down or "the engines are not ready")
         return sorted((step for steps in found for step in steps), key=lambda step: step.time)[-count:]
 
-    def _step(self, message: Any) -> None:
-        for index in range(len(self.engines)):
-            self._publish_load(index)
+    def _step(self, index: int, message: StepOutputs) -> None:
+        self._publish_load(index)
         for listener in self.stats_listeners:
             listener(message)
 

@@ -141,7 +141,8 @@ class Metrics:
             # A prompt's last token gives the first of the answer, which is a token of this step as well; each later one
             # is computed where the next is generated.
             for output in message.outputs:
-                num_tokens += output.num_cached_tokens is not None and output.token_ids != []
+                if output.num_cached_tokens is not None and output.token_ids:
+                    num_tokens += 1
             self.iteration_tokens.observe(num_tokens)
 
     # ---- requests ----

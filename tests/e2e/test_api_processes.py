@@ -219,7 +219,7 @@ def test_where_the_first_hangs_the_server_ends(serve, until, gone_pids) -> None:
     """It alone starts engines, ends the server, and keeps what there is one of: who has started it starts another."""
     with serve("--api-server-count", "2", "--stall-timeout", "9") as server:
         pids = [*guests(server), *server.engine_pids()]
-        time.sleep(12)  # nobody ends it while it is well
+        time.sleep(10)  # nobody ends it while it is well
         assert server.process.poll() is None
         os.kill(server.process.pid, signal.SIGSTOP)
         stopped = time.monotonic()
@@ -238,9 +238,26 @@ def test_an_engine_that_dies_comes_back_for_all_of_them(server, until) -> None:
     assert {text(ask(server)) for _ in range(12)} == {expected}
 
 
-def test_they_end_together(server, until, gone_pids) -> None:
+def test_they_end_together_when_each_has_finished(server, until, gone_pids) -> None:
+    """Some of what runs is each one's: nothing is cut off, and nobody new is let in."""
     pids = [*guests(server), server.engine_pid()]
-    server.process.terminate()
+    begun = threading.Barrier(9)
+
+    def stream() -> list[str]:
+        body = BODY | {"stream": True, "max_tokens": 200}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=KEY, timeout=240) as answer:
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            first = next(lines)
+            begun.wait(60)
+            return [first, *(line for line in lines if line)]
+
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(stream) for _ in range(8)]
+        begun.wait(60)
+        server.process.terminate()
+        ended = [future.result() for future in running]
+    assert all(lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2] for lines in ended)
     assert server.wait(60) == 0
     until(lambda: gone_pids(pids), 10)
     assert not [line for line in server.stderr if "Traceback" in line]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from vserve.server.errors import ApiError
 from vserve.server.generation import admission, quota
 from vserve.server.generation.admission import Admission
 from vserve.server.generation.quota import Quota
+from vserve.server.http.body_limit import BodyLimit, HeldBody
 from vserve.server.observe.shares import Family, Sample, summed
 from vserve.server.options.config import ServerConfig
 
@@ -160,6 +163,38 @@ def test_the_queue_moves_as_fast_as_all_of_them_make_it(
             queue.admit(14, 1, 0.0)  # of which nine have no room until others are gone
         assert 2.4 < float(refused.value.headers["retry-after-ms"]) / 1000 < 3.6, refused.value.headers
         assert 2.4 < queue.retry_after() < 3.6  # for the nine that are open
+
+
+def test_bodies_that_arrive_have_one_room(boards: list[Board]) -> None:
+    """256 MiB, for all processes together; what is read is free again."""
+    refused: list[str] = []
+    limits = [BodyLimit(None, lambda: 1 << 20, refused.append, board) for board in boards]  # type: ignore[arg-type]
+    held = [HeldBody(limit) for limit in limits]
+
+    def asks(limit: BodyLimit) -> int:
+        """The status for a body of a megabyte."""
+        statuses = [200]
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b" " * (1 << 20), "more_body": False}
+
+        limit.app = app
+        try:
+            asyncio.run(limit({"type": "http", "headers": []}, receive, None))  # type: ignore[arg-type]
+        except ApiError as error:
+            statuses.append(error.status)
+        return statuses[-1]
+
+    for body in held:
+        body.grow(80 << 20)
+    assert [asks(limit) for limit in limits] == [200] * 3
+    held[0].grow(16 << 20)
+    assert [asks(limit) for limit in limits] == [429] * 3 and refused == ["bodies"] * 3
+    held[1].release()
+    assert [asks(limit) for limit in limits] == [200] * 3
 
 
 def test_the_queue_is_one(boards: list[Board]) -> None:
