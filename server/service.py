@@ -19,9 +19,7 @@ import uvicorn
 from ..engine import faults, logs
 from ..engine.config import ConfigError, EngineConfig
 from ..engine.messages import EngineInfo, Progress
-from .api_processes import ApiProcesses
 from .client.client import Client
-from .client.hearts import beat, watch_first
 from .client.mailbox import EngineDeadError, ShuttingDownError
 from .client.meeting import Meeting
 from .client.replicas import make_client
@@ -36,6 +34,8 @@ from .text.beside import Beside, on_gpu
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from .api_processes import ApiProcesses
 
 logger = logging.getLogger("vserve")
 
@@ -98,11 +98,13 @@ class Service:
         self.app: FastAPI | None = None  # once everything is loaded
         self._desk = None
         if meeting is not None:
-            from .desk import Desk  # with FastAPI, for which one process alone does not wait
+            from .desk import Desk  # with FastAPI and numpy, for which one process alone does not wait
 
             self._desk = Desk(meeting, self.front)
         self._others: ApiProcesses | None = None
         if meeting is not None and meeting.is_first:
+            from .api_processes import ApiProcesses  # with numpy, as above
+
             self._others = ApiProcesses(
                 meeting, lambda: self.client.config, config, sources, sock.fileno(), self._give_up
             )
@@ -121,6 +123,8 @@ class Service:
                 asyncio.get_running_loop().add_signal_handler(number, self._receive, number, task)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._reload)
         if self._meeting is not None:
+            from .client.hearts import beat, watch_first
+
             self._hearts = [asyncio.create_task(beat(self._meeting.board))]  # to the very end
             if not self._is_first:
                 self._hearts.append(asyncio.create_task(watch_first(self._meeting.board, self.config.stall_timeout)))
