@@ -383,6 +383,11 @@ class EngineConfig:
             )
 
     @property
+    def fits_cache(self) -> bool:
+        """Its size is what the memory leaves."""
+        return self.kv_cache_memory_bytes is None and self.num_gpu_blocks_override is None
+
+    @property
     def num_ranks(self) -> int:
         """Of all engines."""
         return self.data_parallel_size * self.tensor_parallel_size

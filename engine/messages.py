@@ -145,6 +145,8 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     reads_both_ways: bool = False  # no option makes it generate
     quantization: dict[str, str | int] = {}  # of quant/described.py; empty: none
     kv_cache: dict[str, str | int] = {}  # dtype, scales, block_bytes
+    # The next number of ranks that can share the model, and how many times as many tokens the cache would then hold
+    more_ranks: tuple[int, float] = (0, 0.0)
     fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow
 
 
