@@ -10,7 +10,7 @@ from .models.model import Model
 
 def describe_experts(model: Model) -> dict[str, str | int]:
     """layers with experts; how many each has, and a token chooses; of them those on this rank, whole or sliced; the
-    ranks that share them out whole, as many each, in order, or 0; what multiplies by them. Empty for a model without."""
+    ranks that share them out whole, as many each, in order, or 0; what multiplies by them. Empty without experts."""
     mixtures = [layer for layer in model.modules() if isinstance(layer, Experts)]
     if not mixtures:
         return {}
