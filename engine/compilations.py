@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+
 import triton
+
+
+@dataclass
+class _Times:
+    num: int = 0
+    seconds: float = 0.0
+    begun: float | None = None  # time.monotonic() of the one that is being compiled
 
 
 class LateCompilations:
     def __init__(self) -> None:
-        self._found: list[int] = []
+        self._times = _Times()
 
     def __len__(self) -> int:
-        return len(self._found)
+        return self._times.num
+
+    @property
+    def seconds(self) -> float:
+        """That they have taken so far."""
+        begun = self._times.begun
+        return self._times.seconds + (0.0 if begun is None else time.monotonic() - begun)
 
     def count(self) -> None:
         """From here on every kernel should be ready."""
-        found = self._found  # not self: Triton keeps the hook longer than its runner is wanted
+        times = self._times  # not self: Triton keeps the hooks longer than their runner is wanted
+
+        def begin(**_: object) -> None:
+            times.begun = time.monotonic()
 
         def compiled(**_: object) -> None:
-            found.append(1)
+            times.num += 1
+            if times.begun is not None:
+                times.seconds += time.monotonic() - times.begun
+            times.begun = None
 
+        triton.knobs.runtime.jit_cache_hook = begin
         triton.knobs.runtime.jit_post_compile_hook = compiled

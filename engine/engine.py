@@ -13,9 +13,11 @@ from .executor import Executor, ThreadExecutor, steps_in_flight
 from .messages import EngineInfo, Progress
 from .model_config import ModelConfig
 from .rank import ALONE, Rank
+from .ranks.effort import stepping
 from .ranks.executor import RanksExecutor
 from .ranks.messages import Seat
 from .ranks.peers import Peers
+from .runner import ModelRunner
 
 
 class Engine:
@@ -29,9 +31,13 @@ class Engine:
         self.rank = rank = Rank(config, report, before_memory, seat)
         settings, runner = rank.settings, rank.runner
         self.vocab_size = settings.vocab_size
-        self.scheduler_config = settings.scheduler_config(runner.layout.windows, steps_in_flight(runner.device))
+        depth = rank.stage.count + 1 if rank.stage.count > 1 else steps_in_flight(runner.device)
+        self.scheduler_config = settings.scheduler_config(runner.layout.windows, depth)
         self.info: EngineInfo = msgspec.structs.replace(
-            settings.info(rank.seconds, rank.quantization), experts=rank.experts, **served(rank.model.config)
+            settings.info(rank.seconds, rank.quantization),
+            experts=rank.experts,
+            expert_ranks=rank.expert_ranks,
+            **served(rank.model.config),
         )
 
     @property
@@ -42,7 +48,10 @@ class Engine:
 
     def executor(self, peers: Peers) -> Executor:
         mine = ThreadExecutor(self.rank.runner, num_threads=self.rank.num_threads)
-        return RanksExecutor(mine, peers) if len(peers) else mine
+        if not len(peers):
+            return mine
+        assert isinstance(self.rank.runner, ModelRunner), "encoders are not divided"
+        return RanksExecutor(mine, peers, stepping(self.rank.runner, mine.thread), self.rank.longest_step)
 
 
 def served(model: ModelConfig) -> dict[str, Any]:

@@ -68,12 +68,15 @@ class ThreadExecutor:
         self._work: queue.SimpleQueue[tuple[Callable[[], StepResult], asyncio.Future[StepResult]] | None] = (
             queue.SimpleQueue()
         )
-        self._thread = threading.Thread(target=self._run, name="vserve-executor", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="vserve-executor", daemon=True)
+        self.thread.start()
 
     def execute(self, plan: StepPlan) -> None:
         if self.asynchronous and plan.rows:
             self.runner.execute(plan)
+        elif plan.adapters:
+            assert isinstance(self.runner, ModelRunner) and self.runner.adapters is not None
+            self.runner.adapters.take(plan)
         self._plan = plan
 
     def sample(self, mask: TokenMask | None = None) -> None:
@@ -116,7 +119,7 @@ class ThreadExecutor:
 
     def close(self) -> None:
         self._work.put(None)
-        self._thread.join(timeout=5)
+        self.thread.join(timeout=5)
 
     def _counted(self, result: StepResult) -> StepResult:
         runner = self.runner

@@ -76,6 +76,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapte
 
     id: int  # of this load, above 0: random, so that keys of cached prefixes differ from those of any other
     path: str  # of its folder
+    name: str = ""  # what clients call it
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapter"):
@@ -146,6 +147,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     quantization: dict[str, str | int] = {}  # of quant/described.py; empty: none
     experts: dict[str, str | int] = {}  # of expert_info.py; empty: none
     kv_cache: dict[str, str | int] = {}  # dtype, scales, block_bytes
+    expert_ranks: int = 0  # that hold as many whole experts of a mixture each, in order; 0: slices of all
     fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow
 
 
@@ -155,7 +157,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     message: str
 
 
-class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+# Those of every step cannot be part of a circle: the garbage collector need not look at them.
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step brought to one request. The last output of a request has a finish reason; nothing follows it."""
 
     id: int
@@ -170,7 +173,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     embedding: bytes | None = None  # little-endian float32, where pooling was asked for: the only output
 
 
-class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """State after a step; the counters are totals since start."""
 
     num_running: int = 0
@@ -207,7 +210,7 @@ def _sum(values: tuple[Any, ...]) -> Any:
     return sum(values)
 
 
-class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="outputs"):
     """One message a step."""
 
     outputs: list[RequestOutput]

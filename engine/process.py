@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from . import faults, logs
 from .clients import FIRST, Clients
@@ -39,6 +40,25 @@ async def run_engine(
 
     Raises ConfigError or ModelError for what the user can mend, RankLost, anything else for what the user cannot.
     """
+    use_kernel_cache()
+    config = share_of_threads(config)
+    peers = Peers(config)
+    try:
+        await peers.start()
+        await run_rank_zero(config, peers, send, attach)
+    except BaseException:
+        peers.close(patience=0.0)  # they wait for rank 0, and read nothing
+        raise
+    peers.close()
+
+
+async def run_rank_zero(
+    config: EngineConfig,
+    peers: Peers,
+    send: Callable[[FromEngine], None],
+    attach: Callable[[Callable[[ToEngine], None]], None],
+) -> None:
+    """As `run_engine`, whose other ranks have been started."""
     loop = asyncio.get_running_loop()
 
     def report(progress: Progress) -> None:  # called on the thread that starts the engine
@@ -51,10 +71,6 @@ async def run_engine(
         if precompile is not None:
             precompile.wait()
 
-    use_kernel_cache()
-    config = share_of_threads(config)
-    peers = Peers(config)
-    await peers.start()
     # Both work while torch is imported and the weights are copied.
     prefetch = Prefetch.start(config.model) if config.load_format != "dummy" else None
     precompile = Precompile.start(config)
@@ -65,35 +81,30 @@ async def run_engine(
         from .loop import EngineLoop
 
         engine = await peers.beside(asyncio.to_thread(Engine, config, report, before_memory, peers.seat))
-    except BaseException:
-        peers.close(patience=0.0)  # they wait for rank 0, and read nothing
-        raise
     finally:  # also of an engine that cannot start: this process may live on
         if prefetch is not None:
             prefetch.stop()
         if precompile is not None:
             precompile.kill()
-    executor = engine.executor(peers)
-    steps = EngineLoop(
-        engine.scheduler_config, executor, send, vocab_size=engine.vocab_size, seed=config.seed,
-        shares_thread=config.engine_in_process, adapters=engine.adapter_store,
-    )  # fmt: skip
-    publisher = None
-    if (published := settings(config.kv_events_config)) is not None:
-        publisher = Publisher(published)
-        steps.publish(publisher)
-    faults.arm_engine(steps, engine.rank.runner)
-    attach(steps.submit)
-    send(engine.info)
-    try:
-        await peers.beside(steps.run())
-    finally:
-        if publisher is not None:
-            publisher.close()
-        steps.masks.close()
+    with ExitStack() as leaving:
+        executor = engine.executor(peers)
+        leaving.callback(executor.close)
+        steps = EngineLoop(
+            engine.scheduler_config, executor, send, vocab_size=engine.vocab_size, seed=config.seed,
+            shares_thread=config.engine_in_process, adapters=engine.adapter_store,
+            other_adapters=peers.stores if len(peers) else None,
+        )  # fmt: skip
+        leaving.callback(steps.masks.close)
         if steps.adapters is not None:
-            steps.adapters.close()
-        executor.close()
+            leaving.callback(steps.adapters.close)
+        if (published := settings(config.kv_events_config)) is not None:
+            publisher = Publisher(published)
+            leaving.callback(publisher.close)
+            steps.publish(publisher)
+        faults.arm_engine(steps, engine.rank.runner)
+        attach(steps.submit)
+        send(engine.info)
+        await peers.beside(steps.run())
 
 
 async def serve(sock: socket.socket, listener: socket.socket | None = None) -> int:
@@ -157,6 +168,17 @@ async def serve(sock: socket.socket, listener: socket.socket | None = None) -> i
     return code
 
 
+async def serve_and_exit(sock: socket.socket, listener: socket.socket | None) -> None:
+    """Does not return: a loop waits at its end for threads, which may wait for a device or a rank for ever."""
+    code = 1
+    try:
+        code = await serve(sock, listener)
+    except Exception as error:
+        logger.error("the engine process cannot say its last words", exc_info=error)
+    logs.flush()
+    os._exit(code)
+
+
 def die_with_parent(parent: int) -> None:
     """Asks Linux to kill this process when process `parent`, which started it, ends, however it ends."""
     if sys.platform == "linux":
@@ -192,11 +214,9 @@ def main() -> None:
     try:
         import uvloop
 
-        code = uvloop.run(serve(sock, listener))
+        uvloop.run(serve_and_exit(sock, listener))
     except ImportError:
-        code = asyncio.run(serve(sock, listener))
-    logs.flush()
-    os._exit(code)  # threads that wait for a device must not keep a finished process alive
+        asyncio.run(serve_and_exit(sock, listener))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ from .config import ConfigError, EngineConfig
 from .host_memory import available_bytes, gib, machine_bytes
 from .layer_spec import MoESpec
 from .model_config import ModelConfig
-from .parallel.divide import sizes
+from .parallel.divide import MOST, sizes
 from .quant.online import OnlineScheme
 from .resolved import Machine
 
 LARGEST_SHARE = 0.97  # of a card: its context and libraries need the rest
 HELPERS = 5 << 30  # bytes of a card that our own processes may have, which compile kernels and end
+EVEN = 0.9  # of the largest stage's weights, that the mean stage has at least
 STEP_SHARE = 0.02  # of a card, beside the weights, for a step and a little cache
 
 
@@ -63,6 +64,7 @@ def check_weights(
     remedies = list(_utilization(machine, share, size)) if on_card else []
     remedies += list(_ranks(config, model, size, room)) if on_card else []
     remedies += smaller_weights(model, parameters, dtype, room, on_card)
+    remedies += list(_stages(config, model, size, room)) if on_card else []
     more = "a larger card" if on_card else "more memory"
     name = str(dtype).removeprefix("torch.")
     raise ConfigError(
@@ -87,6 +89,16 @@ def _ranks(config: EngineConfig, model: ModelConfig, size: int, room: int) -> It
         if count > now and each <= room:
             yield f"set --tensor-parallel-size {count} ({gib(each)} a card)"
             return
+
+
+def _stages(config: EngineConfig, model: ModelConfig, size: int, room: int) -> Iterable[str]:
+    """As _ranks; whole layers are dealt out, so that it is not quite as even."""
+    now = config.pipeline_parallel_size
+    if model.foreign is None and model.causal and not config.speculative_config and not config.enable_lora:
+        for count in range(now + 1, min(len(model.layers), MOST) + 1):
+            if (each := size * now // count) <= room * EVEN:
+                yield f"set --pipeline-parallel-size {count} (about {gib(each)} a card)"
+                return
 
 
 def smaller_weights(model: ModelConfig, parameters: int, dtype: torch.dtype, room: int, on_card: bool) -> Iterable[str]:

@@ -8,6 +8,8 @@ from collections.abc import Awaitable
 from ..executor import ThreadExecutor
 from ..mask import TokenMask
 from ..plan import StepPlan, StepResult
+from .effort import Effort
+from .hang import step_limit
 from .messages import Execute, Follow
 from .peers import Peers, RankLost
 
@@ -16,13 +18,20 @@ class RanksExecutor:
     """Results are rank 0's, which samples. A step that fails on one rank leaves the others in the middle of a
     collective: none can follow it."""
 
-    def __init__(self, mine: ThreadExecutor, peers: Peers) -> None:
-        """`mine`: of rank 0."""
+    def __init__(self, mine: ThreadExecutor, peers: Peers, effort: Effort, longest: float = 0.0) -> None:
+        """`mine`: of rank 0, as is `effort`. longest: seconds of the longest step so far."""
         self._mine = mine
         self._peers = peers
         self._executes = False  # the plan executed last has rows, and so went to the others
         self._num_begun = self._num_done = 0
-        peers.watch(lambda: (self._num_begun > self._num_done, self._num_done))
+        self._failed = False
+        self._longest = longest
+        on_cards = mine.asynchronous
+        peers.watch_steps(
+            lambda: (self._num_begun > self._num_done, self._num_done),
+            effort,
+            lambda: step_limit(self._longest if on_cards else 0.0),
+        )
 
     def execute(self, plan: StepPlan) -> None:
         self._executes = bool(plan.rows)
@@ -32,7 +41,7 @@ class RanksExecutor:
 
     def sample(self, mask: TokenMask | None = None) -> None:
         if self._executes:
-            self._peers.send(Follow(mask.postponed if mask is not None else ()))
+            self._peers.send(Follow(mask.postponed, mask.cuts) if mask is not None else Follow())
         self._mine.sample(mask)
         self._num_begun += 1
         self._mine.newest.add_done_callback(self._ended)
@@ -44,12 +53,14 @@ class RanksExecutor:
         return await self._mine.wait(seconds)
 
     def recover(self, error: Exception) -> None:
+        self._failed = True
         raise RankLost(f"rank 0 failed in a step, and no other can go on: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        if not self._peers.lost:
+        if not self._failed and not self._peers.lost:
             self._mine.close()  # its steps need the others
-        self._peers.close()
 
-    def _ended(self, _: asyncio.Future[StepResult]) -> None:
+    def _ended(self, step: asyncio.Future[StepResult]) -> None:
         self._num_done += 1
+        if not step.cancelled() and step.exception() is None:
+            self._longest = max(self._longest, step.result().device_seconds)

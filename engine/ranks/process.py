@@ -19,8 +19,10 @@ from ..kernel_cache import use_kernel_cache
 from ..messages import Failure
 from ..process import die_with_parent, dump_stacks_on_signal
 from .channel import Channel
+from .effort import Effort, Starting, stepping
 from .hang import INTERVAL, pulse
-from .messages import Execute, Follow, Join, ToRank
+from .messages import Execute, Follow, ForgetAdapters, Join, ReadAdapter, ToRank
+from .peers import LAST_WORDS
 
 if TYPE_CHECKING:
     from ..runner import ModelRunner
@@ -28,22 +30,40 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def tell(channel: Channel) -> None:
-    """How far this rank has come, on a thread of its own: it goes on while the main one waits."""
-    with contextlib.suppress(OSError):  # the engine is gone, and this process with it
-        while True:
-            channel.send(pulse())
-            time.sleep(INTERVAL)
+class Pulses:
+    """Tell how far this rank has come, on a thread of their own: it goes on while the main one waits."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.effort: Effort = Starting()
+        self._channel = channel
+        threading.Thread(target=self._run, name="vserve-pulse", daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # the engine is gone, and this process with it
+            while True:
+                self._channel.send(pulse(self.effort))
+                time.sleep(INTERVAL)
 
 
 def follow(channel: Channel, runner: ModelRunner) -> None:
     """Runs what the engine sends until it says to leave."""
+    store = None
+    if runner.adapters is not None:
+        from .adapters import RankStore
+
+        store = RankStore(runner.adapters.store, channel, runner.device)
     while True:
         message = channel.receive()
         if isinstance(message, Execute):
             runner.execute(message.plan)
         elif isinstance(message, Follow):
-            runner.follow(message.postponed)
+            runner.follow(message.postponed, message.cuts)
+        elif isinstance(message, ReadAdapter):
+            assert store is not None, "rank 0 serves adapters, and this rank does not"
+            store.read(message)
+        elif isinstance(message, ForgetAdapters):
+            assert store is not None
+            store.forget(message)
         else:
             return
 
@@ -55,7 +75,7 @@ def run(channel: Channel) -> int:
         assert isinstance(start, Join)
         config = EngineConfig(**start.options)
         faults.rank = start.seat.rank
-        threading.Thread(target=tell, args=(channel,), name="vserve-pulse", daemon=True).start()
+        pulses = Pulses(channel)
         use_kernel_cache()
         from ..rank import Rank
         from ..runner import ModelRunner
@@ -66,6 +86,7 @@ def run(channel: Channel) -> int:
         faults.arm_runner(runner)
         gc.collect()
         gc.freeze()
+        pulses.effort = stepping(runner, threading.main_thread())
         follow(channel, runner)
         return 0
     except EOFError:
@@ -77,6 +98,8 @@ def run(channel: Channel) -> int:
         if not expected:
             logger.error("the rank failed", exc_info=error)
         message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
+        if expected:
+            time.sleep(LAST_WORDS)  # rank 0 has met the same, as a rule, and says it without naming a rank
         with contextlib.suppress(OSError):
             channel.send(Failure(message))
         return 1
@@ -90,7 +113,8 @@ def main() -> None:
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args()
-    die_with_parent(arguments.parent)
+    if arguments.parent:  # not under a profiler
+        die_with_parent(arguments.parent)
     dump_stacks_on_signal()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the engine decides when this process ends
         signal.signal(number, signal.SIG_IGN)

@@ -16,7 +16,7 @@ from ...engine.logs import num_lost_lines
 from ...engine.messages import EngineInfo
 from ..client.client import Client
 from .metrics import EngineCounts, Metrics
-from .shares import Shares
+from .shares import ADAPTERS, Shares
 
 
 class MetricsPage:
@@ -94,6 +94,8 @@ class EngineCollector(Collector):
         yield self._gauge("generation_tokens_per_second", "Tokens generated, over the last seconds.", generated)
         yield from self._request_counters()
         yield from self._histograms()
+        if self._metrics.adapters is not None:
+            yield self._adapters(*self._metrics.adapters())
 
     def _state(self) -> Iterator[Metric]:
         each = self._each_engine
@@ -106,15 +108,11 @@ class EngineCollector(Collector):
         )  # fmt: skip
         for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the latter is what older gateways look for
             yield each(name, "Used share of the KV cache, 0 to 1.", cache_usage)
-        if self._metrics.adapters is not None:
-            yield self._adapters(*self._metrics.adapters())
 
     def _adapters(self, running: list[str], waiting: list[str]) -> Metric:
         """As vLLM has it: the names are labels, and the value is the time."""
         labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
-        family = GaugeMetricFamily(
-            self._prefix + "lora_requests_info", "Adapters of requests, and when.", labels=labels
-        )
+        family = GaugeMetricFamily(self._prefix + ADAPTERS, "Adapters of requests, and when.", labels=labels)
         family.add_metric([str(self._client.config.max_loras), ",".join(waiting), ",".join(running)], time.time())
         return family
 
@@ -196,6 +194,11 @@ class EngineCollector(Collector):
             "expert_imbalance", "Tokens of a layer's busiest expert over those of its average one, lately; 1 is even.",
             lambda counts: counts.state().expert_imbalance, among=mixtures,
         )  # fmt: skip
+        if divided := [counts for counts in mixtures if counts.tokens_by_rank()]:
+            yield self._each_engine(
+                "rank_expert_tokens", "Tokens that the whole experts of a rank got, of which the fullest keeps the "
+                "others waiting.", EngineCounts.tokens_by_rank, "rank", divided, CounterMetricFamily,
+            )  # fmt: skip
 
     def _request_counters(self) -> Iterator[Metric]:
         counter, metrics = self._counter, self._metrics

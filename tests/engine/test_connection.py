@@ -113,3 +113,34 @@ def test_the_last_words_of_an_engine_arrive_however_late_they_are_read():
             messages += msgspec.msgpack.decode(frame, type=list[FromEngine])
         assert engine.wait(60) == 1
     assert isinstance(messages[-1], Failure) and messages[-1].message == "RuntimeError: " + "x" * 3_000_000
+
+
+STUCK = """
+import asyncio, sys, time
+from vserve.engine import process
+from vserve.engine.ranks.peers import RankLost
+
+async def fail(*arguments):
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 100)  # as in a collective that nobody else enters
+    raise RankLost("rank 1 is gone")
+
+process.run_engine = fail
+sys.argv = ["process", "--fd", sys.argv[1], "--parent", sys.argv[2]]
+process.main()
+"""
+
+
+def test_an_engine_that_is_lost_ends_whatever_its_threads_wait_for():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        arguments = [sys.executable, "-c", STUCK, str(theirs.fileno()), str(os.getpid())]
+        engine = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL)
+        theirs.close()
+        frame = msgspec.msgpack.encode([EngineStart({"model": "none"})])
+        ours.sendall(LENGTH.pack(len(frame)) + frame)
+        try:
+            assert b"rank 1 is gone" in ours.makefile("rb").read()
+            assert engine.wait(10) == 1
+        finally:
+            engine.kill()
+            engine.wait()

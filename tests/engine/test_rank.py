@@ -81,7 +81,8 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
     assert calls == [
         "device", "accumulate_in_fp32", "mem_get_info", "config", "weights", "load_model", "compilation",
         "before_memory", "memory", "runner", *([] if eager else [("plan_graphs", 512, 1024, (2048, 4224))]),
-        ("plan_memory", config, half, 8192, () if eager else ["shape"]), ("make_rows", 32), ("bind_cache", 3, half),
+        ("plan_memory", config, half, 8192, () if eager else ["shape"], made.rank.world), ("make_rows", 32),
+        ("bind_cache", 3, half),
         "warm-up", *(("dummy_step", *step) for step in rank.warm_up_steps(1024, 8192)),
         *([] if eager else ["graphs", *graphs, ("dummy_step", 1024, 8192, worst)]), ("count_compilations",),
     ]  # fmt: skip

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import signal
 import socket
+import subprocess
+import threading
 import time
 from array import array
 from collections.abc import Coroutine, Iterator
@@ -24,10 +27,11 @@ from vserve.engine.messages import AddGrammar, SetVocabulary
 from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.parallel.divide import check_divides, sizes
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.ranks import hang
+from vserve.engine.ranks import effort, hang
 from vserve.engine.ranks.channel import Channel
 from vserve.engine.ranks.messages import Execute, Follow, Join, Leave, Seat, ToRank
-from vserve.engine.ranks.peers import Peers, share_of_threads
+from vserve.engine.ranks.peers import Peers, RankLost, share_of_threads
+from vserve.engine.ranks.place import Child
 from vserve.engine.request import Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
@@ -83,13 +87,29 @@ class Pair:
         return two
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_model: Any) -> Iterator[Pair]:
-    folder = tiny_model("llama")
+# Model → its keys of config.json, and what the engine of two ranks has beside them: with drafts, all ranks must keep
+# the same tokens; with whole experts, each has other ones.
+NGRAMS = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3})
+PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, {}),
+    "qwen3_moe": (
+        {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        {"enable_expert_parallel": True, "speculative_config": NGRAMS},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(request: pytest.FixtureRequest, tiny_model: Any) -> Iterator[Pair]:
+    keys, beside = PAIRS[request.param]
+    folder = tiny_model(request.param, **keys)
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peers.watch, "__defaults__", (4.0,))  # seconds until a hang is one
+        patch.setattr(hang, "LIMIT", 4.0)  # seconds until a hang is one
         options: dict[str, Any] = {"engine_in_process": True, "max_num_batched_tokens": 64}
-        clients = [EngineClient(settings(folder, tensor_parallel_size=size, **options)) for size in (1, 2)]
+        clients = [
+            EngineClient(settings(folder, **options)),
+            EngineClient(settings(folder, tensor_parallel_size=2, **options, **beside)),
+        ]
         made = Pair(runner, clients)
         for client in clients:
             made.run(client.start())
@@ -131,6 +151,17 @@ def test_embeddings(pair: Pair, kind: str) -> None:
         assert alone.embedding and shared.embedding
         left, right = (np.frombuffer(vector, np.float32) for vector in (alone.embedding, shared.embedding))
         assert np.abs(left).max() > 0.01 and np.allclose(left, right, atol=1e-4)
+
+
+def test_drafts(pair: Pair) -> None:
+    """That hold and that do not, greedy and sampled, in company and alone."""
+    two = pair.clients[1]
+    repeated = [[*PROMPTS[i] * 2, *PROMPTS[i][:3]] for i in (1, 2)]
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.3, "seed": 4, "top_k": 2}]
+    pair.same([(prompt, greedy(max_tokens=60, **kind)) for prompt in repeated for kind in kinds])
+    pair.same([(repeated[0], greedy(max_tokens=60, logprobs=2))])
+    if two.config.speculative_config:
+        assert 0 < sum(two.stats.num_accepted_tokens) < two.stats.num_draft_tokens
 
 
 def test_prefix_hits(pair: Pair) -> None:
@@ -202,8 +233,8 @@ def test_a_rank_that_is_stopped_ends_its_engine(pair: Pair) -> None:
     assert found.startswith("rank 1 of 2 (cpu) is stopped (SIGSTOP, a debugger), and has been silent for"), found
 
 
-def begin(client: EngineClient) -> asyncio.Task[Answer]:
-    return asyncio.create_task(collect(client, [5, 6, 7], greedy(max_tokens=250)))
+def begin(client: EngineClient, tokens: int = 250) -> asyncio.Task[Answer]:
+    return asyncio.create_task(collect(client, [5, 6, 7], greedy(max_tokens=tokens)))
 
 
 async def cause(answer: asyncio.Task[Answer]) -> str:
@@ -246,6 +277,52 @@ def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(tiny_model: An
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("step:20:hang:1", "rank 1 of 2 (cpu) has not gone on for"),
+        pytest.param("schedule:20:hang", "the engine process exited with code 1;", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_hangs_while_clients_go_on_asking(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, fault: str, said: str
+) -> None:
+    """What they send keeps rank 0's process busy, not the thread that waits for the other rank. And rank 0's loop
+    itself, which nobody can ask."""
+    monkeypatch.setenv("VSERVE_FAULT", fault)
+    monkeypatch.setenv("VSERVE_ALLOW_FAULTS", "1")
+
+    async def main() -> tuple[str, float]:
+        client = EngineClient(settings(tiny_model("llama"), tensor_parallel_size=2))
+        await client.start()
+        stepped = time.monotonic()
+
+        def hear(_: object) -> None:
+            nonlocal stepped
+            stepped = time.monotonic()
+
+        client.stats_listeners.append(hear)
+
+        async def ask() -> str:
+            while True:
+                try:
+                    begin(client, tokens=8).add_done_callback(lambda answer: answer.exception())
+                except EngineDeadError as error:
+                    return str(error)
+                if client.down is not None:
+                    return client.down
+                await asyncio.sleep(0.005)
+
+        try:
+            return await asyncio.wait_for(ask(), 60), time.monotonic() - stepped
+        finally:
+            await client.close()
+
+    found, seconds = asyncio.run(main())
+    assert found.startswith(said), found
+    assert seconds < 10
+
+
 def test_a_rank_that_is_lost_while_it_starts(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VSERVE_FAULT", "phase:memory:exit:1")
     monkeypatch.setenv("VSERVE_ALLOW_FAULTS", "1")
@@ -280,11 +357,108 @@ def test_a_hang_is_told_from_a_long_step() -> None:
     pulse = hang.Pulse
     assert ticks(hang.HangWatch(2), [[pulse(9, 1.0), pulse(8, 3.0)]] * 6) == (1, "has not gone on for 5 s")
     assert ticks(hang.HangWatch(2), [[pulse(8, 1.0), pulse(9, 3.0)]] * 6) == (0, "has not gone on for 5 s")
+    idle_first: list[list[hang.Pulse | None]] = [[pulse(9, 1.0), pulse(9, 1.0 + min(i, 3))] for i in range(9)]
+    assert ticks(hang.HangWatch(2), idle_first) == (0, "has not gone on for 5 s"), "as soon as nobody computes"
     silent: list[list[hang.Pulse | None]] = [[pulse(9, 1.0 + i), None] for i in range(6)]
     assert ticks(hang.HangWatch(2), silent) == (1, "has been silent for 6 s"), "though rank 0 is busy"
     computes: list[list[hang.Pulse | None]] = [[pulse(9, 1.0), pulse(9, 3.0 + i)] for i in range(60)]
     assert ticks(hang.HangWatch(2), computes) is None, "rank 1 computes"
     assert ticks(hang.HangWatch(2), [[pulse(9, 1.0), None]] * 60, busy=False) is None, "nobody waits for it"
+    assert (hang.step_limit(0.5), hang.step_limit(5.0)) == (hang.LIMIT, 20.0), "on slow cards steps are long"
+
+
+def test_only_the_thread_that_computes_shows_that_a_rank_does() -> None:
+    """A process that serves many clients is busy while its step hangs."""
+    over = threading.Event()
+    waits = threading.Thread(target=over.wait)
+    spins = threading.Thread(target=lambda: [None for _ in iter(over.is_set, True)])
+    for thread in (waits, spins):
+        thread.start()
+    try:
+        efforts = [effort.Computing(thread) for thread in (waits, spins)]
+        before = [each() for each in efforts]
+        time.sleep(0.5)
+        idle, busy = (each() - first for each, first in zip(efforts, before, strict=True))
+        assert idle < hang.IDLE * 0.5 < busy
+    finally:
+        over.set()
+        for thread in (waits, spins):
+            thread.join()
+    assert efforts[1]() >= before[1], "of a thread that has ended too"
+
+
+def test_who_reads_and_writes_while_it_starts_does_not_hang(tmp_path: Path) -> None:
+    """A disk or a network that is slow takes no time of a core."""
+    starting = effort.Starting()
+    starting()
+    (tmp_path / "download").write_bytes(bytes(effort.MOVED))
+    first = starting()
+    assert first - time.process_time() > 0.9, "a second that it has waited"
+    assert starting() - first < 0.5
+
+
+def test_the_time_of_the_start_is_not_counted_in_steps() -> None:
+    async def main() -> None:
+        peers = Peers(EngineConfig("m", device="cpu", tensor_parallel_size=2, engine_in_process=True))
+        for _ in range(100):
+            assert peers._hangs.tick(hang.Pulse(), True, 0, hang.START_LIMIT) is None
+        peers.watch_steps(lambda: (True, 0), lambda: 0.0, lambda: hang.LIMIT)
+        assert peers._hangs.tick(hang.Pulse(), True, 0, hang.LIMIT) is None
+        peers.close()
+
+    asyncio.run(main())
+
+
+def test_work_ends_with_the_rank_that_it_needs() -> None:
+    """And where nobody waits for it any more."""
+
+    async def main() -> None:
+        peers = Peers(EngineConfig("m", device="cpu", tensor_parallel_size=2, engine_in_process=True))
+        peers._places[1] = Child(subprocess.Popen(["sleep", "60"]))
+        ended = []
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(True)
+
+        left = asyncio.create_task(peers.beside(work()))
+        await asyncio.sleep(0)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        assert len(ended) == 1
+        waiting = asyncio.create_task(peers.beside(work()))
+        await asyncio.sleep(0.01)
+        peers.lose("rank 1 is gone")
+        with pytest.raises(RankLost, match="rank 1 is gone"):
+            await waiting
+        assert len(ended) == 2
+        peers.close()
+        assert "killed by signal 9" in str(peers._places[1].wait(0.0))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("place", ["vserve.engine.process.Prefetch", "vserve.engine.process.faults"])
+def test_whatever_raises_no_rank_is_left(tiny_model: Any, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """While the ranks start, and when they are ready."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("unforeseen")
+
+    monkeypatch.setattr(f"{place}.{'start' if place.endswith('Prefetch') else 'arm_engine'}", fail)
+
+    async def main() -> None:
+        client = EngineClient(settings(tiny_model("llama"), tensor_parallel_size=2, engine_in_process=True))
+        with pytest.raises(EngineDeadError, match="unforeseen"):
+            await client.start()
+        with pytest.raises(StopIteration):
+            rank_of(os.getpid())
+        await client.close()
+
+    asyncio.run(main())
 
 
 # ---- options ----
@@ -308,9 +482,9 @@ def test_what_reads_both_ways_is_not_divided(tiny_model: Any) -> None:
     assert sizes(config) == [1]
 
 
-def test_adapters_are_served_on_one_card() -> None:
-    with pytest.raises(ConfigError, match="--enable-lora serves adapters on one card, and --tensor-parallel-size is 2"):
-        EngineConfig("m", enable_lora=True, tensor_parallel_size=2)
+def test_adapters_are_served_in_one_stage() -> None:
+    with pytest.raises(ConfigError, match="--enable-lora serves models in one stage, and --pipeline-parallel-size is"):
+        EngineConfig("m", enable_lora=True, pipeline_parallel_size=2)
 
 
 def test_ranks_share_the_threads_and_the_memory() -> None:
@@ -350,3 +524,13 @@ def test_prompts_travel_as_they_are() -> None:
     sent = [Join({"model": "m"}, Seat(1, 2, "file:///x")), Execute(plan), Follow((1, 4)), Leave()]
     for message in sent:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToRank) == message
+
+
+def test_experts_are_counted_whoever_has_them(pair: Pair) -> None:
+    """Every rank routes all tokens: rank 0 counts those of experts of others too."""
+    one, two = pair.clients
+    pair.same([(PROMPTS[1], greedy(max_tokens=80))] * 2)
+    assert two.info.expert_ranks == (2 if two.config.enable_expert_parallel else 0) and one.info.expert_ranks == 0
+    if two.config.enable_expert_parallel:
+        assert min(two.stats.expert_tokens) > 0
+        assert len(two.stats.expert_tokens) == len(one.stats.expert_tokens)
