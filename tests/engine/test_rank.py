@@ -49,6 +49,8 @@ class Card:
     def __getattr__(self, name: str) -> Any:
         def called(*arguments: Any) -> Any:
             self._calls.append((name, *arguments))
+            if name == "dummy_step":
+                return SimpleNamespace(device_seconds=0.01)
             return SimpleNamespace(shapes=lambda: ["shape"]) if name == "plan_graphs" else None
 
         return called
@@ -70,6 +72,7 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(rank, "load_model", load)
     monkeypatch.setattr(rank, "describe", lambda model: {})
     monkeypatch.setattr(rank, "describe_experts", lambda model: {})
+    monkeypatch.setattr(rank.Rank, "expert_ranks", 0)
     monkeypatch.setattr(rank, "ModelRunner", lambda model, **options: calls.append("runner") or Card(calls))
     layout = KVLayout.of([KVSpec(1, 8, 8)], 16, 32)
     plan = MemoryPlan(80, 72, 16, 2, 1, 3, 50, 3, 32, layout, ("context cut",))
