@@ -16,7 +16,7 @@ from .model_file import ModelError, is_gguf, read_config
 from .models.family import MAX_LAYERS, Family, Names
 from .models.registry import find_family
 from .overrides import overridden
-from .parallel.divide import check_divides, refuse_encoder, refuse_foreign
+from .parallel.divide import check_divides, refuse_encoder
 from .parallel.stages import check_stages
 from .parallel.stages import refuse as refuse_stages
 from .purpose import ANY, Purpose
@@ -127,7 +127,6 @@ def check_model(
     _dtype_name(raw)
     kind = choose(raw, implementation, folder, trusted)
     if isinstance(kind, Foreign):
-        refuse_foreign(kind.architecture, size)
         refuse_stages(f"{kind.architecture} is computed by transformers' code, which is not cut into stages", stages)
     elif isinstance(kind, EncoderFamily):
         refuse_encoder(str(raw.get("model_type")), size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +23,11 @@ from ..layers.weights import Placement, WeightHolder, WeightMap
 from ..model_config import ModelConfig
 from . import hooks
 from .build import body_of, build
+from .choice import Foreign
+from .layout import Cut, Layout
 from .modules import Norm, Part, Plain, Product, SharedInput, own_tensors, put
 from .probe import kept_in_fp32
+from .shards import specs_of_rank
 
 
 class Step:
@@ -106,26 +110,41 @@ class TransformersModel(nn.Module):
         model = build(foreign, place.dtype, place.device, max_len)
         self._ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
         self._map: WeightMap = {}
-        self._attention = self._put_attention(model, layout.attention, max_len)
+        self._attention = self._put_attention(model, layout.attention, self._specs(foreign, layout), max_len)
         self._put_head(model)
-        self._put_products(model, layout.products, layout.siblings)
+        self._put_products(model, layout)
         for path, (eps, less_one) in layout.norms.items():
             size = model.get_parameter(f"{path}.weight").shape[0]
             norm = RMSNorm(size, eps, place, less_one=less_one)
             self._map[path] = norm, ""
             put(model, path, Norm(norm))
-        self._hold_the_rest(model)
+        self._hold_the_rest(model, layout.cuts)
+        if place.tp_size > 1:
+            for path in layout.summed:
+                model.get_submodule(path).register_forward_hook(self._sum)
         self.experts = hooks.expert_sizes(model)
         self.body, self.given, self.head = body_of(model), Given(), model
         put(model, next(path for path, module in model.named_modules() if module is self.body), self.given)
         self.eval()
 
-    def _put_attention(self, model: PreTrainedModel, paths: tuple[str, ...], max_len: int) -> list[Attention]:
+    def _specs(self, foreign: Foreign, layout: Layout) -> list[AttentionSpec]:
+        """Of each call of attention, on this rank."""
+        whole = [layer.attention for layer in self.config.layers if isinstance(layer.attention, AttentionSpec)]
+        if self.place.tp_size == 1:
+            return whole
+        found = specs_of_rank(build(foreign, self.place.dtype, torch.device("meta"), 1), layout, whole, self.place)
+        return [replace(spec, window=before.window) for spec, before in zip(found, whole, strict=True)]
+
+    def _sum(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        """After the experts of a layer."""
+        return self.place.group.all_reduce(output)
+
+    def _put_attention(
+        self, model: PreTrainedModel, paths: tuple[str, ...], specs: list[AttentionSpec], max_len: int
+    ) -> list[Attention]:
         still = RotaryEmbedding(None, 0, max_len, self.place.device)  # queries and keys come rotated
         found = []
-        for index, (path, layer) in enumerate(zip(paths, self.config.layers, strict=True)):
-            spec = layer.attention
-            assert isinstance(spec, AttentionSpec)
+        for index, (path, spec) in enumerate(zip(paths, specs, strict=True)):
             attention = Attention(
                 spec.num_heads, spec.num_kv_heads, spec.head_dim, index, still,
                 Scoring(spec.scale, spec.window, spec.soft_cap), value_dim=spec.value_dim,
@@ -149,32 +168,45 @@ class TransformersModel(nn.Module):
         self._tied = f"{path}.weight" if tied is not None else ""
         put(model, path, Head(lm_head))
 
-    def _put_products(
-        self, model: PreTrainedModel, paths: tuple[str, ...], siblings: tuple[tuple[str, ...], ...]
-    ) -> None:
-        together = {path: group for group in siblings for path in group}
-        for group in dict.fromkeys(together.get(path, (path,)) for path in paths if path not in self._map):
+    def _put_products(self, model: PreTrainedModel, layout: Layout) -> None:
+        cuts = layout.cuts if self.place.tp_size > 1 else {}
+        together = {path: group for group in layout.siblings for path in group}
+        if cuts:  # those alone that are divided alike
+            alike = {path: replace(cuts[path], length=0) for path in layout.products if path in cuts}
+            together = {
+                path: tuple(other for other in group if alike.get(other) == alike.get(path))
+                for path, group in together.items()
+            }
+        paths = [path for path in layout.products if path not in self._map]
+        for group in dict.fromkeys(together.get(path, (path,)) for path in paths):
+            cut = cuts.get(group[0])
             modules: dict[str, Any] = {path.rpartition(".")[2]: model.get_submodule(path) for path in group}
             first = next(iter(modules.values()))
             parts: dict[str, int] = {name: module.out_features for name, module in modules.items()}
-            linear = Linear(first.in_features, parts, place=self.place, bias=first.bias is not None)
-            shared = SharedInput(linear)
+            linear = Linear(
+                first.in_features, parts, place=self.place, bias=first.bias is not None,
+                rule="replicated" if cut is None else cut.rule, unit=1 if cut is None else cut.unit,
+            )  # fmt: skip
+            whole = cut is not None and cut.whole
+            shared = SharedInput(linear, whole)
             for path, name in zip(group, parts, strict=True):
                 self._map[path] = linear, name
-                put(model, path, Product(linear) if len(group) == 1 else Part(shared, name))
+                put(model, path, Product(linear, whole) if len(group) == 1 else Part(shared, name))
 
-    def _hold_the_rest(self, model: PreTrainedModel) -> None:
+    def _hold_the_rest(self, model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
         """What no layer of vserve's has taken: experts, routers, layer norms, sinks."""
         taken = {id(module) for holder, _ in self._map.values() for module in (holder, *_modules(holder))}
         in_fp32 = kept_in_fp32(model, self.place.dtype)
         for path, module in model.named_modules():
             if id(module) in taken or not (names := own_tensors(module)):
                 continue
-            dtypes = {}
+            dtypes, mine = {}, {}
             for name in names:
                 whole = f"{path}.{name}" if path else name
                 dtypes[name] = torch.float32 if in_fp32(whole) else self.place.dtype
-            self._map[path] = Plain(module, dtypes, self.place.device), ""
+                if self.place.tp_size > 1 and whole in cuts:
+                    mine[name] = cuts[whole]
+            self._map[path] = Plain(module, dtypes, self.place, mine), ""
 
     def forward(
         self,

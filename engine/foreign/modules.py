@@ -11,16 +11,19 @@ from torch import Tensor, nn
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..layers.unquantized import Unquantized
-from ..layers.weights import frozen
+from ..layers.weights import Placement, frozen
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
+from .layout import Cut
+from .shards import share
 
 
 class Product(nn.Module):
     """In the place of one nn.Linear."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, whole: bool = False) -> None:
+        """`whole`: as Cut has it, where it is divided over ranks."""
         super().__init__()
-        self.linear = linear
+        self.linear, self.whole = linear, whole
 
     @property
     def weight(self) -> Tensor:
@@ -29,28 +32,45 @@ class Product(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[…, in] → […, out]."""
-        y = self.linear(input.reshape(-1, input.shape[-1]))
+        y = self.linear(_mine(self.linear, input.reshape(-1, input.shape[-1]), self.whole))
+        y = _joined(self.linear, y, self.whole)
         return y.view(*input.shape[:-1], y.shape[-1])
+
+
+def _mine(linear: Linear, x: Tensor, whole: bool) -> Tensor:
+    """Of an input that every rank has, the columns for this one."""
+    return x.narrow(-1, *linear.shape.input_span) if whole and linear.shape.rule == "row" else x
+
+
+def _joined(linear: Linear, y: Tensor, whole: bool) -> Tensor:
+    """Of this rank's result, what the others have of it."""
+    group = linear.shape.place.group
+    if linear.shape.rule == "row":
+        return group.all_reduce(y)
+    return group.all_gather(y) if whole else y
 
 
 class SharedInput:
     """One product for several nn.Linear that multiply the same input: whoever is called first with it computes."""
 
-    def __init__(self, linear: Linear) -> None:
-        self.linear = linear
+    def __init__(self, linear: Linear, whole: bool = False) -> None:
+        """`whole`: as Cut has it."""
+        self.linear, self.whole = linear, whole
         self._input: Tensor | None = None
         self._output: Tensor | None = None
         self._waiting = 0  # parts that have not taken theirs
 
     def part(self, name: str, x: Tensor) -> Tensor:
         if self._input is not x or self._output is None:
-            self._input, self._output = x, self.linear(x.reshape(-1, x.shape[-1]))
+            rows = _mine(self.linear, x.reshape(-1, x.shape[-1]), self.whole)
+            self._input, self._output = x, self.linear(rows)
             self._waiting = len(self.linear.shape.parts)
         output = self._output.view(*x.shape[:-1], -1)
         self._waiting -= 1
         if not self._waiting:
             self._input = self._output = None  # its memory is needed
-        return output.narrow(-1, self.linear.shape.offsets[name], self.linear.shape.spans[name][1])
+        mine = output.narrow(-1, self.linear.shape.offsets[name], self.linear.shape.spans[name][1])
+        return _joined(self.linear, mine, self.whole)
 
 
 class Part(nn.Module):
@@ -96,9 +116,12 @@ class Norm(nn.Module):
 class Plain:
     """Holds the parameters and persistent buffers that a module of transformers has itself, as they are in the file."""
 
-    def __init__(self, module: nn.Module, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
-        """dtypes: of each of its tensors."""
-        self._module, self._dtypes, self._device = module, dict(dtypes), device
+    def __init__(
+        self, module: nn.Module, dtypes: Mapping[str, torch.dtype], place: Placement, cuts: Mapping[str, Cut] = {}
+    ) -> None:
+        """dtypes: of each of its tensors; cuts: of those that are divided over ranks."""
+        self._module, self._dtypes, self._place, self._cuts = module, dict(dtypes), place, dict(cuts)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}  # of whole ones
 
     def choose(self, formats: Mapping[str, Format]) -> None:
         assert not formats, "what is no product is not quantised"
@@ -109,20 +132,24 @@ class Plain:
 
     def expected(self, part: str) -> dict[str, Stored]:
         buffers = self._module._buffers
-        return {name: Stored(tuple(t.shape), FLOATS, optional=name in buffers) for name, t in self._tensors().items()}
+        return {name: Stored(shape, FLOATS, optional=name in buffers) for name, shape in self._shapes.items()}
 
     def create(self) -> None:
         for name, tensor in self._tensors().items():
             if name in self._module._parameters:
-                empty = torch.empty(tensor.shape, dtype=self._dtypes[name], device=self._device)
-                self._module._parameters[name] = frozen(empty)
+                cut, device = self._cuts.get(name), self._place.device
+                mine = tensor if cut is None else share(tensor, cut, self._place)
+                self._module._parameters[name] = frozen(
+                    torch.empty(mine.shape, dtype=self._dtypes[name], device=device)
+                )
             elif tensor.is_floating_point():  # a correction of the routing, say, in more digits than the model
                 self._module._buffers[name] = tensor.to(self._dtypes[name])
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
         for name, target in self._tensors().items():
             if name in tensors:
-                target.copy_(tensors[name])
+                cut = self._cuts.get(name)
+                target.copy_(tensors[name] if cut is None else share(tensors[name], cut, self._place))
 
     def finish(self) -> None:
         pass

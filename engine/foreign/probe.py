@@ -19,6 +19,7 @@ from . import hooks
 from .build import body_of
 from .layout import Layout
 from .norms import as_rms_norm, eps_of, may_be_norm
+from .shards import with_plan
 
 _TOKENS = 37  # a number that nothing else in a model is likely to be
 # What some models hand to attention and the kernels do not have. Others (dropout, positions, …) change nothing here.
@@ -164,12 +165,15 @@ class Probe:
                 measured[key] = as_rms_norm(module)
             if (found := measured[key]) is not None:
                 norms[path] = found
-        return Layout(
+        layout = Layout(
             attention=tuple(self.specs),
             products=tuple(path for path in multiplied if type(modules[path]) is nn.Linear),
             siblings=tuple(tuple(paths) for paths in groups.values() if len(paths) > 1),
             norms=norms,
         )
+        body = body_of(self.model)
+        prefix = next(path for path, module in self.model.named_modules() if module is body)
+        return with_plan(layout, self.model, prefix, self.specs, kept)
 
     def _kept_in_fp32(self) -> Callable[[str], bool]:
         return kept_in_fp32(self.model, torch.bfloat16)

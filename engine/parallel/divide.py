@@ -9,6 +9,7 @@ from ..layer_spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MLPSpec
 from ..model_file import ModelError
 
 if TYPE_CHECKING:
+    from ..foreign.choice import Foreign
     from ..model_config import ModelConfig
 
 MOST = 64  # ranks that are looked at for those that would do
@@ -22,7 +23,7 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
     if size == 1:
         return
     if config.foreign is not None:
-        refuse_foreign(config.architecture, size)
+        _check_foreign(config.foreign, size, expert_parallel)
     if not config.causal:
         _refuse(f"{config.architecture} reads texts both ways, which is not divided over ranks", size)
     if (fault := _fault(config, size, expert_parallel)) is None:
@@ -37,14 +38,26 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
 
 def sizes(config: ModelConfig, expert_parallel: bool = False) -> list[int]:
     """Numbers of ranks that can share the model."""
-    if config.foreign is not None or not config.causal:
+    if not config.causal or (config.foreign is not None and _undivided(config.foreign)):
         return [1]
     return [n for n in range(1, MOST + 1) if _fault(config, n, expert_parallel) is None]
 
 
-def refuse_foreign(architecture: str, size: int) -> None:
-    """Raises ModelError."""
-    _refuse(f"{architecture} is computed by transformers' code, which is not divided over ranks", size)
+def _check_foreign(foreign: Foreign, size: int, expert_parallel: bool) -> None:
+    """Raises ModelError where no plan of transformers divides it, or another one is wanted."""
+    if why := _undivided(foreign):
+        _refuse(f"{foreign.architecture} is computed by transformers' code, and {why}", size)
+    assert foreign.layout is not None
+    if expert_parallel and foreign.layout.summed:
+        raise ModelError(
+            f"--enable-expert-parallel: the experts of {foreign.architecture}, which transformers' code computes, are "
+            f"sliced over ranks as its plan says: leave it out"
+        )
+
+
+def _undivided(foreign: Foreign) -> str:
+    """Why; "": it can be divided."""
+    return "nobody has looked at its layers" if foreign.layout is None else foreign.layout.undivided
 
 
 def refuse_encoder(model_type: str, size: int) -> None:
@@ -82,6 +95,8 @@ def _fault(config: ModelConfig, size: int, expert_parallel: bool) -> str | None:
     """What cannot be divided, for people."""
     if config.vocab_size <= size * (size - 1):
         return f"a vocabulary of {config.vocab_size}"
+    if config.foreign is not None and config.foreign.layout is not None:
+        return config.foreign.layout.fault(config.layers, size)
     return next((fault for layer in set(config.layers) for fault in _faults(layer, size, expert_parallel)), None)
 
 

@@ -22,6 +22,7 @@ from .channel import Channel
 from .effort import Effort, Starting, stepping
 from .hang import INTERVAL, pulse
 from .messages import Execute, Follow, ForgetAdapters, Join, ReadAdapter, ToRank
+from .peers import LAST_WORDS
 
 if TYPE_CHECKING:
     from ..runner import ModelRunner
@@ -97,6 +98,8 @@ def run(channel: Channel) -> int:
         if not expected:
             logger.error("the rank failed", exc_info=error)
         message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
+        if expected:
+            time.sleep(LAST_WORDS)  # rank 0 has met the same, as a rule, and says it without naming a rank
         with contextlib.suppress(OSError):
             channel.send(Failure(message))
         return 1

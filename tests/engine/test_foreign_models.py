@@ -8,6 +8,7 @@ import random
 import pytest
 
 from vserve.engine.request import SamplingParams
+from vserve.server.client.mailbox import EngineDeadError
 
 from .conftest import Engine
 
@@ -63,6 +64,22 @@ def test_preemption_changes_nothing(foreign, alone) -> None:
     (answers,), stats = foreign.run(requests(), **options)
     assert [a.tokens for a in answers] == alone
     assert stats.num_preemptions > 0
+
+
+def test_two_ranks_change_nothing(foreign, alone) -> None:
+    """As transformers' plan divides it; without one, it is said before weights are read."""
+    options = {"model_impl": "transformers", "tensor_parallel_size": 2}
+    if "gpt_oss" in foreign.folder.name:
+        with pytest.raises(EngineDeadError) as raised:
+            foreign.run(requests(1), **options)
+        assert str(raised.value) == (
+            "--tensor-parallel-size 2: GptOssForCausalLM is computed by transformers' code, and transformers has no "
+            "plan to divide it: leave it out, or take --data-parallel-size 2 for as many that each hold all of the "
+            "model"
+        )
+        return
+    (answers,), _ = foreign.run(requests(), **options)
+    assert [answer.tokens for answer in answers] == alone
 
 
 def test_the_start_says_who_computes(foreign_model, caplog) -> None:

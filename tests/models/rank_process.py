@@ -1,8 +1,8 @@
 """Ranks that share tiny models on the CPU, for test_ranks.py, in processes that last: `python rank_process.py NUM`.
 
-A case a line of JSON comes in (folder, size, whole_experts, quantization, out), and a line goes out when it has been
-run: the logits are in the files `out`.RANK. Rank 0 is this process, the others are forked of it once everything is
-imported, and none has computed anything.
+A case a line of JSON comes in (folder, size, whole_experts, quantization, implementation, out), and a line goes out
+when it has been run: the logits are in the files `out`.RANK. Rank 0 is this process, the others are forked of it once
+everything is imported, and none has computed anything.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def parity() -> Any:
 
 def run(tests: Any, case: dict[str, Any], group: Group) -> list[torch.Tensor]:
     """Logits of two sequences, computed in chunks, in company and one by one."""
-    config = ModelConfig.from_folder(Path(case["folder"]), quantization=case["quantization"])
+    config = ModelConfig.from_folder(
+        Path(case["folder"]), quantization=case["quantization"], implementation=case["implementation"]
+    )
     model = load_model(
         Path(case["folder"]), config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64, group=group,
         whole_experts=case["whole_experts"],

@@ -108,7 +108,45 @@ def test_the_folder_tells_without_torch(tmp_path: Path) -> None:
     assert said(LLAMA_70B, 8) == ""
     assert "64 attention heads over 8 of keys and values cannot be divided over 6 ranks" in said(LLAMA_70B, 6)
     foreign = LLAMA_70B | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}
-    assert "StableLmForCausalLM is computed by transformers' code, which is not divided" in said(foreign, 2)
+    assert said(foreign, 6) == "", "only transformers can tell"
+
+
+# Model type → ranks, and what is said
+FOREIGN: dict[str, tuple[int, dict[str, int], str]] = {
+    "stablelm": (2, {}, "StableLmForCausalLM is computed by transformers' code, and transformers has no plan to"),
+    "mimo_v2_flash": (2, {}, "transformers' plan divides model.layers.1.self_attn.sinks, which is no product"),
+    "starcoder2": (4, {"intermediate_size": 98}, "98 rows of model.layers.0.mlp.c_fc cannot be divided over 4 ranks"),
+    "granite": (
+        8,
+        {},
+        "4 attention heads over 2 of keys and values cannot be divided over 8 ranks: take one of 1, 2, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", FOREIGN)
+def test_what_transformers_does_not_divide_is_named(foreign_model: Callable[..., Path], model_type: str) -> None:
+    size, changes, said = FOREIGN[model_type]
+    described = ModelConfig.from_folder(foreign_model(model_type, **changes), implementation="transformers")
+    check_divides(described, 1)
+    with pytest.raises(ModelError, match=f"--tensor-parallel-size {size}: .*{said}"):
+        check_divides(described, size)
+
+
+def test_code_that_does_not_go_along_with_its_plan(foreign_model: Callable[..., Path]) -> None:
+    """Norms of each head's own, of which a rank has all, and too few heads for them."""
+    described = ModelConfig.from_folder(foreign_model("cohere"), implementation="transformers")
+    check_divides(described, 2)
+    with pytest.raises(ModelError, match="CohereForCausalLM, which transformers has, does not go along with its own"):
+        make_model(described, Placement(torch.float32, torch.device("meta"), SingleGroup(0, 2)), 64)
+
+
+def test_experts_of_transformers_are_slices(foreign_model: Callable[..., Path]) -> None:
+    described = ModelConfig.from_folder(foreign_model("qwen3_moe"), implementation="transformers")
+    whole, half = (count_parameters(described, size) for size in (1, 2))
+    assert 0.5 < half / whole < 0.6, "the embedding, norms and routers are whole on each"
+    with pytest.raises(ModelError, match="--enable-expert-parallel: the experts of Qwen3MoeForCausalLM, which"):
+        check_divides(described, 2, expert_parallel=True)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

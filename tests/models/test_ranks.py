@@ -73,13 +73,18 @@ class Ranks:
         )  # fmt: skip
 
     def logits(
-        self, folder: Path, size: int, whole_experts: bool = False, quantization: str | None = None
+        self,
+        folder: Path,
+        size: int,
+        whole_experts: bool = False,
+        quantization: str | None = None,
+        implementation: str = "auto",
     ) -> list[Tensor]:
         """Of both sequences, computed by `size` ranks, which all have them."""
         assert self.process.stdin is not None and self.process.stdout is not None
         out = self.folder / "logits"
         case = {"folder": str(folder), "size": size, "whole_experts": whole_experts, "quantization": quantization}
-        case["out"] = str(out)
+        case |= {"implementation": implementation, "out": str(out)}
         print(json.dumps(case), file=self.process.stdin, flush=True)
         assert self.process.stdout.readline(), "a rank failed"
         found = [torch.load(out.with_suffix(f".{rank}")) for rank in range(size)]
@@ -108,8 +113,9 @@ def alone(load_module: Callable[[Path], Any]) -> Callable[..., list[Tensor]]:
     )
 
     @lru_cache
-    def run(folder: Path, quantization: str | None = None) -> list[Tensor]:
+    def run(folder: Path, quantization: str | None = None, implementation: str = "auto") -> list[Tensor]:
         case = {"folder": str(folder), "whole_experts": False, "quantization": quantization}
+        case["implementation"] = implementation
         return list(script.run(tests, case, ALONE))
 
     return run
@@ -167,3 +173,34 @@ def test_ranks_quantise_at_load(ranks: Ranks, tiny_model: Any, alone: Any) -> No
     """The whole matrix, then each takes its part: as one rank does."""
     folder = make(tiny_model, ("qwen3_moe", MIXTURE))
     assert difference(ranks.logits(folder, 2, quantization="int8"), alone(folder, "int8")) < 1e-4
+
+
+# Models of transformers' code, by its plans: what each has that others do not.
+FOREIGN = {
+    "starcoder2": "biases of products whose results are summed",
+    "granite": "keys of two heads: on four ranks, neighbours have the same one",
+    "olmo2": "norms over all heads, whose queries and keys every rank gathers",
+    "phi3": "one product for queries, keys and values, and one for gates, both gathered",
+    "gpt_neox": "queries, keys and values of a head side by side",
+    "qwen3_moe": "experts, sliced",
+    "deepseek_v3": "experts beside shared ones, attention that is whole on each rank",
+    "llama4_text": "experts that stand the other way round",
+}
+SLOW = (
+    "afmoe", "apertus", "arcee", "cohere2", "cwm", "deepseek_v2", "dots1", "ernie4_5", "exaone4", "exaone_moe",
+    "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "granitemoe", "helium",
+    "hunyuan_v1_moe", "hy_v3", "internlm3", "jais2", "mellum", "minicpm3", "minimax_m2", "ministral3", "mixtral",
+    "nanochat", "nemotron", "olmo", "olmo3", "olmoe", "phi", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "solar_open",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", [*FOREIGN, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_ranks_of_models_that_transformers_computes(
+    ranks: Ranks, foreign_model: Any, alone: Any, model_type: str
+) -> None:
+    folder = foreign_model(model_type)
+    expected = alone(folder, implementation="transformers")
+    largest = max(float(logits.abs().max()) for logits in expected)
+    for size in (2, 4):
+        found = ranks.logits(folder, size, implementation="transformers")
+        assert difference(found, expected) < 2e-5 * largest, size
