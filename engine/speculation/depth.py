@@ -59,8 +59,8 @@ class Depth:
             return
         self._tried *= FORGETTING
         self._held *= FORGETTING
-        for count, proposed in zip(result.counts, result.drafted, strict=False):
-            if not proposed:
+        for request, count, proposed in zip(step.sampled, result.counts, result.drafted, strict=False):
+            if request is None or not proposed:  # what it sampled is thrown away, or nobody drafted
                 continue
             held = min(count - 1, proposed)
             self.num_drafts += 1

@@ -200,6 +200,22 @@ def test_masks_that_are_late_or_short(
     assert late and stats.num_drafts > 0
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_of_a_model(engine: Any, grammars: type, plain: Any, monkeypatch: Any, overlap: Any, depth: int) -> None:
+    """The model drafts for itself: it knows no grammar, and is right where that leaves it a choice."""
+    batch, expected = plain
+    monkeypatch.setattr(arrivals_module, "Grammars", grammars)
+    if depth > 1:
+        overlap(depth)
+    table = {"num_speculative_tokens_per_batch_size": [[1, 64, 3]]}
+    asked = json.dumps({"model": str(engine.folder), "num_speculative_tokens": 3, **table})
+    (answers,), stats = engine.run(batch, speculative_config=asked, max_num_seqs=32, max_num_batched_tokens=512)
+    assert [(answer.tokens, answer.finish_reason, answer.error) for answer in answers] == [
+        (answer.tokens, answer.finish_reason, answer.error) for answer in expected
+    ]
+    assert stats.num_drafts > 0 and sum(stats.num_accepted_tokens) > 0
+
+
 def test_a_grammar_that_breaks_behind_a_draft_breaks_when_that_is_sampled(
     engine: Any,
     drafts: Any,

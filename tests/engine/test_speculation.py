@@ -285,6 +285,7 @@ class Result:
 class Step:
     def __init__(self, num_drafting: int) -> None:
         self.num_drafting = num_drafting
+        self.sampled: list[Any] = ["a request"] * num_drafting
 
 
 def test_depth_follows_load_matches_and_what_holds() -> None:
@@ -310,7 +311,12 @@ def test_what_is_counted() -> None:
     depth = Depth(((8, 3),))
     depth.learn(Step(3), Result([4, 1, 2, 1], [2, 3, 0], 0))
     # The first kept more than had been proposed, the third took what stood there by chance: neither is its drafter's.
-    assert depth.counts() == {"num_drafts": 2, "num_draft_tokens": 5, "num_accepted_tokens": (1, 1, 0)}
+    counted = {"num_drafts": 2, "num_draft_tokens": 5, "num_accepted_tokens": (1, 1, 0)}
+    assert depth.counts() == counted
+    step = Step(1)
+    step.sampled = [None]  # its mask was late
+    depth.learn(step, Result([3], [3], 0))
+    assert depth.counts() == counted
 
 
 # ---- acceptance that is imposed ----

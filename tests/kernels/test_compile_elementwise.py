@@ -133,6 +133,8 @@ def launch_other_kernels() -> None:
     batch_inputs.build_slots_triton(block_table, i32(4), i32(5), i32(9), i32(9), 16)
     batch_inputs.commit_tokens_triton(token_ids, i32(5), i32(4), i32(5), i32(4), i32(4))
     verify.verify_drafts_triton(token_ids, i32(5), i32(5), i32(4), i32(5), i32(16), i32(4), i32(2, 4), 3)
+    rates = torch.zeros(3, dtype=torch.int64)
+    verify.impose_acceptance_triton(token_ids, i32(5), i32(5, 12)[:, 8], i32(4), i32(5), i32(16), i32(4), rates, 3)
 
     one, zero = torch.ones(2), torch.zeros(2, dtype=torch.int64)
     for vocabulary in (512, 50257, 128256):
