@@ -34,7 +34,7 @@ class Engine:
         depth = rank.stage.count + 1 if rank.stage.count > 1 else steps_in_flight(runner.device)
         self.scheduler_config = settings.scheduler_config(runner.layout.windows, depth)
         self.info: EngineInfo = msgspec.structs.replace(
-            settings.info(rank.seconds, rank.quantization), **served(rank.model.config)
+            settings.info(rank.seconds, rank.quantization), expert_ranks=rank.expert_ranks, **served(rank.model.config)
         )
 
     @property

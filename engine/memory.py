@@ -221,7 +221,8 @@ def _graph_bytes(runner: ModelRunner, shapes: Sequence[Shape], token_bytes: int,
     if not shapes:
         return 0
     hidden = runner.model.config.hidden_size * dtype.itemsize
-    kept = sum(shape.samples * hidden + GRAPH_NODE_BYTES for shape in shapes)
+    each = GRAPH_NODE_BYTES * (1 if runner.model_drafter is None else 2)  # drafts have graphs of their own
+    kept = sum(shape.samples * hidden + each for shape in shapes)
     return kept + max(shape.tokens for shape in shapes) * token_bytes
 
 

@@ -146,6 +146,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     reads_both_ways: bool = False  # no option makes it generate
     quantization: dict[str, str | int] = {}  # of quant/described.py; empty: none
     kv_cache: dict[str, str | int] = {}  # dtype, scales, block_bytes
+    expert_ranks: int = 0  # that hold as many whole experts of a mixture each, in order; 0: slices of all
     fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow
 
 

@@ -524,3 +524,13 @@ def test_prompts_travel_as_they_are() -> None:
     sent = [Join({"model": "m"}, Seat(1, 2, "file:///x")), Execute(plan), Follow((1, 4)), Leave()]
     for message in sent:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToRank) == message
+
+
+def test_experts_are_counted_whoever_has_them(pair: Pair) -> None:
+    """Every rank routes all tokens: rank 0 counts those of experts of others too."""
+    one, two = pair.clients
+    pair.same([(PROMPTS[1], greedy(max_tokens=80))] * 2)
+    assert two.info.expert_ranks == (2 if two.config.enable_expert_parallel else 0) and one.info.expert_ranks == 0
+    if two.config.enable_expert_parallel:
+        assert min(two.stats.expert_tokens) > 0
+        assert len(two.stats.expert_tokens) == len(one.stats.expert_tokens)
