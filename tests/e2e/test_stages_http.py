@@ -29,4 +29,5 @@ def test_stages_answer_over_http(serve: Any, demo_server: Any) -> None:
         settings = httpx.get(f"{server.url}/server_info").json()["settings"]
         assert settings["pipeline_parallel_size"]["value"] == 2
         assert settings["pipeline_layer_partition"]["value"] == "2,4"
+        assert any("tightest" in line and ", stage " in line for line in server.stderr)
         assert any("layers of the 2 stages: 2, 4" in line for line in server.stderr)

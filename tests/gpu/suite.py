@@ -8,7 +8,7 @@
     experts          the products and the routing of mixtures of experts
     quant            the products of quantised weights, a cache of 8 bits
     lora             adapters: their kernels, and the engine with many of them at once
-    ranks            one model on two cards
+    ranks            one model on two cards; stages, on one too
     soak             eight minutes of the noticing model in company, memory watched
 
 What a part prints goes to a file of its own; the table at the end says what came of each. Exit code 1 where one failed.
@@ -158,6 +158,7 @@ GROUPS: dict[str, list[list[Part]]] = {
     "ranks": [
         [tests("sums over ranks", "tests/gpu/test_ranks_gpu.py")],
         [tests("engines of two ranks", "tests/gpu/test_rank_engines_gpu.py")],
+        [tests("stages on one card", "tests/gpu/test_stages_gpu.py")],
         [noticing("the noticing model on two cards", "--options=-tp 2", "--streams=1,100", "--answers=1000")],
     ],
     "soak": [[noticing("soak", "--soak=480")]],

@@ -83,6 +83,15 @@ def test_two_cards_answer_as_one_does(tiny_model: Any, eager: bool) -> None:
     assert stats.num_graph_misses == stats.num_late_compilations == 0
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "launched"])
+def test_two_stages_answer_as_one_card_does(tiny_model: Any, eager: bool) -> None:
+    folder = tiny_model("llama", **SHAPE)
+    (one,), _ = run(settings(folder, 1, dtype="float32", enforce_eager=eager))
+    (two,), stats = run(settings(folder, 1, pipeline_parallel_size=2, dtype="float32", enforce_eager=eager))
+    assert [output.token_ids for output in two] == [output.token_ids for output in one]
+    assert stats.num_graph_misses == stats.num_late_compilations == 0
+
+
 def test_a_mixture_on_two_cards(tiny_model: Any) -> None:
     folder = tiny_model("qwen3_moe", norm_topk_prob=True, mlp_only_layers=[0], num_hidden_layers=3)
     (one,), _ = run(settings(folder, 1, dtype="float32"))

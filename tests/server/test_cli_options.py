@@ -378,6 +378,8 @@ def test_short_options_of_vllm() -> None:
     assert read_flags(parse("/m", "-ep", "False"))[0].model == "/m"
     divided = read_flags(parse("/m", "-tp", "2", "-ep"))[0]
     assert divided.tensor_parallel_size == 2 and divided.enable_expert_parallel
+    cut = read_flags(parse("/m", "-pp", "3", "--pipeline-layer-partition", "12,10,10"))[0]
+    assert cut.pipeline_parallel_size == 3 and cut.stage_layers == (12, 10, 10)
 
 
 @pytest.mark.parametrize("option", ["--served-model-name", "--api-key", "--admin-api-key"])
