@@ -442,6 +442,11 @@ class EngineConfig:
         return self.world_size // self.nnodes
 
     @property
+    def fits_cache(self) -> bool:
+        """Its size is what the memory leaves."""
+        return self.kv_cache_memory_bytes is None and self.num_gpu_blocks_override is None
+
+    @property
     def num_ranks(self) -> int:
         """Of all engines, on one host."""
         return self.data_parallel_size * self.ranks_per_node

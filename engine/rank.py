@@ -24,6 +24,7 @@ from .config import ConfigError, EngineConfig, default_cpu_threads
 from .cpu_memory import check_rows
 from .encoders.limits import plan_encoder
 from .encoders.runner import EncoderRunner
+from .expert_info import describe_experts, told_of_experts
 from .graphs import MIXED_DECODE_ROWS, StepGraphs, draft_sizes
 from .host_memory import available_bytes, machine_bytes
 from .kv_format import KVFormat, loaded_format
@@ -113,6 +114,9 @@ class Rank:
             self.quantization = describe(self.model)
             if self.quantization:
                 logger.info("%s", told(self.quantization))
+            self.experts = describe_experts(self.model)
+            if self.experts:
+                logger.info("%s", told_of_experts(self.experts))
         with self._phase("compilation"):
             before_memory()
             gather(self.world, machine.device, [0])  # the others find in the cache what rank 0 has had compiled

@@ -53,7 +53,7 @@ class OtherStores:
             return
         waited.discard(rank)
         if message.error is not None:
-            errors.append(message.error)
+            errors.append(f"rank {rank}: {message.error}")  # perhaps on another host, which has no such folder
         if not waited and not done.done():
             done.set_result(None)
 

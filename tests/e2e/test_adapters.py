@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import runpy
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ import pytest
 pytestmark = pytest.mark.slow
 PROMPTS = [[random.Random(seed).randrange(5, 290) for _ in range(30)] for seed in range(3)]
 NUM_TOKENS = 8
+CHURN = Path(__file__).parents[2] / "tools" / "benchmarks" / "adapter_churn.py"
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +152,18 @@ def test_several_api_processes_know_the_same(several: Any, expected: dict[str, l
                 good = 0
         right("a", "c")
         assert names(several) == {("a", "c", "tiny")}
+
+
+def test_they_come_and_go_under_load(server: Any, expected: dict[str, list[list[int]]]) -> None:
+    """With two engines of one slot each: every answer is that of merged weights. The tool does it for longer."""
+    churn = runpy.run_path(str(CHURN))["Churn"]
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            one = churn(client, PROMPTS)
+            await one.learn(list("abcd"))
+            assert one.alone == {"": expected["tiny"]} | {name: expected[name] for name in "abcd"}
+            await one.run(seconds=8, workers=4)
+            assert one.counts["/v1/load_lora_adapter"] > 10 and one.counts["/v1/completions"] > 100
+
+    asyncio.run(main())
