@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray import serve
@@ -32,7 +32,7 @@ OPEN_REQUESTS = 4096  # of a replica, and of the front: engines have queues of t
 ATTEMPTS = 3  # for a request whose replica dies before a byte of its answer is there
 DRAINING = 3600.0  # seconds that a replica which is to go may still answer
 CACHE_TOKENS = 1 << 20  # of a replica's prefix cache, about
-HOP = frozenset((b"host", b"content-length", b"connection", b"transfer-encoding"))
+HOP = frozenset((b"content-length", b"connection", b"transfer-encoding"))
 
 
 @dataclass
@@ -164,9 +164,9 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         body = await request.body()
-        asked = read(body)
+        asked = replace(read(body), session=request.headers.get("x-session-id"))
         ask = Ask(asked, len(asked.text) // BYTES_PER_TOKEN)
-        headers = [pair for pair in request.headers.raw if pair[0] not in HOP or pair[0] == b"host"]
+        headers = [pair for pair in request.headers.raw if pair[0] not in HOP]
         url = request.scope["path"], request.scope["query_string"]
         for attempt in range(ATTEMPTS):
             parts = self._model.answer.remote(ask, request.method, *url, headers, body)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,11 @@ class Hosts:
         self.e2e.wait_until(lambda: httpx.get(f"{self.first.url}/readyz").status_code == 200)
 
 
-@pytest.fixture(scope="module")
-def hosts(load_module: Any) -> Iterator[Hosts]:
-    e2e = load_module(Path(__file__).with_name("conftest.py"))
-    options = [str(e2e.DEMO), "-tp", "2", "--nnodes", "2", "--master-port", str(free_port())]
-    made = Hosts(e2e, options)
+@contextmanager
+def two_hosts(e2e: Any, *options: str) -> Iterator[Hosts]:
+    made = Hosts(e2e, [str(e2e.DEMO), *options, "--nnodes", "2", "--master-port", str(free_port())])
     made.start_second()  # it waits
-    made.first = e2e.launch(*options, env=SECRET)
+    made.first = e2e.launch(*made.options, env=SECRET)
     try:
         e2e.announced(made.first)
         yield made
@@ -69,6 +68,17 @@ def hosts(load_module: Any) -> Iterator[Hosts]:
         for server in (made.first, made.second):
             server.process.kill()
             server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def e2e(load_module: Any) -> Any:
+    return load_module(Path(__file__).with_name("conftest.py"))
+
+
+@pytest.fixture(scope="module")
+def hosts(e2e: Any) -> Iterator[Hosts]:
+    with two_hosts(e2e, "-tp", "2") as made:
+        yield made
 
 
 def answers(url: str) -> list[Any]:
@@ -108,6 +118,7 @@ def test_the_other_node_is_lost(hosts: Hosts) -> None:
     answers(hosts.first.url)
 
 
+@pytest.mark.slow
 def test_the_other_host_falls_silent(hosts: Hosts) -> None:
     """As one does whose power has gone: no connection is closed."""
     rank = hosts.rank_of_second()
@@ -128,6 +139,15 @@ def test_both_end_in_order(hosts: Hosts) -> None:
     assert hosts.first.wait(30) == 0
     assert hosts.second.wait(30) == 0
     assert any("node 0 has ended in order" in line for line in hosts.second.stderr)
+
+
+@pytest.mark.slow
+def test_a_stage_on_each_host(e2e: Any) -> None:
+    """Of two ranks: both answer with the tokens of one process, and a lost stage is named."""
+    with two_hosts(e2e, "-tp", "2", "-pp", "2") as made, e2e.serving(str(e2e.DEMO)) as alone:
+        assert answers(made.first.url) == answers(alone.url)
+        made.second.process.kill()
+        assert "of 4 (cpu) on node 1 (127.0.0.2) is lost: its node has hung up" in made.said("is lost", 10)
 
 
 def refused(*options: str) -> str:
