@@ -324,7 +324,7 @@ class EngineConfig:
     )
     distributed_executor_backend: str | None = option(
         None, "what starts ranks: mp, processes of this host and of the other nodes; ray, a Ray cluster; uni, there is "
-        "one rank, in the engine; external_launcher, torchrun (offline) (default: mp, or uni)",
+        "one rank, in the engine (default: mp, or uni)",
         group="parallel", choices=("mp", "uni", "ray", "external_launcher"),
     )  # fmt: skip
     nnodes: int = option(
@@ -442,6 +442,11 @@ class EngineConfig:
         return self.world_size // self.nnodes
 
     @property
+    def fits_cache(self) -> bool:
+        """Its size is what the memory leaves."""
+        return self.kv_cache_memory_bytes is None and self.num_gpu_blocks_override is None
+
+    @property
     def num_ranks(self) -> int:
         """Of all engines, on one host."""
         return self.data_parallel_size * self.ranks_per_node
@@ -482,11 +487,14 @@ class EngineConfig:
             raise ConfigError(
                 f"--distributed-executor-backend uni is for one rank, and {self.divided_by} makes {world}: take mp"
             )
-        if backend in ("ray", "external_launcher") and self.engine_in_process:
-            raise ConfigError(f"--engine-in-process is for ranks of this host: leave it out, or {backend}")
-        if backend == "external_launcher" and self.data_parallel_size > 1:
-            raise ConfigError("--distributed-executor-backend external_launcher runs one engine: leave "
-                              "--data-parallel-size out, and start torchrun for each")  # fmt: skip
+        if backend == "external_launcher":
+            raise ConfigError(
+                "--distributed-executor-backend external_launcher: torchrun is not needed here, rank 0 starts the "
+                "others and plans for them: leave it out and start one process, on further hosts with --nnodes and "
+                "--headless"
+            )
+        if backend == "ray" and self.engine_in_process:
+            raise ConfigError("--engine-in-process is for ranks of this host: leave it out, or ray")
         if self.node_rank >= nodes:
             raise ConfigError(f"--node-rank {self.node_rank}: --nnodes is {nodes}, and the first node is 0")
         if nodes == 1:

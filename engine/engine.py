@@ -12,6 +12,7 @@ from .config import EngineConfig
 from .executor import Executor, ThreadExecutor, steps_in_flight
 from .messages import EngineInfo, Progress
 from .model_config import ModelConfig
+from .parallel.gain import more_ranks
 from .rank import ALONE, Rank
 from .ranks.effort import stepping
 from .ranks.executor import RanksExecutor
@@ -34,8 +35,15 @@ class Engine:
         depth = rank.stage.count + 1 if rank.stage.count > 1 else steps_in_flight(runner.device)
         self.scheduler_config = settings.scheduler_config(runner.layout.windows, depth)
         self.info: EngineInfo = msgspec.structs.replace(
-            settings.info(rank.seconds, rank.quantization), **served(rank.model.config)
-        )
+            settings.info(rank.seconds, rank.quantization), experts=rank.experts, expert_ranks=rank.expert_ranks,
+            **served(rank.model.config),
+        )  # fmt: skip
+        if runner.device.type == "cuda" and config.fits_cache:
+            size, times, _ = more_ranks(
+                rank.model.config, config.tensor_parallel_size, settings.plan.weights, settings.plan.cache,
+                config.enable_expert_parallel,
+            )  # fmt: skip
+            self.info = msgspec.structs.replace(self.info, more_ranks=(size, times))
 
     @property
     def adapter_store(self) -> AdapterStore | None:

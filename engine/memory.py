@@ -17,6 +17,7 @@ from .cpu_memory import machine_bytes, row_bytes, step_bytes
 from .host_memory import GIB, gib
 from .kv_layout import KVLayout
 from .models.model import Model
+from .parallel.gain import more_ranks
 from .parallel.group import Group
 from .parallel.pipeline import stage_of
 from .ranks.agreement import gather
@@ -145,8 +146,8 @@ def plan_memory(
         available = config.kv_cache_memory_bytes
         advice = f"raise --kv-cache-memory-bytes (now {config.kv_cache_memory_bytes})"
     num_blocks = max(0, available) // block_bytes
-    fitted = config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None
-    if runner.device.type == "cuda" and fitted:
+    if runner.device.type == "cuda" and config.fits_cache:
+        advice += _ranks(runner, config, weights, available)
         num_blocks, given_back = _with_narrow_rows(runner, available, num_blocks, block_bytes, chunk)
         other -= given_back
     if config.num_gpu_blocks_override is not None:
@@ -159,6 +160,17 @@ def plan_memory(
     if runner.device.type == "cpu" and plan.needed + plan.cache > plan.budget:
         raise ConfigError(_too_large(config, plan, block_bytes))
     return _fit(runner, config, advice, plan, chunk)
+
+
+def _ranks(runner: ModelRunner, config: EngineConfig, weights: int, cache: int) -> str:
+    """Where more would do."""
+    size, times, left = more_ranks(
+        runner.model.config, config.tensor_parallel_size, weights, cache, config.enable_expert_parallel
+    )
+    if not size:
+        return ""
+    gain = f"the cache then holds about {times} times as much" if times else f"{gib(left)} a card for the cache"
+    return f", or set --tensor-parallel-size {size} ({gain})"
 
 
 def _tightest(runner: ModelRunner, world: Group, plan: MemoryPlan) -> MemoryPlan:
@@ -221,7 +233,8 @@ def _graph_bytes(runner: ModelRunner, shapes: Sequence[Shape], token_bytes: int,
     if not shapes:
         return 0
     hidden = runner.model.config.hidden_size * dtype.itemsize
-    kept = sum(shape.samples * hidden + GRAPH_NODE_BYTES for shape in shapes)
+    each = GRAPH_NODE_BYTES * (1 if runner.model_drafter is None else 2)  # drafts have graphs of their own
+    kept = sum(shape.samples * hidden + each for shape in shapes)
     return kept + max(shape.tokens for shape in shapes) * token_bytes
 
 

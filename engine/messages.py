@@ -145,7 +145,11 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     reranks: bool = False  # it is Qwen3-Reranker, or one like it: a score is how much likelier "yes" is than "no"
     reads_both_ways: bool = False  # no option makes it generate
     quantization: dict[str, str | int] = {}  # of quant/described.py; empty: none
+    experts: dict[str, str | int] = {}  # of expert_info.py; empty: none
     kv_cache: dict[str, str | int] = {}  # dtype, scales, block_bytes
+    expert_ranks: int = 0  # that hold as many whole experts of a mixture each, in order; 0: slices of all
+    # The next number of ranks that can share the model, and how many times as many tokens the cache would then hold
+    more_ranks: tuple[int, float] = (0, 0.0)
     fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow
 
 

@@ -24,10 +24,12 @@ from .config import ConfigError, EngineConfig, default_cpu_threads
 from .cpu_memory import check_rows
 from .encoders.limits import plan_encoder
 from .encoders.runner import EncoderRunner
+from .expert_info import describe_experts, told_of_experts
 from .graphs import MIXED_DECODE_ROWS, StepGraphs, draft_sizes
 from .host_memory import available_bytes, machine_bytes
 from .kv_format import KVFormat, loaded_format
 from .layer_spec import MoESpec
+from .layers.experts import Experts
 from .loader import load_model, resolve_model_path
 from .memory import WORST_SAMPLING, plan_memory, weight_bytes
 from .messages import Progress
@@ -53,6 +55,7 @@ from .weight_size import check_weights
 
 logger = logging.getLogger(__name__)
 ALONE = Seat()
+GRAPHS_ACROSS_HOSTS = (2, 30, 4)  # NCCL's version
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -74,6 +77,7 @@ class Rank:
         self._weights = 0  # bytes
         with self._phase("device"):
             machine = open_machine(config, seat.card)
+        config = self._config = eager_across_hosts(config, seat, machine.device)
         with self._phase("config"):
             path = resolve_model_path(
                 config.model, config.revision, config.download_dir, config.load_format, config.trust_remote_code
@@ -111,6 +115,9 @@ class Rank:
             self.quantization = describe(self.model)
             if self.quantization:
                 logger.info("%s", told(self.quantization))
+            self.experts = describe_experts(self.model)
+            if self.experts:
+                logger.info("%s", told_of_experts(self.experts))
         with self._phase("compilation"):
             before_memory()
             gather(self.world, machine.device, [0])  # the others find in the cache what rank 0 has had compiled
@@ -132,6 +139,13 @@ class Rank:
                 capture(self.runner, graphs, self.settings)
         self.runner.count_compilations()
         self.num_threads = None if machine.device.type == "cuda" else machine.cpu_threads
+
+    @property
+    def expert_ranks(self) -> int:
+        """How many share a mixture out by whole experts; 0: each has a slice of all, or there is no mixture."""
+        assert isinstance(self.model, torch.nn.Module)
+        experts = next((module for module in self.model.modules() if isinstance(module, Experts)), None)
+        return 0 if experts is None or len(experts.mine) == experts.num_experts else self.group.size
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -173,6 +187,19 @@ def meet(seat: Seat, device: torch.device, symmetric: bool, num_stages: int, sec
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"rank {seat.rank} does not find the others ({lines[0]}): {advice()}") from error
+
+
+def eager_across_hosts(config: EngineConfig, seat: Seat, device: torch.device) -> EngineConfig:
+    """Without graphs where NCCL stops for ever in those that reach over a network (2.28.9 has)."""
+    if seat.size == 1 or seat.rendezvous.startswith(LOCAL) or device.type != "cuda" or config.enforce_eager:
+        return config
+    if (found := torch.cuda.nccl.version()) >= GRAPHS_ACROSS_HOSTS:
+        return config
+    logger.warning(
+        "steps are launched kernel by kernel: ranks are on several hosts, and CUDA graphs reach over a network with "
+        "NCCL %s; it is %s", *(".".join(map(str, version)) for version in (GRAPHS_ACROSS_HOSTS, found)),
+    )  # fmt: skip
+    return dataclasses.replace(config, enforce_eager=True)
 
 
 def open_machine(config: EngineConfig, card: int = 0) -> Machine:

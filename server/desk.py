@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import msgspec
-import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,14 +14,10 @@ from .client.replicas import Replicas
 from .client.scaling import ScalingError, scale
 from .generation.adapters import Record
 from .http.front_door import FrontDoor
+from .http.server import Server
 from .state import ServerState
 
 _encode = msgspec.msgpack.Encoder().encode
-
-
-class _Server(uvicorn.Server):
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return contextlib.nullcontext()
 
 
 class Desk:
@@ -39,11 +32,7 @@ class Desk:
         """Until it is cancelled; the others find the socket as soon as this has begun."""
         sock = listen(self._meeting.api_path(self._meeting.seat))
         self._meeting.board.set(SERVES, 1)
-        config = uvicorn.Config(
-            self, log_config=None, log_level="warning", access_log=False, loop="none", lifespan="off", ws="none",
-            timeout_graceful_shutdown=0,
-        )  # fmt: skip
-        await _Server(config).serve(sockets=[sock])
+        await Server(self, last_bytes=0).serve(sockets=[sock])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not scope["path"].startswith("/own/"):

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ..engine.config import EngineConfig
@@ -32,7 +32,6 @@ OPEN_REQUESTS = 4096  # of a replica, and of the front: engines have queues of t
 ATTEMPTS = 3  # for a request whose replica dies before a byte of its answer is there
 DRAINING = 3600.0  # seconds that a replica which is to go may still answer
 CACHE_TOKENS = 1 << 20  # of a replica's prefix cache, about
-METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 HOP = frozenset((b"host", b"content-length", b"connection", b"transfer-encoding"))
 
 
@@ -157,18 +156,13 @@ class Model:
             raise RuntimeError(self._client.dead)
 
 
-front = FastAPI(openapi_url=None)
-
-
-@serve.ingress(front)
 class Front:
     """What HTTP reaches."""
 
     def __init__(self, model: Any) -> None:
         self._model = model.options(stream=True)
 
-    @front.api_route("/{path:path}", methods=METHODS)
-    async def forward(self, request: Request) -> Response:
+    async def __call__(self, request: Request) -> Response:
         body = await request.body()
         asked = read(body)
         ask = Ask(asked, len(asked.text) // BYTES_PER_TOKEN)

@@ -11,35 +11,29 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, Protocol
-
-import msgspec
-import uvicorn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..engine import faults, logs
 from ..engine.config import ConfigError, EngineConfig
-from ..engine.messages import EngineInfo, Progress
-from .api_processes import ApiProcesses
 from .client.client import Client
-from .client.hearts import beat, watch_first
 from .client.mailbox import EngineDeadError, ShuttingDownError
 from .client.meeting import Meeting
 from .client.replicas import make_client
 from .client.watchdog import Watchdogs
 from .colleagues import ColleagueError, Colleagues
-from .generation.adapters import Record
 from .http.front_door import FrontDoor
 from .http.page import load_page
 from .http.protocol import uvicorn_options
+from .http.server import Server
 from .options.beside import of_first
 from .options.config import ServerConfig
+from .reporter import Reporter
 from .text.beside import Beside, on_gpu
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from .state import ServerState
+    from .team import Team
 
 logger = logging.getLogger("vserve")
 
@@ -56,27 +50,6 @@ async def _tell_to_reload(colleagues: Colleagues) -> None:
         await colleagues.tell("/own/reload")
     except ColleagueError as error:
         logger.error("SIGUSR2: %s", error)
-
-
-class Server(uvicorn.Server):
-    """uvicorn's, but for its signal handlers, which end the process by the signal instead of exit code 0."""
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return contextlib.nullcontext()
-
-
-class Reporter(Protocol):
-    """Who tells the person that started the server how far it is; cli/progress.py has one for terminals."""
-
-    def __call__(self, progress: Progress) -> None: ...
-
-    def done(self) -> None:
-        """Nothing more is to come of the start, whether it went well or not."""
-        ...
-
-    def ready(self, info: EngineInfo, config: ServerConfig, sock: socket.socket, seconds: float, chats: bool) -> None:
-        """The server answers, so long after it was started. `chats`: the model has a chat template."""
-        ...
 
 
 class Service:
@@ -98,18 +71,14 @@ class Service:
             client.death_listeners.append(lambda _: setattr(self.server, "should_exit", True))
         self.front = FrontDoor(self.client, config.root_path, load_page() if config.ui else None)
         num_processes = 1 if meeting is None else meeting.board.num_seats
-        self.server = Server(uvicorn_config(self.front, config, self._refused, num_processes))
+        options = uvicorn_options(config, self._refused, num_processes)
+        self.server = Server(self.front, last_bytes=LAST_BYTES, **options)
         self.app: FastAPI | None = None  # once everything is loaded
-        self._desk = None
+        self._team: Team | None = None
         if meeting is not None:
-            from .desk import Desk  # with FastAPI, for which one process alone does not wait
+            from .team import Team  # with FastAPI and numpy, for which one process alone does not wait
 
-            self._desk = Desk(meeting, self.front)
-        self._others: ApiProcesses | None = None
-        if meeting is not None and meeting.is_first:
-            self._others = ApiProcesses(
-                meeting, lambda: self.client.config, config, sources, sock.fileno(), self._give_up
-            )
+            self._team = Team(meeting, self.front, lambda: self.client.config, config, sources, sock, self._give_up)
         self._cause: str | None = None  # why the server cannot go on
         self._started = time.monotonic()
         self._signal: signal.Signals | None = None  # the first that was received
@@ -124,12 +93,8 @@ class Service:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 asyncio.get_running_loop().add_signal_handler(number, self._receive, number, task)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._reload)
-        if self._meeting is not None:
-            self._hearts = [asyncio.create_task(beat(self._meeting.board))]  # to the very end
-            if not self._is_first:
-                self._hearts.append(asyncio.create_task(watch_first(self._meeting.board, self.config.stall_timeout)))
-        if self._others is not None:
-            self._others.start()
+        if self._team is not None:
+            self._team.start()
         loaded = asyncio.Event()
         serving = asyncio.create_task(self._serve(loaded))
         app = await self._start(serving)
@@ -140,7 +105,8 @@ class Service:
         try:
             async with app.router.lifespan_context(app):
                 self.app = self.front.app = app
-                desk = await self._meet(app)
+                if self._team is not None:
+                    await self._team.meet(app)
                 loaded.set()
                 if self.config.ssl_certfile is not None:
                     app.state.server.reloads["certificates"] = self._reload_certificates
@@ -153,13 +119,11 @@ class Service:
                 warming = asyncio.create_task(self._warm())
                 await serving
                 warming.cancel()
-                for task in desk:
-                    task.cancel()
         finally:
             for watchdog in watching:
                 watchdog.cancel()
-            if self._others is not None:
-                await self._others.close()
+            if self._team is not None:
+                await self._team.close()
             await self._close()
             self._unlink()
         if self._cause is not None:
@@ -176,33 +140,6 @@ class Service:
         if not self._is_first:
             await loaded.wait()
         await self.server.serve(sockets=[self.sock])
-
-    async def _meet(self, app: FastAPI) -> list[asyncio.Task[None]]:
-        """Several API processes: this one can be asked by the others; the first one waits until all serve."""
-        if self._desk is None:
-            return []
-        self._desk.server = app.state.server
-        tasks = [asyncio.create_task(self._desk.serve())]
-        if self._others is not None:
-            try:
-                await self._others.ready()
-            except EngineDeadError as error:
-                self._give_up(str(error))
-            tasks.append(asyncio.create_task(self._others.watch()))
-        elif self.client.config.enable_lora:
-            await asyncio.sleep(0)  # from now on it is told what changes
-            await self._join(app.state.server)
-        return tasks
-
-    async def _join(self, server: ServerState) -> None:
-        """Takes over the adapters that the first process has had loaded."""
-        assert server.colleagues is not None
-        try:
-            known = await server.colleagues.ask_first("/own/adapters")
-        except ColleagueError as error:
-            self._give_up(str(error))
-        else:
-            server.adapters.join(msgspec.msgpack.decode(known, type=list[Record]))
 
     def _give_up(self, cause: str) -> None:
         self._cause = cause
@@ -308,15 +245,15 @@ class Service:
         number = signal.Signals(number)
         if self._signal is None:
             self._signal = number
-            if self._others is not None:
-                self._others.end(number)
+            if self._team is not None:
+                self._team.end(number)
             if self.app is None:
                 task.cancel()
             else:
                 self._draining = asyncio.create_task(self._drain())
         else:
-            if self._others is not None:
-                self._others.kill()
+            if self._team is not None:
+                self._team.kill()
             for client in self.clients:
                 client.kill()
             self._leave(f"stopped at once by a second {number.name}", 128 + number)
@@ -375,8 +312,8 @@ class Service:
 
     def _leave(self, cause: str | None, code: int) -> NoReturn:
         """The cause is the last line: a thread that still imports, or tokenises, must neither delay nor outtalk it."""
-        if self._others is not None:
-            self._others.kill()
+        if self._team is not None:
+            self._team.kill()
         self._unlink()
         logs.flush()
         logging.disable()
@@ -385,27 +322,9 @@ class Service:
         os._exit(code)
 
     def _unlink(self) -> None:
-        if self._meeting is not None and self._is_first:
-            self._meeting.close()
         if self.config.uds is not None and self._is_first:
             with contextlib.suppress(OSError):
                 os.unlink(self.config.uds)
-
-
-def uvicorn_config(
-    app: FrontDoor, config: ServerConfig, refused: Callable[[str], None], num_processes: int
-) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        **uvicorn_options(config, refused, num_processes),
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        loop="none",
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=int(LAST_BYTES),
-    )
 
 
 def run(

@@ -11,6 +11,8 @@ from ..model_file import ModelError
 if TYPE_CHECKING:
     from ..model_config import ModelConfig
 
+ATTENTION = 1.7  # times as long as products of as many operations: fitted on steps of a GPU (engine/step_model.py)
+
 
 def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> None:
     """Raises ModelError where the model cannot be cut into `size` stages, or not as `counts` (layers of each) says."""
@@ -99,7 +101,7 @@ def context_cost(config: ModelConfig) -> float:
         elif isinstance(spec, LatentAttentionSpec):
             pairs += spec.num_heads * (spec.nope_dim + spec.rope_dim + spec.value_dim)
         products += _parameters(layer, config.hidden_size)[1]
-    return pairs / products
+    return ATTENTION * pairs / products
 
 
 def _parameters(layer: LayerSpec, hidden: int) -> tuple[int, int]:

@@ -17,12 +17,19 @@ class Features:
         self.layers, self.hidden_size, self.place = layers, hidden_size, place
         self.of_end = not layers
         self.width = max(1, len(layers)) * hidden_size
-        self._rows = torch.empty(0, self.width, dtype=place.dtype, device=place.device)
+        self.is_captured = False  # CUDA graphs know where the rows lie: what they know is kept
+        self._all = [torch.empty(0, self.width, dtype=place.dtype, device=place.device)]
 
     def reserve(self, num_tokens: int) -> None:
-        """Room for steps of so many tokens: from the first CUDA graph on, the buffer stays where it is."""
+        """Room for steps of so many tokens."""
         if num_tokens > len(self._rows):
-            self._rows = torch.empty(num_tokens, self.width, dtype=self.place.dtype, device=self.place.device)
+            self._all.append(torch.empty(num_tokens, self.width, dtype=self.place.dtype, device=self.place.device))
+            if not self.is_captured:
+                del self._all[:-1]
+
+    @property
+    def _rows(self) -> Tensor:
+        return self._all[-1]
 
     def of_step(self, num_tokens: int) -> Tensor:
         """[T, width], of the last forward."""

@@ -73,6 +73,7 @@ class ModelDrafter:
         """Room for what is read of steps of so many tokens, before the first CUDA graph."""
         if self.network.features is not None:
             self.network.features.reserve(num_tokens)
+            self.network.features.is_captured = True
 
     @property
     def num_scratch_blocks(self) -> int:

@@ -52,6 +52,7 @@ def server_info(server: ServerState) -> dict[str, Any]:
         "num_blocks": info.num_blocks,
         "memory": info.memory,
         "quantization": info.quantization or None,
+        "experts": info.experts or None,
         "kv_cache": info.kv_cache,
         "startup_seconds": info.startup_seconds,
     }

@@ -50,6 +50,7 @@ def _fit(
     from ...engine.checkpoint import checkpoint_bytes
     from ...engine.kv_format import KVSettings, planned_format
     from ...engine.kv_layout import KVLayout
+    from ...engine.layer_spec import MoESpec
     from ...engine.loader import count_parameters
     from ...engine.memory import CPU_CACHE_BYTES
     from ...engine.overrides import read_model_config
@@ -74,6 +75,11 @@ def _fit(
     weights, item = weight_size(config, parameters, dtype, size, on_card), dtype.itemsize
     if config.quantization is not None:
         text += f", quantization {config.quantization.method}"
+    mixture = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)), None)
+    if mixture is not None:
+        codes = config.quantization is not None and (not on_card or item == 2)
+        text += f", {mixture.routing.num_experts} experts of which a token has {mixture.routing.top_k}"
+        text += " (their codes are kept)" if codes else f" (in {str(dtype).removeprefix('torch.')})"
     if config.foreign is not None:
         text += ", computed by transformers' code" if config.foreign.code is None else ", computed by its folder's code"
     if on_card and torch.cards:

@@ -81,10 +81,6 @@ def check_nodes(engine: EngineConfig, server: ServerConfig) -> None:
         raise ConfigError(f"--node-rank {engine.node_rank}: only node 0 answers HTTP: add --headless")
     if engine.nnodes > 1 and server.embedding_model is not None:
         raise ConfigError("--embedding-model is served beside a model of one host: leave it or --nnodes out")
-    if engine.distributed_executor_backend == "external_launcher":
-        raise ConfigError(
-            "--distributed-executor-backend external_launcher is for LLM(...) under torchrun: leave it out to serve"
-        )
     check_secret(engine)
 
 

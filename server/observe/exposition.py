@@ -194,6 +194,11 @@ class EngineCollector(Collector):
             "expert_imbalance", "Tokens of a layer's busiest expert over those of its average one, lately; 1 is even.",
             lambda counts: counts.state().expert_imbalance, among=mixtures,
         )  # fmt: skip
+        if divided := [counts for counts in mixtures if counts.tokens_by_rank()]:
+            yield self._each_engine(
+                "rank_expert_tokens", "Tokens that the whole experts of a rank got, of which the fullest keeps the "
+                "others waiting.", EngineCounts.tokens_by_rank, "rank", divided, CounterMetricFamily,
+            )  # fmt: skip
 
     def _request_counters(self) -> Iterator[Metric]:
         counter, metrics = self._counter, self._metrics

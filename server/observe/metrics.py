@@ -86,6 +86,14 @@ class EngineCounts:
         tokens = sum_of(self.engine.past_stats, self.engine.stats).expert_tokens
         return {str(expert): float(count) for expert, count in enumerate(tokens)}
 
+    def tokens_by_rank(self) -> dict[str, float]:
+        """That the experts of each rank got, where ranks hold whole ones."""
+        if not self.engine.ready or not (ranks := self.engine.info.expert_ranks):
+            return {}
+        tokens = list(self.tokens_by_expert().values())
+        each = len(tokens) // ranks
+        return {str(rank): sum(tokens[rank * each : (rank + 1) * each]) for rank in range(ranks)} if tokens else {}
+
     def state(self) -> EngineStats:
         """Of the engine that serves now; that of a dead one says nothing any more."""
         return self.engine.stats if self.engine.ready else EngineStats()

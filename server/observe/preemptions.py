@@ -31,15 +31,12 @@ class Preemptions:
             self._warn(message)
             self._said, self._unsaid = now, 0
 
-    def _ranks(self, memory: dict[str, int]) -> str:
-        """With twice the cards a rank has half the weights, and a token takes half of its cache."""
-        size, weights, cache = self._client.config.tensor_parallel_size, memory.get("weights"), memory.get("kv_cache")
-        if not weights or not cache:
+    def _ranks(self) -> str:
+        """With more cards a rank has less of the weights, and a token takes less of its cache."""
+        now, (size, times) = self._client.config.tensor_parallel_size, self._client.info.more_ranks
+        if not size:
             return ""
-        gain = 2 * (cache + weights / 2) / cache
-        return (
-            f" or --tensor-parallel-size (now {size}; with {2 * size} the cache holds about {gain:.1f} times as much)"
-        )
+        return f" or --tensor-parallel-size (now {now}; with {size} the cache holds about {times} times as much)"
 
     def _warn(self, message: StepOutputs) -> None:
         info, stats = self._client.info, message.stats
@@ -53,7 +50,7 @@ class Preemptions:
         share = self._client.config.gpu_memory_utilization
         more = f"--kv-cache-memory-bytes (now {info.memory.get('kv_cache', 0)})"
         if info.device != "cpu":
-            more = f"--gpu-memory-utilization (now {share}) or {more}{self._ranks(info.memory)}"
+            more = f"--gpu-memory-utilization (now {share}) or {more}{self._ranks()}"
         logger.warning(
             "%d preempted, to be computed again (mode RECOMPUTE): the KV cache of %d blocks is full with %d running. "
             "Raise %s, or lower --max-num-seqs (now %d) to about %d, or --max-num-batched-tokens (now %d); "

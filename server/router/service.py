@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import time
@@ -11,12 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 import httpx
-import uvicorn
 
 from ..http.auth import Authentication, Locks
 from ..http.body_limit import BodyLimit
 from ..http.middleware import RequestMiddleware
 from ..http.protocol import uvicorn_options
+from ..http.server import Server
 from ..options.config import ServerConfig
 from .app import RouterApp
 from .backend import Backends
@@ -25,11 +24,6 @@ logger = logging.getLogger("vserve")
 
 LARGEST_BODY = 64 << 20  # bytes, where no limit is set: the servers have theirs
 LAST_BYTES = 2  # seconds
-
-
-class Server(uvicorn.Server):
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return contextlib.nullcontext()
 
 
 class RouterService:
@@ -48,14 +42,8 @@ class RouterService:
         self._rejected: Counter[str] = Counter()
         app = BodyLimit(self.app, lambda: config.max_body_size or LARGEST_BODY, lambda reason: None)
         guarded = Authentication(app, locks) if locks.are_needed else app
-        self._server = Server(
-            uvicorn.Config(
-                RequestMiddleware(guarded, self.app.http_metrics),
-                **uvicorn_options(config, self._refused),
-                log_config=None, log_level="warning", access_log=False, loop="none", lifespan="off", ws="none",
-                timeout_graceful_shutdown=LAST_BYTES,
-            )
-        )  # fmt: skip
+        door = RequestMiddleware(guarded, self.app.http_metrics)
+        self._server = Server(door, last_bytes=LAST_BYTES, **uvicorn_options(config, self._refused))
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> None:

@@ -32,19 +32,21 @@ def url() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # what others on this machine take is no business of its
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.5")
+        for side in ("HANDLE", "REPLICA"):
+            patch.setenv(f"RAY_SERVE_{side}_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.5")
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         cluster = Cluster()
         try:
             for _ in range(2):
                 cluster.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
-            ray.init(cluster.address, include_dashboard=False, log_to_driver=True)
+            ray.init(cluster.address, include_dashboard=False, log_to_driver=False)
             from vserve.server import ray_serve
 
             serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-            options = {"model": str(DEMO), "device": "cpu", "cpu_threads": 1, "warm_grammars": False,
+            options = {"model": str(DEMO), "served_model_name": "demo", "device": "cpu",
+                       "cpu_threads": 1, "warm_grammars": False,
                        "min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 2, "upscale_delay_s": 0.5,
-                       "downscale_delay_s": 3, "metrics_interval_s": 0.5, "look_back_period_s": 1}  # fmt: skip
+                       "downscale_delay_s": 3, "look_back_period_s": 1}  # fmt: skip
             serve.run(ray_serve.build(options))
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -100,14 +102,14 @@ def test_from_one_to_three_and_back(url: str) -> None:
             most = max(most, count)
 
         clients = [asyncio.create_task(load(index)) for index in range(12)]
-        await watch(lambda count: count == 3, 90)
+        await watch(lambda count: count == 3, 180)
         begun = answered
         while answered < begun + 24:
             await asyncio.sleep(0.1)
         busy = False
         await asyncio.gather(*clients)  # raises what any of them has met
         clients, busy = [asyncio.create_task(load(0))], True
-        await watch(lambda count: count == 1, 90)
+        await watch(lambda count: count == 1, 120)
         busy = False
         await asyncio.gather(*clients)
         assert most == 3 and answered >= 36

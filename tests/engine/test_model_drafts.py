@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import vserve.engine.arrivals as arrivals_module
 from vserve.engine.request import SamplingParams
 from vserve.engine.speculation.model_drafter import ModelDrafter
 from vserve.kernels.sampling import sample_torch
@@ -235,3 +236,48 @@ def test_every_kind_of_cache(windowed_engine: Any, tiny_model: Any, engine: Any,
     same(again, expected)
     held = sum(stats.num_accepted_tokens) / stats.num_draft_tokens
     assert held > 0.7, f"{held:.2f} of the drafts held"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_beside_grammars_and_budgets(
+    served: Any, target: Path, load_module: Any, monkeypatch: pytest.MonkeyPatch, overlap: Any, depth: int
+) -> None:
+    grammars = load_module(Path(__file__).with_name("test_speculation.py")).Grammars
+    monkeypatch.setattr(arrivals_module, "Grammars", grammars)
+    free = {"max_tokens": LENGTH, "temperature": 0.0, "ignore_eos": True}
+    prompts = [prompt for prompt, _ in requests()][:4]
+    batch = [(prompt, SamplingParams(**free, grammar=name)) for name in (None, "nine", "budget") for prompt in prompts]
+    (expected,), _ = served.run(batch)
+    if depth > 1:
+        overlap(depth)
+    (answers,), stats = served.run(batch, speculative_config=config(target, 3), max_num_seqs=16, **CHUNKS)
+    same(answers, expected)
+    assert sum(stats.num_accepted_tokens) > 40
+
+
+def test_contexts_that_are_too_long_for_it_get_no_drafts(served: Any, target: Path, plain: Any) -> None:
+    """Nor does a text that is as long as a context may be lose a token."""
+    (answers,), stats = served.run(requests(), speculative_config=config(target, 3, max_model_len=16))
+    same(answers, plain)
+    few = stats.num_drafts
+    (answers,), stats = served.run(requests(), speculative_config=config(target, 3), max_model_len=112)
+    same(answers, plain)
+    assert 0 < few < stats.num_drafts / 4
+    prompt = requests()[3][0]
+    last = [(prompt, SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True))]
+    (expected,), _ = served.run(last, max_model_len=100)
+    (answers,), stats = served.run(last, speculative_config=config(target, 5), max_model_len=100)
+    same(answers, expected)
+    assert len(answers[0].tokens) == 10 and sum(stats.num_accepted_tokens) > 3
+
+
+def test_drafts_may_be_greedy(served: Any, target: Path, proposed: Any) -> None:
+    """Where an answer is drawn, they are right less often than with the request's noise."""
+    batch = [
+        (prompt, SamplingParams(max_tokens=12, seed=i, ignore_eos=True)) for i, (prompt, _) in enumerate(requests())
+    ]
+    held = []
+    for method in ("greedy", "probabilistic"):
+        _, stats = served.run(batch, speculative_config=config(target, 2, draft_sample_method=method))
+        held.append(sum(stats.num_accepted_tokens) / stats.num_draft_tokens)
+    assert held[0] < 0.8 * held[1] and held[1] > 0.8

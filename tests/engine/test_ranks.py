@@ -15,12 +15,14 @@ from array import array
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from vserve.engine import compilations
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.connection import Connection
 from vserve.engine.messages import AddGrammar, SetVocabulary
@@ -387,6 +389,22 @@ def test_only_the_thread_that_computes_shows_that_a_rank_does() -> None:
     assert efforts[1]() >= before[1], "of a thread that has ended too"
 
 
+def test_kernels_that_are_compiled_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card nothing else shows that the host has something to do."""
+    hooks = SimpleNamespace()
+    monkeypatch.setattr(compilations, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=hooks)))
+    late = compilations.LateCompilations()
+    late.count()
+    assert late.seconds == 0.0
+    assert not hooks.jit_cache_hook(key="k", fn=None), "or Triton would compile nothing"
+    time.sleep(0.05)
+    assert late.seconds >= 0.05 and len(late) == 0, "while it is compiled"
+    hooks.jit_post_compile_hook(key="k", fn=None)
+    after = late.seconds
+    time.sleep(0.02)
+    assert late.seconds == after and len(late) == 1
+
+
 def test_who_reads_and_writes_while_it_starts_does_not_hang(tmp_path: Path) -> None:
     """A disk or a network that is slow takes no time of a core."""
     starting = effort.Starting()
@@ -524,3 +542,13 @@ def test_prompts_travel_as_they_are() -> None:
     sent = [Join({"model": "m"}, Seat(1, 2, "file:///x")), Execute(plan), Follow((1, 4)), Leave()]
     for message in sent:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToRank) == message
+
+
+def test_experts_are_counted_whoever_has_them(pair: Pair) -> None:
+    """Every rank routes all tokens: rank 0 counts those of experts of others too."""
+    one, two = pair.clients
+    pair.same([(PROMPTS[1], greedy(max_tokens=80))] * 2)
+    assert two.info.expert_ranks == (2 if two.config.enable_expert_parallel else 0) and one.info.expert_ranks == 0
+    if two.config.enable_expert_parallel:
+        assert min(two.stats.expert_tokens) > 0
+        assert len(two.stats.expert_tokens) == len(one.stats.expert_tokens)

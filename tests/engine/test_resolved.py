@@ -180,6 +180,8 @@ def test_what_memory_decides(model: ModelConfig) -> None:
     others = {"model", "revision", "download_dir", "gpu_memory_utilization", "engine_in_process", "prefix_cache_seed"}
     others |= {"merge_lora", "qlora_adapter_name_or_path"}
     others |= {"data_parallel_size", "kv_events_config", "trust_remote_code", "runner", "convert", "task"}
+    others |= {"distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port", "host_ip"}
+    others |= {"cluster_secret", "distributed_timeout_seconds", "ray_workers_use_nsight"}
     assert left == others | changes, "nothing that can be left open, and no secret"
 
 

@@ -887,12 +887,23 @@ def test_any_workload_with_windows_gives_what_each_request_gets_alone() -> None:
 
 @pytest.mark.parametrize("windowed", [False, True])
 def test_any_workload_with_drafts_gives_what_each_request_gets_alone(windowed: bool) -> None:
-    num_steps, seen = simulate_many(11, TOTAL_STEPS / PARTS / 4, windowed=windowed, drafts=True)
+    drafts_are_right_or_wrong(11, TOTAL_STEPS / PARTS / 4, windowed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windowed", [False, True])
+def test_many_more_workloads_with_drafts(windowed: bool) -> None:
+    drafts_are_right_or_wrong(2_000_000, 0.45 * TOTAL_STEPS, windowed)
+
+
+def drafts_are_right_or_wrong(first_seed: int, steps: float, windowed: bool) -> None:
+    num_steps, seen = simulate_many(first_seed, steps, windowed=windowed, drafts=True)
     rare = 0.5 * num_steps / 20_000
     for event, count in {
         "drafts": 20_000, "drafts on drafts": 1000, "without drafts beside drafts": 500, "several kept": 3000,
         "preemption": 200, "hit": 500, "mixed step": 500, "failed step": 100, "overlapped decode": 1000,
-        "postponed": 30, "pooled": 100, "stop": 500, "length": 500, "masked": 500,
+        "postponed": 30, "pooled": 100, "stop": 500, "length": 500, "masked": 500, "masked behind drafts": 200,
+        "cut": 100, "postponed with drafts": 15,
     }.items():  # fmt: skip
         assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
 

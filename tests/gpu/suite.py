@@ -111,9 +111,13 @@ GROUPS: dict[str, list[list[Part]]] = {
         [tests("families", "tests/gpu/test_families_gpu.py", workers=max(1, min(4, CORES // 4)), share="load")]
     ],
     "encoders": [[tests("encoders", "tests/gpu/test_encoders_gpu.py")]],
-    "experts": [[tests("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")]],
+    "experts": [
+        [tests("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")],
+        [tests("experts as codes", "tests/kernels/test_moe_codes.py", "tests/gpu/test_experts_gpu.py")],
+    ],
     "quant": [
         [tests("layouts", "tests/gpu/test_quant_gpu.py")],
+        [tests("experts as codes", "tests/kernels/test_moe_codes.py", "tests/gpu/test_experts_gpu.py")],
         *(
             [
                 noticing(

@@ -154,7 +154,6 @@ from vserve.kernels import pdl
 pdl.pdl_available = lambda device: sys.argv[1] == "pdl"
 pdl.MAX_ROWS = 64
 from vserve.kernels.moe_route import Routing, route_triton
-from vserve.kernels.moe_route import LITTLE_PAIRS, Routing, route_torch, route_triton
 from vserve.kernels.moe_triton import experts_triton
 
 hidden, inner, num_experts, top_k = map(int, sys.argv[2:6])
@@ -168,7 +167,10 @@ for rows in map(int, sys.argv[6].split(",")):
     x = torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta")
     ids = torch.empty(rows, top_k, dtype=torch.int32, device="meta")
     weights = torch.empty(rows, top_k, device="meta")
-    route_triton(torch.empty(rows, num_experts, device="meta"), Routing(top_k, renormalize=True))
+    logits, load = (torch.empty(size, dtype=kind, device="meta") for size, kind in
+                    (((rows, num_experts), torch.float32), (num_experts, torch.int64)))
+    ends = torch.empty(5, dtype=torch.int32, device="meta")
+    route_triton(logits, Routing(top_k, renormalize=True), load=load, query_start=ends)
     experts_triton(x, ids, weights, gate_up, down, bias, down_bias, limit=limit, beside=None if bias is None else x)
 report = []
 for name, kernel in kernels.values():

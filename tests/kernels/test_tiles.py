@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +74,22 @@ def test_products_are_well_formed(path: Path) -> None:
         ranges = [row for row in rows if (row["n"], row["k"], row["gated"]) == case]
         assert all(row["min_rows"] <= row["max_rows"] for row in ranges)
         assert all(before["max_rows"] < after["min_rows"] for before, after in pairwise(ranges)), "ranges overlap"
+
+
+def test_the_search_writes_what_is_read(load_module: Callable[[Path], Any]) -> None:
+    """Rows of experts' tables: of all limits, with blocks of the same rows in both products."""
+    bench = load_module(Path(__file__).parents[2] / "tools" / "kernels" / "bench_experts.py")
+    for group in (0, 32, 128):
+        best = {}
+        for rows in (1 / 16, 1 / 4, *bench.MEASURED):
+            firsts, seconds = bench.candidates("codes", rows, group)
+            assert len(firsts) == len(seconds) > 2 and len({tile.block_m for tile in (*firsts, *seconds)}) == 1
+            best[rows] = firsts[0], seconds[-1]
+        found = bench.rows_of_codes("int4", group, best)
+        assert [row["max_rows"] for row in found] == [limit for limit in bench.LIMITS for _ in range(2)]
+        assert all(set(row) == set(tiles.tile_table("experts_codes")[0]) for row in found)
+    firsts, _ = bench.candidates("fp8", 48, 0)
+    assert set(bench.rows_of_fp8(16.0, firsts[:2])[0]) == set(tiles.tile_table("experts_fp8")[0])
 
 
 def test_a_gpu_finds_its_nearest_relation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from vserve.engine.config import EngineConfig
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import count_parameters, load_model, make_model
-from vserve.engine.memory import weight_bytes
+from vserve.engine.memory import _ranks, weight_bytes
 from vserve.engine.model_config import ModelConfig, parse_model_config
 from vserve.engine.model_file import ModelError
 from vserve.engine.parallel.divide import check_divides, vocab_share, whole_experts
+from vserve.engine.parallel.gain import more_ranks
 from vserve.engine.parallel.group import SingleGroup
 
 QWEN_7B = {
@@ -33,6 +36,12 @@ QWEN_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 2,
     "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
     "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "torch_dtype": "bfloat16",
+}  # fmt: skip
+DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 102400, "hidden_size": 2048, "num_hidden_layers": 2,
+    "num_attention_heads": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -231,3 +240,25 @@ def test_random_weights_of_ranks_differ_where_they_are_divided(tiny_model: Calla
         other = ranks[1].get_parameter(name)
         alike = "norm" in name or "router" in name or name.startswith("embedding")
         assert (weight.shape == other.shape and torch.equal(weight, other)) == alike, name
+
+
+def test_what_more_ranks_bring() -> None:
+    """Half of the weights leave room, and a token takes half; unless keys are fewer than ranks, or whole on each."""
+    llama, latent = config(LLAMA_70B), parse_model_config(DEEPSEEK)
+    assert more_ranks(llama, 1, 140, 20, False) == (2, 9.0, 90)
+    assert more_ranks(llama, 8, 20, 20, False) == (16, 1.5, 30), "eight heads of keys"
+    assert more_ranks(config(QWEN_7B), 4, 100, 10, False) == (0, 0.0, 0), "no more than four"
+    assert more_ranks(config(QWEN_7B), 2, 100, -10, False) == (4, 0.0, 40), "a cache that has no room yet"
+    assert more_ranks(config(QWEN_7B), 2, 100, -60, False) == (0, 0.0, 0), "nor then"
+    assert more_ranks(latent, 1, 100, 50, False) == (2, 2.0, 100), "latent keys"
+
+
+def test_memory_that_is_not_enough_names_more_ranks() -> None:
+    runner: Any = SimpleNamespace(model=SimpleNamespace(config=config(LLAMA_70B)))
+    gib, asked = 1 << 30, EngineConfig("m", tensor_parallel_size=2)
+    assert _ranks(runner, asked, 70 * gib, -5 * gib) == (
+        ", or set --tensor-parallel-size 4 (30.00 GiB a card for the cache)"
+    )
+    assert _ranks(runner, asked, 70 * gib, 5 * gib) == (
+        ", or set --tensor-parallel-size 4 (the cache then holds about 16.0 times as much)"
+    )

@@ -204,3 +204,11 @@ def test_ranks_of_models_that_transformers_computes(
     for size in (2, 4):
         found = ranks.logits(folder, size, implementation="transformers")
         assert difference(found, expected) < 2e-5 * largest, size
+
+
+def test_ranks_quantise_what_transformers_computes(ranks: Ranks, foreign_model: Any, alone: Any) -> None:
+    folder = foreign_model("starcoder2")
+    expected = alone(folder, "int8", implementation="transformers")
+    largest = max(float(logits.abs().max()) for logits in expected)
+    found = ranks.logits(folder, 2, quantization="int8", implementation="transformers")
+    assert difference(found, expected) < 2e-5 * largest

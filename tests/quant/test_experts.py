@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vserve.engine.expert_info import describe_experts, told_of_experts
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.models.blocks import CausalLM
@@ -75,6 +76,20 @@ def test_experts_on_a_gpu_keep_their_codes(
     assert experts.method.plain is None and "codes: experts' kernels" in str(describe(model)["products"])
     kept = sum(w.numel() * w.element_size() for w in experts.parameters())
     assert kept < 3 * 4 * 64 * 128 * 1.5  # half of 16 bits, of rows and columns filled up to whole blocks
+
+
+def test_the_start_names_what_experts_run_with(
+    tiny_model: Callable[..., Path], tmp_path: Path, as_on_a_gpu: None
+) -> None:
+    plain = tiny_model("qwen2_moe", **SIZES)
+    found = describe_experts(load(plain))
+    assert found["products"] == "products of float32 × 1 layers" and found["on_this_rank"] == "4"
+    model = load(write(plain, tmp_path, "fp8_blocks") / "quantized", dtype=torch.bfloat16)
+    assert told_of_experts(describe_experts(model)) == (
+        f"experts: 1 layers of 4, of which a token has {found['experts_per_token']}; on this rank 4; "
+        "e4m3 codes: experts' kernels, FP8 products for many rows × 1 layers"
+    )
+    assert describe_experts(load(tiny_model("llama"))) == {}
 
 
 def test_some_experts_that_are_plain_make_all_numbers(

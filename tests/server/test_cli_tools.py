@@ -57,6 +57,13 @@ def test_a_machine_without_faults(healthy: Any) -> None:
     assert "the CPU serves" in found["driver"].text and "9 MiB of weights" in found["model"].text
 
 
+def test_a_mixture_is_named_with_its_experts(healthy: Any, tiny_model: Any) -> None:
+    folder = tiny_model("mixtral")
+    assert ", 5 experts of which a token has 3 (in float32)" in examine(folder)["model"].text
+    quantised = examine(folder, quantization="int8")["model"].text
+    assert ", quantization int8, 5 experts of which a token has 3 (their codes are kept)" in quantised
+
+
 def test_a_card(healthy: Any) -> None:
     healthy("probe_torch", ON_CARD)
     healthy("nvidia_smi", [{"driver_version": "580.1", "name": "H200"}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import re
 import subprocess
@@ -393,6 +394,20 @@ def test_keywords_are_read_as_flags_are(folder, tmp_path):
         assert (params.temperature, params.top_k) == (0.25, 3)
     with pytest.raises(ValueError, match=r"^generation_config '/no/where' is no file"):
         LLM(str(folder), device="cpu", engine_in_process=True, generation_config="/no/where")
+
+
+def test_a_model_that_drafts(folder, llm):
+    """Named as ever; /server_info would show what it was found to be."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in llm.generate(["hello there", "one"], params)]
+    options = {"device": "cpu", "engine_in_process": True, "cpu_threads": 1}
+    with LLM(str(folder), speculative_model=str(folder), num_speculative_tokens=2, **options) as drafted:
+        found = json.loads(drafted.info.settings["speculative_config"])
+        assert (found["method"], found["model"]) == ("draft_model", str(folder))
+        answers = drafted.generate(["hello there", "one"], params)
+    assert [output.outputs[0].token_ids for output in answers] == expected
+    with pytest.raises(EngineDeadError, match=r"no layers for multi-token prediction.*: use another method"):
+        LLM(str(folder), speculative_config={"method": "mtp"}, **options)
 
 
 def test_options_that_do_not_exist(folder):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -196,6 +197,10 @@ def test_experts_of_a_mixture(client: Any, engine: Any) -> None:
     samples = scrape(client)
     assert [value(samples, "vllm:expert_tokens_total", expert=e) for e in "012"] == [13, 20, 31]
     assert value(samples, "vllm:expert_imbalance") == 1.5
+    assert "rank_expert_tokens" not in client.get("/metrics").text
+    engine.info = msgspec.structs.replace(engine.info, expert_ranks=3)
+    samples = scrape(client)
+    assert [value(samples, "vllm:rank_expert_tokens_total", rank=rank) for rank in "012"] == [13, 20, 31]
 
 
 def test_an_engine_that_loads_has_said_nothing_of_itself(client: Any, engine: Any) -> None:

@@ -39,7 +39,7 @@ def test_once_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     monkeypatch.setattr(preemptions, "time", SimpleNamespace(monotonic=lambda: now[0]))
     info = SimpleNamespace(
         settings={}, memory={"kv_cache": 7, "weights": 42}, device="NVIDIA H100", max_num_seqs=64,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=512, more_ranks=(2, 8.0),
     )  # fmt: skip
     config = EngineConfig("m", gpu_memory_utilization=0.8)  # what was asked for: no other setting becomes of it
     client: Any = SimpleNamespace(info=info, config=config, stats_listeners=[], engines=[None])

@@ -1,0 +1,38 @@
+"""What more ranks would bring to the cache: for those whose requests do not fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..layer_spec import AttentionSpec, LatentAttentionSpec
+from .divide import sizes
+
+if TYPE_CHECKING:
+    from ..model_config import ModelConfig
+
+
+def more_ranks(model: ModelConfig, now: int, weights: int, cache: int, expert_parallel: bool) -> tuple[int, float, int]:
+    """The next number of ranks that can share the model, how many times as many tokens the cache would then hold (0.0
+    where it holds none now), and its bytes on each; (0, 0.0, 0) where there is no such number. weights, cache: bytes of
+    a rank now, the latter may be below 0.
+    """
+    size = next((size for size in sizes(model, expert_parallel) if size > now), 0)
+    if not size or (left := cache + weights - weights * now // size) <= 0:
+        return 0, 0.0, 0
+    times = left / cache * _token_elements(model, now) / _token_elements(model, size) if cache > 0 else 0.0
+    return size, round(times, 1), left
+
+
+def _token_elements(model: ModelConfig, size: int) -> int:
+    """Of keys and values on a rank. Neighbours share the heads of keys where these are fewer than ranks."""
+    layout = None if model.foreign is None else model.foreign.layout
+    found = 0
+    for index, layer in enumerate(model.layers):
+        spec = layer.attention
+        if isinstance(spec, LatentAttentionSpec):
+            found += spec.kv.token_elements  # which is whole on every rank
+        elif isinstance(spec, AttentionSpec):
+            divided = layout is None or layout.is_divided(layout.attention[index])
+            heads = max(1, spec.num_kv_heads // size) if divided else spec.num_kv_heads
+            found += heads * (spec.head_dim + (spec.value_dim or spec.head_dim))
+    return found
