@@ -53,19 +53,21 @@ class Engine:
         return answer.tokens
 
 
-# Family → its keys of config.json, options of the engine: whole experts are dealt out, and have no adapters.
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llama": ({}, {}),
-    "qwen3_moe": ({"num_experts": 8, "num_experts_per_tok": 2}, {"enable_expert_parallel": True}),
+# Family, its keys of config.json, options of the engine: whole experts are dealt out, and have no adapters.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "ours": ("llama", {}, {}),
+    "experts": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2}, {"enable_expert_parallel": True}),
+    "transformers": ("llama", {}, {"model_impl": "transformers"}),
 }
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("experts", "transformers")]
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["ours", *SLOW])
 def engine(
     request: pytest.FixtureRequest, tiny_model: Any, adapter_files: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    keys, options = MODELS[request.param]
-    root, base = tmp_path_factory.mktemp("adapters"), tiny_model(request.param, **keys)
+    family, keys, options = MODELS[request.param]
+    root, base = tmp_path_factory.mktemp("adapters"), tiny_model(family, **keys)
     folders = {
         name: adapter_files.write_adapter(
             root / name, base, names.split(), seed=seed, skip=lambda m: ".experts." in m, target_modules=[]
