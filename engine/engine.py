@@ -35,9 +35,8 @@ class Engine:
         depth = rank.stage.count + 1 if rank.stage.count > 1 else steps_in_flight(runner.device)
         self.scheduler_config = settings.scheduler_config(runner.layout.windows, depth)
         self.info: EngineInfo = msgspec.structs.replace(
-            settings.info(rank.seconds, rank.quantization), experts=rank.experts, expert_ranks=rank.expert_ranks,
-            **served(rank.model.config),
-        )  # fmt: skip
+            settings.info(rank.seconds, rank.quantization), experts=rank.experts, **served(rank.model.config)
+        )
         if runner.device.type == "cuda" and config.fits_cache:
             size, times, _ = more_ranks(
                 rank.model.config, config.tensor_parallel_size, settings.plan.weights, settings.plan.cache,

@@ -9,8 +9,8 @@ from .models.model import Model
 
 
 def describe_experts(model: Model) -> dict[str, str | int]:
-    """layers with experts; how many each has, and a token chooses; of them those on this rank, whole or sliced; what
-    multiplies by them. Empty for a model without."""
+    """layers with experts; how many each has, and a token chooses; of them those on this rank, whole or sliced; the
+    ranks that share them out whole, as many each, in order, or 0; what multiplies by them. Empty without experts."""
     mixtures = [layer for layer in model.modules() if isinstance(layer, Experts)]
     if not mixtures:
         return {}
@@ -27,6 +27,7 @@ def describe_experts(model: Model) -> dict[str, str | int]:
         "experts": first.num_experts,
         "experts_per_token": first.spec.routing.top_k,
         "on_this_rank": f"{len(first.mine)}{f', {first.span[1]} of {first.spec.inner} gates each' if sliced else ''}",
+        "ranks": 0 if len(first.mine) == first.num_experts else first.place.tp_size,
         "products": ", ".join(f"{name} × {count} layers" for name, count in products.most_common()),
     }
 

@@ -147,7 +147,6 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     quantization: dict[str, str | int] = {}  # of quant/described.py; empty: none
     experts: dict[str, str | int] = {}  # of expert_info.py; empty: none
     kv_cache: dict[str, str | int] = {}  # dtype, scales, block_bytes
-    expert_ranks: int = 0  # that hold as many whole experts of a mixture each, in order; 0: slices of all
     # The next number of ranks that can share the model, and how many times as many tokens the cache would then hold
     more_ranks: tuple[int, float] = (0, 0.0)
     fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow

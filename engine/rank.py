@@ -29,7 +29,6 @@ from .graphs import MIXED_DECODE_ROWS, StepGraphs, draft_sizes
 from .host_memory import available_bytes, machine_bytes
 from .kv_format import KVFormat, loaded_format
 from .layer_spec import MoESpec
-from .layers.experts import Experts
 from .loader import load_model, resolve_model_path
 from .memory import WORST_SAMPLING, plan_memory, weight_bytes
 from .messages import Progress
@@ -139,13 +138,6 @@ class Rank:
                 capture(self.runner, graphs, self.settings)
         self.runner.count_compilations()
         self.num_threads = None if machine.device.type == "cuda" else machine.cpu_threads
-
-    @property
-    def expert_ranks(self) -> int:
-        """How many share a mixture out by whole experts; 0: each has a slice of all, or there is no mixture."""
-        assert isinstance(self.model, torch.nn.Module)
-        experts = next((module for module in self.model.modules() if isinstance(module, Experts)), None)
-        return 0 if experts is None or len(experts.mine) == experts.num_experts else self.group.size
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

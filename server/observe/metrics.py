@@ -88,7 +88,7 @@ class EngineCounts:
 
     def tokens_by_rank(self) -> dict[str, float]:
         """That the experts of each rank got, where ranks hold whole ones."""
-        if not self.engine.ready or not (ranks := self.engine.info.expert_ranks):
+        if not self.engine.ready or not (ranks := int(self.engine.info.experts.get("ranks", 0))):
             return {}
         tokens = list(self.tokens_by_expert().values())
         each = len(tokens) // ranks

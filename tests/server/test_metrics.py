@@ -198,7 +198,7 @@ def test_experts_of_a_mixture(client: Any, engine: Any) -> None:
     assert [value(samples, "vllm:expert_tokens_total", expert=e) for e in "012"] == [13, 20, 31]
     assert value(samples, "vllm:expert_imbalance") == 1.5
     assert "rank_expert_tokens" not in client.get("/metrics").text
-    engine.info = msgspec.structs.replace(engine.info, expert_ranks=3)
+    engine.info = msgspec.structs.replace(engine.info, experts={"ranks": 3})
     samples = scrape(client)
     assert [value(samples, "vllm:rank_expert_tokens_total", rank=rank) for rank in "012"] == [13, 20, 31]
 
