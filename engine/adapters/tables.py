@@ -100,9 +100,10 @@ class HeadAdapter(LinearAdapter):
 
 class EmbeddingAdapter(LinearAdapter):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x: ids int [T]."""
+        """x: ids int [T]; of transformers' code [1, T], and y [1, T, hidden]."""
         if (tiles := self._step.tokens) is not None:
-            expand(look_up(x, self._a, self._used, tiles), self._b, self._columns, self._used, tiles, y)
+            low = look_up(x.view(-1), self._a, self._used, tiles)
+            expand(low, self._b, self._columns, self._used, tiles, y.view(-1, y.shape[-1]))
         return y
 
 

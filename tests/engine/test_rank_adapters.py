@@ -53,16 +53,31 @@ class Engine:
         return answer.tokens
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model: Any, adapter_files: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    root, base = tmp_path_factory.mktemp("adapters"), tiny_model("llama")
+# Family, its keys of config.json, options of the engine: whole experts are dealt out, and have no adapters.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "ours": ("llama", {}, {}),
+    "experts": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2}, {"enable_expert_parallel": True}),
+    "transformers": ("llama", {}, {"model_impl": "transformers"}),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("experts", "transformers")]
+
+
+@pytest.fixture(scope="module", params=["ours", *SLOW])
+def engine(
+    request: pytest.FixtureRequest, tiny_model: Any, adapter_files: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    family, keys, options = MODELS[request.param]
+    root, base = tmp_path_factory.mktemp("adapters"), tiny_model(family, **keys)
     folders = {
-        name: adapter_files.write_adapter(root / name, base, names.split(), seed=seed)
+        name: adapter_files.write_adapter(
+            root / name, base, names.split(), seed=seed, skip=lambda m: ".experts." in m, target_modules=[]
+        )
         for seed, (name, names) in enumerate(NAMES.items())
     }
     config = EngineConfig(
         str(base), device="cpu", engine_in_process=True, cpu_threads=2, tensor_parallel_size=2, max_model_len=96,
         max_num_batched_tokens=24, max_num_seqs=8, block_size=4, enable_lora=True, max_loras=1, max_cpu_loras=1,
+        **options,
     )  # fmt: skip
     with asyncio.Runner() as runner:
         made = Engine(runner, EngineClient(config), base, folders)
@@ -117,6 +132,21 @@ def test_a_folder_that_is_gone_ends_its_own_requests(
         assert await engine.tokens(PROMPTS[1], columns) == wanted["columns"][1]
         _, refused = await engine.load(tmp_path / "rows")
         assert refused.error is not None and "is no folder" in refused.error
+        assert await engine.tokens(PROMPTS[1], 0) == wanted[""][1]
+
+    engine.run(main())
+
+
+def test_experts_adapters_are_refused_by_all(
+    engine: Engine, wanted: dict[str, list[list[int]]], adapter_files: Any, tmp_path: Path
+) -> None:
+    if "moe" not in engine.base.name:
+        pytest.skip("it has no experts")
+    folder = adapter_files.write_adapter(tmp_path / "experts", engine.base, ["up_proj"], target_modules=[])
+
+    async def main() -> None:
+        _, refused = await engine.load(folder)
+        assert refused.error is not None and "experts.0.up_proj" in refused.error and "--merge-lora" in refused.error
         assert await engine.tokens(PROMPTS[1], 0) == wanted[""][1]
 
     engine.run(main())
