@@ -10,15 +10,13 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from ...engine.config import ConfigError, EngineConfig, default_cpu_threads
+from ...engine.config import EngineConfig, default_cpu_threads
 from ...engine.kv_events import of_rank
 from ...engine.messages import (
     AdapterLoaded,
@@ -34,11 +32,12 @@ from ...engine.messages import (
     sum_of,
 )
 from ...engine.request import SamplingParams, unknown_token_problem
+from .cards import engine_environments
+from .dispatch import Dispatch, cached_apart
 from .engine_client import EngineClient
-from .grammar_news import GrammarNews
 from .mailbox import EngineDeadError, Mailbox, refused
 from .meeting import Meeting
-from .routing import ANYWHERE, Load, Route, Router, prefix_keys
+from .routing import ANYWHERE, Route, Router
 
 logger = logging.getLogger(__name__)
 
@@ -50,29 +49,6 @@ def make_client(
     processes. Raises ConfigError."""
     one = config.data_parallel_size == 1 and (config.engine_in_process or not scalable)
     return EngineClient(config, restarts=restarts) if one else Replicas(config, restarts=restarts, meeting=meeting)
-
-
-def engine_environments(config: EngineConfig) -> list[dict[str, str]]:
-    """Of each engine's process: which cards it sees, one for each of its ranks. Raises ConfigError where
-    CUDA_VISIBLE_DEVICES names too few."""
-    size, visible = config.data_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES")
-    if config.device == "cpu" or (size == 1 and visible is None) or config.distributed_executor_backend == "ray":
-        return [{} for _ in range(size)]  # Ray deals out its own
-    each, needed = config.ranks_per_node, config.num_ranks
-    cards = [str(index) for index in range(needed)] if visible is None else [c for c in visible.split(",") if c.strip()]
-    if visible is not None and cards and len(cards) < needed:
-        ranks = f" of {each} ranks ({config.divided_by})" if each > 1 else ""
-        raise ConfigError(
-            f"--data-parallel-size {size}: CUDA_VISIBLE_DEVICES={visible} names {len(cards)} cards, and each engine"
-            f"{ranks} needs {'one' if each == 1 else each}: name more, or lower it"
-        )
-    seen = [",".join(cards[first : first + each]) for first in range(0, needed, each)]
-    return [{"CUDA_VISIBLE_DEVICES": names} for names in seen] if cards else [{} for _ in range(size)]
-
-
-def cached_apart(salt: str | None, sampling: SamplingParams) -> str | None:
-    """What tells prefixes apart that have the same tokens: salts, and adapters."""
-    return f"{sampling.adapter} {salt or ''}" if sampling.adapter else salt
 
 
 class Replicas:
@@ -88,11 +64,9 @@ class Replicas:
         self.death_listeners: list[Callable[[str], None]] = []
         self.scaling = asyncio.Lock()  # see scaling.py
         self._restarts = restarts
-        self._router: Router | None = None
-        self._news: defaultdict[EngineClient, GrammarNews] = defaultdict(GrammarNews)
+        self._dispatch = Dispatch(self.engines, self.leaving, None if meeting is None else meeting.board)
         self._epoch = 0
         self._known_epochs: dict[EngineClient, int] = {}
-        self._started = False
         self._alone = config.data_parallel_size == 1  # at the start: its lines in the log need no number
         self.add(config.data_parallel_size)
         self.engines[0].progress_listeners.append(self._progress)
@@ -117,21 +91,21 @@ class Replicas:
             if self.engines:
                 engine.adapters.update(self.engines[0].adapters)
             engine.stats_listeners.append(partial(self._step, index))
-            engine.rescue = self._rescuer(index)
+            engine.rescue = self._dispatch.rescuer(index)
             engine.death_listeners.append(self._died)
             self.engines.append(engine)
-            if self._router is not None:
-                self._router.add()
+            if self._dispatch.router is not None:
+                self._dispatch.router.add()
         return self.engines[first:]
 
     def remove_last(self) -> EngineClient:
         """It has nothing to do any more; whoever calls this closes it."""
         engine = self.engines.pop()
         self.leaving.discard(engine)
-        self._news.pop(engine, None)
+        self._dispatch.news.pop(engine, None)
         self._known_epochs.pop(engine, None)
-        if self._router is not None:
-            self._router.remove_last()
+        if self._dispatch.router is not None:
+            self._dispatch.router.remove_last()
         self.config = dataclasses.replace(self.config, data_parallel_size=len(self.engines))
         self._move_watchers(engine)
         return engine
@@ -161,7 +135,7 @@ class Replicas:
 
     @property
     def ready(self) -> bool:
-        return self._started and any(engine.ready for engine in self.engines)
+        return self._dispatch.router is not None and any(engine.ready for engine in self.engines)
 
     @property
     def phase(self) -> Progress | None:
@@ -170,7 +144,7 @@ class Replicas:
     @property
     def down(self) -> str | None:
         """Why none of them serves."""
-        return None if self.serving else next((engine.down for engine in self.engines if engine.down), None)
+        return self._dispatch.down
 
     @property
     def dead(self) -> str | None:
@@ -226,78 +200,13 @@ class Replicas:
             prompt = pack_tokens(token_ids)
         except OverflowError:
             return refused(n, unknown_token_problem(token_ids, self.info.vocab_size))
-        index, num_cached = self._choose(prompt, cached_apart(cache_salt, sampling), route)
+        index, num_cached = self._dispatch.choose(prompt, cached_apart(cache_salt, sampling), route)
         engine = self.engines[index]
         mailboxes = engine.submit_packed(
             n, prompt, sampling, priority=priority, cache_salt=cache_salt, num_cached=num_cached
         )
-        self._publish_load(index)
+        self._dispatch.publish_load(index)
         return mailboxes
-
-    def _choose(self, prompt: bytes, salt: str | None, route: Route, grammar: str | None = None) -> tuple[int, int]:
-        """→ (engine, tokens that it probably has cached). `grammar`: one that it must know already. Raises
-        EngineDeadError where there is none."""
-        router = self._router
-        if router is None or not self.ready:
-            raise EngineDeadError(self.down or "the engines are not ready")
-        if route.engine is not None:
-            engine = self.engines[route.engine] if route.engine < len(self.engines) else None
-            if engine is None or engine in self.leaving:
-                raise EngineDeadError(f"engine {route.engine}, which was asked for, is being added or removed")
-            if not engine.ready:
-                raise EngineDeadError(f"engine {route.engine}, which was asked for, is down: {engine.down}")
-        fit = [
-            engine.ready
-            and engine not in self.leaving
-            and route.engine in (None, index)
-            and (grammar is None or self._news[engine].knows(engine.epoch, grammar))
-            for index, engine in enumerate(self.engines)
-        ]
-        if not any(fit):
-            raise EngineDeadError("no engine that serves can take this request")
-        awake = [fits and engine.stalled is None for engine, fits in zip(self.engines, fit, strict=True)]
-        # Where all that serve are stalled, one that may go on is better than none.
-        fit = awake if any(awake) else fit
-        loads = [self._load(index) if fits else None for index, fits in enumerate(fit)]
-        if len(self.engines) == 1:
-            return 0, 0
-        return router.choose(prefix_keys(prompt, salt), len(prompt) // 4, loads, route.session)
-
-    def _load(self, index: int) -> Load:
-        """With what other API processes have there."""
-        engine = self.engines[index]
-        if self._meeting is None:
-            return Load(engine.waiting_tokens, engine.num_open)
-        waiting_tokens, num_open = self._meeting.board.other_load(index)
-        return Load(engine.waiting_tokens + waiting_tokens, engine.num_open + num_open)
-
-    def _publish_load(self, index: int) -> None:
-        if self._meeting is not None and index < len(self.engines):  # it may just have been removed
-            engine = self.engines[index]
-            self._meeting.board.set_load(index, engine.waiting_tokens, engine.num_open)
-
-    def _rescuer(self, index: int) -> Callable[[list[Mailbox]], list[Mailbox]]:
-        def rescue(mailboxes: list[Mailbox]) -> list[Mailbox]:
-            if self._router is not None:
-                self._router.forget(index)
-            left = []
-            for mailbox in mailboxes:
-                sent = mailbox.request
-                assert sent is not None
-                try:
-                    apart = cached_apart(sent.cache_salt, sent.sampling)
-                    chosen, _ = self._choose(sent.prompt, apart, ANYWHERE, sent.sampling.grammar)
-                    self.engines[chosen].adopt(mailbox)
-                except EngineDeadError:
-                    left.append(mailbox)
-            if len(left) < len(mailboxes):
-                logger.warning(
-                    "engine %d: %d of %d requests without a token go on elsewhere",
-                    index, len(mailboxes) - len(left), len(mailboxes),
-                )  # fmt: skip
-            return left
-
-        return rescue
 
     def abort(self, mailboxes: Iterable[Mailbox]) -> None:
         wanted = list(mailboxes)
@@ -319,7 +228,7 @@ class Replicas:
         if not self.ready:
             raise EngineDeadError(self.down or "the engines are not ready")
         for engine in self.engines:
-            if engine.ready and self._news[engine].note(engine.epoch, message):
+            if engine.ready and self._dispatch.news[engine].note(engine.epoch, message):
                 engine.send(message)
 
     # ---- adapters ----
@@ -368,7 +277,7 @@ class Replicas:
         return sorted((step for steps in found for step in steps), key=lambda step: step.time)[-count:]
 
     def _step(self, index: int, message: StepOutputs) -> None:
-        self._publish_load(index)
+        self._dispatch.publish_load(index)
         for listener in self.stats_listeners:
             listener(message)
 
@@ -403,10 +312,9 @@ class Replicas:
             raise
         self.check_devices()
         infos = [engine.info for engine in self.engines]
-        self._router = Router(
+        self._dispatch.router = Router(
             len(infos), min(info.num_blocks * info.block_size // info.num_kv_groups for info in infos)
         )
-        self._started = True
 
     def check_devices(self) -> None:
         """Raises EngineDeadError unless all run on the same kind."""

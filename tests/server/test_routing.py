@@ -155,8 +155,8 @@ class Engine:
 @pytest.fixture
 def replicas() -> Replicas:
     made = Replicas(EngineConfig("m", data_parallel_size=2, device="cpu"))
-    made.engines = [Engine(), Engine()]  # type: ignore[list-item]
-    made._router, made._started = Router(2, 1000 * BLOCK), True
+    made.engines[:] = [Engine(), Engine()]  # type: ignore[list-item]
+    made._dispatch.router = Router(2, 1000 * BLOCK)
     return made
 
 
@@ -185,24 +185,24 @@ def test_grammars_go_to_each_engine_once_and_rescued_requests_to_who_knows_their
     sampling = SamplingParams(max_tokens=1, grammar="k")
     mailbox = Mailbox(1, 0.0, AddRequest(1, prompt(0, 1), sampling))
     first.ready = False
-    assert replicas._rescuer(0)([mailbox]) == [mailbox], "nobody else knows its grammar"
+    assert replicas._dispatch.rescuer(0)([mailbox]) == [mailbox], "nobody else knows its grammar"
     first.ready = True
     for message in (words, grammar):
         replicas.send(message)
         replicas.send(message)
     assert first.sent == second.sent == [words, grammar]  # type: ignore[attr-defined]
     first.ready = False
-    assert replicas._rescuer(0)([mailbox]) == []
+    assert replicas._dispatch.rescuer(0)([mailbox]) == []
     assert second.adopted == [mailbox]  # type: ignore[attr-defined]
 
 
 def test_a_named_engine_is_the_only_one(replicas: Replicas) -> None:
     first, second = replicas.engines
     first.stalled = second.stalled = 30.0
-    assert {replicas._choose(prompt(seed, 1), None, Route(engine=1))[0] for seed in range(20)} == {1}
+    assert {replicas._dispatch.choose(prompt(seed, 1), None, Route(engine=1))[0] for seed in range(20)} == {1}
     second.ready = False
     with pytest.raises(EngineDeadError, match="engine 1, which was asked for, is down"):
-        replicas._choose(prompt(0, 1), None, Route(engine=1))
+        replicas._dispatch.choose(prompt(0, 1), None, Route(engine=1))
 
 
 def test_a_request_is_rescued_once_and_an_expired_one_stays_expired() -> None:

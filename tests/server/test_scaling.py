@@ -186,7 +186,7 @@ def test_when_the_time_is_over_what_has_not_begun_goes_elsewhere_and_the_rest_en
         stays, gone = replicas.engines
         begun, unheard, session = submit(replicas, 1), submit(replicas, 1), Route(session="me")
         gone.say(begun.id)
-        replicas._router._sessions[hash("me")] = 1
+        replicas._dispatch.router._sessions[hash("me")] = 1
         old = unheard.id
         await scale(replicas, 1, 0)
         assert begun.take().token_ids == [7]

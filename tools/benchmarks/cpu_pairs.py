@@ -1,12 +1,12 @@
 """This checkout against another, over HTTP on the CPU, in turns: what a change costs the API process and its clients.
 
-Usage: python tools/benchmarks/cpu_pairs.py OLD [--pairs N] [--tokens N] [--requests N] [--new DIR] [-- OPTION …]
+Usage: python tools/benchmarks/cpu_pairs.py OLD [--pairs N] [--tokens N] [--requests N] [--new DIR] [--options=…]
 OLD is another checkout of vserve. Both serve the demo model with one thread; each pair is measured on both, the older
 first in every second pair. Printed are the medians, those of the ratios (this one / OLD) with their standard error,
 and their range: of tokens a second of one stream and of 16, the time of a short request, and the CPU time of the API
 process (all its threads, as the kernel counts it) by streamed token and by short request. The rows of CPU need many
-short pairs on a busy machine, the others a quiet one. OPTIONs are of this checkout's server alone: with OLD the same
-checkout, they are what is measured (`-- --no-access-log`).
+short pairs on a busy machine, the others a quiet one. --options are of this checkout's server alone: with OLD the
+same checkout, they are what is measured (`--options=--no-access-log`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import math
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -111,11 +112,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--new", type=Path, default=HERE, help="in place of this checkout")
-    parser.add_argument("options", nargs="*", metavar="OPTION")
+    parser.add_argument("--options", default="")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         old = Server(arguments.old.resolve(), Path(folder), "old")
-        new = Server(arguments.new.resolve(), Path(folder), "new", arguments.options)
+        new = Server(arguments.new.resolve(), Path(folder), "new", shlex.split(arguments.options))
         try:
             rows: dict[str, list[tuple[float, float]]] = {}
             for pair in range(-1, arguments.pairs):  # the first warms up
