@@ -74,6 +74,8 @@ class Arrivals:
 
     def _queue(self, request: Request) -> list[RequestOutput]:
         sampling, matcher = request.sampling, None
+        if (error := self._adapter_problem(sampling)) is not None:  # it may have been unloaded during a wait
+            return [_failed(request.id, error)]
         if sampling.grammar is not None:
             try:
                 matcher = self._grammars.matcher(sampling.grammar)
@@ -127,7 +129,7 @@ class Arrivals:
             )
         if np.asarray(token_ids, np.int32).view(np.uint32).max() >= self._vocab_size:
             return unknown_token_problem(token_ids.tolist(), self._vocab_size)  # reading there would cost a GPU
-        return self._adapter_problem(sampling) or sampling.problem(self._vocab_size)
+        return sampling.problem(self._vocab_size)
 
     def _adapter_problem(self, sampling: SamplingParams) -> str | None:
         if not (id := sampling.adapter):

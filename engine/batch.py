@@ -11,10 +11,10 @@ from torch import Tensor
 from ..kernels.attention import DecodeWorkspace
 from ..kernels.batch_inputs import build_inputs, build_slots, commit_tokens
 from ..kernels.kv_unpack import PromptPages
-from ..kernels.verify import verify_drafts
+from ..kernels.verify import impose_acceptance, verify_drafts
 from .layers.attention import AttentionBatch
 from .plan import StepPlan
-from .rows import RowTables, Upload, aligned
+from .rows import SEED, RowTables, Upload, aligned
 
 # Lines of the header, the one small table that the host sends each step. B requests, S of them sampled; WANTED are the
 # last tokens of those and of the ones that are pooled.
@@ -73,6 +73,7 @@ class BatchBuilder:
         self.page_size = page_size
         self.workspace = workspace
         self.prompt_pages: PromptPages | None = None
+        self.thresholds: Tensor | None = None  # of impose_acceptance, where that is wanted
 
     def header(self, plan: StepPlan, shape: Shape) -> Tensor:
         """int32 [6, ≥ samples + 1] on the host; padding rows are the dummy row with no token and no sample.
@@ -155,6 +156,11 @@ class BatchBuilder:
         if shape.num_drafts:
             first = shape.decode_rows
             kept = tokens.new_empty(2, first)
+            if self.thresholds is not None:
+                impose_acceptance(
+                    tables.token_ids, tables.num_computed, tables.params[:, SEED], rows[:first],
+                    query_start[: first + 1], tokens, index[:first], self.thresholds, shape.num_drafts,
+                )  # fmt: skip
             verify_drafts(
                 tables.token_ids, tables.num_computed, tables.num_proposed, rows[:first], query_start[: first + 1],
                 tokens, index[:first], kept, shape.num_drafts,
@@ -164,13 +170,40 @@ class BatchBuilder:
             commit_tokens(tables.token_ids, tables.num_computed, rows, query_start, tokens, index)
         return kept
 
-    def take_back(self, samples: SampleBatch, postponed: tuple[int, ...]) -> None:
-        """After `commit`: the last token of these samples' rows is to be computed again; what was sampled after it is
-        overwritten by then."""
+    def take_back(self, plan: StepPlan, postponed: tuple[int, ...], kept: Tensor | None) -> None:
+        """After `commit`, which returned `kept`: the last token of these rows, indexes into plan.sampled, is to be
+        computed again; what was sampled after it is overwritten by then."""
         upload = Upload()  # pinned: a copy from other memory would wait for the whole step
-        upload.add(samples.rows_cpu[list(postponed)])
-        (rows,) = upload.send(self.tables.device)
-        self.tables.num_computed.index_add_(0, rows, torch.ones_like(rows), alpha=-1)
+        upload.add([plan.rows[plan.sampled[index]] for index in postponed])
+        upload.add([index if index < plan.num_decodes else plan.num_decodes for index in postponed])
+        rows, places = upload.send(self.tables.device)
+        counts = torch.ones_like(rows)
+        if kept is not None:
+            every = torch.cat((kept[0, : plan.num_decodes], kept.new_ones(1)))
+            counts = every.index_select(0, places)
+        self.tables.num_computed.index_add_(0, rows, counts, alpha=-1)
+
+    def cut_drafts(self, plan: StepPlan, cuts: tuple[tuple[int, int], ...], tokens: Tensor) -> None:
+        """Before `commit`: of these rows, indexes into plan.sampled, no more than so many drafts hold, whatever was
+        sampled: the next one becomes another token than its sample."""
+        upload = Upload()
+        upload.add([plan.rows[index] for index, _ in cuts])
+        upload.add([1 + most for _, most in cuts])
+        upload.add([index * (1 + plan.num_drafts) + most for index, most in cuts])
+        rows, places, samples = upload.send(self.tables.device)
+        places = places + self.tables.num_computed.index_select(0, rows)
+        self.tables.token_ids[rows, places] = (tokens.index_select(0, samples) == 0).int()
+
+    def tell_drafts(self, plan: StepPlan, count: int) -> Tensor:
+        """Of plan.told: how many drafts were proposed, and `count` tokens that stand there. int32 [T, 1 + count]."""
+        upload = Upload()
+        upload.add([plan.rows[plan.sampled[index]] for index in plan.told])
+        upload.add(np.arange(1, 1 + count))
+        rows, behind = upload.send(self.tables.device)
+        tables = self.tables
+        places = tables.num_computed.index_select(0, rows)[:, None] + behind
+        drafts = tables.token_ids[rows[:, None], places.clamp_(max=tables.token_ids.shape[1] - 1)]
+        return torch.cat((tables.num_proposed.index_select(0, rows)[:, None], drafts), dim=1)
 
 
 def header_width(num_samples: int) -> int:

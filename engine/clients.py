@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -28,8 +29,13 @@ from .messages import (
     WatchSteps,
 )
 
+logger = logging.getLogger(__name__)
+
 SHIFT = 48  # bits of an id below the number of its client
 FIRST = 0  # the client that has started the engine, and alone may end it
+# Bytes that wait for a guest until it is dropped. The largest single message, log-probabilities of a long prompt, has
+# tens of millions; one that is merely busy has read them in a second.
+MOST_UNREAD = 256 << 20
 
 
 class Guest:
@@ -39,6 +45,14 @@ class Guest:
         self.number: int | None = None  # until it has said Hello
         self.connection: Connection
 
+    def send(self, message: FromEngine) -> None:
+        """One that reads nothing is dropped: it can come again, and what waits for it must not fill the memory."""
+        if (unread := self.connection.unread) > MOST_UNREAD:
+            logger.error("API process %s has left %d bytes unread: its requests are aborted", self.number, unread)
+            self.connection.abort()
+        else:
+            self.connection.send(message)
+
 
 class Clients:
     def __init__(self, send_first: Callable[[FromEngine], None], submit: Callable[[ToEngine], None]) -> None:
@@ -46,6 +60,7 @@ class Clients:
         self.server: asyncio.Server | None = None  # held here: nobody else would
         self._send: dict[int, Callable[[FromEngine], None]] = {FIRST: send_first}
         self._submit = submit
+        self._guests: dict[int, Guest] = {}  # by the number of the client
         self._info: EngineInfo | None = None
         self._open: defaultdict[int, set[int]] = defaultdict(set)  # ids, by guest
         self._grammars: dict[str, set[int]] = {}  # who wants each of them
@@ -122,10 +137,13 @@ class Clients:
 
     def _receive(self, guest: Guest, message: ToEngine | Hello) -> None:
         if isinstance(message, Hello):
+            if (before := self._guests.get(message.client)) is not None:  # it has come again before this one was missed
+                self._lost(before, None)
             guest.number = message.client
-            self._send[message.client] = guest.connection.send
+            self._guests[message.client] = guest
+            self._send[message.client] = guest.send
             if self._info is not None:
-                guest.connection.send(self._info)
+                guest.send(self._info)
         elif guest.number is not None:
             self.take(guest.number, message)
 
@@ -133,7 +151,8 @@ class Clients:
         """What it has asked for nobody reads any more."""
         if (client := guest.number) is None:
             return
-        self._send.pop(client, None)
+        guest.number = None
+        del self._guests[client], self._send[client]
         if ids := self._open.pop(client, None):
             self._submit(AbortRequests(sorted(ids)))
         if keys := [key for key in list(self._grammars) if self._drop(client, key)]:

@@ -42,6 +42,7 @@ class Bounds:
 
 
 POSITIVE = Bounds(1)
+PORT = Bounds(1, 65535)
 FITTING = -1  # of --max-model-len: what fits
 UNLIMITED = Bounds(0, zero="no limit")
 SECONDS = Bounds(0.1, 86_400, unit="seconds")
@@ -119,6 +120,12 @@ def _speculation(text: str) -> str | None:
     from .speculation.settings import problem
 
     return problem(text)
+
+
+def _partition(text: str) -> str | None:
+    words = text.split(",")
+    right = all(word.strip().isdecimal() and int(word) for word in words)
+    return None if right else "it must be the number of layers of each stage, such as 12,10,10"
 
 
 def _no_text(text: str) -> str | None:
@@ -301,11 +308,51 @@ class EngineConfig:
         1, "cards (on the CPU: processes) that share one model, each with a part of every layer: an engine has so many "
         "ranks", group="parallel", bounds=Bounds(1, 64), short="tp",
     )  # fmt: skip
+    pipeline_parallel_size: int = option(
+        1, "stages that the layers of one model are dealt out to, each on a card (on the CPU: a process) of its own, "
+        "or on as many as tensor_parallel_size says", group="parallel", bounds=Bounds(1, 64), short="pp",
+    )  # fmt: skip
+    pipeline_layer_partition: str | None = option(
+        None, "layers of each stage, such as 12,10,10 (default: so that stages take about as much memory and time as "
+        "each other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel", problem=_partition,
+    )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "ranks hold whole experts of a mixture, not a slice of each", group="parallel", short="ep"
     )
     disable_custom_all_reduce: bool = option(
         False, "ranks sum through NCCL alone, as they do anyway unless VSERVE_SYMMETRIC_SUMS=1 is set", group="parallel"
+    )
+    distributed_executor_backend: str | None = option(
+        None, "what starts ranks: mp, processes of this host and of the other nodes; ray, a Ray cluster; uni, there is "
+        "one rank, in the engine; external_launcher, torchrun (offline) (default: mp, or uni)",
+        group="parallel", choices=("mp", "uni", "ray", "external_launcher"),
+    )  # fmt: skip
+    nnodes: int = option(
+        1, "hosts that share the ranks of one engine; start the same command on each", group="parallel",
+        bounds=Bounds(1, 64), short="n",
+    )  # fmt: skip
+    node_rank: int = option(
+        0, "which of the nnodes this host is; 0 answers HTTP, the others are started with --headless",
+        group="parallel", bounds=Bounds(0, 63), short="r",
+    )  # fmt: skip
+    master_addr: str = option(
+        "127.0.0.1", "address of node 0, where the others dial in", group="parallel", problem=_no_text
+    )
+    master_port: int = option(29501, "port of node 0, where the others dial in", group="parallel", bounds=PORT)
+    host_ip: str | None = option(
+        None, "own address of this host among the nodes; its interface is the one that NCCL and gloo use (default: "
+        "what reaches node 0)", group="parallel", problem=_no_text,
+    )  # fmt: skip
+    cluster_secret: str | None = option(
+        None, "text that nodes must share to be let in; needed where node 0 can be reached from other hosts, best as "
+        "VSERVE_CLUSTER_SECRET", group="parallel", secret=True, problem=_no_text,
+    )  # fmt: skip
+    distributed_timeout_seconds: int = option(
+        600, "seconds to wait for other nodes, a Ray cluster or another rank", group="parallel",
+        bounds=Bounds(1, 86_400, unit="seconds"),
+    )  # fmt: skip
+    ray_workers_use_nsight: bool = option(
+        False, "each Ray worker runs under `nsys profile`, which writes to Ray's folder of logs", group="parallel"
     )
     max_num_batched_tokens: int | None = option(
         None,
@@ -349,7 +396,7 @@ class EngineConfig:
     )  # fmt: skip
     speculative_config: str | None = option(
         None, "JSON object that turns drafts on, such as '{\"method\": \"ngram\", \"num_speculative_tokens\": 7}': "
-        "answers stay the same, and come faster where they repeat what stood before",
+        "answers stay the same, and come faster where they repeat what stood before, or \"model\": who drafts",
         group="scheduler", problem=_speculation, is_json=True, short="sc",
     )  # fmt: skip
     scheduling_policy: str = option(
@@ -376,6 +423,8 @@ class EngineConfig:
         self._check_purpose()
         self._check_events()
         self._check_adapters()
+        self._check_stages()
+        self._check_nodes()
         if self.engine_in_process and self.data_parallel_size > 1:
             raise ConfigError(
                 f"--engine-in-process has room for one engine, and --data-parallel-size is {self.data_parallel_size}: "
@@ -388,9 +437,78 @@ class EngineConfig:
         return self.kv_cache_memory_bytes is None and self.num_gpu_blocks_override is None
 
     @property
+    def world_size(self) -> int:
+        """Ranks of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Those of an engine that are on one host; with Ray, at most."""
+        return self.world_size // self.nnodes
+
+    @property
     def num_ranks(self) -> int:
-        """Of all engines."""
-        return self.data_parallel_size * self.tensor_parallel_size
+        """Of all engines, on one host."""
+        return self.data_parallel_size * self.ranks_per_node
+
+    @property
+    def divided_by(self) -> str:
+        """The options that make several ranks of an engine, for people."""
+        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
+        return " ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items() if size > 1)
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """How many layers each stage has; empty: nobody has said so."""
+        return tuple(map(int, (self.pipeline_layer_partition or "").replace(",", " ").split()))
+
+    def _check_stages(self) -> None:
+        size, counts = self.pipeline_parallel_size, self.stage_layers
+        if counts and len(counts) != size:
+            raise ConfigError(
+                f"--pipeline-layer-partition {self.pipeline_layer_partition} is of {len(counts)} stages, and "
+                f"--pipeline-parallel-size is {size}: name the layers of as many"
+            )
+        if size > 1 and self.enable_lora:
+            raise ConfigError(
+                f"--enable-lora serves models in one stage, and --pipeline-parallel-size is {size}: divide each layer "
+                "instead (--tensor-parallel-size), or merge one adapter (--merge-lora)"
+            )
+        if size > 1 and self.speculative_config:
+            raise ConfigError(
+                f"--speculative-config: drafts are not made with --pipeline-parallel-size {size}, whose first stage "
+                "begins before they are known to be right: leave one of them out, or divide layers instead "
+                "(--tensor-parallel-size)"
+            )
+
+    def _check_nodes(self) -> None:
+        backend, world, nodes = self.distributed_executor_backend, self.world_size, self.nnodes
+        if backend == "uni" and world > 1:
+            raise ConfigError(
+                f"--distributed-executor-backend uni is for one rank, and {self.divided_by} makes {world}: take mp"
+            )
+        if backend in ("ray", "external_launcher") and self.engine_in_process:
+            raise ConfigError(f"--engine-in-process is for ranks of this host: leave it out, or {backend}")
+        if backend == "external_launcher" and self.data_parallel_size > 1:
+            raise ConfigError("--distributed-executor-backend external_launcher runs one engine: leave "
+                              "--data-parallel-size out, and start torchrun for each")  # fmt: skip
+        if self.node_rank >= nodes:
+            raise ConfigError(f"--node-rank {self.node_rank}: --nnodes is {nodes}, and the first node is 0")
+        if nodes == 1:
+            return
+        if backend not in (None, "mp"):
+            raise ConfigError(f"--nnodes {nodes} is for --distributed-executor-backend mp, and it is {backend}: leave "
+                              "one of them out")  # fmt: skip
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"--nnodes {nodes} divides one engine, and --data-parallel-size is {self.data_parallel_size}: start "
+                "each replica on hosts of its own, and `vserve router` before them"
+            )
+        if world % nodes:
+            raise ConfigError(
+                f"--nnodes {nodes}: {world} ranks ({self.divided_by or 'nothing divides the model'}) cannot be dealt "
+                "evenly to so many hosts"
+            )
 
     def _check_events(self) -> None:
         from .kv_events import settings
@@ -411,11 +529,6 @@ class EngineConfig:
         if self.enable_lora and self.merge_lora is not None:
             raise ConfigError(
                 "--merge-lora makes one model of two, and --enable-lora serves adapters beside: choose one"
-            )
-        if self.enable_lora and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                "--enable-lora serves adapters on one card, and --tensor-parallel-size is "
-                f"{self.tensor_parallel_size}: leave one of them out, or merge one adapter (--merge-lora)"
             )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
@@ -479,6 +592,8 @@ class SchedulerConfig:
     max_loras: int = 0  # adapters that the running requests may have; 0: none is served
     max_cpu_loras: int = 0
     depth: int = 1  # steps in flight
+    num_stages: int = 1  # of the pipeline that computes them
+    context_cost: float = 0.0  # of a key that a prompt's token sees, in products of a token; for stages
     max_drafts: int = 0  # tokens that are drafted for a request in a step, at most
     draft_depths: tuple[tuple[int, int], ...] = ()  # (up to so many running requests, drafts of each)
 

@@ -84,6 +84,16 @@ class Connection(asyncio.Protocol):
         frame = self._encoder.encode(list(map(msgspec.Raw, messages)))
         transport.write(LENGTH.pack(len(frame)) + frame)
 
+    @property
+    def unread(self) -> int:
+        """Bytes that wait here until the other end reads."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Closes it, and forgets what the other end has not read."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def close(self) -> None:
         self._flush()
         if self._transport is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config import ConfigError
 from .host_memory import GIB, machine_bytes
-from .kv_layout import KVLayout
+from .kv_layout import kv_layout
 from .layer_spec import LayerSpec
 from .model_config import ModelConfig
 from .models.model import Model
@@ -43,7 +43,7 @@ def check_rows(
     block_size: int,
 ) -> None:
     """Raises ConfigError where rows and steps alone are more than the machine has: before they are made."""
-    groups = len(KVLayout.of(model.kv_specs(), block_size, max_model_len).groups)
+    groups = len(kv_layout(model, block_size, max_model_len).groups)
 
     def needed(seqs: int) -> tuple[int, int]:
         tokens = seqs if max_num_batched_tokens == max_num_seqs else max_num_batched_tokens  # it may have followed

@@ -32,7 +32,8 @@ class Engine:
         self.rank = rank = Rank(config, report, before_memory, seat)
         settings, runner = rank.settings, rank.runner
         self.vocab_size = settings.vocab_size
-        self.scheduler_config = settings.scheduler_config(runner.layout.windows, steps_in_flight(runner.device))
+        depth = rank.stage.count + 1 if rank.stage.count > 1 else steps_in_flight(runner.device)
+        self.scheduler_config = settings.scheduler_config(runner.layout.windows, depth)
         self.info: EngineInfo = msgspec.structs.replace(
             settings.info(rank.seconds, rank.quantization), **served(rank.model.config)
         )

@@ -74,6 +74,9 @@ class ThreadExecutor:
     def execute(self, plan: StepPlan) -> None:
         if self.asynchronous and plan.rows:
             self.runner.execute(plan)
+        elif plan.adapters:
+            assert isinstance(self.runner, ModelRunner) and self.runner.adapters is not None
+            self.runner.adapters.take(plan)
         self._plan = plan
 
     def sample(self, mask: TokenMask | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from math import prod
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .ggml_types import BLOCKS, CODE_BOOKS, FLOATS
 from .gguf_config import read_config, read_generation_config
+from .gguf_families import FAMILIES, GGUFFamily, shapes_of
 from .gguf_file import GGUFTensor, read_gguf
 from .model_file import ModelError, unreadable
 
@@ -23,22 +25,13 @@ if TYPE_CHECKING:  # what cannot be served is refused before torch is imported
 logger = logging.getLogger(__name__)
 
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_INSIDE = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-_PERMUTED = ("self_attn.q_proj", "self_attn.k_proj")
-_CONFIGURED = ("rope_freqs.weight",)  # in the configuration already
+_PERMUTED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
+_CONFIGURED = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)  # in the configuration already
 _AGAIN = "download it again"
 
 
@@ -59,28 +52,34 @@ class GGUFCheckpoint:
         """As generation_config.json has it."""
         return read_generation_config(self.file)
 
+    @property
+    def family(self) -> GGUFFamily:
+        """Known once the configuration has been read."""
+        return FAMILIES[self.file.metadata["general.architecture"]]
+
     @cached_property
     def tensors(self) -> dict[str, GGUFTensor]:
         """By transformers' names, all of which can be loaded. Raises ModelError for one that has no place in the model,
         another shape, or a type that is not served."""
-        expected = self._shapes()
-        found = {}
+        expected = shapes_of(self.config)
+        found: dict[str, GGUFTensor] = {}
         for tensor in self.file.tensors.values():
             if tensor.name in _CONFIGURED:
                 continue
-            name = _huggingface_name(tensor.name)
-            if name is None or (layer := _without_layer(name)) not in expected:
+            name = self._huggingface_name(tensor.name)
+            if name is None:
                 raise ModelError(
                     f"{tensor.file} has the tensor {tensor.name}, for which {self.config['architectures'][0]} has no "
                     "place: use another model"
                 )
-            if tensor.shape != expected[layer]:
+            shape = expected[tensor.name.removeprefix("blk.").lstrip("0123456789.")]
+            if tensor.shape != shape and (1, *tensor.shape) != shape:
                 raise ModelError(
                     f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, the file's keys make it "
-                    f"{list(expected[layer])}: {_AGAIN}"
+                    f"{list(shape)}: {_AGAIN}"
                 )
             _check_type(tensor)
-            found[name] = tensor
+            found |= _by_expert(name, tensor) if len(shape) == 3 else {name: replace(tensor, shape=shape)}
         return found
 
     @cached_property
@@ -137,44 +136,42 @@ class GGUFCheckpoint:
         return dequantized(packed, tensor.type) if kind in CODE_BOOKS else packed
 
     def _ordered(self, name: str, rows: Tensor) -> Tensor:
-        """Rows of query and key, which llama.cpp's converter permutes for "llama", as transformers has them.
+        """Numbers as transformers has them.
 
-        There pairs of dimensions that rotate together are i and i + d/2, here 2i and 2i + 1: within each head [2, d/2]
-        was transposed. A packed row moves as a whole.
+        Of "llama" and its kin the converter permutes the rows of query and key: pairs of dimensions that rotate
+        together are i and i + d/2 there, here 2i and 2i + 1: within each head [2, d/2] was transposed. A packed row
+        moves as a whole. To the norms of Gemma it adds the 1 that is left out in a folder.
         """
         layer = _without_layer(name).rpartition(".")[0]
-        if layer not in _PERMUTED or self.file.metadata["general.architecture"] != "llama":
+        if self.family.raised_norms and layer.endswith("norm"):
+            return rows - 1
+        if layer not in _PERMUTED or not self.family.permuted:
             return rows
-        heads = self.config["num_attention_heads" if layer == _PERMUTED[0] else "num_key_value_heads"]
+        heads = self.config[_PERMUTED[layer]]
         return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name without the layer's number → shape [out, in]."""
-        config = self.config
-        hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-        head_dim = config["head_dim"]
-        query, key = head_dim * config["num_attention_heads"], head_dim * config["num_key_value_heads"]
-        matrices = {
-            "self_attn.q_proj": (query, hidden),
-            "self_attn.k_proj": (key, hidden),
-            "self_attn.v_proj": (key, hidden),
-            "self_attn.o_proj": (hidden, query),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (vocabulary, hidden),
-            "lm_head.weight": (vocabulary, hidden),
-            "model.norm.weight": (hidden,),
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-            "self_attn.q_norm.weight": (head_dim,),
-            "self_attn.k_norm.weight": (head_dim,),
-        }
-        for path, shape in matrices.items():
-            shapes |= {f"{path}.weight": shape, f"{path}.bias": shape[:1]}
-        return shapes
+    def _huggingface_name(self, name: str) -> str | None:
+        """None for what the model does not have."""
+        if (match := _NAME.fullmatch(name)) is None:
+            return None
+        layer, part, kind = match.groups()
+        path = (_OUTSIDE if layer is None else self.family.names).get(part)
+        if path is None or (".experts" in path and "num_experts" not in self.config):
+            return None
+        return f"{path}.{kind}" if layer is None else f"model.layers.{int(layer)}.{path}.{kind}"
+
+
+def _by_expert(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
+    """A tensor of all experts, as one each."""
+    count, *shape = tensor.shape
+    size = tensor.num_bytes // count
+    layer, _, rest = name.partition(".experts.")
+    return {
+        f"{layer}.experts.{expert}.{rest}": replace(
+            tensor, shape=tuple(shape), start=tensor.start + expert * size, num_bytes=size
+        )
+        for expert in range(count)
+    }
 
 
 def _check_type(tensor: GGUFTensor) -> None:
@@ -186,17 +183,6 @@ def _check_type(tensor: GGUFTensor) -> None:
             f"{where} has type {kind}, which the package gguf decodes: pip install gguf, or get the model in one of "
             f"{others}"
         )
-
-
-def _huggingface_name(name: str) -> str | None:
-    """None for what no model here has."""
-    if (match := _NAME.fullmatch(name)) is None:
-        return None
-    layer, part, kind = match.groups()
-    path = (_OUTSIDE if layer is None else _INSIDE).get(part)
-    if path is None:
-        return None
-    return f"{path}.{kind}" if layer is None else f"model.layers.{int(layer)}.{path}.{kind}"
 
 
 def _without_layer(name: str) -> str:

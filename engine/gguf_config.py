@@ -8,18 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from .ggml_types import BLOCKS
+from .gguf_families import FAMILIES, GGUFFamily
 from .gguf_file import GGUFFile, GGUFTensor, Strings
+from .gguf_keys import Keys, is_number
 from .model_file import ModelError, unreadable
 
-# llama.cpp's name → transformers' class and model_type. Mistral's models are "llama" too.
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
 _CONTROL = 3  # of tokenizer.ggml.token_type
 # Control tokens that end an answer, whether a key names them or not: older files name only one.
-_ENDS = frozenset(("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>"))
+_ENDS = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>",
+    "<|END_OF_TURN_TOKEN|>",
+))  # fmt: skip
 _FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SAMPLING = {  # general.sampling.* → generation_config.json
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
@@ -30,54 +29,48 @@ _ROPE_ERROR = 1e-4  # relative, of fp32 factors computed in another order
 
 def read_config(file: GGUFFile) -> dict[str, Any]:
     """Raises ModelError naming the key for what is missing or cannot be run."""
-    keys = _Keys(file)
+    keys = Keys(file)
     name = _architecture(file)
-    model_class, model_type = ARCHITECTURES[name]
+    family = FAMILIES[name]
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path} lacks the tensor token_embd.weight: {keys.remedy}")
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
-    length = keys.count("context_length")
-    head_dim = keys.count("attention.key_length", keys.count("rope.dimension_count", hidden // heads))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (found := keys.count(key, head_dim)) != head_dim:
-            raise ModelError(
-                f"{file.path}: {name}.{key} is {found}, heads have {head_dim} dimensions; that they differ is not "
-                "supported: use another model"
-            )
-    if experts := keys.number("expert_count", 0):
-        raise ModelError(
-            f"{file.path}: {name}.expert_count is {experts:g}, mixtures of experts are not read from GGUF files: pass "
-            "the folder of the same model in safetensors"
-        )
+    eps, eps_name = family.norm_eps
     config: dict[str, Any] = {
-        "architectures": [model_class],
-        "model_type": model_type,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": keys.count("feed_forward_length"),
         "num_hidden_layers": keys.count("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": length,
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(file, keys, head_dim),
+        "head_dim": _head_dim(keys, family, hidden // heads),
+        "max_position_embeddings": keys.count("context_length"),
+        eps_name: keys.number(eps),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": eos_token_ids(file.metadata) or None,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": _dtype(file),
-        **_biases(file, name),
+        **_biases(file, family),
     }
+    config["rope_parameters"] = _rope(file, keys, config["head_dim"])
     if file.metadata.get(f"{name}.attention.causal") is False:
         config["is_causal"] = False
-    if (window := keys.number("attention.sliding_window", 0)) and window < length:
-        if name != "llama":  # only some layers have it, and the file does not say which
-            raise ModelError(
-                f"{file.path}: {name}.attention.sliding_window is {window:g}, windows are read of Mistral's models "
-                "only: use the Hugging Face checkpoint"
-            )
-        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": int(window)}
+    window = keys.number("attention.sliding_window", 0)
+    if 0 < window < config["max_position_embeddings"] and not family.layers_with_windows:
+        raise ModelError(  # only some layers have it, and the file does not say which
+            f"{file.path}: {name}.attention.sliding_window is {window:g}, windows are read of "
+            f"{', '.join(name for name, family in FAMILIES.items() if family.layers_with_windows)} only: use the "
+            "Hugging Face checkpoint"
+        )
+    config |= family.settings(keys, config)
+    if keys.number("expert_count", 0) and "num_experts" not in config:
+        raise ModelError(
+            f"{file.path}: {name}.expert_count is {keys.number('expert_count'):g}, of this architecture mixtures of "
+            "experts are not read from GGUF files: pass the folder of the same model in safetensors"
+        )
     if (kind := main_type(file)) is not None:
         config["quantization_config"] = {"quant_method": "gguf_file", "type": kind}
     return config
@@ -87,7 +80,7 @@ def read_generation_config(file: GGUFFile) -> dict[str, Any]:
     """Defaults of sampling that newer files carry, under the names of generation_config.json."""
     found = {ours: file.metadata.get(f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
     # fp32 0.6 is 0.6000000238…: seven digits say what was meant
-    return {name: v if isinstance(v, int) else float(f"{v:.7g}") for name, v in found.items() if _is_number(v)}
+    return {name: v if isinstance(v, int) else float(f"{v:.7g}") for name, v in found.items() if is_number(v)}
 
 
 def main_type(file: GGUFFile) -> str | None:
@@ -129,48 +122,6 @@ def read_floats(tensor: GGUFTensor) -> tuple[float, ...]:
         raise ModelError(f"cannot read {tensor.name} from {tensor.file} ({error}): download it again") from None
 
 
-class _Keys:
-    """The keys of the model's architecture."""
-
-    def __init__(self, file: GGUFFile) -> None:
-        self.file = file
-        self.prefix = file.metadata.get("general.architecture")
-        self.remedy = "download it again, or convert the model with a current llama.cpp"
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.file.metadata.get(f"{self.prefix}.{key}", default)
-        if isinstance(value, tuple) and value and len(set(value)) == 1:  # one a layer
-            value = value[0]
-        if value is None:
-            raise ModelError(f"{self.file.path} lacks the key {self.prefix}.{key}: {self.remedy}")
-        if not _is_number(value) or not math.isfinite(value) or value < 0:
-            raise ModelError(
-                f"{self.file.path}: {self.prefix}.{key} is {value!r:.60}, a number from 0 on belongs there, one for "
-                f"all layers: {self.remedy}"
-            )
-        return value
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.number(key, default)
-        if not value or value != int(value):
-            raise ModelError(
-                f"{self.file.path}: {self.prefix}.{key} is {value!r}, a whole number above 0 belongs there: "
-                f"{self.remedy}"
-            )
-        return int(value)
-
-    def positive(self, key: str, default: float) -> float:
-        if not (value := self.number(key, default)):
-            raise ModelError(
-                f"{self.file.path}: {self.prefix}.{key} is 0, a number above 0 belongs there: {self.remedy}"
-            )
-        return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _architecture(file: GGUFFile) -> str:
     name, kind = file.metadata.get("general.architecture"), file.metadata.get("general.type", "model")
     if kind == "adapter":
@@ -179,24 +130,37 @@ def _architecture(file: GGUFFile) -> str:
         )
     if name is None:
         raise ModelError(f"{file.path} lacks the key general.architecture: download it again")
-    if name not in ARCHITECTURES:
+    if name not in FAMILIES:
         raise ModelError(
-            f"{file.path} has the architecture {name!r:.60}, served are {', '.join(ARCHITECTURES)}: use another model"
+            f"{file.path} has the architecture {name!r:.60}, served are {', '.join(FAMILIES)}: use another model"
         )
     if not file.tensors:
         raise ModelError(f"{file.path} has no tensors, only a vocabulary: pass the file with the weights")
     return str(name)
 
 
-def _biases(file: GGUFFile, name: str) -> dict[str, bool]:
+def _head_dim(keys: Keys, family: GGUFFamily, default: int) -> int:
+    if family.rotates_a_part:
+        return keys.count("attention.key_length", default)
+    head_dim = keys.count("attention.key_length", keys.count("rope.dimension_count", default))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (found := keys.count(key, head_dim)) != head_dim:
+            raise ModelError(
+                f"{keys.file.path}: {keys.prefix}.{key} is {found}, heads have {head_dim} dimensions; that they differ "
+                "is not supported: use another model"
+            )
+    return head_dim
+
+
+def _biases(file: GGUFFile, family: GGUFFamily) -> dict[str, bool]:
     """Which projections have a bias: the first layer's tell for all of them, and loading finds what is missing."""
     query, output = (f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output"))
-    if name == "qwen2":  # always of query, key and value
+    if family.qkv_bias:
         return {}
     if query != output:
         raise ModelError(
             f"{file.path}: the {'query' if query else 'output'} projections have a bias, the "
-            f"{'output' if query else 'query'} projections none, which {ARCHITECTURES[name][0]} has not: use another "
+            f"{'output' if query else 'query'} projections none, which {family.architecture} has not: use another "
             "model"
         )
     return {"attention_bias": query, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
@@ -213,9 +177,11 @@ def _dtype(file: GGUFFile) -> str:
     return _FLOAT_TYPES[max(sizes, key=lambda kind: sizes[kind])]
 
 
-def _rope(file: GGUFFile, keys: _Keys, head_dim: int) -> dict[str, Any]:
+def _rope(file: GGUFFile, keys: Keys, head_dim: int) -> dict[str, Any]:
     """As rope_parameters of config.json."""
     theta = keys.positive("rope.freq_base", 10_000.0)
+    if "rope_factors_long.weight" in file.tensors:
+        return _longrope(file, keys, theta)
     kind = file.metadata.get(f"{keys.prefix}.rope.scaling.type", "none")
     factor = keys.positive("rope.scaling.factor", keys.positive("rope.scale_linear", 1.0))
     if kind == "none" and f"{keys.prefix}.rope.scale_linear" in file.metadata:  # of before there were types
@@ -248,6 +214,22 @@ def _rope(file: GGUFFile, keys: _Keys, head_dim: int) -> dict[str, Any]:
         if (found := keys.number(f"rope.scaling.{key}", 1.0)) != 1:  # ggml multiplies its own magnitude by it
             yarn["attention_factor"] = found * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
     return yarn
+
+
+def _longrope(file: GGUFFile, keys: Keys, theta: float) -> dict[str, Any]:
+    """Phi's: divisors of the frequencies for contexts within the original one, and for longer ones."""
+    found: dict[str, Any] = {
+        "rope_type": "longrope", "rope_theta": theta,
+        "original_max_position_embeddings": keys.count("rope.scaling.original_context_length"),
+    }  # fmt: skip
+    for length in ("long", "short"):
+        tensor = file.tensors.get(f"rope_factors_{length}.weight")
+        if tensor is None:
+            raise ModelError(f"{file.path} lacks the tensor rope_factors_{length}.weight: {keys.remedy}")
+        found[f"{length}_factor"] = list(read_floats(tensor))
+    if "rope.scaling.attn_factor" in keys:
+        found["attention_factor"] = keys.positive("rope.scaling.attn_factor")
+    return found
 
 
 def llama3_parameters(file: GGUFFile, freqs: GGUFTensor, theta: float, head_dim: int) -> dict[str, Any]:

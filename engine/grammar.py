@@ -15,6 +15,7 @@ from .messages import AddGrammar, SetVocabulary
 # CPU seconds for one mask or one token, after which a grammar has disturbed the other requests enough. Usual is 10 µs;
 # the front end has tried each grammar on its own time before, so only a hostile one comes this far.
 TOO_SLOW = 0.5
+MAX_ROLLBACK = 16  # tokens; no step has more drafts of a request
 
 
 class GrammarError(Exception):
@@ -43,7 +44,11 @@ class Matcher(Protocol):
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Takes in the next token; False, and nothing changes that matters, if the grammar does not allow it."""
+        """Takes in the next token; False, and nothing changes, if the grammar does not allow it."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """As if the last so many tokens had not been taken in; MAX_ROLLBACK at most."""
         ...
 
     @property
@@ -120,6 +125,9 @@ class _XgrammarState:
     def accept(self, token_id: int) -> bool:
         return self._matcher.accept_token(token_id)
 
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
     def may_end(self) -> bool:
         return self._matcher.is_completed()
 
@@ -150,7 +158,11 @@ class _LlguidanceState:
         _check(self._matcher)
 
     def accept(self, token_id: int) -> bool:
-        return not self._matcher.is_stopped() and self._matcher.consume_token(token_id)
+        return not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token_id]) == 1
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+        _check(self._matcher)
 
     def may_end(self) -> bool:
         return self._matcher.is_accepting()
@@ -206,8 +218,16 @@ class GrammarMatcher:
         started = time.thread_time()
         accepted = self._state.accept(token_id)
         if time.thread_time() - started > TOO_SLOW:
+            if accepted:
+                self._state.rollback(1)
             raise GrammarError(f"a token took longer than {TOO_SLOW} s: simplify the grammar")
         return accepted
+
+    def rollback(self, count: int) -> None:
+        if count and self.terminated:  # by a stop token, which the library has not seen
+            self.terminated, count = False, count - 1
+        if count:
+            self._state.rollback(count)
 
 
 class LoadingMatcher:
@@ -231,6 +251,9 @@ class LoadingMatcher:
 
     def accept(self, token_id: int) -> bool:
         return self._load.result().accept(token_id)
+
+    def rollback(self, count: int) -> None:
+        self._load.result().rollback(count)
 
     @property
     def terminated(self) -> bool:

@@ -37,6 +37,17 @@ class StepGraph:
     header: Tensor  # int32 [6, width], static: filled before each replay
     batch: Batch  # static tensors that the replay fills
     hidden: Tensor  # [samples, hidden], static: of the tokens that the header wants
+    drafts: DraftGraph | None = None  # to be replayed once the step's tokens are there
+
+
+@dataclass
+class DraftGraph:
+    graph: torch.cuda.CUDAGraph
+    proposed: Tensor  # int32 [rows], static
+
+    def replay(self) -> Tensor:
+        self.graph.replay()
+        return self.proposed.clone()  # somebody may read it while the next step runs
 
 
 def decode_sizes(largest: int) -> list[int]:
@@ -75,9 +86,11 @@ class StepGraphs:
         large_mixed_tokens: tuple[int, ...],
         drafts: Mapping[int, int] | None = None,
         coarse: bool = False,
+        propose: Callable[[Batch, Tensor, Shape], Tensor] | None = None,
     ) -> None:
         """`drafts`: up to how many decodes there are graphs for so many drafts of each. `coarse`: fewer graphs, of
-        steps that come less often."""
+        steps that come less often. `propose`: what a model drafts behind a step, from its batch and header."""
+        self.propose = propose
         self.drafts = {count: min(most, max_decodes) for count, most in (drafts or {}).items()}
         self.builder = builder  # needed to capture: before, the rows may still be made anew
         self.forward = forward
@@ -170,6 +183,13 @@ class StepGraphs:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 batch, hidden = self._run(header, shape)
             self._graphs[shape] = StepGraph(shape, graph, header, batch, hidden)
+            if self.propose is not None:
+                graph.replay()
+                self.propose(batch, header, shape)  # as it is: whatever it launches is there when it is captured
+                drafts = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(drafts, pool=pool, capture_error_mode="thread_local"):
+                    proposed = self.propose(batch, header, shape)
+                self._graphs[shape].drafts = DraftGraph(drafts, proposed)
 
     def _run(self, header: Tensor, shape: Shape) -> tuple[Batch, Tensor]:
         assert self.builder is not None

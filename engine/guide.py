@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,15 +19,21 @@ ALLOWANCE_PER_TOKEN = 3e-3
 # Masks that take longer than this are made before a step is planned, and not while others wait for it.
 QUICK = 2e-3
 FORGETTING = 0.75  # of the longest mask, with each that follows
+AHEAD = 1e-3  # CPU seconds for masks behind drafts; that the request waits for them is the most it pays
 
 
 class Guide:
     """A Matcher with one mask made ahead. `fill` may run on a thread; all else belongs to the event loop's."""
 
     def __init__(self, matcher: Matcher, vocab_size: int) -> None:
-        self.mask: np.ndarray | None = None  # int32 [ceil(V / 32)], of the next token, once it is made
+        # int32 [1 + n, ceil(V / 32)], of the next token and of those behind n drafts, once it is made
+        self.mask: np.ndarray | None = None
         self.error = ""  # why there is none
         self.filling = False  # a thread has it
+        self.drafted = False  # of what stands behind its tokens on the device, some result has told or will tell
+        self.drafts: Sequence[int] = ()  # as the last one told
+        self._masked: list[int] = []  # the n drafts
+        self._last: int | None = None  # the draft behind those, after which nothing is sampled
         self._matcher = matcher
         self._num_words = -(-vocab_size // 32)
         self._spent = 0.0  # CPU seconds
@@ -64,15 +70,62 @@ class Guide:
             return not self.slow
         return self.settled or not self.slow or not self._matcher.binds(0)
 
+    def may_draft(self, ahead: int) -> bool:
+        """Whether a step may be planned with drafts before the token after the next `ahead` ones."""
+        return not self._matcher.binds(ahead) or (self.drafted and not self.slow)
+
+    def forget_drafts(self) -> None:
+        """The row of the device is another's."""
+        self.drafted, self.drafts = False, ()
+
+    def rows(self, num_drafts: int) -> tuple[np.ndarray, int]:
+        """The masks that there are of the next token and of those behind so many drafts, and how many of the drafts
+        may hold: not those behind which a mask is missing."""
+        assert self.mask is not None
+        count, drafts = 0, self.drafts  # they may be others than when the mask was begun
+        for draft, masked in zip(drafts[:num_drafts], self._masked, strict=False):
+            if draft != masked:
+                break
+            count += 1
+        ended = count == len(self._masked) and count < len(drafts) and drafts[count] == self._last
+        return self.mask[: 1 + count], num_drafts if ended else count
+
     def fill(self) -> None:
         """Makes the mask, or finds out why there can be none. Raises nothing."""
         try:
-            row = np.empty(self._num_words, dtype=np.int32)
-            self._timed(lambda: self._matcher.fill(row), is_mask=True)
-            self.mask = row
+            drafts = self.drafts
+            rows = np.empty((1 + len(drafts), self._num_words), dtype=np.int32)
+            self._timed(lambda: self._matcher.fill(rows[0]), is_mask=True)
+            self._look_ahead(rows, drafts)
+            self.mask = rows[: 1 + len(self._masked)]
         except BaseException as error:  # a panic of llguidance's is no Exception; the thread has to go on
             self.error = _failure(error)
         self.filling = False  # last: from here on the event loop's thread has it
+
+    def _look_ahead(self, rows: np.ndarray, drafts: Sequence[int]) -> None:
+        """Masks of the tokens behind drafts, as long as the grammar allows these and nobody waits for long. It is not
+        the request that asked for them: its account does not pay."""
+        self._masked, self._last = [], None
+        matcher, started, accepted = self._matcher, time.thread_time(), 0
+        now = started
+        try:
+            for draft in () if self.slow else drafts:
+                allowed = matcher.accept(draft)
+                accepted += allowed
+                if not allowed or matcher.terminated:
+                    self._last = draft
+                    break
+                matcher.fill(rows[accepted])
+                self._masked.append(draft)
+                before, now = now, time.thread_time()
+                self._longest = max(self._longest, now - before)
+                if now - started > AHEAD:
+                    break
+        except BaseException as error:  # as in `fill`. Where the token comes, its own mask will say what is wrong
+            logger.debug("no mask behind a draft: %s", error)
+            self._longest = max(self._longest, time.thread_time() - now)
+        if accepted:
+            matcher.rollback(accepted)
 
     def accept(self, token_id: int) -> str:
         """Takes in the next token; why it cannot, or ""."""

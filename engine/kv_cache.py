@@ -178,7 +178,7 @@ class KVCacheManager:
             self.events.stored(
                 group.index, keys[indices[0] : indices[-1] + 1],
                 request.block_hashes[start - 1] if start else None, tokens[start * size : end * size],
-                request.cache_salt, start == 0,
+                request.cache_salt, start == 0, request.adapter,
             )  # fmt: skip
 
     def unregister(self, request: Request, num_tokens: int) -> None:

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -130,23 +130,28 @@ class KVEvents:
     """Collects what happens in a step, in its order. Blocks of equal content count once: they are told of when the
     first comes, and when the last goes."""
 
-    def __init__(self, publish: Any, block_size: int, windows: Sequence[int]) -> None:
-        """`publish` takes a list of events. `windows`: of the KV groups, 0: all."""
+    def __init__(
+        self, publish: Any, block_size: int, windows: Sequence[int], adapter_names: Mapping[int, str] = {}
+    ) -> None:
+        """`publish` takes a list of events. `windows`: of the KV groups, 0: all. `adapter_names`: by the ids of their
+        loads, as they are at any time."""
         self._publish = publish
+        self._adapter_names = adapter_names
         self._block_size = block_size
         self._windows = windows
         self._events: list[Event] = [AllBlocksCleared()]  # who knew an engine that died here
 
     def stored(
         self, group: int, keys: Sequence[bytes], parent: bytes | None, token_ids: Sequence[int], salt: str | None,
-        is_first: bool,
+        is_first: bool, adapter: int = 0,
     ) -> None:  # fmt: skip
-        """Blocks that follow each other. `is_first`: the first one is that of a prompt, which a salt is part of."""
+        """Blocks that follow each other. `is_first`: the first one is that of a prompt, which a salt is part of.
+        `adapter`: id of its load, 0: none."""
         window = self._windows[group]
         self._events.append(
             BlockStored(
                 [name_of(key) for key in keys], None if parent is None else name_of(parent), list(token_ids),
-                self._block_size, None, MEDIUM, None,
+                self._block_size, adapter or None, MEDIUM, self._adapter_names.get(adapter),
                 [(_text(salt),), *[None] * (len(keys) - 1)] if salt is not None and is_first else None, group,
                 "sliding_window" if window else "full_attention", window or None,
             )

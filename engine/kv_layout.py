@@ -13,10 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .kv_format import NUMBERS, KVFormat
 from .kv_group import blocks_held, longest_request
 from .layer_spec import KVSpec
+
+if TYPE_CHECKING:
+    from .models.model import Model
 
 MAX_GROUPS = 8  # each has a table a request, and costs the host time at every block
 WORTH_GROUPS = 0.05  # of the bytes: what more groups have to save
@@ -59,6 +63,20 @@ class KVLayout:
         few = [pair for pair in zip(costs, layouts, strict=True) if pair[0] <= (1 + WORTH_GROUPS) * min(costs)]
         return min(few, key=lambda pair: (len(pair[1].groups), pair[0]))[1]
 
+    def of_stage(self, specs: Sequence[KVSpec], layers: range) -> KVLayout:
+        """Of some of the layers, alike in everything that a scheduler sees: each of the groups here gets about as many
+        of them. specs: of these layers, as this rank has them."""
+        dealt: list[list[int]] = [[] for _ in self.groups]
+        alike: dict[int, list[int]] = {}  # window → its groups
+        for index, group in enumerate(self.groups):
+            alike.setdefault(group.window, []).append(index)
+        for place, layer in enumerate(layers):
+            window = next(group.window for group in self.groups if layer in group.layers)
+            emptiest = min(alike[window], key=lambda index: len(dealt[index]))
+            dealt[emptiest].append(place)
+        groups = tuple(GroupSpec(group.window, tuple(mine)) for group, mine in zip(self.groups, dealt, strict=True))
+        return KVLayout(tuple(specs), groups, self.block_size, self.format)
+
     @property
     def windows(self) -> tuple[int, ...]:
         return tuple(group.window for group in self.groups)
@@ -87,3 +105,14 @@ class KVLayout:
     def longest_request(self, num_blocks: int, chunk: int, max_model_len: int) -> int:
         """Tokens of a request that so many blocks hold, the null block among them."""
         return longest_request(self.windows, num_blocks, chunk, self.block_size, max_model_len)
+
+
+def kv_layout(
+    model: Model, block_size: int, max_model_len: int, format: KVFormat = NUMBERS, drafting: Sequence[KVSpec] = ()
+) -> KVLayout:
+    """Of the layers that this rank has, and of those that draft: of a stage, with the groups of the whole model."""
+    config, stage = model.config, model.place.stage
+    if stage.count == 1:
+        return KVLayout.of([*model.kv_specs(), *drafting], block_size, max_model_len, format)
+    whole = KVLayout.of([layer.attention.kv for layer in config.layers], block_size, max_model_len, format)
+    return whole.of_stage(model.kv_specs(), stage.indices(len(config.layers)))

@@ -5,6 +5,8 @@ Keys, values and, where tokens have scales of their own, these lie apart, each t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -13,19 +15,20 @@ from .layer_spec import KVSpec
 
 
 def allocate(
-    layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
+    layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device, more: Mapping[int, int] = {}
 ) -> list[tuple[Tensor, Tensor]]:
     """Of each layer: keys [num_blocks, block_size, KV, D] and values [num_blocks, block_size, KV, Dv].
 
     Layers at one place of their groups are given the same memory: every block is one group's at a time. Where their
     keys and their values are as large, each lie together over all blocks, contiguous; else, a block's page of keys is
     followed by its page of values, and both have strides. Values that are part of the keys are a view of them.
-    dtype: of numbers; codes are of the layout's.
+    dtype: of numbers; codes are of the layout's. more: layer → blocks behind those, that no request is given.
     """
     if layout.format.code:
         dtype = getattr(torch, layout.format.code)
-    size, found = layout.block_size, {}
+    size, found, fewest = layout.block_size, {}, num_blocks
     for place in layout.places:
+        num_blocks = fewest + max(more.get(layer, 0) for layer in place)
         specs = [layout.specs[layer] for layer in place]
         sizes = {(size * _key_elements(spec), size * _value_elements(spec)) for spec in specs}
         if len(sizes) == 1:
@@ -43,12 +46,15 @@ def allocate(
     return [found[layer] for layer in range(len(layout.specs))]
 
 
-def allocate_scales(layout: KVLayout, num_blocks: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def allocate_scales(
+    layout: KVLayout, num_blocks: int, device: torch.device, more: Mapping[int, int] = {}
+) -> list[tuple[Tensor, Tensor]]:
     """Of each layer: fp32 [num_blocks, block_size, KV] for keys, and for values; layers at one place share them too."""
     found = {}
     for place in layout.places:
         heads = max(layout.specs[layer].num_kv_heads for layer in place)
-        both = torch.ones(2, num_blocks, layout.block_size * heads, dtype=torch.float32, device=device)
+        blocks = num_blocks + max(more.get(layer, 0) for layer in place)
+        both = torch.ones(2, blocks, layout.block_size * heads, dtype=torch.float32, device=device)
         for layer in place:
             mine = layout.specs[layer].num_kv_heads
             keys, values = (

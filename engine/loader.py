@@ -32,9 +32,10 @@ from .model_file import ModelError, and_more, one_line
 from .model_path import cache_folder, find_model
 from .models.blocks import CausalLM
 from .models.mixture import has_experts, with_stored_experts
-from .models.model import Model
+from .models.model import Loadable, Model
 from .parallel.divide import check_divides
 from .parallel.group import ALONE, Group, SingleGroup
+from .parallel.pipeline import WHOLE, Stage
 from .pickled import PATTERNS
 from .quant.format import FLOATS, Format, Scheme, Stored
 from .quant.headers import named
@@ -124,12 +125,13 @@ def load_model(
     admit: Callable[[int, int], None] | None = None,
     group: Group = ALONE,
     whole_experts: bool = False,
+    stage: Stage = WHOLE,
     adapter: Adapter | None = None,
 ) -> Model:
     """The model of `model_path` on `device`, its weights in `dtype`, frozen, ready for contexts up to `max_model_len`.
 
     `group`: those who share it; this rank takes its part of each matrix. `whole_experts`: and of the experts some, all
-    of each. Raises ModelError where the model cannot be divided over so many.
+    of each. `stage`: or of some layers alone. Raises ModelError where the model cannot be divided over so many.
     `admit` gets (parameters, bytes in the checkpoint), of what this rank has of them, before anything is allocated, and
     raises what is too large.
     `adapter` is merged into the weights as they are read.
@@ -137,7 +139,7 @@ def load_model(
     where the fault is in a file and before anything is copied where the checkpoint does not fit config.json.
     """
     check_divides(config, group.size, whole_experts)
-    place = Placement(dtype, torch.device(device), group, whole_experts)
+    place = Placement(dtype, torch.device(device), group, whole_experts, stage)
     report = progress or (lambda done, total: None)
     checkpoint = None if load_format == "dummy" else open_checkpoint(model_path, load_format)
     if checkpoint is not None and config.foreign is not None:
@@ -172,7 +174,7 @@ def load_model(
         holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
         loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
         if admit is not None:
-            parameters = count_parameters(config, group.size, whole_experts)
+            parameters = count_parameters(config, group.size, whole_experts, stage)
             admit(parameters, int(stored * (parameters / count_parameters(config))))
         for holder in holders:
             holder.create()
@@ -193,6 +195,21 @@ def load_model(
     if isinstance(model, CausalLM) and not config.causal:
         attend_both_ways(model)
     return model
+
+
+def load_beside(part: Loadable, checkpoint: Checkpoint) -> None:
+    """What is built beside a model, such as a head that drafts for it, gets its weights. Raises ModelError, before
+    anything is allocated where the checkpoint does not fit."""
+    with torch.no_grad():
+        holders = choose_formats(part, _by_module(part, checkpoint.headers, ""))
+        loads = _match(part, checkpoint, "")
+        for holder in holders:
+            holder.create()
+        _load(checkpoint, loads, lambda done, total: None)
+        for holder in holders:
+            holder.finish()
+    for parameter in part.parameters():
+        parameter.requires_grad_(False)
 
 
 def make_model(config: ModelConfig, place: Placement, max_len: int) -> Model:
@@ -229,12 +246,12 @@ def _give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def count_parameters(config: ModelConfig, size: int = 1, whole_experts: bool = False) -> int:
+def count_parameters(config: ModelConfig, size: int = 1, whole_experts: bool = False, stage: Stage = WHOLE) -> int:
     """Of the model as it would be stored without quantisation; a tied output matrix counts once. Allocates nothing.
 
-    size: what the first of so many ranks has, which has most.
+    size: what the first of so many ranks has, which has most. stage: what it has.
     """
-    place = Placement(config.dtype, torch.device("meta"), SingleGroup(0, size), whole_experts)
+    place = Placement(config.dtype, torch.device("meta"), SingleGroup(0, size), whole_experts, stage)
     model = make_model(dataclasses.replace(config, quantization=None), place, 1)
     holders = choose_formats(model)
     if size > 1:
@@ -245,7 +262,7 @@ def count_parameters(config: ModelConfig, size: int = 1, whole_experts: bool = F
     return sum(prod(stored.shape) for tensors in expected for stored in tensors.values())
 
 
-def _by_module(model: Model, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
+def _by_module(model: Loadable, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
     """Module path → suffix → tensor; `prefix`: what the checkpoint's names lack at their beginning."""
     paths = model.weight_map().keys()
     found: dict[str, dict[str, TensorInfo]] = {path: {} for path in paths}
@@ -258,7 +275,7 @@ def _by_module(model: Model, headers: dict[str, TensorInfo], prefix: str) -> dic
     return found
 
 
-def choose_formats(model: Model, stored: dict[str, dict[str, TensorInfo]] | None = None) -> list[WeightHolder]:
+def choose_formats(model: Loadable, stored: dict[str, dict[str, TensorInfo]] | None = None) -> list[WeightHolder]:
     """→ each module with weights once, though several parts of a checkpoint may go to it; each knows its formats.
 
     `stored`: module path → suffix → tensor; None: there are no files.
@@ -289,7 +306,7 @@ class _Load:
     num_bytes: int = 0
 
 
-def _match(model: Model, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
+def _match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
     """Pair what the model expects with what the checkpoint has; what is missing, left over or misshapen is an error.
 
     `prefix`: what the checkpoint's names lack at their beginning.
@@ -355,9 +372,11 @@ def _load_cache_scales(checkpoint: Checkpoint, model: Model) -> None:
     """For a cache of 8 bits, whether there will be one or not: a number or a few a layer."""
     layers, place = model.attention_layers(), model.place
     heads = [layer.attention.kv.num_kv_heads for layer in model.config.layers]
+    mine = place.stage.indices(len(heads))
     for layer, scales in read_cache_scales(checkpoint, heads).items():
-        keys, values = (scale.narrow(0, *place.span(len(scale))).to(place.device) for scale in scales)
-        layers[layer].code_scales = keys, values
+        if layer in mine:
+            keys, values = (scale.narrow(0, *place.span(len(scale))).to(place.device) for scale in scales)
+            layers[mine.index(layer)].code_scales = keys, values
 
 
 def _load(checkpoint: Checkpoint, loads: list[_Load], progress: Progress) -> None:

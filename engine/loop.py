@@ -12,13 +12,13 @@ from itertools import islice
 
 import msgspec
 
-from .adapters.loading import AdapterLoading
+from .adapters.loading import AdapterLoading, Others
 from .adapters.store import AdapterStore
 from .arrivals import Arrivals
 from .config import SchedulerConfig
 from .executor import Executor
 from .kv_events import KVEvents, Publisher
-from .mask import guides, make_mask
+from .mask import bound, guides, make_mask
 from .mask_threads import MaskThreads, Patience
 from .messages import (
     HISTORY,
@@ -68,8 +68,10 @@ class EngineLoop:
     def __init__(
         self, config: SchedulerConfig, executor: Executor, send: Callable[[FromEngine], None], *, vocab_size: int,
         seed: int = 0, shares_thread: bool = False, adapters: AdapterStore | None = None,
+        other_adapters: Others | None = None,
     ) -> None:  # fmt: skip
-        """`shares_thread`: the event loop is not the engine's own, so nothing may block it."""
+        """`shares_thread`: the event loop is not the engine's own, so nothing may block it. `other_adapters`: the
+        stores of other ranks."""
         self.config = config
         self.scheduler = Scheduler(config)
         self.executor = executor
@@ -80,7 +82,7 @@ class EngineLoop:
         self._arrivals = Arrivals(self.scheduler, self._vocab_size, seed, self._resumed)
         self.adapters: AdapterLoading | None = None
         if adapters is not None and (book := self.scheduler.adapters) is not None:
-            self.adapters = AdapterLoading(adapters, book, send, self._adapter_failed, self._awaken)
+            self.adapters = AdapterLoading(adapters, book, send, self._adapter_failed, self._awaken, other_adapters)
             self._arrivals.adapters = self.adapters
         self._inbox: deque[ToEngine] = deque()
         self._adding: Iterator[list[RequestOutput]] = iter(())  # the requests of a message, and what ended on arrival
@@ -92,7 +94,8 @@ class EngineLoop:
         self._pacer = Pacer()
         self._unsampled = False  # the newest of them waits for its mask, and that for the results of the others
         self._num_graph_misses = self._num_late_compilations = 0  # as the last result has them
-        self._expert_tokens: tuple[int, ...] = ()  # as the last result that has them
+        self._expert_tokens: tuple[int, ...] = ()
+        self._expert_imbalance = 0.0
         self._num_violations = 0  # of what should hold at rest
         self._host_seconds = 0.0
         self._device_seconds = 0.0
@@ -101,7 +104,8 @@ class EngineLoop:
 
     def publish(self, publisher: Publisher) -> None:
         """From now on what the prefix cache gains and loses."""
-        self._events = KVEvents(publisher.publish, self.config.block_size, self.config.windows)
+        names = {} if self.scheduler.adapters is None else self.scheduler.adapters.names
+        self._events = KVEvents(publisher.publish, self.config.block_size, self.config.windows, names)
         self.scheduler.kv.publish(self._events)
         self._events.flush()
 
@@ -136,6 +140,8 @@ class EngineLoop:
         """
         if len(self._plans) != 1 or self.config.depth == 1 or self._unsampled or self.scheduler.roster.waiting:
             return False
+        if self.config.num_stages > 1:
+            return False  # the first stage idles already
         if self._is_behind or self._inbox:
             return False  # there is something to take in meanwhile
         until = time.perf_counter() + self._pacer.slack(time.perf_counter())
@@ -262,17 +268,17 @@ class EngineLoop:
         """The results of all earlier steps are in: the grammars know every token before those to be sampled. Rows whose
         masks take too long sit out, so that the others can go on."""
         self._unsampled = False
-        sampled = self.scheduler.in_flight[-1].undrafted()
-        bound = guides(sampled)
-        for guide in bound:
+        step = self.scheduler.in_flight[-1]
+        needed = [guide for _, _, _, guide in bound(step)]
+        for guide in needed:
             self.masks.begin(guide)
         started = time.perf_counter()
-        others = len(bound) < len(self.scheduler.in_flight[-1].scheduled)
-        await self.masks.settle(bound, self._patience.left(), others)
+        others = len(needed) < len(step.scheduled)
+        await self.masks.settle(needed, self._patience.left(), others)
         waited, started = time.perf_counter() - started, time.perf_counter()
-        if others or len(bound) > 1:
+        if others or len(needed) > 1:
             self._patience.spend(waited)
-        mask, errors, postponed = make_mask(sampled, self._vocab_size)
+        mask, errors, postponed = make_mask(step, self._vocab_size)
         self.scheduler.postpone(postponed)
         if errors:
             self._emit([self.scheduler.reject(request, error) for request, error in errors], 0)
@@ -293,7 +299,8 @@ class EngineLoop:
         started = time.perf_counter()
         self._pacer.finished(plan.kind, result.device_seconds, started)
         self._num_graph_misses, self._num_late_compilations = result.num_graph_misses, result.num_late_compilations
-        self._expert_tokens = tuple(result.expert_tokens) or self._expert_tokens
+        if result.expert_tokens:
+            self._expert_tokens, self._expert_imbalance = result.expert_tokens, result.expert_imbalance
         sampled = self.scheduler.in_flight[0].sampled
         outputs = self.scheduler.update(result)
         if self.scheduler.num_constrained:
@@ -346,8 +353,9 @@ class EngineLoop:
             step_tokens=step_tokens,  # 0 where no step is reported: a step must not be counted twice
             num_graph_misses=self._num_graph_misses,
             num_late_compilations=self._num_late_compilations,
-            expert_tokens=self._expert_tokens,
             num_invariant_violations=self._num_violations,
+            expert_tokens=self._expert_tokens,
+            expert_imbalance=self._expert_imbalance,
         )
         preempted, self.scheduler.preempted = self.scheduler.preempted, []
         self._send(StepOutputs(outputs, stats, preempted))

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .guide import Guide
 from .request import Request
 
+if TYPE_CHECKING:
+    from .step import Step
+
 
 @dataclass(frozen=True)
 class TokenMask:
-    rows: list[int]  # indexes into plan.sampled
+    rows: list[int]  # samples: with drafts, several of one request
     bits: np.ndarray  # int32 [len(rows), ceil(V / 32)], bit 1 = allowed
     postponed: tuple[int, ...] = ()  # indexes into plan.sampled: they sample nothing yet
-
-    def behind(self, count: int) -> TokenMask:
-        """The same, with indexes into the samples of a step where so many are verified drafts, all of others."""
-        rows, postponed = [row + count for row in self.rows], tuple(row + count for row in self.postponed)
-        return TokenMask(rows, self.bits, postponed) if count else self
+    # Index into plan.sampled, and how many of its drafts may hold: behind the next one there is no mask.
+    cuts: tuple[tuple[int, int], ...] = ()
 
 
 def guides(sampled: Sequence[Request | None]) -> list[Guide]:
@@ -28,9 +29,18 @@ def guides(sampled: Sequence[Request | None]) -> list[Guide]:
     return [r.grammar for r in sampled if r is not None and r.grammar is not None and not r.finished]
 
 
-def make_mask(
-    sampled: Sequence[Request | None], vocab_size: int
-) -> tuple[TokenMask | None, list[tuple[Request, str]], list[Request]]:
+def bound(step: Step) -> Iterator[tuple[int, int, Request, Guide]]:
+    """Of the rows whose tokens may be limited in this step: index among `sampled`, drafts, request and guide. All that
+    was sampled before has been taken in."""
+    for index, request in enumerate(step.sampled):
+        if request is None or (guide := request.grammar) is None or request.finished:
+            continue
+        num_drafts = step.num_drafts if index < step.num_drafting else 0
+        if not num_drafts or guide.binds(num_drafts):
+            yield index, num_drafts, request, guide
+
+
+def make_mask(step: Step, vocab_size: int) -> tuple[TokenMask | None, list[tuple[Request, str]], list[Request]]:
     """Of the masks that the guides have ready; None when no live row is constrained.
 
     Also returns the requests whose grammar failed, and what to tell them: their rows are not in the mask; and those
@@ -39,20 +49,23 @@ def make_mask(
     rows: list[int] = []
     bits: list[np.ndarray] = []
     late: list[int] = []
+    cuts: list[tuple[int, int]] = []
     errors: list[tuple[Request, str]] = []
     postponed: list[Request] = []
-    for index, request in enumerate(sampled):
-        if request is None or (guide := request.grammar) is None or request.finished:
-            continue
+    for index, num_drafts, request, guide in bound(step):
         if guide.error:
             errors.append((request, guide.error))
         elif guide.filling or guide.mask is None:
             late.append(index)
             postponed.append(request)
         else:
-            rows.append(index)
-            bits.append(guide.mask)
+            masks, most = guide.rows(num_drafts)
+            first = index + min(index, step.num_drafting) * step.num_drafts
+            rows += range(first, first + len(masks))
+            bits.append(masks)
+            if most < num_drafts:
+                cuts.append((index, most))
     if not rows and not late:
         return None, errors, postponed
-    stacked = np.stack(bits) if bits else np.empty((0, -(-vocab_size // 32)), dtype=np.int32)
-    return TokenMask(rows, stacked, tuple(late)), errors, postponed
+    stacked = np.concatenate(bits) if bits else np.empty((0, -(-vocab_size // 32)), dtype=np.int32)
+    return TokenMask(rows, stacked, tuple(late), tuple(cuts)), errors, postponed

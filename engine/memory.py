@@ -6,6 +6,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from .host_memory import GIB, gib
 from .kv_layout import KVLayout
 from .models.model import Model
 from .parallel.gain import more_ranks
+from .parallel.group import Group
+from .parallel.pipeline import stage_of
 from .ranks.agreement import gather
 from .request import SamplingParams
 from .runner import ModelRunner
+from .speculation.model_drafter import ModelDrafter
 
 CPU_CACHE_BYTES = 1 * GIB
 GRAPH_NODE_BYTES = 2 << 20  # of the nodes of one graph
@@ -86,8 +90,9 @@ class MemoryPlan:
         return f"{', '.join(kept)}; tokens are those of full-length requests, {blocks} blocks each"
 
 
-def weight_bytes(model: Model) -> int:
-    seen = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+def weight_bytes(model: Model, drafter: ModelDrafter | None = None) -> int:
+    parameters = chain(model.parameters(), drafter.network.parameters() if drafter is not None else ())
+    seen = {p.data_ptr(): p.numel() * p.element_size() for p in parameters}
     return sum(seen.values())
 
 
@@ -104,11 +109,13 @@ def plan_memory(
     dtype: torch.dtype,
     max_num_batched_tokens: int,
     graph_shapes: Sequence[Shape] = (),
+    world: Group | None = None,
 ) -> MemoryPlan:
-    """Profiles the largest step, then sizes the cache. Raises ConfigError when not even a short context fits."""
+    """Profiles the largest step, then sizes the cache. `world`: all ranks of the engine, whose tightest decides; None:
+    those that share the layers. Raises ConfigError when not even a short context fits."""
     layout, chunk = runner.layout, max_num_batched_tokens
     block_bytes = layout.block_bytes(dtype.itemsize)
-    weights = weight_bytes(runner.model)
+    weights = weight_bytes(runner.model, runner.model_drafter)
     if runner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         adapted = runner.adapters is not None  # what their sums need, too
@@ -121,7 +128,7 @@ def plan_memory(
         free, total = torch.cuda.mem_get_info()
         budget = int(total * config.gpu_memory_utilization)
         other = total - free - weights
-        activations += prompt_page_bytes(runner, dtype)
+        activations += prompt_page_bytes(runner, dtype) + runner.scratch_bytes(dtype.itemsize)
         graphs = _graph_bytes(runner, graph_shapes, activations // max_num_batched_tokens, dtype)
         available = budget - weights - activations - graphs - other
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
@@ -129,6 +136,7 @@ def plan_memory(
         total = budget = machine_bytes() // config.num_ranks
         activations, graphs = step_bytes(runner.model.config, max_num_batched_tokens, runner.max_num_seqs), 0
         other = row_bytes(runner.max_num_seqs, runner.max_model_len, config.block_size, len(layout.groups))
+        other += runner.scratch_bytes(dtype.itemsize)
         other += 0 if runner.adapters is None else runner.adapters.num_bytes
         # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.
         wanted = 2 * runner.max_num_seqs * layout.request_blocks(runner.max_model_len, chunk) * block_bytes
@@ -146,7 +154,7 @@ def plan_memory(
         num_blocks = config.num_gpu_blocks_override + 1
         advice = f"raise --num-gpu-blocks-override (now {config.num_gpu_blocks_override})"
     cache = num_blocks * block_bytes
-    plan = _tightest(runner, MemoryPlan(
+    plan = _tightest(runner, world or runner.model.place.group, MemoryPlan(
         total, budget, weights, activations, graphs, other, cache, num_blocks, runner.max_model_len, layout
     ))  # fmt: skip
     if runner.device.type == "cpu" and plan.needed + plan.cache > plan.budget:
@@ -165,17 +173,21 @@ def _ranks(runner: ModelRunner, config: EngineConfig, weights: int, cache: int) 
     return f", or set --tensor-parallel-size {size} ({gain})"
 
 
-def _tightest(runner: ModelRunner, plan: MemoryPlan) -> MemoryPlan:
-    """Of all ranks' plans the one with the least room: one scheduler hands out the same blocks on every rank."""
-    group = runner.model.place.group
-    if group.size == 1:
+def _tightest(runner: ModelRunner, world: Group, plan: MemoryPlan) -> MemoryPlan:
+    """Of all ranks' plans the one with the least room: one scheduler hands out the same blocks on every rank.
+
+    Blocks are not as large in all stages, so where their number was named, the one that needs most for them."""
+    if world.size == 1:
         return plan
     names = ("num_blocks", "total", "budget", "weights", "activations", "graphs", "other", "cache")
-    found = gather(group, runner.device, [getattr(plan, name) for name in names])
-    rank = min(range(group.size), key=lambda rank: found[rank][0])
+    found = gather(world, runner.device, [getattr(plan, name) for name in names])
+    room = [numbers[2] - sum(numbers[3:]) for numbers in found]
+    rank = min(range(world.size), key=lambda rank: (found[rank][0], room[rank]))
     device = f"cuda:{rank}" if runner.device.type == "cuda" else "cpu"
+    if (stages := runner.model.place.stage.count) > 1:
+        device += f", stage {stage_of(rank, world.size, stages) + 1} of {stages}"
     least: dict[str, Any] = dict(zip(names, found[rank], strict=True))
-    return dataclasses.replace(plan, tightest=f"rank {rank} of {group.size} ({device})", **least)
+    return dataclasses.replace(plan, tightest=f"rank {rank} of {world.size} ({device})", **least)
 
 
 def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:

@@ -76,6 +76,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapte
 
     id: int  # of this load, above 0: random, so that keys of cached prefixes differ from those of any other
     path: str  # of its folder
+    name: str = ""  # what clients call it
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapter"):
@@ -156,7 +157,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     message: str
 
 
-class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+# Those of every step cannot be part of a circle: the garbage collector need not look at them.
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step brought to one request. The last output of a request has a finish reason; nothing follows it."""
 
     id: int
@@ -171,7 +173,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     embedding: bytes | None = None  # little-endian float32, where pooling was asked for: the only output
 
 
-class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """State after a step; the counters are totals since start."""
 
     num_running: int = 0
@@ -193,7 +195,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: int = 0  # times that drafts of a request were verified
     num_draft_tokens: int = 0  # of them all
     num_accepted_tokens: tuple[int, ...] = ()  # of them those that held, by their position
-    expert_tokens: tuple[int, ...] = ()  # computed by the experts of each rank, where ranks have whole ones
+    expert_tokens: tuple[int, ...] = ()  # that each expert of a mixture got, all layers but the last together
+    expert_imbalance: float = 0.0  # no total: lately, a layer's busiest expert's tokens over its average one's
 
 
 def sum_of(*each: EngineStats) -> EngineStats:
@@ -207,7 +210,7 @@ def _sum(values: tuple[Any, ...]) -> Any:
     return sum(values)
 
 
-class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="outputs"):
     """One message a step."""
 
     outputs: list[RequestOutput]

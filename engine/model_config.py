@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from .models.family import MAX_LAYERS, Family, Names
 from .models.registry import find_family
 from .overrides import overridden
 from .parallel.divide import check_divides, refuse_encoder
+from .parallel.stages import check_stages
+from .parallel.stages import refuse as refuse_stages
 from .purpose import ANY, Purpose
 from .quant.scheme import make_scheme, read_quantization
 from .raw_config import RawConfig
@@ -116,17 +118,23 @@ def check_model(
     purpose: Purpose = ANY,
     size: int = 1,
     whole_experts: bool = False,
+    stages: int = 1,
+    stage_layers: Sequence[int] = (),
 ) -> None:
-    """Raises ModelError as ModelConfig.from_folder does, and where `size` ranks cannot share the model, within
-    milliseconds. What only transformers' code can tell of a model that it computes is left to that."""
+    """Raises ModelError as ModelConfig.from_folder does, and where `size` ranks or `stages` cannot share the model,
+    within milliseconds. What only transformers' code can tell of a model that it computes is left to that."""
     raw = overridden(read_config(folder), changes)
     _dtype_name(raw)
     kind = choose(raw, implementation, folder, trusted)
-    if isinstance(kind, EncoderFamily):
+    if isinstance(kind, Foreign):
+        refuse_stages(f"{kind.architecture} is computed by transformers' code, which is not cut into stages", stages)
+    elif isinstance(kind, EncoderFamily):
         refuse_encoder(str(raw.get("model_type")), size)
+        refuse_stages(f"an encoder as {raw.get('model_type')} is not cut into stages", stages)
         read_head(folder, raw, _parse_encoder(raw, None, kind, purpose).hidden_size, purpose)
-    elif not isinstance(kind, Foreign):
+    else:
         described = _parse(raw, None, kind, purpose)
+        check_stages(described, stages, stage_layers)
         check_divides(described, size, whole_experts)
         read_head(folder, raw, described.hidden_size, purpose)
     _scheme(folder, raw, quantization)

@@ -123,7 +123,8 @@ def check_described(folder: Path, config: EngineConfig) -> None:
         with _naming(changes := overrides(config)):
             check_model(
                 folder, changes, config.quantization, config.model_impl, config.trust_remote_code, purpose,
-                config.tensor_parallel_size, config.enable_expert_parallel,
+                config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size,
+                config.stage_layers,
             )  # fmt: skip
 
 

@@ -57,6 +57,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     pooled: list[int] = []  # of those that become embeddings
     num_drafts: int = 0  # of each of the first `num_decodes` rows
     adapters: list[AdapterCopy] = []
+    told: list[int] = []  # indexes into `sampled` of those whose drafts for the step to come the result is to bring
 
     @property
     def total_tokens(self) -> int:
@@ -107,8 +108,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     num_late_compilations: int = 0  # kernels compiled after the engine was ready, so far
     counts: list[int] = []  # tokens kept of each of plan.sampled, one at least; empty: one each
     drafted: list[int] = []  # of each of the first plan.num_decodes rows: drafts that somebody had proposed
+    expert_tokens: tuple[int, ...] = ()  # of each expert so far, told once a second
+    expert_imbalance: float = 0.0
     num_proposed: int = 0  # rows with drafts that somebody has proposed for the step to come
-    expert_tokens: list[int] = []  # of each rank, so far, that its whole experts got; in few steps
+    drafts: list[list[int]] = []  # of each of plan.told: what they are
 
     def tokens_by_row(self) -> list[list[int]]:
         """Of each of plan.sampled."""

@@ -48,7 +48,9 @@ class Precompile:
         if marker.exists():
             return None
         # Arguments can be read by all who are on this machine: no secret goes with them, and no kernel needs one.
-        options = json.dumps(dataclasses.asdict(dataclasses.replace(config, prefix_cache_seed=None)))
+        options = json.dumps(
+            dataclasses.asdict(dataclasses.replace(config, prefix_cache_seed=None, cluster_secret=None))
+        )
         command = [sys.executable, "-m", "vserve.engine.precompile", options, str(count)]
         quiet = subprocess.DEVNULL
         started = cls([], marker)
@@ -117,6 +119,15 @@ def fingerprint(config: EngineConfig) -> str:
         "prefix_cache_seed",
         "cpu_threads",
         "data_parallel_size",
+        "distributed_executor_backend",
+        "nnodes",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "host_ip",
+        "cluster_secret",
+        "distributed_timeout_seconds",
+        "ray_workers_use_nsight",
     ):
         options.pop(unrelated)
     digest.update(json.dumps(options, sort_keys=True).encode())

@@ -92,6 +92,7 @@ async def run_rank_zero(
         steps = EngineLoop(
             engine.scheduler_config, executor, send, vocab_size=engine.vocab_size, seed=config.seed,
             shares_thread=config.engine_in_process, adapters=engine.adapter_store,
+            other_adapters=peers.stores if len(peers) else None,
         )  # fmt: skip
         leaving.callback(steps.masks.close)
         if steps.adapters is not None:

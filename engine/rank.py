@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 from ..kernels.cublaslt import accumulate_in_fp32
 from ..kernels.lora import FEW_TOKENS
+from ..kernels.moe_codes import tokens_of_codes
 from ..kernels.moe_triton import tokens_of_tiles
 from .adapters.adapter import Adapter
 from .adapters.make import make_tables
@@ -31,14 +35,20 @@ from .model_config import ModelConfig
 from .models.model import Model
 from .overrides import read_model_config
 from .parallel.divide import check_divides
-from .parallel.group import SYMMETRIC, Group, join
+from .parallel.group import LOCAL, SYMMETRIC, Group, join
+from .parallel.pipeline import WHOLE, Stage, form_ring
+from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
+from .quant.packed_experts import PackedExperts
 from .ranks.agreement import check_equal, gather
 from .ranks.messages import Seat
+from .ranks.network import advice
 from .request import SamplingParams
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
 from .shortage import is_out_of_memory, out_of_memory
+from .speculation.loading import find_draft, load_drafter
+from .speculation.model_drafter import ModelDrafter
 from .weight_size import check_weights
 
 logger = logging.getLogger(__name__)
@@ -63,7 +73,7 @@ class Rank:
         self._asked: Resolved | None = None
         self._weights = 0  # bytes
         with self._phase("device"):
-            machine = open_machine(config, seat.rank)
+            machine = open_machine(config, seat.card)
         with self._phase("config"):
             path = resolve_model_path(
                 config.model, config.revision, config.download_dir, config.load_format, config.trust_remote_code
@@ -75,33 +85,45 @@ class Rank:
             _warn(asked.notices)
             if limits := step_limits(config, asked):
                 logger.info("%s", limits)
+            draft = None
+            if asked.speculation.by_model:
+                draft = find_draft(asked.speculation, path, model_config, config.download_dir)
+                asked = dataclasses.replace(asked, speculative_config=told_method(asked, draft.settings.method))
             if note := getattr(model_config.quantization, "note", None):
                 logger.warning("--quantization %s: %s", config.quantization, note)
-            check_divides(model_config, seat.size, config.enable_expert_parallel)
+            num_stages = config.pipeline_parallel_size
+            check_stages(model_config, num_stages, config.stage_layers)
+            check_divides(model_config, seat.size // num_stages, config.enable_expert_parallel)
             symmetric = SYMMETRIC and not config.disable_custom_all_reduce
-            self.group = join(seat.rank, seat.size, seat.rendezvous, machine.device, symmetric)
-            check_equal(self.group, asked)
+            self.world = meet(seat, machine.device, symmetric, num_stages, config.distributed_timeout_seconds)
+            check_equal(self.world, asked)
+            layers = stage_layers(model_config, num_stages, config.stage_layers)
+            one_host = seat.rendezvous.startswith(LOCAL)
+            self.group, self.stage = form_ring(self.world, num_stages, machine.device, symmetric, layers, one_host)
+            if num_stages > 1:
+                logger.info("layers of the %d stages: %s", num_stages, ", ".join(str(len(part)) for part in layers))
         with self._phase("weights"):
             self.model = load(
                 path, model_config, asked, self.group, lambda done, total: report(Progress("weights", done, total)),
-                lambda *sizes: self._admit(model_config, *sizes), config.merge_lora,
+                lambda *sizes: self._admit(model_config, *sizes), config.merge_lora, self.stage,
             )  # fmt: skip
+            drafter = None if draft is None else load_drafter(draft, self.model, asked.max_model_len)
             self.quantization = describe(self.model)
             if self.quantization:
                 logger.info("%s", told(self.quantization))
         with self._phase("compilation"):
             before_memory()
-            gather(self.group, machine.device, [0])  # the others find in the cache what rank 0 has had compiled
+            gather(self.world, machine.device, [0])  # the others find in the cache what rank 0 has had compiled
         with self._phase("memory"):
             kv_format, told_of_cache = loaded_format(asked, self.model)
             if told_of_cache:
                 logger.info("%s", told_of_cache)
-            self.runner = make_runner(self.model, asked, kv_format)
+            self.runner = make_runner(self.model, asked, kv_format, drafter)
             if not isinstance(self.runner, EncoderRunner):
                 self.runner.adapters = make_tables(self.model, asked, config.download_dir)
             elif asked.max_loras:
                 raise ConfigError("--enable-lora: encoders are served without adapters, leave it out")
-            self.settings, graphs = take_memory(self.runner, config, asked)
+            self.settings, graphs = take_memory(self.runner, config, asked, self.world)
         with self._phase("warm-up"):
             self.longest_step = warm_up(self.runner, self.settings)
         if graphs is not None:
@@ -142,9 +164,20 @@ class Rank:
         )  # fmt: skip
 
 
-def open_machine(config: EngineConfig, rank: int = 0) -> Machine:
-    """Sets up torch for this rank's device. Raises ConfigError when there is no such device."""
-    device = _choose_device(config.device, rank, config.tensor_parallel_size)
+def meet(seat: Seat, device: torch.device, symmetric: bool, num_stages: int, seconds: float) -> Group:
+    """The group of all ranks. Raises ConfigError where those of other hosts are not found."""
+    try:
+        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if seat.rendezvous.startswith(LOCAL):
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"rank {seat.rank} does not find the others ({lines[0]}): {advice()}") from error
+
+
+def open_machine(config: EngineConfig, card: int = 0) -> Machine:
+    """Sets up torch for a rank's device, which is this card. Raises ConfigError when there is no such device."""
+    device = _choose_device(config, card)
     if device.type == "cuda":
         accumulate_in_fp32()
         free, card = torch.cuda.mem_get_info()
@@ -154,20 +187,22 @@ def open_machine(config: EngineConfig, rank: int = 0) -> Machine:
     return Machine(device, "cpu", 0, threads)
 
 
-def _choose_device(name: str, rank: int, size: int) -> torch.device:
+def _choose_device(config: EngineConfig, card: int) -> torch.device:
+    name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU; check nvidia-smi and the driver, or use --device cpu")
     if name == "cpu":
         return torch.device("cpu")
-    if size > 1:
-        if (found := torch.cuda.device_count()) < size:
+    if config.world_size > 1:
+        needed = card + 1 if config.distributed_executor_backend == "ray" else config.ranks_per_node
+        if (found := torch.cuda.device_count()) < needed:
             raise ConfigError(
-                f"--tensor-parallel-size {size}: every rank needs a card of its own, and torch sees {found}: lower it, "
-                "or let more be seen (CUDA_VISIBLE_DEVICES)"
+                f"{config.divided_by}: every rank needs a card of its own, and torch sees {found}: lower it, let more "
+                "be seen (CUDA_VISIBLE_DEVICES), or take several hosts (--nnodes, --distributed-executor-backend ray)"
             )
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(card)
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -179,17 +214,20 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     admit: Callable[[int, int], None] | None = None,
     merge: str | None = None,
+    stage: Stage = WHOLE,
 ) -> Model:
     """`merge`: folder of an adapter that becomes part of it."""
     return load_model(
         path, model_config, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
         max_model_len=settings.max_model_len, seed=settings.seed, progress=progress, admit=admit, group=group,
-        whole_experts=settings.enable_expert_parallel,
+        whole_experts=settings.enable_expert_parallel, stage=stage,
         adapter=None if merge is None else Adapter.open(find_adapter(merge)),
     )  # fmt: skip
 
 
-def make_runner(model: Model, settings: Resolved, kv_format: KVFormat) -> ModelRunner | EncoderRunner:
+def make_runner(
+    model: Model, settings: Resolved, kv_format: KVFormat, drafter: ModelDrafter | None = None
+) -> ModelRunner | EncoderRunner:
     """Raises ConfigError where a machine's memory is too small for the rows. A card's is planned when they are made."""
     if not model.config.causal:
         return EncoderRunner(model, settings.max_model_len, settings.device)
@@ -208,12 +246,12 @@ def make_runner(model: Model, settings: Resolved, kv_format: KVFormat) -> ModelR
     return ModelRunner(
         model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
         block_size=settings.block_size, device=settings.device, kv_format=kv_format,
-        speculation=settings.speculation,
+        speculation=settings.speculation, model_drafter=drafter,
     )  # fmt: skip
 
 
 def take_memory(
-    runner: ModelRunner | EncoderRunner, config: EngineConfig, settings: Resolved
+    runner: ModelRunner | EncoderRunner, config: EngineConfig, settings: Resolved, world: Group
 ) -> tuple[Fitted, StepGraphs | None]:
     """Plans the memory, makes the rows as wide as the context that fits, and takes the cache."""
     if isinstance(runner, EncoderRunner):
@@ -228,7 +266,7 @@ def take_memory(
     shapes = graphs.shapes() if graphs else ()
     if graphs and runner.adapters is not None and runner.adapter_graphs is not None:
         shapes = [*shapes, *runner.adapter_graphs.shapes()]
-    plan = plan_memory(runner, config, settings.dtype, settings.max_num_batched_tokens, shapes)
+    plan = plan_memory(runner, config, settings.dtype, settings.max_num_batched_tokens, shapes, world)
     fitted = settings.fitted(plan)
     _warn(fitted.notices)
     if fitted.max_model_len != settings.max_model_len:
@@ -266,6 +304,11 @@ def capture(runner: ModelRunner, graphs: StepGraphs, settings: Resolved) -> None
     runner.dummy_step(settings.max_num_seqs, settings.max_num_batched_tokens, WORST_SAMPLING)
 
 
+def told_method(settings: Resolved, method: str) -> str:
+    """speculative_config with what the checkpoint turned out to be: /server_info shows it."""
+    return json.dumps(json.loads(settings.speculative_config) | {"method": method})
+
+
 def _warn(notices: tuple[str, ...]) -> None:
     for notice in notices:
         logger.warning(notice)
@@ -275,7 +318,10 @@ def expert_steps(model: Model) -> list[int]:
     """Numbers of tokens that meet every tile of the experts' products."""
     routings = [layer.mlp.routing for layer in model.config.layers if isinstance(layer.mlp, MoESpec)]
     sizes = {(how.top_k, how.num_experts) for how in routings} | getattr(model, "experts", set())
-    return sorted({tokens for size in sizes for tokens in tokens_of_tiles(*size)})
+    found = {tokens for size in sizes for tokens in tokens_of_tiles(*size)}
+    if kinds := {kind for part in model.modules() if isinstance(part, PackedExperts) for kind in part.kinds}:
+        found |= {tokens for top_k, experts in sizes for tokens in tokens_of_codes(top_k, experts, kinds)}
+    return sorted(found)
 
 
 def draft_steps(depths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[tuple[int, int, SamplingParams, int]]:

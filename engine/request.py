@@ -184,6 +184,7 @@ class Request:
         "first_scheduled",
         "grammar",
         "id",
+        "last_sampled",
         "longest",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -229,6 +230,7 @@ class Request:
         self.cache_salt = cache_salt
         self.arrival = arrival
         self.first_scheduled: float | None = None  # time.monotonic()
+        self.last_sampled = -1  # index of the plan that has its newest sample
         self.longest = self.num_prompt_tokens + sampling.max_tokens  # tokens with which it ends at last
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None

@@ -18,6 +18,7 @@ from .layer_spec import MoESpec
 from .memory import MemoryPlan
 from .messages import EngineInfo
 from .model_config import ModelConfig
+from .parallel.stages import check_stages, context_cost, stage_layers
 from .speculation.settings import NO_DRAFTS, Speculation, read_speculation
 
 # Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
@@ -51,6 +52,9 @@ class Resolved:
     kv_cache_dtype: str  # the activations' type, fp8_e4m3 or fp8_e5m2
     calculate_kv_scales: bool
     tensor_parallel_size: int
+    pipeline_parallel_size: int
+    pipeline_layer_partition: str  # layers of the stages, as they are; "" of one
+    context_cost: float  # see SchedulerConfig
     enable_expert_parallel: bool
     disable_custom_all_reduce: bool
     enable_prefix_caching: bool
@@ -127,6 +131,7 @@ class Fitted(Resolved):
             "windows": windows,
             "policy": self.scheduling_policy,
             "depth": depth,
+            "num_stages": self.pipeline_parallel_size,
             "max_drafts": max((drafts for _, drafts in self.draft_depths), default=0),
             "draft_depths": self.draft_depths,
         }
@@ -192,6 +197,8 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
     """Raises ConfigError for options that contradict the model or each other."""
     device = machine.device
     mixture = any(isinstance(layer.mlp, MoESpec) for layer in model.layers)
+    stages = config.pipeline_parallel_size
+    check_stages(model, stages, config.stage_layers)
     tokens, seqs, reduced, notices = resolve_limits(config, machine, mixture)
     mixed = resolve_max_mixed_tokens(config, device.type, tokens, mixture)
     length = choose_max_model_len(config, model)
@@ -205,6 +212,8 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
         "hidden_size": model.hidden_size,
         "dtype": dtype,
         **vars(KVSettings.of(config, model, str(dtype).removeprefix("torch."))),
+        "pipeline_layer_partition": _partition(config, model),
+        "context_cost": context_cost(model) if stages > 1 else 0.0,
         "max_loras": loras,
         "max_cpu_loras": max(loras, config.max_cpu_loras or 2 * loras) if loras else 0,
         "lora_dtype": dtype if config.lora_dtype == "auto" else getattr(torch, config.lora_dtype),
@@ -230,9 +239,17 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
     return Resolved(**(asked | found))
 
 
+def _partition(config: EngineConfig, model: ModelConfig) -> str:
+    if config.pipeline_parallel_size == 1:
+        return ""
+    parts = stage_layers(model, config.pipeline_parallel_size, config.stage_layers)
+    return ",".join(str(len(part)) for part in parts)
+
+
 # Tokens of a step with prompts, of a mixture of experts on a GPU: some fifty tokens already read the weights of nearly
 # all experts, so that a few hundred take as long as a few thousand.
 MIXTURE_CHUNK = 4096
+SMALLEST_CHUNK = 1024  # tokens of a prompt that a stage computes about as fast, each, as it does many
 
 
 def default_limits(card_bytes: int, mixture: bool = False) -> tuple[int, int]:
@@ -251,6 +268,8 @@ def resolve_limits(
     refused two explicit settings that contradict each other.
     """
     tokens, seqs = default_limits(machine.card_bytes, mixture)
+    # The steps in flight together are about what one card would compute at once: a long prompt keeps all stages busy.
+    tokens = max(min(tokens, SMALLEST_CHUNK), tokens // config.pipeline_parallel_size)
     tokens = config.max_num_batched_tokens or tokens
     seqs = config.max_num_seqs or seqs
     if seqs <= tokens:
@@ -300,12 +319,32 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
         return NO_DRAFTS
     if not model.generates:
         raise ConfigError("--speculative-config: this model samples no tokens, there is nothing to draft; leave it out")
+    if speculation.acceptance and config.load_format != "dummy":
+        raise ConfigError(
+            "--speculative-config: its rejection_sample_method 'synthetic' lets drafts hold that the model would not "
+            "have sampled: that measures and answers nothing; add --load-format dummy (random weights), or leave it out"
+        )
+    if speculation.by_model:
+        check_draftable(config, model, speculation)
     speculation = speculation.within(seqs, tokens)
     if any(drafts for _, drafts in speculation.depths):
         return speculation
     raise ConfigError(
         f"--speculative-config: a step of {tokens} tokens has no room for drafts; raise --max-num-batched-tokens"
     )
+
+
+def check_draftable(config: EngineConfig, model: ModelConfig, speculation: Speculation) -> None:
+    """Raises ConfigError for what a model does not draft beside, so far."""
+    instead = 'use {"method": "ngram"}, or leave it out'
+    if config.tensor_parallel_size > 1:
+        why = f"--tensor-parallel-size {config.tensor_parallel_size}: a model drafts on one card only so far"
+        raise ConfigError(f"--speculative-config beside {why}; {instead}")
+    if config.enable_lora:
+        raise ConfigError(f"--speculative-config beside --enable-lora: a model drafts without adapters only; {instead}")
+    if model.foreign is not None:
+        why = f"{model.architecture} is computed by transformers' code, beside which no model drafts"
+        raise ConfigError(f"--speculative-config: {why}; {instead}")
 
 
 def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:

@@ -89,7 +89,10 @@ class RowTables:
             lengths, values = list(map(len, tokens)), np.concatenate(tokens)
             writes.append((self.token_ids, _stage(upload, rows, zeros, lengths, values)))
             counts = [new.num_computed_tokens for new in plan.new_rows]
-            writes.append((self.num_computed[:, None], _stage(upload, rows, zeros, [1] * len(rows), counts)))
+            ones = [1] * len(rows)
+            writes.append((self.num_computed[:, None], _stage(upload, rows, zeros, ones, counts)))
+            # Nobody has drafted for them: a prompt's last token may come in a step with drafts of the row's former one.
+            writes.append((self.num_proposed[:, None], _stage(upload, rows, zeros, ones, zeros)))
             packed = b"".join(self._pack(new.row, new.num_prompt_tokens, new.sampling) for new in plan.new_rows)
             params = np.frombuffer(packed, dtype=np.int32)
             writes.append((self.params, _stage(upload, rows, zeros, [NUM_COLUMNS] * len(rows), params)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,27 +19,31 @@ from ..kernels.kv_unpack import PromptPages
 from .adapters.tables import AdapterTables
 from .batch import ROWS, SAMPLE_INDEX, WANTED, Batch, BatchBuilder, SampleBatch, Shape
 from .compilations import LateCompilations
-from .expert_load import ExpertLoad
-from .graphs import StepGraphs
+from .graphs import MIXED_DECODE_ROWS, MIXED_PREFILL_ROWS, StepGraph, StepGraphs
 from .kv_format import NUMBERS, KVFormat
-from .kv_layout import KVLayout
+from .kv_layout import kv_layout
 from .kv_storage import allocate, allocate_scales
+from .layers.expert_load import ExpertCounter, ExpertLoad
 from .mask import TokenMask
 from .models.model import Model
 from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs
 from .pooling import Pooled, Pooler
 from .prompt_logprobs import PromptScorer, PromptScores
+from .relay import Relay
 from .request import Pooling, SamplingParams
 from .rows import RowTables
 from .sampler import Sampler, Samples
 from .scheduler import BESIDE_DRAFTS
 from .speculation.drafter import Drafter, NgramDrafter
+from .speculation.model_drafter import ModelDrafter
 from .speculation.settings import NO_DRAFTS, Speculation
+from .speculation.synthetic import Always, thresholds
 
 logger = logging.getLogger(__name__)
 
 LOGIT_ROWS = 32
 PROMPT_PAGE_TOKENS = 1 << 17
+EXPERT_SECONDS = 1.0  # between two looks at the load of experts
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True))
 
 
@@ -46,10 +51,11 @@ POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True
 class Drafts:
     kept: Tensor | None  # of BatchBuilder.commit, where drafts were verified
     proposed: Tensor | None  # int32 [rows], of a Drafter
+    told: Tensor | None = None  # of BatchBuilder.tell_drafts, where the plan wants that
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.kept, self.proposed) if tensor is not None]
+        return [tensor for tensor in (self.kept, self.proposed, self.told) if tensor is not None]
 
 
 @dataclass
@@ -60,12 +66,13 @@ class Pending:
     host: list[Tensor]
     samples: Samples
     drafts: Drafts
-    expert_load: Tensor | None  # of ExpertLoad.look
     scores: PromptScores | None
     pooled: Pooled | None
     started: float
     events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None = None  # start, end, copied
     held: list[Tensor] | None = None
+    experts: Tensor | None = None  # ExpertLoad.counts, on the host
+    counter: ExpertCounter | None = None
 
     def wait(self) -> StepResult:
         """Blocks (without the GIL) until the step is over. May be called on any thread."""
@@ -76,8 +83,10 @@ class Pending:
             seconds = time.perf_counter() - self.started
         host = iter(self.host)
         tokens, finite = next(host).tolist(), next(host).numpy()
-        drafts = [next(host).numpy() for _ in self.drafts.tensors]
-        expert_tokens = [] if self.expert_load is None else next(host).tolist()
+        ours = self.drafts
+        kept, proposed, told = (
+            next(host).numpy() if tensor is not None else None for tensor in (ours.kept, ours.proposed, ours.told)
+        )
         errors = {}
         if self.samples.possible is not None:
             errors = dict.fromkeys(np.flatnonzero(~next(host).numpy()).tolist(), NOTHING_ALLOWED)
@@ -93,11 +102,16 @@ class Pending:
                 logprobs[i] = TokenLogprobs(values[j], ranks[j], ids[j], tops[j])
         scores = self.scores.lists(*host) if self.scores is not None else []
         result = StepResult(self.plan.step, tokens, logprobs, errors, seconds, scores, embeddings)
-        if expert_tokens:
-            result = msgspec.structs.replace(result, expert_tokens=expert_tokens)
-        if self.drafts.proposed is not None:
-            result = msgspec.structs.replace(result, num_proposed=int(np.count_nonzero(drafts[-1])))
-        return result if self.drafts.kept is None else keep(result, self.plan, drafts[0])
+        if self.experts is not None and self.counter is not None:
+            tokens_of_experts, imbalance = self.counter.take(self.experts)
+            result = msgspec.structs.replace(
+                result, expert_tokens=tokens_of_experts, expert_imbalance=imbalance
+            )  # fmt: skip
+        if proposed is not None:
+            result = msgspec.structs.replace(result, num_proposed=int(np.count_nonzero(proposed)))
+        if told is not None:
+            result = msgspec.structs.replace(result, drafts=[row[1 : 1 + row[0]].tolist() for row in told])
+        return result if kept is None else keep(result, self.plan, kept)
 
 
 def keep(result: StepResult, plan: StepPlan, kept: np.ndarray) -> StepResult:
@@ -131,6 +145,12 @@ def padded_logits(num_sampled: int, num_rows: int) -> int:
     return min(rounded, num_rows)
 
 
+def most_drafting_rows(depths: Sequence[tuple[int, int]]) -> int:
+    """Requests, padding included, of the largest step behind which a model drafts."""
+    most = max((count for count, _ in depths), default=0)
+    return next((rows for rows in MIXED_DECODE_ROWS if rows >= most), most) + MIXED_PREFILL_ROWS
+
+
 @dataclass
 class Launched:
     """A step between `execute` and `sample`."""
@@ -143,6 +163,8 @@ class Launched:
     pooled: Pooled | None
     started: float
     event: torch.cuda.Event | None
+    batch: Batch
+    graph: StepGraph | None
 
 
 class ModelRunner:
@@ -156,24 +178,39 @@ class ModelRunner:
         device: torch.device,
         kv_format: KVFormat = NUMBERS,
         speculation: Speculation = NO_DRAFTS,
+        model_drafter: ModelDrafter | None = None,
     ) -> None:
         self.model = model
-        self.drafter: Drafter | None = NgramDrafter(speculation) if speculation.depths else None
+        self.model_drafter = model_drafter
+        of_ngrams = speculation.depths and not speculation.by_model
+        self.drafter: Drafter | None = NgramDrafter(speculation) if of_ngrams else None
+        if self.drafter is not None and speculation.acceptance:
+            self.drafter = Always(self.drafter, speculation.num_drafts)
+        self.acceptance = speculation.acceptance
+        self.num_drafts = speculation.num_drafts  # of each row, at most
         self.draft_depths = [depth for depth in speculation.depths if depth[1]]
         self.device = device
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.layout = KVLayout.of(model.kv_specs(), block_size, max_model_len, kv_format)
+        self.layers = model.attention_layers() + (model_drafter.layers if model_drafter is not None else [])
+        drafting = [layer.spec for layer in model_drafter.layers] if model_drafter is not None else []
+        self.layout = kv_layout(model, block_size, max_model_len, kv_format, drafting)
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.workspace = self._make_workspace() if device.type == "cuda" else None
+        if model_drafter is not None:
+            model_drafter.prepare(most_drafting_rows(self.draft_depths), block_size, device)
         self.graphs: StepGraphs | None = None
         self.adapters: AdapterTables | None = None
         self.adapter_graphs: StepGraphs | None = None  # of steps with adapters
         self.num_graph_misses = 0
         self._late = LateCompilations()
-        self.expert_load = ExpertLoad.of(model)
         self._launched: Launched | None = None
+        stage = model.place.stage
+        self.is_last = stage.is_last  # and the other stages take what it has sampled
+        ring = stage.ring is not None
+        self.relay = Relay(stage, model.config.hidden_size, model.place.dtype, device) if ring else None
+        self._counter, self._experts_read = ExpertCounter(), 0.0
         self.make_rows(max_model_len)
 
     def make_rows(self, max_model_len: int) -> None:
@@ -184,7 +221,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         max_blocks = -(-max_model_len // self.block_size)
         # The old ones go first: with a long context there is no room for both, nor should the cache be without theirs.
-        for layer in self.model.attention_layers():
+        for layer in self.layers:
             layer.bind(None)
         for name in ("tables", "builder", "sampler", "scorer", "pooler"):
             self.__dict__.pop(name, None)
@@ -192,6 +229,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
         self.tables = RowTables(self.max_num_seqs, max_model_len, max_blocks, len(self.layout.groups), self.device)
         self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
+        self.builder.thresholds = thresholds(self.acceptance, self.device) if self.acceptance else None
         self.sampler = Sampler(self.tables)
         # Beside these logits live the hidden states of the whole step, and no clone or counts as when sampling.
         self.scorer = PromptScorer(self.tables, self.model.logits, max(16, self.max_num_seqs // 2))
@@ -203,7 +241,9 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> None:
         """Launches the forward pass. `sample` must follow: two calls, so that a mask can be made in between."""
         started, event = time.perf_counter(), self._record()
-        builder = self.builder
+        builder, relay = self.builder, self.relay
+        if relay is not None and relay.stage.is_first:
+            relay.settle(plan, self.tables)
         builder.write_rows(plan)
         num_sampled, num_wanted = plan.num_samples, plan.num_samples + len(plan.pooled)
         wants_all = bool(plan.scored) or self.pooler.needs_all(plan)
@@ -219,6 +259,8 @@ class ModelRunner:
                 adapters.group(plan, shape.tokens, num_logits)
             host = builder.header(plan, shape)
             header = graph.header.copy_(host, non_blocking=True)
+            if relay is not None:
+                relay.take_in(shape.tokens)
             graph.graph.replay()
             batch, hidden = graph.batch, graph.hidden
         else:
@@ -229,6 +271,8 @@ class ModelRunner:
             header = host.to(self.device, non_blocking=True)
             # Dummy steps compile what graphs will launch.
             batch = builder.gather(header, shape, beside=plan.step < 0)
+            if relay is not None:
+                relay.take_in(shape.tokens)
             wanted = header[WANTED, : max(1, num_wanted)]  # at least one, or kernels would meet products of no row
             if wants_all:
                 every = self.forward(batch, None)
@@ -236,56 +280,86 @@ class ModelRunner:
             else:
                 hidden = self.forward(batch, wanted)
                 self.num_graph_misses += graphs is not None and graphs.expects(plan)
+        samples = builder.samples(plan, header, host, batch)
+        if not self.is_last:
+            assert relay is not None
+            relay.hand_over(shape.tokens)
+            self._launched = Launched(header, shape, samples, hidden[:0], None, None, started, event, batch, graph)
+            return
         scores = self.scorer(plan, every) if every is not None and plan.scored else None
         pooled = self.pooler(plan, hidden[num_sampled:num_wanted], every) if plan.pooled else None
-        samples = builder.samples(plan, header, host, batch)
-        self._launched = Launched(header, shape, samples, hidden[:num_logits], scores, pooled, started, event)
+        self._launched = Launched(
+            header, shape, samples, hidden[:num_logits], scores, pooled, started, event, batch, graph
+        )
 
     @torch.inference_mode()
     def sample(self, mask: TokenMask | None = None) -> Pending:
         assert self._launched is not None, "sample() without execute()"
         step, self._launched = self._launched, None
         plan = step.samples.plan
-        if mask is not None:
-            mask = mask.behind(plan.num_decodes * plan.num_drafts)
         logits = self._logits(step)[: plan.num_samples]
         samples = self.sampler(logits, step.samples, mask)
-        drafts = self._take(step, samples.tokens, mask.postponed if mask is not None else ())
-        scores, pooled, load = step.scores, step.pooled, self._look_at_load(plan)
+        drafts = self._take(step, samples.tokens, *((mask.postponed, mask.cuts) if mask is not None else ()))
+        if plan.told:
+            drafts.told = self.builder.tell_drafts(plan, self.num_drafts)
+        scores, pooled = step.scores, step.pooled
         outputs = [samples.tokens, samples.finite, *drafts.tensors]
-        if load is not None:
-            outputs.append(load)
         if samples.possible is not None:
             outputs.append(samples.possible)
         if pooled is not None:
             outputs.append(pooled.vectors)
         outputs += samples.logprobs or ()
         outputs += scores.tensors if scores is not None else ()
+        load, counter = self._expert_load(), self._counter
         if self.copy_stream is None:
-            return Pending(plan, outputs, samples, drafts, load, scores, pooled, step.started)
+            experts = None if load is None else load.clone()
+            return Pending(
+                plan, outputs, samples, drafts, scores, pooled, step.started, experts=experts, counter=counter
+            )  # fmt: skip
         end = self._record()
         assert step.event is not None and end is not None
         with torch.cuda.stream(self.copy_stream):
             self.copy_stream.wait_event(end)
             host = [t.to("cpu", non_blocking=True) for t in outputs]
+            experts = None if load is None else load.to("cpu", non_blocking=True)  # while later steps add to it
             copied = torch.cuda.Event(blocking=True)
             copied.record(self.copy_stream)
         events = step.event, end, copied
-        return Pending(plan, host, samples, drafts, load, scores, pooled, step.started, events, outputs)
+        return Pending(
+            plan, host, samples, drafts, scores, pooled, step.started, events, outputs, experts, counter
+        )  # fmt: skip
+
+    def _expert_load(self) -> Tensor | None:
+        """Where it is time to read it."""
+        load: ExpertLoad | None = getattr(self.model, "expert_load", None)
+        if load is None or time.monotonic() - self._experts_read < EXPERT_SECONDS:
+            return None
+        self._experts_read = time.monotonic()
+        return load.counts
 
     @torch.inference_mode()
-    def follow(self, postponed: tuple[int, ...] = ()) -> None:
-        """What `sample` is on the other ranks: rank 0 samples, they take its tokens. postponed: as in its mask."""
+    def follow(self, postponed: tuple[int, ...] = (), cuts: tuple[tuple[int, int], ...] = ()) -> None:
+        """What `sample` is on the other ranks: rank 0 samples, they take its tokens. The rest is as in its mask."""
         assert self._launched is not None, "follow() without execute()"
         step, self._launched = self._launched, None
         plan = step.samples.plan
+        if not self.is_last:
+            self._go_on(step, postponed)
+            return
         self._logits(step)  # rank 0 needs this rank's part of them
         tokens = torch.empty(plan.num_samples, dtype=torch.int32, device=self.device)
-        self._take(step, tokens, tuple(row + plan.num_decodes * plan.num_drafts for row in postponed))
-        self._look_at_load(plan)
+        self._take(step, tokens, postponed, cuts)
 
-    def _look_at_load(self, plan: StepPlan) -> Tensor | None:
-        return None if self.expert_load is None else self.expert_load.look(plan.step)
+    def _go_on(self, step: Launched, postponed: tuple[int, ...]) -> None:
+        """On other stages than the last: how far rows have come is known, their tokens come when they are needed."""
+        relay, plan = self.relay, step.samples.plan
+        assert relay is not None
+        nobody_s = torch.zeros(plan.num_samples, dtype=torch.int32, device=self.device)
+        self.builder.commit(step.header, step.shape, nobody_s)
+        if relay.stage.is_first:
+            relay.expect(step.samples, self.tables)
+        if postponed:
+            self.builder.take_back(plan, postponed, None)
 
     def _logits(self, step: Launched) -> Tensor:
         if self.adapters is None:
@@ -295,17 +369,31 @@ class ModelRunner:
         self.adapters.end()
         return logits
 
-    def _take(self, step: Launched, tokens: Tensor, postponed: tuple[int, ...]) -> Drafts:
-        """On every rank: the tokens of rank 0 into the rows, and drafts of what may follow. postponed: samples."""
+    def _take(
+        self, step: Launched, tokens: Tensor, postponed: tuple[int, ...] = (), cuts: tuple[tuple[int, int], ...] = ()
+    ) -> Drafts:
+        """On every rank: the tokens of rank 0 into the rows, and drafts of what may follow."""
         if step.samples.plan.num_samples:
             self.model.place.group.broadcast(tokens)
+            if self.relay is not None:
+                self.relay.ring.send(tokens)
+        if cuts:
+            self.builder.cut_drafts(step.samples.plan, cuts, tokens)
         kept = self.builder.commit(step.header, step.shape, tokens)
         if postponed:
-            self.builder.take_back(step.samples, postponed)
+            self.builder.take_back(step.samples.plan, postponed, kept)
         proposed, rows = None, step.shape.rows
         if self.drafter is not None:
             proposed = self.drafter.propose(self.tables, step.header[ROWS, :rows], step.header[SAMPLE_INDEX, :rows])
+        elif step.graph is not None and step.graph.drafts is not None:
+            proposed = step.graph.drafts.replay()
+        elif self.model_drafter is not None:
+            proposed = self._propose(step.batch, step.header, step.shape)
         return Drafts(kept, proposed)
+
+    def _propose(self, batch: Batch, header: Tensor, shape: Shape) -> Tensor:
+        assert self.model_drafter is not None
+        return self.model_drafter.propose(self.tables, batch, header, shape)
 
     def forward(self, batch: Batch, wanted: Tensor | None) -> Tensor:
         """Hidden states of the wanted tokens, or of all."""
@@ -313,7 +401,12 @@ class ModelRunner:
             # The tiles of adapters are of all tokens, in the last layer too.
             every = self.model(batch.input_ids, batch.positions, batch.attention)
             return every.index_select(0, wanted)
-        return self.model(batch.input_ids, batch.positions, batch.attention, wanted=wanted)
+        if self.relay is None:
+            return self.model(batch.input_ids, batch.positions, batch.attention, wanted=wanted)
+        residual = self.relay.residual(len(batch.input_ids))
+        embeddings = None if self.relay.stage.is_first else residual
+        hidden = self.model(batch.input_ids, batch.positions, batch.attention, embeddings, wanted)
+        return hidden if self.is_last else residual.copy_(hidden)
 
     def _record(self) -> torch.cuda.Event | None:
         if self.copy_stream is None:
@@ -326,31 +419,49 @@ class ModelRunner:
 
     def bind_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
         """Allocates the paged cache; each layer's comes with the block tables that the rows have now."""
-        layers, caches = self.model.attention_layers(), allocate(self.layout, num_blocks, dtype, self.device)
-        scales = self._scales(num_blocks)
+        layers, more = self.layers, self._scratch_blocks()
+        caches = allocate(self.layout, num_blocks, dtype, self.device, more)
+        scales = self._scales(num_blocks, more)
         for index, group in enumerate(self.layout.groups):
             for layer in group.layers:
                 cache = PagedCache(*caches[layer], self.tables.block_tables[index], *scales[layer])
                 layers[layer].bind(cache, index)
+        if self.model_drafter is not None:
+            self.model_drafter.bind(num_blocks)
         if size := self.prompt_page_elements:
             self.builder.prompt_pages = PromptPages.create(
                 self.prompt_page_tokens, self.block_size, size, dtype, self.device
             )
 
-    def _scales(self, num_blocks: int) -> list[tuple[Tensor | None, Tensor | None]]:
+    def _scratch_blocks(self) -> dict[int, int]:
+        """Layer → blocks behind the cache's, where drafts of drafts go."""
+        if self.model_drafter is None:
+            return {}
+        first = len(self.layers) - len(self.model_drafter.layers)
+        groups = sum(max(group.layers) >= first for group in self.layout.groups)
+        return dict.fromkeys(range(first, len(self.layers)), groups * self.model_drafter.num_scratch_blocks)
+
+    def scratch_bytes(self, item: int) -> int:
+        """Of those blocks; item: bytes of a number."""
+        tokens, format = self.block_size, self.layout.format
+        elements = {layer: self.layout.specs[layer].token_elements for layer in self._scratch_blocks()}
+        return sum(
+            count * tokens * (elements[layer] * format.item_bytes(item) + format.scale_bytes(self.layout.specs[layer]))
+            for layer, count in self._scratch_blocks().items()
+        )
+
+    def _scales(self, num_blocks: int, more: Mapping[int, int]) -> list[tuple[Tensor | None, Tensor | None]]:
         """Of keys and values of each layer, None where these are no codes."""
-        layers, format = self.model.attention_layers(), self.layout.format
+        layers, format = self.layers, self.layout.format
         if not format.code:
             return [(None, None)] * len(layers)
         if format.token_scales:
-            return list(allocate_scales(self.layout, num_blocks, self.device))
+            return list(allocate_scales(self.layout, num_blocks, self.device, more))
         found: list[tuple[Tensor | None, Tensor | None]] = []
-        for layer in layers:
-            ones = torch.ones(layer.spec.num_kv_heads, device=self.device)
+        for index, layer in enumerate(layers):
+            ones, blocks = torch.ones(layer.spec.num_kv_heads, device=self.device), num_blocks + more.get(index, 0)
             keys, values = layer.code_scales or (ones, ones)
-            found.append(
-                (fixed_scales(keys, num_blocks, self.block_size), fixed_scales(values, num_blocks, self.block_size))
-            )
+            found.append((fixed_scales(keys, blocks, self.block_size), fixed_scales(values, blocks, self.block_size)))
         return found
 
     @property
@@ -363,8 +474,9 @@ class ModelRunner:
         """Of a token, keys and values, in the layer with most of those whose codes are unpacked; 0: there is none."""
         if not self.layout.format.code or self.device.type != "cuda" or self.model.place.dtype.itemsize > 2:
             return 0
-        layers = self.model.attention_layers()
-        return max((layer.spec.token_elements for layer in layers if layer.reads_numbers(self.block_size)), default=0)
+        return max(
+            (layer.spec.token_elements for layer in self.layers if layer.reads_numbers(self.block_size)), default=0
+        )
 
     def row_bytes(self, max_model_len: int) -> int:
         """Bytes of the row tables that grow with the context: tokens, and a block table for each KV group."""
@@ -387,14 +499,19 @@ class ModelRunner:
             self.adapter_graphs = StepGraphs(
                 None, self._forward_adapted, decodes, max_mixed_tokens, (), drafts, coarse=True
             )
-        return StepGraphs(None, self.forward, decodes, max_mixed_tokens, large_mixed_tokens, drafts)
+        propose = self._propose if self.model_drafter is not None else None
+        return StepGraphs(None, self.forward, decodes, max_mixed_tokens, large_mixed_tokens, drafts, propose=propose)
 
     @torch.inference_mode()
     def capture_graphs(self, graphs: StepGraphs) -> None:
         """Steps that fit one of these graphs replay it from here on."""
         torch.cuda.empty_cache()  # or what the warm-up left would be given back meanwhile, and hide what is taken
         before = torch.cuda.mem_get_info()[0]
+        if self.model_drafter is not None:
+            self.model_drafter.reserve(max(shape.tokens for shape in graphs.shapes()))
         every = [graphs] if self.adapter_graphs is None else [graphs, self.adapter_graphs]
+        if self.relay is not None:
+            self.relay.reserve(graphs.shapes()[0].tokens)
         for one in every:
             one.builder = self.builder
             one.capture()
@@ -403,7 +520,8 @@ class ModelRunner:
         most_sampled = max(self.max_num_seqs, *drafted, 0)
         hidden = torch.zeros(max(rows), self.model.config.hidden_size, dtype=self.model.place.dtype, device=self.device)
         for count in {padded_logits(n, most) for most in rows for n in range(1, min(most, most_sampled) + 1)}:
-            self.model.logits(hidden[:count])
+            if self.is_last:
+                self.model.logits(hidden[:count])
         self.graphs = graphs
         logger.info(
             "%d CUDA graphs took %.2f GiB",
@@ -421,10 +539,12 @@ class ModelRunner:
         return self._late.seconds
 
     def count_compilations(self) -> None:
-        """From here on every kernel should be ready."""
+        """From here on every kernel should be ready, and tokens are requests'."""
         self._late.count()
-        if self.expert_load is not None:
-            self.expert_load.reset()
+        load: ExpertLoad | None = getattr(self.model, "expert_load", None)
+        if load is not None:
+            load.clear()
+            self._counter, self._experts_read = ExpertCounter(), 0.0
 
     def dummy_step(
         self, num_seqs: int, num_tokens: int, sampling: SamplingParams, num_drafts: int = 0, adapted: bool = False
@@ -453,14 +573,18 @@ class ModelRunner:
             [[] for _ in self.layout.groups], pooled=[] if generates else every, num_drafts=num_drafts,
         )  # fmt: skip
         self.execute(plan)
-        return self.sample().wait()
+        if self.is_last:
+            return self.sample().wait()
+        self.follow()
+        if self.relay is not None:
+            self.relay.settle_all(self.tables)
+        return StepResult(plan.step, [])
 
     def _make_workspace(self) -> DecodeWorkspace:
-        layers = self.model.attention_layers()
         return DecodeWorkspace.create(
             self.max_num_seqs,
-            max(layer.num_heads for layer in layers),
-            max(layer.spec.value_dim for layer in layers),
+            max(layer.num_heads for layer in self.layers),
+            max(layer.spec.value_dim for layer in self.layers),
             self.device,
             1 + max((drafts for _, drafts in self.draft_depths), default=0),
         )

@@ -23,6 +23,7 @@ from .request import FinishReason, Request, Status, ending
 from .roster import Roster
 from .sharing import Sharing
 from .speculation.depth import Depth
+from .stage_turns import equal_chunk, whose_turn
 from .step import Step
 
 Logprobs = list[TokenLogprobs] | None
@@ -34,7 +35,7 @@ FEW_DECODES = 16
 # Requests without drafts beside those with some: with more, or in a large step, nobody takes any, as there is no CUDA
 # graph for that.
 BESIDE_DRAFTS = 16
-FARTHEST = 1024  # places of the queue that are looked at for somebody whose adapter has a slot
+FARTHEST = 1024  # places of the queue that are looked at for somebody who may pass those that have to wait
 
 
 class Scheduler:
@@ -129,7 +130,7 @@ class Scheduler:
             return None
         self.num_scheduled_steps += 1
         self.in_flight.append(step)
-        return step.freeze(self.kv, self.prompt_results, self.num_constrained > 0)
+        return step.freeze(self.kv, self.prompt_results, self.num_constrained > 0, self.drafting is not None)
 
     def _schedule_decodes(self, step: Step) -> list[Request]:
         """Pass 1: one token, and drafts of those behind it, for each running request that lacks just one. Returns the
@@ -139,7 +140,10 @@ class Scheduler:
         pooling = self.prompt_results.pooling
         constrained = self.num_constrained > 0
         prefills = []
-        for request in list(self.roster.running.values()):
+        running = list(self.roster.running.values())
+        if self.config.num_stages > 1:
+            running = self._leave_some_to_other_stages(running)
+        for request in running:
             computed = request.num_computed_tokens
             total = len(request.token_ids) + request.num_in_flight_tokens
             if total - computed != 1:
@@ -158,15 +162,11 @@ class Scheduler:
             offset = computed % block_size
             if offset == block_size - 1:
                 step.filled.append(request)
-            if most and self._may_draft(request, total + most):
-                if self._grow(step, request, total + most):
-                    scheduled[request] = 1 + most
-            elif offset or self._grow(step, request, total):
+            if offset or self._grow(step, request, total):
                 scheduled[request] = 1
         large = self._large_step() if scheduled else 0
-        if most and (large or len(prefills) + len(self.roster.waiting) > BESIDE_DRAFTS - self._num_undrafted(step)):
-            most = step.num_drafts = 0  # blocks that some have taken for drafts will be used
-            scheduled.update(dict.fromkeys(scheduled, 1))
+        if most:
+            most = step.num_drafts = 0 if large else self._schedule_drafts(step, most, len(prefills))
         if scheduled and (mixed := self.config.max_mixed_tokens):
             # Beside decodes, prompts come in smaller chunks: nobody waits long for the next token, and who began
             # together does not end together. A long queue gets larger ones, for throughput; a few decodes do not cut a
@@ -179,6 +179,20 @@ class Scheduler:
         step.budget = step.limit - (sum(scheduled.values()) if most else len(scheduled))
         return prefills
 
+    def _leave_some_to_other_stages(self, running: list[Request]) -> list[Request]:
+        """Without those of the requests that decode who have to wait for a later plan."""
+        decodes, others, prompts = [], [], bool(self.roster.waiting)
+        for request in running:
+            total = len(request.token_ids) + request.num_in_flight_tokens
+            if total - request.num_computed_tokens != 1 or request in self.prompt_results.pooling:
+                others.append(request)
+                prompts = prompts or request.target > request.num_computed_tokens
+            elif total < request.longest and (
+                (guide := request.grammar) is None or guide.may_decode(request.num_in_flight_tokens)
+            ):
+                decodes.append(request)
+        return others + whose_turn(decodes, self.num_scheduled_steps, self.config.num_stages, prompts)
+
     def _large_step(self) -> int:
         """Tokens of a step that works off a long queue; 0: the queue is none."""
         sizes = self.config.large_mixed_tokens
@@ -187,8 +201,19 @@ class Scheduler:
         each = self.roster.num_waiting_tokens // self.config.backlog_steps
         return max((size for size in sizes if size <= each), default=0)
 
-    def _num_undrafted(self, step: Step) -> int:
-        return sum(1 for num_new in step.scheduled.values() if num_new == 1)
+    def _schedule_drafts(self, step: Step, most: int, num_prefills: int) -> int:
+        """Drafts behind the tokens that are planned, once all of those have their blocks. Returns how many each takes
+        who takes any; 0: nobody does."""
+        drafting = [
+            request
+            for request in step.scheduled
+            if self._may_draft(request, end := request.target + most) and self._extend(step, request, end)
+        ]
+        beside = len(step.scheduled) - len(drafting) + num_prefills + len(self.roster.waiting)
+        if not drafting or beside > BESIDE_DRAFTS:
+            return 0  # blocks that some have taken for drafts will be used
+        step.scheduled.update(dict.fromkeys(drafting, 1 + most))
+        return most
 
     def _may_go_on(self, request: Request) -> bool:
         """Whether wrong drafts in flight may leave it a token short of its max_tokens."""
@@ -197,10 +222,10 @@ class Scheduler:
 
     def _may_draft(self, request: Request, total: int) -> bool:
         """Whether a step may compute drafts of this request's tokens up to `total`: its context and the cache must hold
-        them, and no token behind the first one may have to wait for a mask."""
+        them, and its grammar has to know them."""
         if total > self.stop or request in self.prompt_results.pooling:
             return False
-        return request.grammar is None or not request.grammar.binds(total - len(request.token_ids))
+        return request.grammar is None or request.grammar.may_draft(total - len(request.token_ids))
 
     def _schedule_prefills(self, step: Step, prefills: list[Request]) -> None:
         """Pass 2: prompts (and all tokens of resumed requests) begun in an earlier step, in the order of admission."""
@@ -208,6 +233,11 @@ class Scheduler:
             self.sharing.begin(step.budget, len(prefills) + len(self.roster.waiting))
         most = step.budget if self.sharing is None else self.sharing.chunk
         for request in prefills:
+            if self.config.context_cost and request.status is RUNNING:
+                room = equal_chunk(
+                    step.budget, request.num_computed_tokens, self.config.context_cost, self.config.block_size
+                )
+                step.limit, step.budget = step.limit - step.budget + room, room
             num_new = min(request.target - request.num_computed_tokens, step.budget, most)
             if request.status is not RUNNING or not num_new:
                 continue
@@ -246,7 +276,7 @@ class Scheduler:
             request.own_prompt()
             roster.start(place)
             if self.adapters is not None and request.adapter:
-                request.slot, copy = self.adapters.start(request.adapter)
+                request.slot, copy = self.adapters.start(request.adapter, request.id)
                 if copy is not None:
                     step.adapters.append(copy)
             request.first_scheduled = request.first_scheduled or now
@@ -259,13 +289,15 @@ class Scheduler:
                 sharing.note(request, request.num_computed_tokens + num_new, self.kv)
 
     def _next(self, first: int) -> int:
-        """Place in the queue, from `first` on, of who may begin; -1 for nobody."""
+        """Place in the queue, from `first` on, of who may begin; -1 for nobody. Who may not at one place may not for
+        the rest of the pass, so that each place is looked at once."""
         waiting, sharing, adapters = self.roster.waiting, self.sharing, self.adapters
-        if adapters is None:
-            return first if sharing is None else sharing.next(waiting)
+        if sharing is not None and sharing.is_full:
+            return -1
         for place in range(first, min(len(waiting), first + FARTHEST)):
-            allowed = sharing is None or sharing.next(waiting, place) == place
-            if allowed and adapters.may_start(waiting[place][3].adapter):
+            request = waiting[place][3]
+            allowed = sharing is None or sharing.allows(request)
+            if allowed and (adapters is None or adapters.may_start(request.adapter, request.id)):
                 return place
         return -1
 
@@ -277,14 +309,18 @@ class Scheduler:
 
         False when that was the request itself. It never is for the most important one: alone, every request fits.
         """
-        while (appended := self.kv.grow(request, num_tokens)) < 0:
+        while not self._extend(step, request, num_tokens):
             victim = self.roster.least_important()
             self._preempt(step, victim)
             if victim is request:
                 return False
-        if appended:
-            step.appended[request] = appended
         return True
+
+    def _extend(self, step: Step, request: Request, num_tokens: int) -> bool:
+        """Blocks for this many tokens, if there is room: for what may turn out wrong nobody is preempted."""
+        if (appended := self.kv.grow(request, num_tokens)) > 0:
+            step.appended[request] = step.appended.get(request, 0) + appended
+        return appended >= 0
 
     def _preempt(self, step: Step, victim: Request) -> None:
         """Back to the queue; what this step had planned for it is handed back. Samples in flight will be kept."""
@@ -300,9 +336,12 @@ class Scheduler:
         token is computed once more when their masks are there. The device has to be told, too."""
         (step,) = self.in_flight
         for request in requests:
-            step.sampled[step.sampled.index(request)] = None
-            request.num_in_flight_tokens -= 1
-            request.num_computed_tokens -= 1
+            index = step.sampled.index(request)
+            num_drafts = step.num_drafts if index < step.num_drafting else 0
+            step.sampled[index] = None
+            request.num_in_flight_tokens -= 1 + num_drafts
+            request.num_in_flight_drafts -= num_drafts
+            request.num_computed_tokens -= 1 + num_drafts
             self.kv.unregister(request, request.num_computed_tokens)
 
     # ---- taking in results ----
@@ -357,6 +396,9 @@ class Scheduler:
                 outputs.append(self._milestone(request, tokens, entries, reason, error))
             else:
                 outputs.append(RequestOutput(request.id, tokens, None, None, entries))
+        for request, drafts in zip(step.told, result.drafts, strict=True):
+            if request.grammar is not None and request.grammar.drafted:
+                request.grammar.drafts = drafts
         return outputs
 
     def _milestone(
@@ -463,6 +505,8 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         self._leave(request)
         request.num_computed_tokens = 0
+        if request.grammar is not None:
+            request.grammar.forget_drafts()
         self.roster.requeue(request)
 
     def _leave(self, request: Request) -> None:
@@ -479,6 +523,8 @@ class Scheduler:
         """The one place where a request ends; what it returns is the last that is said about it."""
         if request.status is RUNNING:
             self._leave(request)
+        elif self.adapters is not None:
+            self.adapters.leave(request.adapter, request.id)
         self.roster.remove(request)
         self.prompt_results.discard(request)
         self.num_constrained -= request.grammar is not None

@@ -10,7 +10,6 @@ from .kv_cache import KVCacheManager
 from .request import Request
 
 if TYPE_CHECKING:
-    from .roster import Entry
     from .step import Step
 
 
@@ -57,14 +56,16 @@ class Sharing:
             self._open_long += is_open and self._is_long(request)
             self.promised += kv.num_blocks_missing(request)
 
-    def next(self, waiting: list[Entry], first: int = 0) -> int:
-        """Place in the queue, from `first` on, of who may begin; -1 for nobody. Short prompts pass long ones that have
-        to wait."""
-        if first >= len(waiting) or (self._most and self._open >= self._most):
-            return -1
-        if not self._most_long or self._open_long < self._most_long:
-            return first
-        return next((place for place in range(first, len(waiting)) if not self._is_long(waiting[place][3])), -1)
+    @property
+    def is_full(self) -> bool:
+        """Nobody may begin."""
+        return bool(self._most) and self._open >= self._most
+
+    def allows(self, request: Request) -> bool:
+        """Whether this one may begin. Short prompts pass long ones that have to wait."""
+        if self.is_full:
+            return False
+        return not self._most_long or self._open_long < self._most_long or not self._is_long(request)
 
     def _is_long(self, request: Request) -> bool:
         return request.num_tokens > self._long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 from .kv_cache import KVCacheManager, Registered
@@ -33,6 +32,7 @@ class Step:
         "sampled",
         "scheduled",
         "scored",
+        "told",
         "total",
     )
 
@@ -53,9 +53,13 @@ class Step:
         self.pooled: list[Request | None] = []  # whose prompts end in this step; None: to be thrown away
         self.adapters: list[AdapterCopy] = []  # that get a slot with this step
         self.constrained = False  # a grammar limits what some row samples
+        self.told: list[Request] = []  # whose drafts for the step to come its result brings
 
-    def freeze(self, kv: KVCacheManager, prompts: PromptResults, some_have_grammars: bool) -> StepPlan:
-        """The plan, which shares nothing with the scheduler. What it computes counts as computed from here on."""
+    def freeze(self, kv: KVCacheManager, prompts: PromptResults, some_have_grammars: bool, drafts: bool) -> StepPlan:
+        """The plan, which shares nothing with the scheduler. What it computes counts as computed from here on.
+
+        `drafts`: somebody drafts.
+        """
         scheduled = self.scheduled
         batch = self._drafting() if self.num_drafts else []
         self.num_drafting = num_decodes = len(batch)
@@ -94,26 +98,35 @@ class Step:
             if num_drafts >= 0 and request not in pooling:
                 sampled.append(index)
                 self.sampled.append(request)
+                request.last_sampled = self.index
                 request.num_in_flight_tokens += 1 + num_drafts
                 if num_drafts:
                     request.num_in_flight_drafts += num_drafts
         self.total = self.limit - self.budget
+        told: list[int] = []
         if some_have_grammars:
             self.constrained = any(
                 request and request.grammar and request.grammar.binds(request.num_in_flight_tokens - 1)
-                for request in self.undrafted()
+                for request in self.sampled
             )
+            if drafts:
+                told = self._tell()
         scored, pooled = prompts.plan(self, batch, num_computed) if prompts else ([], [])
         return StepPlan(
             self.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled,
-            self.num_drafts, self.adapters,
+            self.num_drafts, self.adapters, told,
         )  # fmt: skip
 
     def _drafting(self) -> list[Request]:
         """Who computes more tokens than there are."""
         return [r for r, num_new in self.scheduled.items() if r.num_computed_tokens + num_new > r.target]
 
-    def undrafted(self) -> list[Request | None]:
-        """`sampled`, without those who take drafts: their grammars limit nothing in this step."""
-        first = self.num_drafting
-        return [*repeat(None, first), *self.sampled[first:]] if first else self.sampled
+    def _tell(self) -> list[int]:
+        """A mask of the tokens behind drafts needs to know these."""
+        told = []
+        for index, request in enumerate(self.sampled):
+            if request is not None and request.grammar is not None:
+                request.grammar.drafted = True
+                self.told.append(request)
+                told.append(index)
+        return told

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .grammar import Matcher
+from .grammar import MAX_ROLLBACK, Matcher
 from .request import Thinking
 
 ALL = -1  # 32 tokens that are allowed
@@ -28,6 +29,8 @@ class ThinkingMatcher:
         self._num_end_tokens = 0  # of `end` that have come
         self._stops = stop_token_ids
         self._asks_nothing: bool | None = None  # not known before the first token of reasoning
+        # Before each of the last tokens: the first four of these, and whether the grammar took it in.
+        self._before: deque[tuple[bool, bool, int, int, bool]] = deque(maxlen=MAX_ROLLBACK)
 
     @property
     def ready(self) -> bool:
@@ -64,12 +67,24 @@ class ThinkingMatcher:
                     row[token_id // 32] &= ~_bit(token_id)
 
     def accept(self, token_id: int) -> bool:
+        begins = self._may_begin and token_id == self._begin
+        follows = not self._thinks and not begins and self._grammar is not None
+        if follows and self._grammar is not None and not self._grammar.accept(token_id):
+            return False
+        self._before.append((self._may_begin, self._thinks, self._num_tokens, self._num_end_tokens, follows))
         if self._thinks:
             self._think(token_id)
-            return True
-        begins = self._may_begin and token_id == self._begin
-        self._may_begin, self._thinks = False, begins
-        return begins or self._grammar is None or self._grammar.accept(token_id)
+        else:
+            self._may_begin, self._thinks = False, begins
+        return True
+
+    def rollback(self, count: int) -> None:
+        followed = 0
+        for _ in range(count):
+            self._may_begin, self._thinks, self._num_tokens, self._num_end_tokens, follows = self._before.pop()
+            followed += follows
+        if followed and self._grammar is not None:
+            self._grammar.rollback(followed)
 
     @property
     def terminated(self) -> bool:

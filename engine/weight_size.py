@@ -11,27 +11,26 @@ from .config import ConfigError, EngineConfig
 from .host_memory import available_bytes, gib, machine_bytes
 from .layer_spec import MoESpec
 from .model_config import ModelConfig
-from .parallel.divide import sizes
+from .parallel.divide import MOST, sizes
 from .quant.online import OnlineScheme
 from .resolved import Machine
 
 LARGEST_SHARE = 0.97  # of a card: its context and libraries need the rest
 HELPERS = 5 << 30  # bytes of a card that our own processes may have, which compile kernels and end
+EVEN = 0.9  # of the largest stage's weights, that the mean stage has at least
 STEP_SHARE = 0.02  # of a card, beside the weights, for a step and a little cache
 
 
 def weight_size(config: ModelConfig, parameters: int, dtype: torch.dtype, stored: int, on_card: bool) -> int:
-    """Bytes. Codes stay codes; on a card not those of experts, and none where activations are in fp32. `stored`: bytes
-    in the checkpoint; `parameters`: as if not quantised."""
+    """Bytes. Codes stay codes, on a card where activations are not in fp32. `stored`: bytes in the checkpoint;
+    `parameters`: as if not quantised."""
     if config.quantization is None or (on_card and dtype.itemsize > 2):
         return parameters * dtype.itemsize
     online = config.quantization if isinstance(config.quantization, OnlineScheme) else None
     bytes_each = online.bytes_each if online else stored / parameters
-    experts = _experts(config)
     if online and online.experts_alone:
-        return int(experts * (dtype.itemsize if on_card else bytes_each) + (parameters - experts) * dtype.itemsize)
-    if on_card:
-        return experts * dtype.itemsize + _with_codes(config, parameters - experts, dtype, bytes_each)
+        experts = _experts(config)
+        return int(experts * bytes_each + (parameters - experts) * dtype.itemsize)
     return _with_codes(config, parameters, dtype, bytes_each)
 
 
@@ -65,6 +64,7 @@ def check_weights(
     remedies = list(_utilization(machine, share, size)) if on_card else []
     remedies += list(_ranks(config, model, size, room)) if on_card else []
     remedies += smaller_weights(model, parameters, dtype, room, on_card)
+    remedies += list(_stages(config, model, size, room)) if on_card else []
     more = "a larger card" if on_card else "more memory"
     name = str(dtype).removeprefix("torch.")
     raise ConfigError(
@@ -91,13 +91,23 @@ def _ranks(config: EngineConfig, model: ModelConfig, size: int, room: int) -> It
             return
 
 
+def _stages(config: EngineConfig, model: ModelConfig, size: int, room: int) -> Iterable[str]:
+    """As _ranks; whole layers are dealt out, so that it is not quite as even."""
+    now = config.pipeline_parallel_size
+    if model.foreign is None and model.causal and not config.speculative_config and not config.enable_lora:
+        for count in range(now + 1, min(len(model.layers), MOST) + 1):
+            if (each := size * now // count) <= room * EVEN:
+                yield f"set --pipeline-parallel-size {count} (about {gib(each)} a card)"
+                return
+
+
 def smaller_weights(model: ModelConfig, parameters: int, dtype: torch.dtype, room: int, on_card: bool) -> Iterable[str]:
     """The ways to store them that fit `room` bytes."""
     if model.quantization is not None:
         return
     if dtype.itemsize > 2 and parameters * 2 <= room:
         yield f"add --dtype bfloat16 ({gib(parameters * 2)})"
-    if not on_card or (dtype.itemsize == 2 and not _experts(model)):
+    if not on_card or dtype.itemsize == 2:
         for kind in ("fp8" if on_card else "int8", "int4"):
             size = _with_codes(model, parameters, dtype, OnlineScheme(kind).bytes_each)
             if size <= room:

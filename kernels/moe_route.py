@@ -35,17 +35,19 @@ def route(
     correction: torch.Tensor | None = None,
     load: torch.Tensor | None = None,
     mine: range | None = None,
+    query_start: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, E] → experts int32 [T, k], the best first, and their weights fp32 [T, k]; computed in fp32.
 
     correction fp32 [E] is added to the scores for the choice alone. Of equal scores the lower expert is the better.
-    load int64 [E]: to each expert's number the tokens are added that go there.
+    load int64 [E]: to each expert's number the tokens are added that go there; with query_start, int32 [requests + 1],
+    those before its last number, for what is behind them pads the step.
     mine: the experts that are here, None: all. Ids count from the first of them on; of the others the weight is 0, and
     the id len(mine).
     """
     if logits.is_cuda:
-        return route_triton(logits, how, correction, load, mine)
-    return route_torch(logits, how, correction, load, mine)
+        return route_triton(logits, how, correction, load, mine, query_start)
+    return route_torch(logits, how, correction, load, mine, query_start)
 
 
 def route_torch(
@@ -54,6 +56,7 @@ def route_torch(
     correction: torch.Tensor | None = None,
     load: torch.Tensor | None = None,
     mine: range | None = None,
+    query_start: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = logits.float()
     if how.score == "softmax":
@@ -65,7 +68,8 @@ def route_torch(
         choice = _in_kept_groups(choice, how)
     ids = _best(choice, how.top_k)
     if load is not None:
-        load += torch.bincount(ids.flatten(), minlength=len(load))
+        counted = ids if query_start is None else ids[: int(query_start[-1])]
+        load += torch.bincount(counted.flatten(), minlength=len(load))
     weights = scores.gather(1, ids)
     if how.softmax_chosen:
         weights = weights.softmax(dim=1)
@@ -98,6 +102,7 @@ def route_triton(
     correction: torch.Tensor | None = None,
     load: torch.Tensor | None = None,
     mine: range | None = None,
+    query_start: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (num_tokens, num_experts), k = logits.shape, how.top_k
     mine = range(num_experts) if mine is None else mine
@@ -106,23 +111,26 @@ def route_triton(
     if num_tokens:
         size = num_experts // how.num_groups
         _route_kernel[(num_tokens,)](
-            logits, logits if correction is None else correction, ids if load is None else load, ids, weights,
-            logits.stride(0), how.factor, how.epsilon, mine.start, len(mine),
+            logits, logits if correction is None else correction, ids if load is None else load,
+            ids if query_start is None else query_start, ids, weights, logits.stride(0), how.factor, how.epsilon,
+            mine.start, len(mine), 0 if query_start is None else len(query_start) - 1,
             SCORE=how.score, CORRECT=correction is not None, GROUPS=how.num_groups, SIZE=size, KEPT=how.kept_groups,
             TOP2=how.group_score == "top2", TOP_K=k, SOFTMAX_CHOSEN=how.softmax_chosen, RENORMALIZE=how.renormalize,
-            COUNT=load is not None, BLOCK_G=triton.next_power_of_2(how.num_groups),
+            COUNT=load is not None, PADDED=query_start is not None, BLOCK_G=triton.next_power_of_2(how.num_groups),
             BLOCK_S=triton.next_power_of_2(size), BLOCK_K=triton.next_power_of_2(k),
             num_warps=1 if num_experts <= 256 else 4, **pdl_options(logits, num_tokens),
         )  # fmt: skip
     return ids, weights
 
 
-@triton.jit(do_not_specialize=["start", "count"])
+@triton.jit(do_not_specialize=["start", "count", "num_requests"])
 def _route_kernel(
-    logits_ptr, correction_ptr, load_ptr, ids_ptr, weights_ptr, stride, factor, epsilon, start, count,
+    logits_ptr, correction_ptr, load_ptr, query_start_ptr, ids_ptr, weights_ptr, stride, factor, epsilon, start, count,
+    num_requests,
     SCORE: tl.constexpr, CORRECT: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr,
     TOP2: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX_CHOSEN: tl.constexpr, RENORMALIZE: tl.constexpr,
-    COUNT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token, its experts as [groups, experts of a group]."""
     if PDL:
@@ -177,7 +185,8 @@ def _route_kernel(
     tl.store(ids_ptr + token * TOP_K + slot, tl.where(here, chosen - start, count), mask=slot < TOP_K)
     tl.store(weights_ptr + token * TOP_K + slot, tl.where(here, weights * factor, 0.0), mask=slot < TOP_K)
     if COUNT:  # whole numbers: in whatever order they are added
-        tl.atomic_add(load_ptr + chosen, 1, mask=slot < TOP_K, sem="relaxed")
+        end = tl.load(query_start_ptr + num_requests) if PADDED else tl.num_programs(0)
+        tl.atomic_add(load_ptr + chosen, 1, mask=(slot < TOP_K) & (token < end), sem="relaxed")
 
 
 class SortedPairs(NamedTuple):

@@ -94,20 +94,43 @@ def experts_triton(
         return out
     shape = num_tokens, top_k, of or num_experts, x.element_size()
     first, second = tiles or (gate_up_tile(*shape), down_tile(*shape))
-    sort = needs_sort(*shape[:3]) if sort is None else sort
-    activated = torch.empty((num_tokens * top_k, inner), dtype=x.dtype, device=x.device)
+    gates = torch.empty((num_tokens * top_k, inner), dtype=x.dtype, device=x.device)
     results = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    order = order_pairs(ids, num_experts, first.block_m, needs_sort(*shape[:3]) if sort is None else sort)
+    _launch(x, gate_up, gate_up_bias, gates, order, inner, top_k, first, num_tokens, gated=True, limit=limit)
+    _launch(gates, down, down_bias, results, order, hidden, 1, second, num_tokens, gated=False, limit=limit)
+    return sum_pairs(results, weights, beside, out)
+
+
+class Order(NamedTuple):
+    """In which blocks of rows pairs (token, one of its experts) are multiplied: as moe_route.SortedPairs has them, or
+    each pair by itself."""
+
+    pairs: torch.Tensor
+    experts: torch.Tensor
+    num_blocks: torch.Tensor
+    sort: bool
+
+    @property
+    def max_blocks(self) -> int:
+        return len(self.experts)
+
+
+def order_pairs(ids: torch.Tensor, num_experts: int, block_m: int, sort: bool) -> Order:
     if sort:
-        pairs, block_experts, num_blocks = sort_pairs_triton(ids, num_experts, first.block_m)
-    else:
-        pairs, block_experts, num_blocks = ids, ids.view(-1), ids
-    order = pairs, block_experts, num_blocks, len(block_experts), sort
-    _launch(x, gate_up, gate_up_bias, activated, order, inner, top_k, first, num_tokens, gated=True, limit=limit)
-    _launch(activated, down, down_bias, results, order, hidden, 1, second, num_tokens, gated=False, limit=limit)
+        return Order(*sort_pairs_triton(ids, num_experts, block_m), True)
+    return Order(ids, ids.view(-1), ids, False)
+
+
+def sum_pairs(
+    results: torch.Tensor, weights: torch.Tensor, beside: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """results [T · k, H] → out [T, H]: the sum of each token's k by their weights, in their order, and `beside`."""
+    (num_tokens, hidden), top_k = out.shape, weights.shape[1]
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
-        results, weights, x if beside is None else beside, out, hidden, 0 if beside is None else beside.stride(0),
-        TOP_K=top_k, BESIDE=beside is not None, BLOCK=block, num_warps=4, **pdl_options(x, num_tokens),
+        results, weights, out if beside is None else beside, out, hidden, 0 if beside is None else beside.stride(0),
+        TOP_K=top_k, BESIDE=beside is not None, BLOCK=block, num_warps=4, **pdl_options(out, num_tokens),
     )  # fmt: skip
     return out
 
@@ -117,7 +140,7 @@ def _launch(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    order: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, bool],
+    order: Order,
     n: int,
     top_k: int,
     tile: MoeTile,
@@ -127,16 +150,54 @@ def _launch(
     limit: float,
 ) -> None:
     """x: row pair // top_k is a pair's → out [pairs, n]."""
-    pairs, block_experts, num_blocks, max_blocks, sort = order
     k = x.shape[1]
-    _expert_kernel[(max_blocks * triton.cdiv(n, tile.block_n),)](
-        x, weight, weight if bias is None else bias, out, pairs, block_experts, num_blocks,
-        out.shape[0], max_blocks, weight.shape[0], n, k, x.stride(0), weight.stride(0), weight.stride(1),
+    _expert_kernel[(order.max_blocks * triton.cdiv(n, tile.block_n),)](
+        x, weight, weight if bias is None else bias, out, order.pairs, order.experts, order.num_blocks,
+        out.shape[0], order.max_blocks, weight.shape[0], n, k, x.stride(0), weight.stride(0), weight.stride(1),
         0 if bias is None else bias.stride(0), limit,
-        TOP_K=top_k, GATED=gated, CLAMPED=limit > 0, HAS_BIAS=bias is not None, SORTED=sort,
+        TOP_K=top_k, GATED=gated, CLAMPED=limit > 0, HAS_BIAS=bias is not None, SORTED=order.sort,
         EVEN_K=k % tile.block_k == 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         GROUP=tile.group, STAGES=tile.stages, num_warps=tile.warps, **pdl_options(x, num_tokens),
     )  # fmt: skip
+
+
+@triton.jit
+def place_of_program(
+    experts_ptr, num_blocks_ptr, max_blocks, num_experts, tiles, GROUP: tl.constexpr, SORTED: tl.constexpr
+):
+    """A block of rows, a tile of the weight, and the expert, int64: num_experts or more where there is nothing to do,
+    for there are no more blocks, or another rank has the expert.
+
+    GROUP blocks take turns at a tile of the weight: what the tensor cores read again comes from the L2 cache."""
+    program = tl.program_id(0)
+    first = program // (GROUP * tiles) * GROUP
+    width = tl.minimum(GROUP, max_blocks - first)
+    inside = program % (GROUP * tiles)
+    block = first + inside % width
+    expert = tl.load(experts_ptr + block)
+    if SORTED:
+        expert = tl.where(block < tl.load(num_blocks_ptr), expert, num_experts)
+    return block, inside // width, expert.to(tl.int64)
+
+
+@triton.jit
+def pairs_of_block(pairs_ptr, block, num_pairs, BLOCK_M: tl.constexpr, SORTED: tl.constexpr):
+    """int32 [BLOCK_M]; num_pairs where the block has no more."""
+    m = tl.arange(0, BLOCK_M)
+    if SORTED:
+        return tl.load(pairs_ptr + block * BLOCK_M + m)
+    else:
+        return tl.where(m == 0, block, num_pairs)
+
+
+@triton.jit
+def activated(gate, up, limit, CLAMPED: tl.constexpr):
+    """kernels.moe.gated of fp32 tiles."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        return gate * tl.sigmoid(1.702 * gate) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
+    else:
+        return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
@@ -151,24 +212,12 @@ def _expert_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # GROUP blocks take turns at a tile of the weight: what the tensor cores read again comes from the L2 cache.
-    program = tl.program_id(0)
-    tiles = tl.cdiv(N, BLOCK_N)
-    first = program // (GROUP * tiles) * GROUP
-    width = tl.minimum(GROUP, max_blocks - first)
-    inside = program % (GROUP * tiles)
-    block = first + inside % width
-    tile = inside // width
-    m = tl.arange(0, BLOCK_M)
-    if SORTED:
-        if block >= tl.load(num_blocks_ptr):
-            return
-        pair = tl.load(pairs_ptr + block * BLOCK_M + m)
-    else:
-        pair = tl.where(m == 0, block, num_pairs)
-    expert = tl.load(experts_ptr + block).to(tl.int64)
-    if expert >= num_experts:  # another rank's
+    block, tile, expert = place_of_program(
+        experts_ptr, num_blocks_ptr, max_blocks, num_experts, tl.cdiv(N, BLOCK_N), GROUP, SORTED
+    )
+    if expert >= num_experts:
         return
+    pair = pairs_of_block(pairs_ptr, block, num_pairs, BLOCK_M, SORTED)
     row_exists = pair < num_pairs
     row = tl.where(row_exists, pair // TOP_K, 0).to(tl.int64)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -200,11 +249,7 @@ def _expert_kernel(
         if GATED:
             up += tl.load(bias_ptrs + N).to(tl.float32)[:, None]
     if GATED:
-        if CLAMPED:
-            acc = tl.minimum(acc, limit)
-            acc = acc * tl.sigmoid(1.702 * acc) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
-        else:
-            acc = acc * tl.sigmoid(acc) * up
+        acc = activated(acc, up, limit, CLAMPED)
     out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_exists[None, :] & (n < N)[:, None])
 

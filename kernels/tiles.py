@@ -52,5 +52,5 @@ def assign_rows(found: list[Any], row: Row, value: object) -> None:
     found[first : last + 1] = [value] * (last + 1 - first)
 
 
-def fits(limit: int | None, size: int) -> bool:
+def fits(limit: int | None, size: float) -> bool:
     return limit is None or size <= limit

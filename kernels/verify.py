@@ -89,3 +89,84 @@ def _verify_kernel(
     proposed = tl.load(num_proposed_ptr + row, mask=active, other=0)
     tl.store(kept_ptr + request, tl.where(active, 1 + right, 0), mask=inside)
     tl.store(kept_ptr + num_rows + request, proposed, mask=inside)
+
+
+_HASHED = tl.constexpr(1 << 32)
+
+
+def impose_acceptance(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, seeds: torch.Tensor, rows: torch.Tensor,
+    query_start: torch.Tensor, sampled: torch.Tensor, sample_index: torch.Tensor, thresholds: torch.Tensor,
+    num_drafts: int,
+) -> None:  # fmt: skip
+    """Before verify_drafts, of which the arguments are: makes so many drafts hold, whatever was sampled.
+
+    Draft i of a request holds while thresholds[i], int64 [K] of 2**32 and not growing, is above a hash of seeds[row],
+    int32 [R + 1], and its position. What was sampled in the place of those becomes the draft, and the draft behind them
+    another token than its sample. What comes out means nothing: this is for measuring.
+    """
+    (impose_acceptance_triton if token_ids.is_cuda else impose_acceptance_torch)(
+        token_ids, num_computed, seeds, rows, query_start, sampled, sample_index, thresholds, num_drafts
+    )
+
+
+def impose_acceptance_torch(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, seeds: torch.Tensor, rows: torch.Tensor,
+    query_start: torch.Tensor, sampled: torch.Tensor, sample_index: torch.Tensor, thresholds: torch.Tensor,
+    num_drafts: int,
+) -> None:  # fmt: skip
+    limits = thresholds.tolist()[:num_drafts]
+    for row, length, begin in zip(rows.tolist(), query_start.diff().tolist(), sample_index.tolist(), strict=True):
+        if not length:
+            continue
+        first = int(num_computed[row]) + 1
+        word = ((int(seeds[row]) & 0xFFFFFFFF) ^ (first * 0x9E3779B1)) & 0xFFFFFFFF
+        for _ in range(2):
+            word = ((word ^ (word >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+        word ^= word >> 16
+        right = sum(limit > word for limit in limits)
+        drafts = token_ids[row, first : first + num_drafts]
+        sampled[begin : begin + min(right, len(drafts))] = drafts[:right]
+        if right < len(drafts):
+            drafts[right] = int(sampled[begin + right] == 0)
+
+
+def impose_acceptance_triton(
+    token_ids: torch.Tensor, num_computed: torch.Tensor, seeds: torch.Tensor, rows: torch.Tensor,
+    query_start: torch.Tensor, sampled: torch.Tensor, sample_index: torch.Tensor, thresholds: torch.Tensor,
+    num_drafts: int,
+) -> None:  # fmt: skip
+    if num_rows := rows.shape[0]:
+        _impose_kernel[(triton.cdiv(num_rows, 128),)](
+            token_ids, num_computed, seeds, rows, query_start, sampled, sample_index, thresholds, token_ids.stride(0),
+            seeds.stride(0), token_ids.shape[1], num_rows, num_drafts, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_drafts"])
+def _impose_kernel(
+    token_ids_ptr, num_computed_ptr, seeds_ptr, rows_ptr, query_start_ptr, sampled_ptr, sample_index_ptr,
+    thresholds_ptr, token_stride, seed_stride, max_len, num_rows, num_drafts, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = request < num_rows
+    row = tl.load(rows_ptr + request, mask=inside, other=0).to(tl.int64)
+    begin = tl.load(query_start_ptr + request, mask=inside, other=0)
+    end = tl.load(query_start_ptr + request + 1, mask=inside, other=0)
+    active = inside & (end > begin)
+    first = tl.load(num_computed_ptr + row, mask=active, other=0) + 1
+    sample = sampled_ptr + tl.load(sample_index_ptr + request, mask=active, other=0)
+    tokens = token_ids_ptr + row * token_stride + first
+    word = tl.load(seeds_ptr + row * seed_stride, mask=active, other=0).to(tl.int64) % _HASHED
+    word = ((word + _HASHED) % _HASHED) ^ ((first.to(tl.int64) * 0x9E3779B1) % _HASHED)
+    for _ in tl.static_range(2):
+        word = ((word ^ (word >> 16)) * 0x45D9F3B) % _HASHED
+    word = word ^ (word >> 16)
+    goes_on = active
+    for place in range(num_drafts):
+        is_there = goes_on & (first + place < max_len)
+        goes_on = is_there & (tl.load(thresholds_ptr + place) > word)
+        draft = tl.load(tokens + place, mask=is_there, other=0)
+        token = tl.load(sample + place, mask=is_there, other=0)
+        tl.store(sample + place, draft, mask=goes_on)
+        tl.store(tokens + place, (token == 0).to(tl.int32), mask=is_there & ~goes_on)

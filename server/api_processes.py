@@ -1,4 +1,4 @@
-"""The API processes beside the first one: started by it, started again when they die, and ended with it."""
+"""The API processes beside the first one: started by it, started again when they die or hang, and ended with it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import httpx
-
 from ..engine import logs
 from ..engine.config import EngineConfig
+from .client.board import SERVES
 from .client.engine_client import RESTART_WINDOW
+from .client.hearts import PATIENCE, START_PATIENCE, Pulse
 from .client.mailbox import EngineDeadError
 from .client.meeting import Meeting
 from .options.config import ServerConfig
@@ -30,6 +30,7 @@ logger = logging.getLogger("vserve")
 
 LOOK_UP = 0.05  # seconds between two looks at processes that start or end
 RETRY = 1.0  # seconds after a start that failed
+LAST_WORDS = 0.2  # seconds for the stacks of one that hangs
 LAST_SECONDS = 5.0  # beside --shutdown-timeout, until a process that does not end is killed
 
 
@@ -45,6 +46,7 @@ class ApiProcesses:
         self._give_up = give_up
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by seat
         self._failed: dict[int, str] = {}  # why there is none, by seat
+        self._pulses: dict[int, Pulse] = {}  # by seat
         self._next_client = 1
         self._deaths: deque[float] = deque()
         self._ending = False
@@ -63,19 +65,19 @@ class ApiProcesses:
     async def ready(self) -> None:
         """Returns when all of them serve. Raises EngineDeadError when one cannot."""
         for seat in self.seats:
-            transport = httpx.AsyncHTTPTransport(uds=self._meeting.api_path(seat), verify=False)
-            async with httpx.AsyncClient(transport=transport, trust_env=False) as http:
-                while not await _is_ready(http):
-                    if self._ending:
-                        return
-                    if (how := self._end_of(seat)) is not None:
-                        raise EngineDeadError(f"API process {seat} {how}; its last words are above")
-                    await asyncio.sleep(LOOK_UP)
+            while not self._meeting.board.get(seat, SERVES):
+                if self._ending:
+                    return
+                await self._end_if_it_hangs(seat)
+                if (how := self._end_of(seat)) is not None:
+                    raise EngineDeadError(f"API process {seat} {how}; its last words are above")
+                await asyncio.sleep(LOOK_UP)
 
     async def watch(self) -> None:
-        """Starts again who dies."""
+        """Starts again who dies, or hangs."""
         while not self._ending:
             for seat in self.seats:
+                await self._end_if_it_hangs(seat)
                 if (how := self._end_of(seat)) is None or self._ending:
                     continue
                 now = time.monotonic()
@@ -90,6 +92,18 @@ class ApiProcesses:
                 self._meeting.board.clear(seat)
                 self._start_one(seat)
             await asyncio.sleep(RETRY if self._failed else LOOK_UP)
+
+    async def _end_if_it_hangs(self, seat: int) -> None:
+        if self._end_of(seat) is not None:
+            return
+        process, pulse = self._processes[seat], self._pulses[seat]
+        patience = PATIENCE if self._meeting.board.get(seat, SERVES) else START_PATIENCE
+        if (silent := pulse.look(time.monotonic())) > patience:
+            logger.error("API process %d has been silent for %.0f s and is killed; its stacks follow", seat, silent)
+            process.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(LAST_WORDS)  # where it is not stopped
+            process.kill()
+            await asyncio.to_thread(process.wait)
 
     def _end_of(self, seat: int) -> str | None:
         """How its process has come to an end; None: it runs."""
@@ -138,7 +152,7 @@ class ApiProcesses:
         except OSError as error:
             self._failed[seat] = str(error)
             return
-        self._processes[seat] = process
+        self._processes[seat], self._pulses[seat] = process, Pulse(board, seat)
         # Not as an argument: it has keys in it. On a thread: it may be more than a pipe holds.
         threading.Thread(target=_tell, args=(process, json.dumps(spec).encode()), daemon=True).start()
 
@@ -147,13 +161,6 @@ def _tell(process: subprocess.Popen[bytes], spec: bytes) -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError), process.stdin:  # it is gone: whoever watches it sees that
         process.stdin.write(spec)
-
-
-async def _is_ready(http: httpx.AsyncClient) -> bool:
-    try:
-        return (await http.get("http://api/own/ready", timeout=1.0)).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def options(config: type, given: dict[str, Any]) -> Any:

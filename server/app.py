@@ -132,7 +132,7 @@ def create_app(
         state.colleagues = Colleagues(meeting)
         app.add_middleware(Elsewhere, colleagues=state.colleagues)
     # The last one added is the outermost: a refusal, too, has an id, is counted, and may be read by browsers.
-    app.add_middleware(BodyLimit, limit=state.max_body_size, rejected=metrics.rejected)
+    app.add_middleware(BodyLimit, limit=state.max_body_size, rejected=metrics.rejected, board=board)
     pages = (*DOCS, *(load_page().paths if config.ui else ()))
     if (locks := Locks(config, config.root_path, pages, board)).are_needed:
         app.add_middleware(Authentication, locks=locks)

@@ -23,9 +23,10 @@ from .observe.shares import Page, lasting, summed
 logger = logging.getLogger(__name__)
 
 PATIENCE = 5.0  # seconds for a colleague's word
+STARTING = 600.0  # for the first process to begin to listen: it may read adapters from the hub
 LOOK_UP = 0.1  # seconds between two looks for one that starts
 AT_FIRST = re.compile(
-    r"/metrics|/reload|/scale_data_parallel|/scale_elastic_ep|/v1/responses(/.*)?|/v1/chat/completions/.+"
+    r"/metrics|/reload|/v1/(un)?load_lora_adapter|/scale_data_parallel|/scale_elastic_ep|/v1/responses(/.*)?|/v1/chat/completions/.+"
 )
 HERE = frozenset(("/v1/chat/completions/render", "/v1/chat/completions/batch"))
 CHATS = "/v1/chat/completions"
@@ -34,7 +35,7 @@ _NOT_SENT = frozenset((b"host", b"content-length", b"x-request-id", b"expect"))
 _NOT_PASSED = frozenset((b"x-request-id", b"server", b"date"))
 
 
-class ColleagueError(Exception):
+class ColleagueError(OSError):
     """Who did not do what it was told to, and why, in one line; the others have done it."""
 
 
@@ -100,6 +101,21 @@ class Colleagues:
         problems = await asyncio.gather(*map(tell_one, self.others))
         if found := "; ".join(problem for problem in problems if problem is not None):
             raise ColleagueError(f"{found}. The other API processes have done it: try again.")
+
+    async def ask_first(self, path: str) -> bytes:
+        """What the first process answers, which may still have to begin to listen. Raises ColleagueError."""
+        deadline = time.monotonic() + STARTING
+        while True:
+            try:
+                answer = await self.client(FIRST).get(path, timeout=PATIENCE)
+                if answer.is_success:
+                    return answer.content
+                problem = str(answer.status_code)
+            except httpx.HTTPError as error:
+                problem = str(error) or type(error).__name__
+            if time.monotonic() > deadline:
+                raise ColleagueError(f"the first API process does not answer {path}: {problem}")
+            await asyncio.sleep(LOOK_UP)
 
     async def close(self) -> None:
         for client in self._clients.values():

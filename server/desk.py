@@ -11,9 +11,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..engine.config import ConfigError
+from .client.board import SERVES
 from .client.meeting import Meeting, listen
 from .client.replicas import Replicas
 from .client.scaling import ScalingError, scale
+from .generation.adapters import Record
 from .http.front_door import FrontDoor
 from .state import ServerState
 
@@ -34,8 +36,9 @@ class Desk:
         self.server: ServerState | None = None  # once there is one
 
     async def serve(self) -> None:
-        """Until it is cancelled."""
+        """Until it is cancelled; the others find the socket as soon as this has begun."""
         sock = listen(self._meeting.api_path(self._meeting.seat))
+        self._meeting.board.set(SERVES, 1)
         config = uvicorn.Config(
             self, log_config=None, log_level="warning", access_log=False, loop="none", lifespan="off", ws="none",
             timeout_graceful_shutdown=0,
@@ -68,6 +71,12 @@ class Desk:
                 await scale(server.client, asked["size"], asked["drain_timeout"])
             except ScalingError as error:
                 return Response(str(error), 500)
-        elif path != "/own/ready":
+        elif path == "/own/adapters" and request.method == "GET":
+            return Response(_encode(server.adapters.records()))
+        elif path == "/own/adapters":
+            server.adapters.take(msgspec.json.decode(await request.body(), type=Record))
+        elif path == "/own/adapters/retire":
+            await server.adapters.retire(msgspec.json.decode(await request.body())["id"])
+        else:
             return Response(status_code=404)
         return Response(status_code=200)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+import msgspec
 import uvicorn
 
 from ..engine import faults, logs
@@ -21,11 +22,13 @@ from ..engine.config import ConfigError, EngineConfig
 from ..engine.messages import EngineInfo, Progress
 from .api_processes import ApiProcesses
 from .client.client import Client
+from .client.hearts import beat, watch_first
 from .client.mailbox import EngineDeadError, ShuttingDownError
 from .client.meeting import Meeting
 from .client.replicas import make_client
 from .client.watchdog import Watchdogs
 from .colleagues import ColleagueError, Colleagues
+from .generation.adapters import Record
 from .http.front_door import FrontDoor
 from .http.page import load_page
 from .http.protocol import uvicorn_options
@@ -35,6 +38,8 @@ from .text.beside import Beside, on_gpu
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from .state import ServerState
 
 logger = logging.getLogger("vserve")
 
@@ -92,7 +97,8 @@ class Service:
         for client in self.clients:
             client.death_listeners.append(lambda _: setattr(self.server, "should_exit", True))
         self.front = FrontDoor(self.client, config.root_path, load_page() if config.ui else None)
-        self.server = Server(uvicorn_config(self.front, config, self._refused))
+        num_processes = 1 if meeting is None else meeting.board.num_seats
+        self.server = Server(uvicorn_config(self.front, config, self._refused, num_processes))
         self.app: FastAPI | None = None  # once everything is loaded
         self._desk = None
         if meeting is not None:
@@ -118,6 +124,10 @@ class Service:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 asyncio.get_running_loop().add_signal_handler(number, self._receive, number, task)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._reload)
+        if self._meeting is not None:
+            self._hearts = [asyncio.create_task(beat(self._meeting.board))]  # to the very end
+            if not self._is_first:
+                self._hearts.append(asyncio.create_task(watch_first(self._meeting.board, self.config.stall_timeout)))
         if self._others is not None:
             self._others.start()
         loaded = asyncio.Event()
@@ -130,8 +140,8 @@ class Service:
         try:
             async with app.router.lifespan_context(app):
                 self.app = self.front.app = app
-                loaded.set()
                 desk = await self._meet(app)
+                loaded.set()
                 if self.config.ssl_certfile is not None:
                     app.state.server.reloads["certificates"] = self._reload_certificates
                 gc.collect()
@@ -179,7 +189,20 @@ class Service:
             except EngineDeadError as error:
                 self._give_up(str(error))
             tasks.append(asyncio.create_task(self._others.watch()))
+        elif self.client.config.enable_lora:
+            await asyncio.sleep(0)  # from now on it is told what changes
+            await self._join(app.state.server)
         return tasks
+
+    async def _join(self, server: ServerState) -> None:
+        """Takes over the adapters that the first process has had loaded."""
+        assert server.colleagues is not None
+        try:
+            known = await server.colleagues.ask_first("/own/adapters")
+        except ColleagueError as error:
+            self._give_up(str(error))
+        else:
+            server.adapters.join(msgspec.msgpack.decode(known, type=list[Record]))
 
     def _give_up(self, cause: str) -> None:
         self._cause = cause
@@ -229,7 +252,8 @@ class Service:
             await engine  # it failed: the tokenizer may take minutes to load
         made = await app
         await engine
-        await made.state.server.adapters.load_all(self.config.modules())
+        if self._is_first:
+            await made.state.server.adapters.load_all(self.config.modules())
         return made
 
     async def _start_engines(self) -> None:
@@ -368,10 +392,12 @@ class Service:
                 os.unlink(self.config.uds)
 
 
-def uvicorn_config(app: FrontDoor, config: ServerConfig, refused: Callable[[str], None]) -> uvicorn.Config:
+def uvicorn_config(
+    app: FrontDoor, config: ServerConfig, refused: Callable[[str], None], num_processes: int
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        **uvicorn_options(config, refused),
+        **uvicorn_options(config, refused, num_processes),
         log_config=None,
         log_level="warning",
         access_log=False,

@@ -83,7 +83,8 @@ class ServerState:
     @cached_property
     def adapters(self) -> Adapters:
         folder, engine = self.config.lora_dir, self.client.config
-        return Adapters(self.client, self.model.names, enabled=engine.enable_lora, folder=folder)
+        tell = None if self.colleagues is None or not self.colleagues.meeting.is_first else self.colleagues.tell
+        return Adapters(self.client, self.model.names, enabled=engine.enable_lora, folder=folder, tell=tell)
 
     @cached_property
     def pairs(self) -> PairEncoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,14 @@ HALVES: Mapping[str, tuple[int, ...]] = {
     "IQ1_M": (), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "TQ1_0": (52,),
     "TQ2_0": (64,), "NVFP4": (),
 }  # fmt: skip
-# What converters call the pre-tokenisers of these families.
-PRE = {"llama": "llama-bpe", "mistral": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2"}
+# transformers' model_type → llama.cpp's architecture, where they differ.
+ARCHITECTURES = {
+    "mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
+    "cohere": "command-r",
+}  # fmt: skip
+# What converters call the pre-tokenisers of these architectures; any of them reads the tiny tokenizer.
+PRE = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2"}
+PERMUTED = ("llama", "granite")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
@@ -45,7 +52,8 @@ def quantized(values: torch.Tensor, kind: str, seed: int) -> np.ndarray:
     try:
         return quants.quantize(array, GGMLQuantizationType[kind])
     except NotImplementedError:
-        return random_blocks(kind, *array.shape, seed=seed, sizes=(0.002,))
+        rows = random_blocks(kind, array[..., 0].size, array.shape[-1], seed=seed, sizes=(0.002,))
+        return rows.reshape(*array.shape[:-1], -1)
 
 
 def permuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -66,11 +74,12 @@ def write_gguf(
     changed (None: left out). With `shards` the path of the first."""
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"]
-    arch = "llama" if family == "mistral" else family
-    tensors = load_file(folder / "model.safetensors")
+    arch = ARCHITECTURES.get(family, family)
+    tensors = stacked(load_file(folder / "model.safetensors"))
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), layers)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=-(-len(tensors) // shards) if shards > 1 else 0)
+    rope = config["rope_parameters"]
     values: dict[str, Any] = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -78,31 +87,79 @@ def write_gguf(
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
         "vocab_size": config["vocab_size"],
+        **own_keys(arch, config),
         **(keys or {}),
     }
     for key, value in values.items():
         if value is not None:
             add_key(writer, f"{arch}.{key}", value)
-    add_tokenizer(writer, folder, config["vocab_size"], PRE[family], json_tokenizer)
+    add_tokenizer(writer, folder, config["vocab_size"], PRE.get(arch, "llama-bpe"), json_tokenizer)
     for seed, (name, tensor) in enumerate(tensors.items()):
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        if arch == "llama" and (".q_proj" in name or ".k_proj" in name):
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        if arch in PERMUTED and (".q_proj" in name or ".k_proj" in name):
             tensor = permuted(tensor, heads if ".q_proj" in name else config["num_key_value_heads"])
-        chosen = kind(stored) if tensor.dim() == 2 else "F32"
+        chosen = kind(stored) if tensor.dim() > 1 and "ffn_gate_inp" not in stored and "norm" not in stored else "F32"
         writer.add_tensor(stored, quantized(tensor, chosen, seed), raw_dtype=GGMLQuantizationType[chosen])
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
+    for length in ("long", "short") if "long_factor" in rope else ():
+        writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path if shards == 1 else path.with_name(f"{path.stem}-00001-of-{shards:05}.gguf")
+
+
+def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts' matrices as one tensor a layer, under the names that the package knows."""
+    found, experts = {}, {}
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+            experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
+
+
+def own_keys(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter writes of one architecture."""
+    eps = config.get("rms_norm_eps", config.get("layer_norm_eps"))
+    found: dict[str, Any] = {f"attention.layer_norm_{'' if arch == 'command-r' else 'rms_'}epsilon": float(eps)}
+    experts = config.get("num_local_experts", config.get("num_experts"))
+    if experts is not None:
+        found |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
+    if "moe_intermediate_size" in config:
+        found["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if "shared_expert_intermediate_size" in config:
+        found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    if arch in ("gemma2", "gemma3"):
+        found["attention.sliding_window"] = config["sliding_window"]
+    if arch == "gemma2":
+        found |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+    if arch == "granite":
+        found |= {
+            "attention.scale": float(config["attention_multiplier"]),
+            "embedding_scale": float(config["embedding_multiplier"]),
+            "residual_scale": float(config["residual_multiplier"]),
+            "logit_scale": float(config["logits_scaling"]),
+        }
+    if arch == "command-r":
+        found["logit_scale"] = float(config["logit_scale"])
+    if arch == "phi3":
+        rope = config["rope_parameters"]
+        found["rope.dimension_count"] = int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+        found["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+        if config.get("sliding_window"):
+            found["attention.sliding_window"] = config["sliding_window"]
+    return found
 
 
 def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     "client", "errors", "pace", "lanes", "histogram", "options", "parsers", "text", "grammar", "wire", "generation",
     "observe", "http", "router", "dialects", "colleagues", "state", "api", "openapi", "app", "desk", "api_processes",
-    "service", "api_process", "offline", "cli",
+    "service", "api_process", "ray_serve", "offline", "cli",
 )  # fmt: skip
 
 

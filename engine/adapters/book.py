@@ -26,30 +26,34 @@ class AdapterBook:
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.running: Counter[int] = Counter()  # requests on a row, by adapter
         self.wanted: OrderedDict[int, None] = OrderedDict()  # that somebody waits for, to be read from disk
+        self.coming: set[int] = set()  # of these, those that are being read: the host has room for them
+        self.fetched: set[int] = set()  # that came for somebody who has not begun yet: they stay until then
         self.paths: dict[int, str] = {}  # of all that requests may name
-        self._somebody_waits = False  # for a slot, as far as this pass has seen
+        self.names: dict[int, str] = {}  # what clients call them
         self.busy: Callable[[], set[int]] = set  # adapters that steps in flight have
-        self._num_passes = 0  # of requests past one that waits for a slot
+        self._somebody_waits = False  # for a slot, as far as this pass has seen
+        # Of requests past one that waits for a slot: who that is, by its id. It is remembered over passes that do not
+        # come to it, as there may be no row free, until it leaves the queue.
+        self._waiter: int | None = None
+        self._num_passes = 0
 
     # ---- what is there ----
     def remove(self, id: int) -> None:
         """No request has it any more."""
         self.paths.pop(id, None)
+        self.names.pop(id, None)
         self.wanted.pop(id, None)
         self.on_host.pop(id, None)
+        self.fetched.discard(id)
         if id in self.slots:
             self.free_slots.append(self.slots.pop(id))
 
     def make_room(self) -> list[int] | None:
-        """For one more on the host: those that have to leave it; None: all are in use."""
-        leaving: list[int] = []
-        busy = self.busy()
-        for id in self.on_host:
-            if len(self.on_host) - len(leaving) < self.max_on_host:
-                break
-            if not self.running[id] and id not in busy:
-                leaving.append(id)
-        if len(self.on_host) - len(leaving) >= self.max_on_host:
+        """For one more on the host: those that have to leave it; None: all are in use, or will be soon."""
+        kept = self.busy() | self.running.keys() | self.fetched
+        num_too_many = len(self.on_host) + len(self.coming) + 1 - self.max_on_host
+        leaving = [id for id in self.on_host if id not in kept][: max(0, num_too_many)]
+        if len(leaving) < num_too_many:
             return None
         for id in leaving:
             self.on_host.pop(id)
@@ -57,38 +61,41 @@ class AdapterBook:
 
     def arrived(self, id: int) -> None:
         """It is on the host."""
-        self.wanted.pop(id, None)
+        self.coming.discard(id)
+        if id in self.wanted:
+            del self.wanted[id]
+            self.fetched.add(id)
         self.on_host[id] = None
         self.on_host.move_to_end(id)
 
     # ---- requests ----
     def begin_pass(self) -> None:
         """Over the queue, from its head."""
-        if not self._somebody_waits:
-            self._num_passes = 0
         self._somebody_waits = False
 
-    def may_start(self, id: int) -> bool:
-        """Whether a request with this adapter, or none, could run now. One that cannot waits, and lets others pass; but
-        only PATIENCE of those that keep slots from it."""
+    def may_start(self, id: int, request: int) -> bool:
+        """Whether this request with this adapter, or none, could run now. One that cannot waits, and lets others pass;
+        but only PATIENCE of those that keep slots, or the host's room, from it."""
         if not id:
             return True
+        patient = not self._somebody_waits or self._num_passes < PATIENCE
         if id in self.running:
-            return not self._somebody_waits or self._num_passes < PATIENCE
+            return patient
         if id not in self.slots and id not in self.on_host:
             self.wanted.setdefault(id)
+            if id not in self.coming:
+                self._wait(request)
             return False
         if len(self.running) == self.num_slots:
-            self._somebody_waits = True
+            self._wait(request)
             return False
-        return True
+        # What was fetched keeps others from the host until it has begun: it never waits for them.
+        return patient or id in self.fetched
 
-    def start(self, id: int) -> tuple[int, AdapterCopy | None]:
+    def start(self, id: int, request: int) -> tuple[int, AdapterCopy | None]:
         """→ the slot of a request that starts, and what has to be copied there first."""
-        if id not in self.running:
-            self._num_passes = 0
-        elif self._somebody_waits:
-            self._num_passes += 1
+        self._num_passes += self._somebody_waits
+        self.leave(id, request)
         self.running[id] += 1
         if id in self.on_host:
             self.on_host.move_to_end(id)
@@ -106,6 +113,16 @@ class AdapterBook:
         if not self.running[id]:
             del self.running[id]
 
+    def leave(self, id: int, request: int) -> None:
+        """The request has left the queue, to run or to end."""
+        self.fetched.discard(id)
+        if request == self._waiter:
+            self._waiter, self._num_passes = None, 0
+
+    def _wait(self, request: int) -> None:
+        if not self._somebody_waits:
+            self._somebody_waits, self._waiter = True, request
+
     def forget(self, ids: set[int]) -> None:
         """The copies of these into their slots may have failed: they are copied anew."""
         for id in ids & self.slots.keys():
@@ -118,3 +135,5 @@ class AdapterBook:
         require(len(self.running) <= self.num_slots, "more adapters run than there are slots")
         require(sorted([*self.slots.values(), *self.free_slots]) == list(range(self.num_slots)), "a slot was lost")
         require(self.running.keys() <= self.slots.keys(), "an adapter runs without a slot")
+        require(len(self.on_host) + len(self.coming) <= self.max_on_host, "more adapters on the host than fit")
+        require(self.fetched <= self.on_host.keys(), "an adapter that is kept is not on the host")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from ..messages import AdapterLoaded, DropAdapter, LoadAdapter
 from ..model_file import ModelError
@@ -17,29 +18,44 @@ from .store import AdapterStore
 logger = logging.getLogger(__name__)
 
 
+class Others(Protocol):
+    """The stores of the other ranks: see ranks/adapters.py."""
+
+    async def read(self, id: int, path: str) -> None: ...
+
+    def forget(self, ids: Sequence[int]) -> None: ...
+
+
 class AdapterLoading:
     """On the loop's thread, but for the reading, which has a thread of its own."""
 
     def __init__(
         self, store: AdapterStore, book: AdapterBook, send: Callable[[AdapterLoaded], None],
-        failed: Callable[[int, str], None], wake: Callable[[], None],
+        failed: Callable[[int, str], None], wake: Callable[[], None], others: Others | None = None,
     ) -> None:  # fmt: skip
-        """`failed` gets (id, why) of an adapter that requests wait for and that can no longer be read."""
-        self._store, self._book = store, book
+        """`failed` gets (id, why) of an adapter that requests wait for and that can no longer be read. `others`: the
+        stores of the other ranks."""
+        self._store, self._book, self._others = store, book, others
         self._send, self._failed, self._wake = send, failed, wake
-        self._reading: set[int] = set()
+        self._reading: dict[int, asyncio.Task[tuple[Packed, Adapter]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-adapter")
         self.with_head: set[int] = set()  # adapters that change logits
 
     def close(self) -> None:
+        for task in self._reading.values():
+            task.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def load(self, message: LoadAdapter) -> None:
+        """One that is known is not read again: of several API processes, each tells an engine that starts again."""
+        if self.knows(message.id):
+            return
         self._book.paths[message.id] = message.path
+        self._book.names[message.id] = message.name
         self._read(message.id, first=True)
 
     def drop(self, message: DropAdapter) -> None:
-        self._store.packed.pop(message.id, None)
+        self._forget([message.id])
         self.with_head.discard(message.id)
         self._book.remove(message.id)
 
@@ -47,35 +63,60 @@ class AdapterLoading:
         return id in self._book.paths
 
     def fetch(self) -> None:
-        """Has those read that requests wait for, as far as the host has room."""
+        """Has those read that requests wait for, in their order, as far as the host has room."""
         for id in list(self._book.wanted):
-            if id not in self._reading and id in self._book.paths and self._make_room():
-                self._read(id)
-                return  # one at a time: that one has the room
+            if id in self._reading or id not in self._book.paths:
+                continue
+            if not self._make_room():
+                return
+            self._book.coming.add(id)  # the room is its own
+            self._read(id)
 
     def _make_room(self) -> bool:
         leaving = self._book.make_room()
-        for id in leaving or ():
-            del self._store.packed[id]
+        self._forget(leaving or ())
         return leaving is not None
 
-    def _read(self, id: int, first: bool = False) -> None:
-        self._reading.add(id)
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._thread, self._store.read, self._book.paths[id])
-        future.add_done_callback(lambda done: self._done(id, first, done))
+    def _forget(self, ids: Sequence[int]) -> None:
+        for id in ids:
+            self._store.packed.pop(id, None)
+        if self._others is not None:
+            self._others.forget(ids)
 
-    def _done(self, id: int, first: bool, done: asyncio.Future[tuple[Packed, Adapter]]) -> None:
-        self._reading.discard(id)
-        if done.cancelled() or id not in self._book.paths:
+    def _read(self, id: int, first: bool = False) -> None:
+        self._reading[id] = task = asyncio.create_task(self._read_everywhere(id, self._book.paths[id]))
+        task.add_done_callback(lambda done: self._done(id, first, done))
+
+    async def _read_everywhere(self, id: int, path: str) -> tuple[Packed, Adapter]:
+        """By all ranks at the same time. Raises what rank 0 raises, else what another does."""
+        mine = asyncio.get_running_loop().run_in_executor(self._thread, self._store.read, path)
+        if self._others is None:
+            return await mine
+        found, failed = await asyncio.gather(mine, self._others.read(id, path), return_exceptions=True)
+        if isinstance(found, BaseException):
+            raise found
+        if failed is not None:
+            raise failed
+        return found
+
+    def _done(self, id: int, first: bool, done: asyncio.Task[tuple[Packed, Adapter]]) -> None:
+        del self._reading[id]
+        has_room = id in self._book.coming
+        self._book.coming.discard(id)
+        if done.cancelled():
             return
-        if (error := done.exception()) is not None:
+        error = done.exception()
+        if error is not None or id not in self._book.paths:
+            self._forget([id])  # some ranks may have read it
+        if id not in self._book.paths:
+            return
+        if error is not None:
             if not isinstance(error, ModelError):
                 logger.error("adapter %s cannot be read", self._book.paths[id], exc_info=error)
             said = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
             self._book.wanted.pop(id, None)
             if first:
-                del self._book.paths[id]
+                self._book.remove(id)
                 self._send(AdapterLoaded(id, error=said))
             self._failed(id, said)
             self._wake()
@@ -83,9 +124,11 @@ class AdapterLoading:
         packed, adapter = done.result()
         if packed.has_head:
             self.with_head.add(id)
-        if id in self._book.wanted or self._make_room():
+        if has_room or self._make_room():
             self._store.packed[id] = packed
             self._book.arrived(id)
+        else:
+            self._forget([id])
         if first:
             self._send(AdapterLoaded(id, packed.rank, adapter.config.base))
         self._wake()

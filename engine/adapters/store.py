@@ -10,7 +10,7 @@ from ..loader import from_hub
 from ..model_path import is_hub_name
 from .adapter import WEIGHTS_FILE, Adapter
 from .layout import Packed, SlotLayout
-from .peft_config import CONFIG_FILE
+from .peft_config import CONFIG_FILE, AdapterError
 
 
 class AdapterStore:
@@ -33,7 +33,11 @@ class AdapterStore:
 
 def find_adapter(name: str, download_dir: str | None = None) -> Path:
     """A folder as it is; else an adapter of the Hugging Face hub. Raises ModelError."""
-    folder = Path(name).expanduser()
-    if folder.exists() or not is_hub_name(name):
+    try:
+        folder = Path(name).expanduser()
+        there = folder.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, nobody's home
+        raise AdapterError(f"{name[:60]!r} is no path ({error}): give an adapter's folder") from None
+    if there or not is_hub_name(name):
         return folder
     return from_hub(name, None, [CONFIG_FILE, WEIGHTS_FILE], download_dir)

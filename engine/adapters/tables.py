@@ -119,6 +119,7 @@ class AdapterTables:
         self._head: Tiles | None = None  # of the step's sampled rows
         self.row_slots = np.full(max_rows + 1, NO_SLOT)  # of each row of the device tables
         self._slots = self.row_slots[:0]  # of each row of the step
+        self._taken: dict[int, Packed] = {}  # by id, see take
         layout = store.layout
         self._memory = torch.zeros(num_slots, layout.size, dtype=store.dtype, device=device)
         self._used = torch.zeros(len(layout.places), num_slots, dtype=torch.int32, device=device)
@@ -141,11 +142,16 @@ class AdapterTables:
         self._memory.normal_(0.0, 0.01)
         self._used.fill_(1)
 
+    def take(self, plan: StepPlan) -> None:
+        """What the plan copies, for a `begin` on another thread: by then the host may have let go of it."""
+        self._taken = {copy.id: self.store.get(copy.id, copy.path) for copy in plan.adapters}
+
     def begin(self, plan: StepPlan) -> bool:
         """Takes in the plan's copies and rows. Whether some row of the step has an adapter."""
         self.end()  # what a step that failed has left
         for copy in plan.adapters:
-            self.load(copy.slot, self.store.get(copy.id, copy.path))
+            self.load(copy.slot, self._taken.get(copy.id) or self.store.get(copy.id, copy.path))
+        self._taken = {}
         for new in plan.new_rows:
             self.row_slots[new.row] = new.slot
         self._slots = self.row_slots[plan.rows]

@@ -17,12 +17,13 @@ from ..quant.codes import Codes, decoded
 from ..quant.experts import QuantizedExperts
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from ..quant.fp4 import decode_experts
+from ..quant.packed_experts import PackedExperts
 from .staging import copy_weight
 from .weights import Placement, keep_at_hand
 
 PARTS = ("gate", "up", "down")
 STACKED = "stacked"  # the part of a file that has all experts in one tensor
-CODES_ON = ("cpu",)  # where there is a product with codes
+CODES_ON = ("cpu",)  # where each matrix of codes is a module of its own
 Biases = tuple[Tensor | None, Tensor | None]  # of gate and up [E, 2I], of down [E, H]
 
 
@@ -60,7 +61,6 @@ class Experts(nn.Module):
         self.span = (0, spec.inner)  # (first, number) of their gates that it has
         self.formats: dict[str, Format] = {}
         self.biases: tuple[Tensor | None, Tensor | None] = (None, None)
-        self.load_count: Tensor | None = None  # see ExpertLoad
 
     def weight_map(self, prefix: str) -> dict[str, tuple[Experts, str]]:
         if self.spec.stored:
@@ -95,9 +95,10 @@ class Experts(nn.Module):
             self.gate_up_bias, self.down_bias = self.biases = biases
         if self.formats and place.device.type in CODES_ON:
             self.method = QuantizedExperts(len(self.mine), place, self._limit)
+        elif self.formats:
+            self.method = PackedExperts(len(self.mine), self.num_experts, place, self._limit, self._numbers)
         else:
-            sizes = len(self.mine), self.num_experts, self.hidden, inner
-            self.method = UnquantizedExperts(*sizes, place, self._limit)
+            self.method = self._numbers()
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
         if part == STACKED:
@@ -138,8 +139,6 @@ class Experts(nn.Module):
 
         ids count from this rank's first expert on; where they are another's, the weight is 0, the id one past the last.
         """
-        if self.load_count is not None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.load_count += (ids < len(self.mine)).sum()
         return self.method.mix(x, ids, weights, self.biases, beside)
 
     @property
@@ -152,6 +151,10 @@ class Experts(nn.Module):
     @property
     def _limit(self) -> float:
         return self.spec.limit if self.spec.activation == "clamped" else 0.0
+
+    def _numbers(self) -> UnquantizedExperts:
+        sizes = len(self.mine), self.num_experts, self.hidden, self.span[1]
+        return UnquantizedExperts(*sizes, self.place, self._limit)
 
     def _shape(self, name: str) -> tuple[int, int]:
         """[N, K] of the whole matrix."""

@@ -12,6 +12,7 @@ from ...kernels.moe_route import Routing, route
 from ..layer_spec import RoutingSpec
 from ..quant.codes import decoded
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
+from .expert_load import ExpertLoad
 from .weights import Placement, frozen, keep_at_hand
 
 CORRECTION = "e_score_correction_bias"
@@ -27,6 +28,8 @@ class Router(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     correction: nn.Parameter | None
+    counted: ExpertLoad | None = None  # where tokens are counted, in the row `layer`
+    layer = 0
 
     def __init__(self, spec: RoutingSpec, hidden: int, place: Placement) -> None:
         super().__init__()
@@ -88,4 +91,8 @@ class Router(nn.Module):
         else:
             logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
             logits = logits if self.bias is None else logits.add_(self.bias)
-        return route(logits, self.how, self.correction, mine=mine)
+        if self.counted is None or self.counted.query_start is None:
+            return route(logits, self.how, self.correction, mine=mine)
+        return route(
+            logits, self.how, self.correction, self.counted.layers[self.layer], mine, self.counted.query_start
+        )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..parallel.divide import vocab_share
 from ..parallel.group import ALONE, Group
+from ..parallel.pipeline import WHOLE, Stage
 from ..quant.format import Format, Stored
 
 # Rows divided, every rank as many; the same with fewer for the last, as vocabularies want it; columns divided.
@@ -19,12 +20,14 @@ ShardRule = Literal["replicated", "column", "vocabulary", "row"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Dtype and device of a model's weights, and this rank's place among those that share the model."""
+    """Dtype and device of a model's weights, and this rank's place among those that share the model: its stage, and
+    among the ranks that divide the layers of that."""
 
     dtype: torch.dtype
     device: torch.device
     group: Group = ALONE
     whole_experts: bool = False  # experts are dealt to the ranks, never divided
+    stage: Stage = WHOLE
 
     @property
     def tp_rank(self) -> int:

@@ -26,8 +26,15 @@ class AttentionBlock(nn.Module):
     k_norm: Norm | None
 
     def __init__(
-        self, spec: AttentionSpec, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
+        self,
+        spec: AttentionSpec,
+        config: ModelConfig,
+        layer: int,
+        rotary: RotaryEmbedding,
+        place: Placement,
+        input_size: int = 0,
     ) -> None:
+        """input_size: of what it reads, where that is not as wide as what it adds to."""
         super().__init__()
         dim = spec.head_dim
         sizes = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim, "v": spec.num_kv_heads * dim}
@@ -37,7 +44,7 @@ class AttentionBlock(nn.Module):
         head = halves_first(dim, spec.rotary_dim) if turned else None
         order = {} if head is None else {part: _of_heads(head, sizes[part]) for part in ("q", "k")}
         self.qkv = Linear(
-            config.hidden_size,
+            input_size or config.hidden_size,
             {"qkv": sum(sizes.values())} if spec.fused else sizes,
             place=place,
             rule="column",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
+from ..layers.expert_load import watch
 from ..layers.head import Head
 from ..layers.linear import Linear
 from ..layers.norm import NoNorm, Norm, make_norm
@@ -17,6 +18,7 @@ from ..layers.rope import RotaryEmbedding
 from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
 from ..parallel.group import ALONE, Group
+from ..speculation.features import Features
 from .attention_block import AttentionBlock
 from .latent_attention import LatentAttentionBlock
 from .mixture import Mixture
@@ -135,24 +137,40 @@ class CausalLM(nn.Module):
     """Embedding, layers, final norm; the output matrix is a call of its own because only sampled rows need logits.
 
     Built without weights; what differs between families, the specs of its layers say. `max_len` is the longest context
-    served: the rotary tables end there.
+    served: the rotary tables end there. A stage has some of the layers, the first one the embedding before them, the
+    last one what is behind.
     """
 
     def __init__(self, config: ModelConfig, place: Placement, max_len: int) -> None:
         super().__init__()
         self.config, self.place = config, place
-        rotations = {(spec.attention.rope, spec.attention.rotary_dim) for spec in config.layers}
+        self.stage, self.indices = place.stage, place.stage.indices(len(config.layers))
+        specs = [config.layers[index] for index in self.indices]
+        rotations = {(spec.attention.rope, spec.attention.rotary_dim) for spec in specs}
         self.rotary = {pair: RotaryEmbedding(*pair, max_len, place.device) for pair in rotations}
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, place, config.frame.embedding_scale)
+        self.embedding: Embedding | None = None
+        if self.stage.is_first or (self.stage.is_last and config.tie_word_embeddings):
+            self.embedding = Embedding(config.vocab_size, config.hidden_size, place, config.frame.embedding_scale)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, config, index, self.rotary[spec.attention.rope, spec.attention.rotary_dim], place)
-            for index, spec in enumerate(config.layers)
+            for index, spec in zip(self.indices, specs, strict=True)
         )
-        self.norm = _norm(config, place, config.layers[-1].residual_scale, _summands(config, -1, place))
-        tied = self.embedding if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied) if config.generates else None
-        self.pooling_head = None if config.head is None else Head(config.head, config.vocab_size, place, tied)
+        last, scale = self.indices[-1], specs[-1].residual_scale
+        self.norm: Norm | NoNorm = NoNorm(scale, _summands(config, last, place))  # the next stage begins with a norm
+        self.lm_head: LMHead | None = None
+        self.pooling_head: Head | None = None
+        if self.stage.is_last:
+            self.norm = _norm(config, place, scale, _summands(config, last, place))
+            tied = self.embedding if config.tie_word_embeddings else None
+            if config.generates:
+                self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied)
+            if config.head is not None:
+                self.pooling_head = Head(config.head, config.vocab_size, place, tied)
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
+        self._elsewhere = tuple(self._other_stages())  # beginnings of names in the checkpoint
+        self.features: Features | None = None  # that somebody drafts by
+        routers = [layer.mlp.router if isinstance(layer.mlp, Mixture) else None for layer in self._layers]
+        self.expert_load = watch(routers, place.device)
         self.eval()
 
     def forward(
@@ -164,15 +182,41 @@ class CausalLM(nn.Module):
         wanted: Tensor | None = None,
     ) -> Tensor:
         """As Model has it. With `wanted`, the last layer has to do no more for other tokens than to cache them, and
-        saves most of its work."""
-        # The residual stream is updated in place from here on, so the caller's embeddings are copied.
-        residual = self.embedding(input_ids) if embeddings is None else embeddings.clone()
+        saves most of its work. Stages before the last return the residual stream of all tokens instead, and those
+        behind the first take it as `embeddings`, and overwrite it."""
+        # The residual stream is updated in place from here on, so the caller's embeddings are copied; what a stage has
+        # been sent is its own.
+        if embeddings is None:
+            assert self.embedding is not None
+            residual = self.embedding(input_ids)
+        else:
+            residual = embeddings.clone() if self.stage.is_first else embeddings
         x: Tensor | None = None
+        if self.expert_load is not None:
+            self.expert_load.query_start = batch.query_start
         *layers, last = self._layers
+        if (features := self.features) is not None:
+            return self._with_features(features, x, residual, positions, batch, wanted)
+        if not self.stage.is_last:
+            wanted = None
         for layer in layers:
             x, residual = layer(x, residual, positions, batch)
         x, residual = last(x, residual, positions, batch, wanted)
         return self.norm(x, residual)[0]
+
+    def _with_features(
+        self, features: Features, x: Tensor | None, residual: Tensor, positions: Tensor, batch: AttentionBatch,
+        wanted: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        for index, layer in enumerate(self._layers):
+            features.before_layer(index, x, residual)
+            last = index == len(self._layers) - 1
+            x, residual = layer(x, residual, positions, batch, wanted if last and not features.of_end else None)
+        hidden: Tensor = self.norm(x, residual)[0]
+        if not features.of_end:
+            return hidden
+        features.at_end(hidden)
+        return hidden if wanted is None else hidden.index_select(0, wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] → fp32 [N, vocab]; zeros where nothing is ever sampled."""
@@ -194,8 +238,12 @@ class CausalLM(nn.Module):
 
     def weight_map(self) -> WeightMap:
         """Every module path of the checkpoint whose tensors must be loaded."""
-        found: WeightMap = {"model.embed_tokens": (self.embedding, ""), "model.norm": (self.norm, "")}
-        for index, layer in enumerate(self._layers):
+        found: WeightMap = {}
+        if self.embedding is not None:
+            found["model.embed_tokens"] = (self.embedding, "")
+        if isinstance(self.norm, Norm):
+            found["model.norm"] = (self.norm, "")
+        for index, layer in zip(self.indices, self._layers, strict=True):
             found |= layer.weight_map(f"model.layers.{index}")
         if self.lm_head is not None:
             found["lm_head"] = (self.lm_head, "out")
@@ -205,12 +253,24 @@ class CausalLM(nn.Module):
 
     def is_ignorable(self, name: str) -> bool:
         """Tensors some checkpoints carry that nothing needs: rotary tables, a copy of the tied output matrix, what
-        looks at pictures, what is behind the hidden states where something else is asked of them."""
+        looks at pictures, what is behind the hidden states where something else is asked of them, other stages'."""
+        if name.startswith(self._elsewhere):
+            return True
         if name.endswith(".rotary_emb.inv_freq") or name.startswith(self.config.ignored):
             return True
         if not self.config.generates and name.startswith((self.config.named("lm_head."), "score.")):
             return True
         return self.config.tie_word_embeddings and name == self.config.named("lm_head.weight")
+
+    def _other_stages(self) -> Iterator[str]:
+        named = self.config.named
+        for index in range(len(self.config.layers)):
+            if index not in self.indices:
+                yield named(f"model.layers.{index}.")
+        if self.embedding is None:
+            yield named("model.embed_tokens.")
+        if not self.stage.is_last:
+            yield from (named("model.norm."), named("lm_head."), "score.", "classifier.")
 
     def _decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

@@ -14,11 +14,26 @@ from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
 
 
-class Model(Protocol):
+class Loadable(Protocol):
     """An nn.Module that is built without weights; the loader gives them to the holders of `weight_map`."""
 
     config: ModelConfig
     place: Placement
+
+    def weight_map(self) -> WeightMap:
+        """Every module path of the checkpoint whose tensors must be loaded."""
+        ...
+
+    def is_ignorable(self, name: str) -> bool:
+        """Whether nothing needs this tensor, which some checkpoints carry."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class Model(Loadable, Protocol):
+    """Token ids → hidden states → logits."""
+
     pooling_head: Head | None  # behind the pooled hidden state
 
     def __call__(
@@ -47,15 +62,5 @@ class Model(Protocol):
     def kv_specs(self) -> list[KVSpec]:
         """What each layer of this rank keeps in the KV cache."""
         ...
-
-    def weight_map(self) -> WeightMap:
-        """Every module path of the checkpoint whose tensors must be loaded."""
-        ...
-
-    def is_ignorable(self, name: str) -> bool:
-        """Whether nothing needs this tensor, which some checkpoints carry."""
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def modules(self) -> Iterator[nn.Module]: ...

@@ -31,7 +31,8 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
     possible = ", ".join(map(str, sizes(config, expert_parallel)))
     raise ModelError(
         f"--tensor-parallel-size {size}: {fault} cannot be divided over {size} ranks: take one of {possible}, or "
-        f"--data-parallel-size {size} for as many that each hold all of the model"
+        f"--data-parallel-size {size} for as many that each hold all of the model; --pipeline-parallel-size deals out "
+        "whole layers, to any number of ranks"
     )
 
 

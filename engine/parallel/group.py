@@ -115,7 +115,7 @@ class ProcessGroup:
         return parts.view(self.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        dist.broadcast(x, source, group=self.group)
+        dist.broadcast(x, group=self.group, group_src=source)
         return x
 
     def close(self) -> None:
@@ -123,11 +123,16 @@ class ProcessGroup:
         dist.destroy_process_group(self.group)
 
 
-def join(rank: int, size: int, init_method: str, device: torch.device, symmetric: bool = SYMMETRIC) -> Group:
-    """The group of `size` ranks, once all have come. Called once in a process. Rank n of a host has its card n.
+def join(
+    rank: int, size: int, init_method: str, device: torch.device, symmetric: bool = SYMMETRIC, num_stages: int = 1,
+    timeout: timedelta = TIMEOUT,
+) -> Group:  # fmt: skip
+    """The group of `size` ranks, once all have come. Called once in a process. Where they meet by a file, they are of
+    one host, and rank n has its card n.
 
     init_method: where they meet, as torch.distributed has it ("file:///…" of a file that is not there yet, "tcp://…").
     symmetric: sums of few rows go through memory that all cards reach, where they do; or NCCL makes them all.
+    num_stages: with several, no sums are made over all.
     """
     if size == 1:
         return ALONE
@@ -136,12 +141,19 @@ def join(rank: int, size: int, init_method: str, device: torch.device, symmetric
             os.environ.setdefault(name, "lo")
     on_card = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if on_card else "gloo", init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT,
+        "nccl" if on_card else "gloo", init_method=init_method, rank=rank, world_size=size, timeout=timeout,
         device_id=device if on_card else None,
     )  # fmt: skip
     assert dist.group.WORLD is not None
+    if num_stages > 1:
+        return ProcessGroup(dist.group.WORLD)
+    return wrapped(dist.group.WORLD, device, symmetric, range(size) if init_method.startswith(LOCAL) else None)
+
+
+def wrapped(group: dist.ProcessGroup, device: torch.device, symmetric: bool, cards: range | None) -> ProcessGroup:
+    """`cards`: of its ranks where they are of one host."""
     from .symmetric import SymmetricGroup, reach_each_other  # it imports this file
 
-    if on_card and reach_each_other(size) and symmetric:
-        return SymmetricGroup(dist.group.WORLD, device)
-    return ProcessGroup(dist.group.WORLD)
+    if device.type == "cuda" and cards is not None and reach_each_other(cards) and symmetric:
+        return SymmetricGroup(group, device)
+    return ProcessGroup(group)

@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = {2: 16 << 20, 4: 384 << 10, 8: 128 << 10}
 
 
-def reach_each_other(size: int) -> bool:
-    """Whether each of the first `size` cards reaches the memory of the others; warns where not."""
-    pairs = [(one, other) for one in range(size) for other in range(size) if one != other]
+def reach_each_other(cards: range) -> bool:
+    """Whether each of these cards reaches the memory of the others; warns where not."""
+    pairs = [(one, other) for one in cards for other in cards if one != other]
     apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     if apart:
         logger.warning(

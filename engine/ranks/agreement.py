@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 # What decides how many steps, collectives and graphs there are, and how large.
 DECISIVE = (
     "dtype", "max_model_len", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_mixed_tokens",
-    "large_mixed_tokens", "enforce_eager", "max_cudagraph_capture_size",
+    "large_mixed_tokens", "enforce_eager", "max_cudagraph_capture_size", "pipeline_parallel_size",
+    "pipeline_layer_partition",
 )  # fmt: skip
 
 

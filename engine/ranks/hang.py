@@ -18,7 +18,12 @@ def pulse(effort: Effort) -> Pulse:
     """Of this process. Once every INTERVAL."""
     dist = sys.modules.get("torch.distributed")  # importing it takes seconds, and there may be none yet
     joined = getattr(dist, "is_initialized", bool)()
-    count = dist.group.WORLD._get_sequence_number_for_group() if dist is not None and joined else 0
+    count = 0
+    if dist is not None and joined:
+        groups = tuple(dist.distributed_c10d._world.pg_map)  # of this rank: all, and those that share its stage
+        from ..parallel.pipeline import Ring  # it imports torch, which is there by now
+
+        count = sum(group._get_sequence_number_for_group() for group in groups) + Ring.num_entered
     return Pulse(count, effort())
 
 
@@ -34,7 +39,9 @@ class HangWatch:
     It counts its own ticks, not the clock: while this process was stopped, nobody could be heard.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, num_stages: int = 1) -> None:
+        each = size // num_stages
+        self._stages = [(rank // each - 1) % num_stages for rank in range(size)]
         self._pulses = [Pulse()] * size
         self._silent = [0.0] * size  # seconds
         self._pending = 0.0  # seconds without a step that ended
@@ -60,5 +67,6 @@ class HangWatch:
             return longest, f"has been silent for {self._silent[longest]:.0f} s"
         if self._waiting < limit:
             return None
-        reached = [pulse.collectives for pulse in self._pulses]
+        # Whoever waits for a stage has come as far as that, and is behind it.
+        reached = [(pulse.collectives, stage) for pulse, stage in zip(self._pulses, self._stages, strict=True)]
         return min(range(len(reached)), key=reached.__getitem__), f"has not gone on for {self._waiting:.0f} s"

@@ -20,6 +20,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     rank: int = 0
     size: int = 1
     rendezvous: str = ""
+    card: int = 0  # of those that its process sees
 
 
 # ---- engine → rank ----
@@ -37,7 +38,21 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag="execute"):
 class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
     """Take the tokens that rank 0 samples in the step executed last."""
 
-    postponed: tuple[int, ...] = ()  # see TokenMask
+    postponed: tuple[int, ...] = ()  # these are TokenMask's
+    cuts: tuple[tuple[int, int], ...] = ()
+
+
+class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="read_adapter"):
+    """Into this rank's store, for steps to come; answered by AdapterRead."""
+
+    id: int  # of its load
+    path: str  # of its folder
+
+
+class ForgetAdapters(msgspec.Struct, frozen=True, array_like=True, tag="forget_adapters"):
+    """No step to come copies them to a slot, unless they are read anew."""
+
+    ids: list[int]
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
@@ -52,5 +67,10 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
     effort: float = 0.0  # seconds of its own work: see effort.py
 
 
-ToRank = Join | Execute | Follow | Leave
-FromRank = Pulse | Failure
+class AdapterRead(msgspec.Struct, frozen=True, array_like=True, tag="adapter_read"):
+    id: int
+    error: str | None = None
+
+
+ToRank = Join | Execute | Follow | ReadAdapter | ForgetAdapters | Leave
+FromRank = Pulse | AdapterRead | Failure

@@ -8,12 +8,7 @@ import dataclasses
 import faulthandler
 import logging
 import os
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -27,9 +22,12 @@ from .. import logs
 from ..config import EngineConfig, default_cpu_threads
 from ..connection import Connection
 from ..messages import Failure
+from .adapters import OtherStores
 from .effort import Effort, Starting
 from .hang import IDLE, INTERVAL, START_LIMIT, HangWatch, pulse
-from .messages import FromRank, Join, Leave, Pulse, Seat, ToRank
+from .messages import AdapterRead, FromRank, Join, Leave, Pulse, Seat, ToRank
+from .place import Place
+from .placing import placing
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +46,10 @@ class RankLost(RuntimeError):
 
 def share_of_threads(config: EngineConfig) -> EngineConfig:
     """As each rank of it gets it."""
-    if config.tensor_parallel_size == 1:
+    if config.ranks_per_node == 1:
         return config
     threads = config.cpu_threads or default_cpu_threads()
-    return dataclasses.replace(config, cpu_threads=max(1, threads // config.tensor_parallel_size))
+    return dataclasses.replace(config, cpu_threads=max(1, threads // config.ranks_per_node))
 
 
 class Peers:
@@ -61,47 +59,46 @@ class Peers:
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[NoReturn] = self._loop.create_future()
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._placing = placing(config)
+        self._places: dict[int, Place] = {}
+        self._cards: dict[int, int] = {}
         self._connections: list[Connection] = []
         self._encoder = msgspec.msgpack.Encoder()
-        self._folder = ""  # where the ranks meet
-        self._hangs = HangWatch(config.tensor_parallel_size)
+        self.stores = OtherStores(self.send, range(1, config.world_size))
+        self._hangs = HangWatch(config.world_size, config.pipeline_parallel_size)
         self._watching: asyncio.Task[None] | None = None
         self._ending = False
         self.seat = Seat()
 
     def __len__(self) -> int:
-        return len(self._processes)
+        return len(self._connections)
 
     async def start(self) -> None:
-        """Returns when their processes were started. Raises OSError when they could not be."""
-        size = self._config.tensor_parallel_size
-        if size == 1:
-            return
-        self._folder = tempfile.mkdtemp(prefix="vserve-ranks-")
-        meeting = f"file://{self._folder}/store"
-        self.seat = Seat(0, size, meeting)
-        options = dataclasses.asdict(self._config)
-        environment = os.environ | {"OMP_NUM_THREADS": str(self._config.cpu_threads)}
-        for rank in range(1, size):
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            with theirs:
-                try:
-                    self._processes[rank] = subprocess.Popen(
-                        [sys.executable, "-m", "vserve.engine.ranks.process", "--fd", str(theirs.fileno()),
-                         "--parent", str(os.getpid()), "--rank", str(rank), *logs.arguments()],
-                        pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                        env=environment if self._config.device == "cpu" else None,
-                    )  # fmt: skip
-                except OSError:
-                    ours.close()
-                    raise
-            ours.setblocking(False)
-            connection = await Connection.open(ours, FromRank, partial(self._receive, rank), lambda _: None)
+        """Returns when their processes were started. Raises OSError or ConfigError when they could not be."""
+        try:
+            placement = await self._placing.start()
+        except BaseException:
+            self._placing.close(in_order=False)
+            raise
+        self.seat, self._places = placement.seats[0], placement.places
+        self._cards = {rank: seat.card for rank, seat in placement.seats.items()}
+        # Secrets are rank 0's business; so is which node it is.
+        options = dataclasses.asdict(dataclasses.replace(self._config, cluster_secret=None, prefix_cache_seed=None))
+        for rank, sock in sorted(placement.sockets.items()):
+            sock.setblocking(False)
+            connection = await Connection.open(sock, FromRank, partial(self._receive, rank), lambda _: None)
             self._connections.append(connection)
-            connection.send(Join(options, Seat(rank, size, meeting)))
+            connection.send(Join(options, placement.seats[rank]))
+        for rank in self._places:
             threading.Thread(target=self._await_end, args=(rank,), name=f"vserve-rank-{rank}", daemon=True).start()
+        if not self._places:
+            return
         self._watching = asyncio.create_task(self._watch(lambda: (True, 0), Starting(), lambda: START_LIMIT))
+
+    @property
+    def _ranks(self) -> list[int]:
+        """But for rank 0, which has a place where that may be taken from it."""
+        return [rank for rank in self._places if rank]
 
     @property
     def lost(self) -> bool:
@@ -115,7 +112,7 @@ class Peers:
 
     async def beside(self, work: Awaitable[T]) -> T:
         """What `work` of rank 0 returns or raises. Raises RankLost as soon as another rank is lost."""
-        if not self._processes:
+        if not self._places:
             return await work
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._lost}
@@ -136,7 +133,7 @@ class Peers:
         """For hangs, from now on, as in a step that takes `limit` seconds. `effort`: of rank 0."""
         if self._watching is not None:
             self._watching.cancel()
-        self._hangs = HangWatch(self._config.tensor_parallel_size)
+        self._hangs = HangWatch(self._config.world_size, self._config.pipeline_parallel_size)
         self._watching = asyncio.create_task(self._watch(progress, effort, limit))
         if not self._config.engine_in_process:  # then others have work for the loop
             arguments = (effort, limit)
@@ -149,19 +146,18 @@ class Peers:
         self._ending = True
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self.send(Leave())
-        deadline = time.monotonic() + (0.0 if self.lost else patience)
-        for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+        in_order = patience > 0 and not self.lost
+        deadline = time.monotonic() + (patience if in_order else 0.0)
+        for rank in self._ranks:
+            self._places[rank].wait(max(0.0, deadline - time.monotonic()))
         self._kill()
-        for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a card's driver may hold it
-                process.wait(LAST_WORDS)
+        deadline = time.monotonic() + LAST_WORDS  # a card's driver may hold it
+        for rank in self._ranks:
+            self._places[rank].wait(max(0.0, deadline - time.monotonic()))
         for connection in self._connections:
             connection.close()
         _leave_group()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._placing.close(in_order)
         if self.lost:
             self._lost.exception()  # said already
         self._lost.cancel()
@@ -171,15 +167,17 @@ class Peers:
     def _receive(self, rank: int, message: FromRank) -> None:
         if isinstance(message, Pulse):
             self._hangs.heard(rank, message)
+        elif isinstance(message, AdapterRead):
+            self.stores.heard(rank, message)
         elif isinstance(message, Failure):
             self.lose(f"{self._name(rank)}: {message.message}")
 
     def _await_end(self, rank: int) -> None:
         """On a thread of its own: also where the loop's thread waits for a device that waits for this rank."""
-        code = self._processes[rank].wait()
+        how = self._places[rank].wait()
         if self._ending:
             return
-        cause = f"{self._name(rank)} {_end(code)}"
+        cause = f"{self._name(rank)} {how}"
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.lose, cause)
         if self._config.engine_in_process:
@@ -228,8 +226,8 @@ class Peers:
         os._exit(1)
 
     async def _end_hanging(self, rank: int, what: str) -> None:
-        name, process = self._name(rank), self._processes.get(rank)
-        if process is not None and _is_stopped(process.pid):
+        name, place = self._name(rank), self._places.get(rank)
+        if place is not None and place.is_stopped():
             what = f"is stopped (SIGSTOP, a debugger), and {what}"
         logger.error("%s %s; the stacks of all ranks follow", name, what)
         self._show_stacks()
@@ -239,16 +237,18 @@ class Peers:
 
     def _show_stacks(self) -> None:
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
-        for other in self._processes.values():
-            other.send_signal(signal.SIGUSR1)
+        for other in self._places.values():
+            other.dump_stacks()
 
     def _kill(self) -> None:
-        for process in self._processes.values():
-            process.kill()
+        for place in self._places.values():
+            place.kill()
 
     def _name(self, rank: int) -> str:
         on_card = self._config.device == "cuda" or (self._config.device == "auto" and Path("/dev/nvidiactl").exists())
-        return f"rank {rank} of {self._config.tensor_parallel_size} ({f'cuda:{rank}' if on_card else 'cpu'})"
+        where = self._places[rank].where if rank in self._places else ""
+        card = f"cuda:{self._cards.get(rank, rank)}" if on_card else "cpu"
+        return f"rank {rank} of {self._config.world_size} ({card}){where}"
 
 
 def _leave_group() -> None:
@@ -256,16 +256,3 @@ def _leave_group() -> None:
     dist = sys.modules.get("torch.distributed")
     if getattr(dist, "is_initialized", bool)() and dist is not None and dist.get_backend() == "gloo":
         dist.destroy_process_group()
-
-
-def _end(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}; its last words are above"
-    told = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    return f"{told}; out of memory is the usual reason (dmesg tells)" if code == -signal.SIGKILL else told
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    return False

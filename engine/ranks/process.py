@@ -21,7 +21,7 @@ from ..process import die_with_parent, dump_stacks_on_signal
 from .channel import Channel
 from .effort import Effort, Starting, stepping
 from .hang import INTERVAL, pulse
-from .messages import Execute, Follow, Join, ToRank
+from .messages import Execute, Follow, ForgetAdapters, Join, ReadAdapter, ToRank
 from .peers import LAST_WORDS
 
 if TYPE_CHECKING:
@@ -47,12 +47,23 @@ class Pulses:
 
 def follow(channel: Channel, runner: ModelRunner) -> None:
     """Runs what the engine sends until it says to leave."""
+    store = None
+    if runner.adapters is not None:
+        from .adapters import RankStore
+
+        store = RankStore(runner.adapters.store, channel, runner.device)
     while True:
         message = channel.receive()
         if isinstance(message, Execute):
             runner.execute(message.plan)
         elif isinstance(message, Follow):
-            runner.follow(message.postponed)
+            runner.follow(message.postponed, message.cuts)
+        elif isinstance(message, ReadAdapter):
+            assert store is not None, "rank 0 serves adapters, and this rank does not"
+            store.read(message)
+        elif isinstance(message, ForgetAdapters):
+            assert store is not None
+            store.forget(message)
         else:
             return
 
@@ -102,7 +113,8 @@ def main() -> None:
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args()
-    die_with_parent(arguments.parent)
+    if arguments.parent:  # not under a profiler
+        die_with_parent(arguments.parent)
     dump_stacks_on_signal()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the engine decides when this process ends
         signal.signal(number, signal.SIG_IGN)

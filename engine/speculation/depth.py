@@ -23,6 +23,7 @@ class Depth:
         """`depths`: (up to so many requests, drafts of each), the former growing."""
         self.depths = depths
         self.levels = sorted({drafts for _, drafts in depths if drafts})
+        self._reach = {drafts: most for most, drafts in depths}  # of its CUDA graphs, in requests
         self.num_drafts = 0  # rows of steps for which somebody had proposed drafts
         self.num_draft_tokens = 0  # proposed and verified
         self.num_accepted_tokens = [0] * max(self.levels, default=0)  # by their position
@@ -39,8 +40,9 @@ class Depth:
         self._num_asked += 1
         if num_running > FEW and rate * self._num_proposed < LEAST_GAIN * num_running and self._num_asked % PROBES:
             return 0
-        worthwhile = [level for level in self.levels if level <= allowed and rate**level >= WORTHWHILE]
-        return worthwhile[-1] if worthwhile else min([level for level in self.levels if level <= allowed], default=0)
+        levels = [level for level in self.levels if level <= allowed and num_running <= self._reach[level]]
+        worthwhile = [level for level in levels if rate**level >= WORTHWHILE]
+        return max(worthwhile) if worthwhile else min(levels, default=0)
 
     def counts(self) -> dict[str, Any]:
         """Fields of EngineStats."""

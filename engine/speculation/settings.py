@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import ConfigError
@@ -18,19 +18,17 @@ DEFAULT_NGRAM = 5
 DEPTHS = ((8, MAX_DRAFTS), (32, 3), (64, 1))
 _LOSSY = "it accepts tokens that the model would not have sampled; drafts here never change an answer"
 _INSTEAD = 'use {"method": "ngram"}, which needs no weights, or leave speculation out: the answers are the same'
+MODELS = ("eagle", "eagle3", "mtp", "draft_model")  # whose drafts a model makes
+DEFAULT_DRAFTS_OF_MODELS = 3
 _REFUSED = {
     "medusa": "heads of Medusa",
     "mlp_speculator": "MLP speculators",
-    "suffix": "suffix decoding",
-    "eagle": "heads of EAGLE",
-    "eagle3": "heads of EAGLE-3",
-    "mtp": "layers for multi-token prediction",
-    "draft_model": "draft models",
+    "suffix": "drafts by suffix decoding",
     "dflash": "drafts of DFlash",
     "dspark": "drafts of DSpark",
     "custom_class": "classes of others, whose code would run in the engine,",
 }
-# Of drafts by a model: they mean nothing to n-grams.
+# Of drafts by a model; those behind, which nobody needs here, may say whatever they like.
 _OF_MODELS = (
     "draft_tensor_parallel_size", "quantization", "max_model_len", "kv_cache_dtype", "draft_sample_method", "revision",
     "code_revision", "disable_padded_drafter_batch", "parallel_drafting", "enforce_eager", "attention_backend",
@@ -41,22 +39,40 @@ _OF_MODELS = (
 @dataclass(frozen=True)
 class Speculation:
     """Drafts of n-grams: where the last `max_ngram` tokens (or fewer, `min_ngram` at least) stood before, what came
-    then is likely to come now."""
+    then is likely to come now. Or of a model."""
 
     num_drafts: int
     min_ngram: int
     max_ngram: int
     depths: tuple[tuple[int, int], ...]  # (up to so many requests, drafts of each), the former growing
+    method: str = "ngram"  # or one of MODELS, or "": what the model's folder says
+    model: str = ""  # a folder, or a name of the hub's; of "mtp" the target itself
+    revision: str | None = None
+    quantization: str | None = None  # of the model that drafts
+    max_model_len: int = 0  # tokens of a context up to which it drafts; 0: all
+    greedy_drafts: bool = False  # the most likely token, not the one that the request's noise draws
+    acceptance: tuple[float, ...] = ()  # imposed: how often the drafts up to each hold; (): as many as do
+
+    @property
+    def by_model(self) -> bool:
+        return self.method != "ngram"
 
     def within(self, max_num_seqs: int, max_num_batched_tokens: int) -> Speculation:
-        """With depths that a step has room for."""
-        depths: dict[int, int] = {}
-        for most, drafts in self.depths:
-            drafts = min(drafts, max_num_batched_tokens // 2 - 1)
-            most = min(most, max_num_seqs, max_num_batched_tokens // (1 + drafts)) if drafts > 0 else 0
-            if most:
-                depths[most] = max(drafts, depths.get(most, 0))
-        return Speculation(self.num_drafts, self.min_ngram, self.max_ngram, tuple(sorted(depths.items())))
+        """With depths that a step has room for: where a row of the table asks for more, the requests beyond that room
+        get the next smaller number of the table that fits, or none."""
+        room = max_num_batched_tokens
+        levels = sorted({min(drafts, max(0, room // 2 - 1)) for _, drafts in self.depths} | {0}, reverse=True)
+        depths: list[tuple[int, int]] = []
+        last = 0
+        for most, asked in self.depths:
+            most = min(most, max_num_seqs)
+            for drafts in (level for level in levels if level <= asked):
+                if (end := min(most, room // (1 + drafts))) > last:
+                    depths.append((end, drafts))
+                    last = end
+        while depths and not depths[-1][1]:
+            depths.pop()  # beyond the table there are none anyway
+        return replace(self, depths=tuple(depths))
 
 
 NO_DRAFTS = Speculation(0, 0, 0, ())
@@ -93,9 +109,9 @@ def _read(asked: dict[str, Any]) -> Speculation | None:
     for key in asked:
         if key not in known and key not in _OF_MODELS and not key.startswith("suffix_decoding_"):
             raise ConfigError(f"it has {key!r}: it may have {', '.join(known[:7])}")
-    _check_method(asked)
-    _check_acceptance(asked)
-    drafts = _number(asked, "num_speculative_tokens", DEFAULT_DRAFTS, 0, MAX_DRAFTS)
+    method = _check_method(asked)
+    default_drafts = DEFAULT_DRAFTS if method == "ngram" else DEFAULT_DRAFTS_OF_MODELS
+    drafts = _number(asked, "num_speculative_tokens", default_drafts, 0, MAX_DRAFTS)
     least, most = asked.get("prompt_lookup_min"), asked.get("prompt_lookup_max")
     default = least if most is None else most
     max_ngram = _number(asked, "prompt_lookup_max", DEFAULT_NGRAM if default is None else default, 1, 15)
@@ -103,41 +119,96 @@ def _read(asked: dict[str, Any]) -> Speculation | None:
     if min_ngram > max_ngram:
         raise ConfigError(f"its prompt_lookup_min {min_ngram} is above its prompt_lookup_max {max_ngram}")
     if not drafts:
+        _acceptance(asked, 1)
         return None
-    return Speculation(drafts, min_ngram, max_ngram, _depths(asked, drafts))
+    of_model = {} if method == "ngram" else _of_model(asked, method)
+    acceptance = _acceptance(asked, drafts)
+    return Speculation(drafts, min_ngram, max_ngram, _depths(asked, drafts), acceptance=acceptance, **of_model)
 
 
-def _check_method(asked: dict[str, Any]) -> None:
+def _check_method(asked: dict[str, Any]) -> str:
+    """One of MODELS or "ngram"; "": what the model says."""
     method, model = asked.get("method"), asked.get("model")
     if method is None:
-        method = "ngram" if model is None or model in NGRAM else "draft_model"
+        method = "ngram" if model is None or model in NGRAM else ""
     if method in NGRAM:
-        return
+        return "ngram"
     if not isinstance(method, str):
         raise ConfigError(f"its method is {method!r}: it must be a text such as ngram")
     name = "mtp" if method.endswith("_mtp") else method
-    if name not in _REFUSED:
-        raise ConfigError(f"its method is {method!r}: it must be ngram")
-    named = f"its method is {method!r}" if "method" in asked else f"its model is {model!r}"
-    raise ConfigError(f"{named}: {_REFUSED[name]} are not served yet; {_INSTEAD}")
+    if name in _REFUSED:
+        raise ConfigError(f"its method is {method!r}: {_REFUSED[name]} are not served yet; {_INSTEAD}")
+    if name and name not in MODELS:
+        raise ConfigError(f"its method is {method!r}: it must be ngram, {', '.join(MODELS[:-1])} or {MODELS[-1]}")
+    if name != "mtp" and not (isinstance(model, str) and model):
+        raise ConfigError(f"its model is {model!r}: it must be the folder, or the hub's name, of who is to draft")
+    if not isinstance(model, str | None):
+        raise ConfigError(f"its model is {model!r}: it must be a folder, or a name of the hub's")
+    return name
 
 
-def _check_acceptance(asked: dict[str, Any]) -> None:
+def _of_model(asked: dict[str, Any], method: str) -> dict[str, Any]:
+    """Fields of Speculation. Raises ConfigError for what would have drafts made in another way."""
+    sampled = asked.get("draft_sample_method", "probabilistic")
+    if sampled not in ("greedy", "probabilistic"):
+        raise ConfigError(f"its draft_sample_method is {sampled!r}: it must be greedy or probabilistic")
+    for key in ("parallel_drafting", "use_heterogeneous_vocab"):
+        if asked.get(key):
+            raise ConfigError(f"its {key} is {asked[key]!r}: drafts are made one after the other, of the model's own "
+                              "tokens; leave it out")  # fmt: skip
+    _number(asked, "draft_tensor_parallel_size", 1, 1, 1 << 10)
+    for key in ("quantization", "revision"):
+        if not isinstance(asked.get(key, ""), str):
+            raise ConfigError(f"its {key} is {asked[key]!r}: it must be a text")
+    return {
+        "method": method,
+        "model": asked.get("model") or "",
+        "revision": asked.get("revision"),
+        "quantization": asked.get("quantization"),
+        "max_model_len": _number(asked, "max_model_len", 0, 0, 1 << 30),
+        "greedy_drafts": sampled == "greedy",
+    }
+
+
+def _acceptance(asked: dict[str, Any], drafts: int) -> tuple[float, ...]:
+    """(): drafts hold that are right. Otherwise how often the drafts up to each hold, as the synthetic method says."""
     method = asked.get("rejection_sample_method", "standard")
-    if method in ("standard", "strict", "rejection_sampler"):
-        method = "standard"
-    if method != "standard":
+    rates, length = (asked.get(f"synthetic_acceptance_{name}") for name in ("rates", "length"))
+    if method not in ("standard", "strict", "rejection_sampler", "synthetic"):
         raise ConfigError(f"its rejection_sample_method is {method!r}: {_LOSSY}; leave it out")
-    for key in ("synthetic_acceptance_rates", "synthetic_acceptance_length"):
-        if key in asked:
-            raise ConfigError(f"it has {key!r}: {_LOSSY}; leave it out")
+    if method != "synthetic":
+        if rates is not None or length is not None:
+            raise ConfigError(
+                'it has a synthetic acceptance: say "rejection_sample_method": "synthetic", or leave it out'
+            )
+        return ()
+    if (rates is None) == (length is None):
+        raise ConfigError(
+            "its rejection_sample_method is 'synthetic': say synthetic_acceptance_length or "
+            "synthetic_acceptance_rates, one of them"
+        )
+    if rates is None:
+        if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= 1 + drafts:
+            raise ConfigError(
+                f"its synthetic_acceptance_length is {length!r}: it must be a number from 1 to {1 + drafts}"
+            )
+        return tuple(min(1.0, max(0.0, length - 1 - place)) for place in range(drafts))
+    if not isinstance(rates, list) or not all(type(rate) in (int, float) and 0 <= rate <= 1 for rate in rates):
+        raise ConfigError(f"its synthetic_acceptance_rates are {rates!r}: they must be a list of numbers from 0 to 1")
+    if len(rates) != drafts or rates != sorted(rates, reverse=True):
+        raise ConfigError(
+            f"its synthetic_acceptance_rates are {rates!r}: they must be {drafts}, one a draft, and none above the one "
+            "before it: how often all drafts up to there hold"
+        )
+    return tuple(map(float, rates))
 
 
 def _depths(asked: dict[str, Any], drafts: int) -> tuple[tuple[int, int], ...]:
     table, least = asked.get("num_speculative_tokens_per_batch_size"), asked.get("disable_by_batch_size")
     if least is not None:
         most = _number(asked, "disable_by_batch_size", 0, 1, 1 << 20) - 1
-        return tuple((min(up_to, most), min(drafts, up)) for up_to, up in DEPTHS if most)
+        ends = [0, *(min(up_to, most) for up_to, _ in DEPTHS)]
+        return tuple((ends[i + 1], min(drafts, up)) for i, (_, up) in enumerate(DEPTHS) if ends[i + 1] > ends[i])
     if table is None:
         return tuple((up_to, min(drafts, most)) for up_to, most in DEPTHS)
     named = "its num_speculative_tokens_per_batch_size"

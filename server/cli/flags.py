@@ -136,11 +136,6 @@ def read_flags(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfi
         fields = {spec.name for spec in dataclasses.fields(config)}
         parts.append({k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in fields})
     engine, server = EngineConfig(**parts[0]), ServerConfig(**parts[1])
-    if engine.enable_lora and server.api_server_count > 1:
-        raise ConfigError(
-            f"--api-server-count is {server.api_server_count}: with --enable-lora one process answers HTTP, as "
-            "adapters are loaded and unloaded there; leave one of them out"
-        )
     if server.lora_modules and not engine.enable_lora:
         raise ConfigError("--lora-modules names adapters, which --enable-lora serves: add it, or leave both out")
     if not server.served_model_name:

@@ -12,6 +12,8 @@ from ...engine.model_file import ModelError
 from ...engine.model_path import find_model
 from ...engine.overrides import check_described
 from ...engine.process import dump_stacks_on_signal
+from ...engine.ranks.handshake import check_secret
+from ...engine.ranks.node import run as run_node
 from ..client.meeting import Meeting
 from ..options.beside import embedding_engine
 from ..options.config import ServerConfig
@@ -21,6 +23,7 @@ from .listen import listen
 
 logger = logging.getLogger("vserve")
 
+LAST_WORDS = 15.0  # seconds that node 0 takes beside what its requests take
 
 EXAMPLES = (
     "vserve Qwen/Qwen3-0.6B --max-model-len 8K --port 9000",
@@ -46,6 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
         if server_config.api_server_count > 1 and second is not None:
             raise ConfigError("--embedding-model is served by one API process: leave it or --api-server-count out")
         faults.planned()
+        check_nodes(engine_config, server_config)
+        if server_config.headless:
+            return run_headless(engine_config, server_config)
         sock = listen(server_config)
     except ModelError as error:
         print(f"vserve: {error}", file=sys.stderr)
@@ -64,3 +70,27 @@ def run(arguments: argparse.Namespace) -> int:
 
     meeting = Meeting.open(server_config.api_server_count) if server_config.api_server_count > 1 else None
     return service.run(engine_config, server_config, sources(arguments), sock, ProgressLine(), meeting)
+
+
+def check_nodes(engine: EngineConfig, server: ServerConfig) -> None:
+    """Raises ConfigError."""
+    if server.headless and engine.node_rank == 0:
+        raise ConfigError("--headless is for every node but the first, which answers HTTP: give --nnodes and "
+                          "--node-rank, or leave it out")  # fmt: skip
+    if engine.node_rank > 0 and not server.headless:
+        raise ConfigError(f"--node-rank {engine.node_rank}: only node 0 answers HTTP: add --headless")
+    if engine.nnodes > 1 and server.embedding_model is not None:
+        raise ConfigError("--embedding-model is served beside a model of one host: leave it or --nnodes out")
+    if engine.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            "--distributed-executor-backend external_launcher is for LLM(...) under torchrun: leave it out to serve"
+        )
+    check_secret(engine)
+
+
+def run_headless(engine: EngineConfig, server: ServerConfig) -> int:
+    logs.configure(server.log_level, server.log_format, f"node {engine.node_rank}")
+    dump_stacks_on_signal()
+    code = run_node(engine, server.shutdown_timeout + LAST_WORDS)
+    logs.flush()
+    return code

@@ -17,7 +17,11 @@ import numpy as np
 
 MOST_ENGINES = 64
 REQUESTS, TOKENS = 0, 1  # that this process has let in
-_LOADS = 2  # from here on, of each engine: tokens of prompts that wait there, requests that are open there
+BEATS, SERVES = 2, 3  # how often its heart has beaten (see hearts.py), and whether it takes requests
+BODIES = 4  # bytes of bodies that have come and are not read yet
+_COUNTERS = 5  # from here on, of the seat, whichever process has it
+FINISHED_REQUESTS, FINISHED_TOKENS = 5, 6
+_LOADS = 7  # from here on, of each engine: tokens of prompts that wait there, requests that are open there
 _FIELDS = _LOADS + 2 * MOST_ENGINES
 MOST_KEYS = 1 << 16
 DIGEST = 32  # bytes
@@ -44,15 +48,27 @@ class Board:
         self.looked = 0.0  # time.monotonic()
         self._sums = np.zeros((MOST_KEYS, 2))  # of what was used, at the last look
         self._listeners: defaultdict[int, WeakSet[Listener]] = defaultdict(WeakSet)
+        self._each_look: list[Listener] = []
+        self._places: dict[bytes, int] = {}  # of keys, as far as they have been read from the memory
 
     # ---- numbers of a process ----
 
     def set(self, field: int, value: int) -> None:
         self._numbers[self.seat, field] = value
 
+    def add(self, field: int, amount: int) -> None:
+        self._numbers[self.seat, field] += amount
+
+    def get(self, seat: int, field: int) -> int:
+        return int(self._numbers[seat, field])
+
+    def all(self, field: int) -> int:
+        """The sum over all processes."""
+        return int(self._numbers[:, field].sum())
+
     def others(self, field: int) -> int:
         """The sum over the other processes."""
-        return int(self._numbers[:, field].sum()) - int(self._numbers[self.seat, field])
+        return self.all(field) - self.get(self.seat, field)
 
     def set_load(self, engine: int, waiting_tokens: int, num_open: int) -> None:
         self._numbers[self.seat, _LOADS + 2 * engine : _LOADS + 2 * engine + 2] = waiting_tokens, num_open
@@ -65,27 +81,35 @@ class Board:
         return tokens, count
 
     def clear(self, seat: int) -> None:
-        """Its process is gone, and with it what it had open. What keys have used stays used."""
-        self._numbers[seat] = 0
+        """Its process is gone, and with it what it had open. What it has finished, and what keys have used, counts."""
+        self._numbers[seat, :_COUNTERS] = 0
+        self._numbers[seat, _LOADS:] = 0
 
     # ---- what keys have used ----
 
     def place(self, digest: bytes) -> int | None:
         """Of a key; None: there is no room for more keys."""
+        if (place := self._places.get(digest)) is not None:
+            return place
         fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
         try:
-            count, start = int(self._count[0]), self._digests_start
-            known = self._memory[start : start + DIGEST * count]
-            for index in range(count):
-                if known[DIGEST * index : DIGEST * (index + 1)] == digest:
-                    return index
+            count = int(self._count[0])
+            for index in range(len(self._places), count):  # what others have written since the last time
+                self._places[self._memory[self._digest_at(index)]] = index
+            if (place := self._places.get(digest)) is not None:
+                return place
             if count == MOST_KEYS:
                 return None
-            self._memory[start + DIGEST * count : start + DIGEST * (count + 1)] = digest
+            self._memory[self._digest_at(count)] = digest
+            self._places[digest] = count
             self._count[0] = count + 1
             return count
         finally:
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+
+    def _digest_at(self, index: int) -> slice:
+        start = self._digests_start + DIGEST * index
+        return slice(start, start + DIGEST)
 
     def use(self, place: int, kind: int, amount: float) -> None:
         self._used[place, kind, self.seat] += amount
@@ -98,8 +122,14 @@ class Board:
         """It hears at a look that something was used there since the last one."""
         self._listeners[place].add(listener)
 
+    def watch_looks(self, listener: Listener) -> None:
+        """It hears of every look."""
+        self._each_look.append(listener)
+
     def look(self, now: float) -> None:
         """At all keys at once: a few milliseconds for as many as there may be."""
+        for listener in self._each_look:
+            listener.look(now)
         count = int(self._count[0])
         sums = self._used[:count].sum(axis=2)
         changed = np.flatnonzero((sums != self._sums[:count]).any(axis=1))

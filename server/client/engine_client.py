@@ -170,9 +170,12 @@ class EngineClient:
             self.adapters[message.id] = message
         return answer
 
+    def know_adapter(self, message: LoadAdapter) -> None:
+        self.adapters[message.id] = message
+
     def drop_adapter(self, id: int) -> None:
         self.adapters.pop(id, None)
-        if self.ready:
+        if self.ready and not self._is_guest:  # of several API processes, the first one knows when all are done with it
             self._send(DropAdapter(id))
 
     @property
@@ -244,7 +247,7 @@ class EngineClient:
             loading = self._loading.get(message.id)
             if loading is not None and not loading.done():
                 loading.set_result(message)
-            elif message.error is not None:
+            elif message.error is not None and message.id in self.adapters:
                 logger.error("%sa new engine cannot load an adapter: %s", self._prefix, message.error)
         elif isinstance(message, Heartbeat):
             self.num_heartbeats += 1

@@ -26,6 +26,8 @@ class MailboxLike(Protocol):
 
     async def get(self) -> RequestOutput: ...
 
+    def news(self) -> asyncio.Future[None]: ...
+
     def take(self) -> RequestOutput | None: ...
 
     def watch(self, on_news: Callable[[], None]) -> None: ...
@@ -60,16 +62,15 @@ class Mailbox:
 
     async def get(self) -> RequestOutput:
         """Waits for news. Raises EngineDeadError when none will come, or what `fail` was given."""
-        while self._output is None:  # `take` written out: this runs once a token
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        output, self._output = self._output, None
+        while (output := self.take()) is None:
+            await self.news()
         return output
+
+    def news(self) -> asyncio.Future[None]:
+        """For whoever has found nothing: done once there is something, or an error. It is the last one's who asks. No
+        coroutine: this runs once a token."""
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        return waiter
 
     def take(self) -> RequestOutput | None:
         """What there is, without waiting. Raises as `get` does."""

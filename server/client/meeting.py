@@ -102,10 +102,10 @@ class EngineLink:
             self._on_lost("the engine process is gone")
 
     def is_stopped(self) -> bool:
-        return True  # its stacks are for the process to ask for that has started it
+        return False  # as far as this process knows: it is another one's child
 
     def dump_stacks(self) -> None:
-        pass
+        """The process does that that has started it."""
 
     def kill(self) -> None:
         pass

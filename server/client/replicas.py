@@ -13,6 +13,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from ...engine.messages import (
     EngineStats,
     LoadAdapter,
     Progress,
+    StepOutputs,
     StepRecord,
     StepReports,
     ToEngine,
@@ -54,12 +56,12 @@ def engine_environments(config: EngineConfig) -> list[dict[str, str]]:
     """Of each engine's process: which cards it sees, one for each of its ranks. Raises ConfigError where
     CUDA_VISIBLE_DEVICES names too few."""
     size, visible = config.data_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES")
-    if config.device == "cpu" or (size == 1 and visible is None):
-        return [{} for _ in range(size)]
-    each, needed = config.tensor_parallel_size, config.num_ranks
+    if config.device == "cpu" or (size == 1 and visible is None) or config.distributed_executor_backend == "ray":
+        return [{} for _ in range(size)]  # Ray deals out its own
+    each, needed = config.ranks_per_node, config.num_ranks
     cards = [str(index) for index in range(needed)] if visible is None else [c for c in visible.split(",") if c.strip()]
     if visible is not None and cards and len(cards) < needed:
-        ranks = f" of {each} ranks (--tensor-parallel-size)" if each > 1 else ""
+        ranks = f" of {each} ranks ({config.divided_by})" if each > 1 else ""
         raise ConfigError(
             f"--data-parallel-size {size}: CUDA_VISIBLE_DEVICES={visible} names {len(cards)} cards, and each engine"
             f"{ranks} needs {'one' if each == 1 else each}: name more, or lower it"
@@ -114,7 +116,7 @@ class Replicas:
             )
             if self.engines:
                 engine.adapters.update(self.engines[0].adapters)
-            engine.stats_listeners.append(self._step)
+            engine.stats_listeners.append(partial(self._step, index))
             engine.rescue = self._rescuer(index)
             engine.death_listeners.append(self._died)
             self.engines.append(engine)
@@ -270,7 +272,7 @@ class Replicas:
         return Load(engine.waiting_tokens + waiting_tokens, engine.num_open + num_open)
 
     def _publish_load(self, index: int) -> None:
-        if self._meeting is not None:
+        if self._meeting is not None and index < len(self.engines):  # it may just have been removed
             engine = self.engines[index]
             self._meeting.board.set_load(index, engine.waiting_tokens, engine.num_open)
 
@@ -325,9 +327,8 @@ class Replicas:
     async def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
         """By every engine; one that is down loads it when it is back. The first answer that says what is wrong, else
         the first."""
-        for engine in self.engines:
-            if not engine.ready:
-                engine.adapters[message.id] = message
+        for engine in self.engines:  # one that dies meanwhile is back, perhaps, before the others have read it
+            engine.adapters[message.id] = message
         loads = (engine.load_adapter(message) for engine in self.serving)
         results = await asyncio.gather(*loads, return_exceptions=True)
         answers = [result for result in results if isinstance(result, AdapterLoaded)]
@@ -338,9 +339,11 @@ class Replicas:
             return failed
         if not answers:
             raise EngineDeadError(self.down or "the engines are not ready")
-        for engine in self.engines:  # one that has died meanwhile, too
-            engine.adapters[message.id] = message
         return answers[0]
+
+    def know_adapter(self, message: LoadAdapter) -> None:
+        for engine in self.engines:
+            engine.know_adapter(message)
 
     def drop_adapter(self, id: int) -> None:
         for engine in self.engines:
@@ -364,9 +367,8 @@ class Replicas:
             raise EngineDeadError(self.down or "the engines are not ready")
         return sorted((step for steps in found for step in steps), key=lambda step: step.time)[-count:]
 
-    def _step(self, message: Any) -> None:
-        for index in range(len(self.engines)):
-            self._publish_load(index)
+    def _step(self, index: int, message: StepOutputs) -> None:
+        self._publish_load(index)
         for listener in self.stats_listeners:
             listener(message)
 

@@ -1,13 +1,20 @@
-"""The adapters that requests may name: loaded into every engine, counted while they are in use, unloaded when free."""
+"""The adapters that requests may name: loaded into every engine, counted while they are in use, unloaded when free.
+
+Of several API processes the first one loads and unloads, and tells the others, which count their own requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
 
 from ...engine.config import ConfigError
 from ...engine.messages import LoadAdapter
@@ -21,6 +28,25 @@ logger = logging.getLogger(__name__)
 INVALID, MISSING = "InvalidUserInput", "NotFoundError"
 
 
+UNLOADING = 86_400.0  # seconds that requests of other API processes may still use an adapter
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What API processes tell each other of an adapter."""
+
+    name: str
+    path: str
+    id: int
+    parent: str | None
+    rank: int
+
+
+class Tell(Protocol):
+    """Colleagues.tell."""
+
+    def __call__(self, path: str, content: Any = None, timeout: float = 5.0) -> Awaitable[None]: ...
+
+
 @dataclass(eq=False)
 class ServedAdapter:
     name: str
@@ -30,6 +56,10 @@ class ServedAdapter:
     rank: int = 0
     num_open: int = 0  # generations that use it
     free: asyncio.Event = field(default_factory=asyncio.Event)  # nobody uses it
+
+    @property
+    def record(self) -> Record:
+        return Record(self.name, self.path, self.id, self.parent, self.rank)
 
     def use(self, ended: Callable[[], None] | None = None) -> Callable[[], None]:
         """Counts one that uses it, until what this returns is called; that calls `ended` too."""
@@ -49,11 +79,18 @@ class ServedAdapter:
 class Adapters:
     """By name. `enabled`: --enable-lora was given; `folder`: see --lora-dir."""
 
-    def __init__(self, client: Client, base_names: Sequence[str], *, enabled: bool, folder: str | None = None) -> None:
+    def __init__(
+        self, client: Client, base_names: Sequence[str], *, enabled: bool, folder: str | None = None,
+        tell: Tell | None = None,
+    ) -> None:  # fmt: skip
+        """`tell`: the other API processes; it raises OSError with who has not understood."""
         self._client, self._base_names = client, tuple(base_names)
+        self._tell = tell
+        self._retired: set[int] | None = set()  # before the list of those that there are has come; see join
         self.enabled = enabled
         self._folder = None if folder is None else Path(folder).expanduser().resolve()
         self._served: dict[str, ServedAdapter] = {}
+        self._known: dict[int, ServedAdapter] = {}  # of those that were told of, until they are retired
         self._dropping: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()  # loading and unloading, one after the other
 
@@ -98,6 +135,8 @@ class Adapters:
     async def _load(self, module: AdapterModule, in_place: bool = False) -> ServedAdapter:
         async with self._lock:
             name = module.name
+            if not name.isprintable():
+                raise _invalid(f"{shorten(ascii(name))} is no name: give printable characters.", "lora_name")
             if name in self._base_names:
                 raise _invalid(
                     f"`{shorten(name)}` is the name of the base model: give the adapter another.", "lora_name"
@@ -109,21 +148,78 @@ class Adapters:
                 )
             adapter = ServedAdapter(name, module.path, secrets.randbits(62) + 1, module.base)
             adapter.free.set()
-            answer = await self._client.load_adapter(LoadAdapter(adapter.id, module.path))
+            answer = await self._client.load_adapter(LoadAdapter(adapter.id, module.path, name))
             if answer.error is not None:
                 raise _invalid(answer.error, "lora_path")
             adapter.rank = answer.rank
             self._served[name] = adapter
+            await self._share(adapter, before)
         logger.info("adapter %s: rank %d, from %s", name, adapter.rank, module.path)
         if before is not None:
-            task = asyncio.create_task(self._drop(before))  # when those who use it are done
-            self._dropping.add(task)
-            task.add_done_callback(self._dropping.discard)
+            self._drop_later(before)
         return adapter
 
+    def _drop_later(self, adapter: ServedAdapter) -> None:
+        """When those who use it are done."""
+        task = asyncio.create_task(self._drop(adapter))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+
+    async def _share(self, adapter: ServedAdapter, before: ServedAdapter | None) -> None:
+        """With the other API processes. Raises ApiError, and then all have what was there before."""
+        if self._tell is None:
+            return
+        try:
+            await self._tell("/own/adapters", msgspec.to_builtins(adapter.record))
+        except OSError as error:
+            del self._served[adapter.name]
+            if before is not None:
+                self._served[adapter.name] = before
+                with contextlib.suppress(OSError):
+                    await self._tell("/own/adapters", msgspec.to_builtins(before.record))
+            self._drop_later(adapter)
+            raise ApiError(500, str(error), type="server_error", code="adapter_not_shared") from None
+
     async def _drop(self, adapter: ServedAdapter) -> None:
+        """When nobody uses it any more, in any API process; one that is gone uses nothing."""
+        if self._tell is not None:
+            with contextlib.suppress(OSError):
+                await self._tell("/own/adapters/retire", {"id": adapter.id}, UNLOADING)
         await adapter.free.wait()
         self._client.drop_adapter(adapter.id)
+
+    # ---- of several API processes, those that are told ----
+
+    def records(self) -> list[Record]:
+        return [adapter.record for adapter in self]
+
+    def join(self, records: Sequence[Record]) -> None:
+        """What there was when this process had begun to listen; it may have heard of changes since."""
+        retired, self._retired = self._retired or set(), None
+        for record in records:
+            if record.id not in retired and record.name not in self._served:
+                self.take(record)
+
+    def take(self, record: Record) -> None:
+        """Another process has had it loaded, in the place of one of that name where there is one."""
+        adapter = self._known.get(record.id)
+        if adapter is None:
+            adapter = ServedAdapter(record.name, record.path, record.id, record.parent, record.rank)
+            adapter.free.set()
+        self._client.know_adapter(LoadAdapter(record.id, record.path, record.name))
+        self._served[record.name] = self._known[record.id] = adapter
+
+    async def retire(self, id: int) -> None:
+        """New requests no longer find it; returns when those here that use it are done."""
+        if self._retired is not None:
+            self._retired.add(id)
+        adapter = self._known.pop(id, None)
+        if adapter is None:
+            return
+        if self._served.get(adapter.name) is adapter:
+            del self._served[adapter.name]
+        await adapter.free.wait()
+        self._client.drop_adapter(id)
 
     def _check_enabled(self) -> None:
         if not self.enabled:
@@ -133,8 +229,12 @@ class Adapters:
         """Raises ApiError for what is not below --lora-dir, whatever links or dots the path has."""
         if self._folder is None:
             raise _invalid("Adapters are loaded at the start only: --lora-dir says from where they may be later.", None)
-        found = (self._folder / Path(path).expanduser()).resolve()
-        if not found.is_relative_to(self._folder) or not found.is_dir():
+        try:
+            found = (self._folder / Path(path).expanduser()).resolve()
+            fine = found.is_relative_to(self._folder) and found.is_dir()
+        except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle, nobody's home
+            fine = False
+        if not fine:
             raise _invalid(f"`{shorten(path)}` is no folder in that of --lora-dir.", "lora_path")
         return found
 

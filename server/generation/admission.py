@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from ...engine.messages import EngineInfo
-from ..client.board import REQUESTS, TOKENS, Board
+from ..client.board import FINISHED_REQUESTS, FINISHED_TOKENS, REQUESTS, TOKENS, Board
 from ..client.client import Client
 from ..errors import ApiError, bad_request, took_too_long
 from ..options.config import ServerConfig
@@ -81,6 +81,9 @@ class Admission:
         self._rejected = rejected
         self._request_rate = DrainRate()
         self._token_rate = DrainRate()
+        if board is not None:
+            self._seen = self._finished()
+            board.watch_looks(self)
 
     @property
     def most_requests(self) -> int | None:
@@ -110,13 +113,29 @@ class Admission:
                 param,
             )
         now = time.monotonic()
-        if not self.num_requests:
-            self._request_rate.begin(now)
-            self._token_rate.begin(now)
         if self.num_requests or self._others(REQUESTS):
             self._check(num_requests, num_tokens, now)
+        else:
+            self._begin(now)
         self.count(num_requests, num_tokens)
         return Ticket(self, num_requests, num_tokens, arrival, arrival if begun is None else begun)
+
+    def _begin(self, now: float) -> None:
+        self._request_rate.begin(now)
+        self._token_rate.begin(now)
+
+    def look(self, now: float) -> None:
+        """What all API processes together have finished since the last look: that is how fast the queue moves."""
+        requests, tokens = self._finished()
+        if not self.num_requests and not self._others(REQUESTS) and requests == self._seen[0]:
+            self._begin(now)
+        self._request_rate.add(requests - self._seen[0], now)
+        self._token_rate.add(tokens - self._seen[1], now)
+        self._seen = requests, tokens
+
+    def _finished(self) -> tuple[int, int]:
+        assert self._board is not None
+        return self._board.all(FINISHED_REQUESTS), self._board.all(FINISHED_TOKENS)
 
     def _check(self, num_requests: int, num_tokens: int, now: float) -> None:
         info, stats = self.client.info, self.client.stats
@@ -176,12 +195,17 @@ class Admission:
     def release(self, num_requests: int, num_tokens: int) -> None:
         now = time.monotonic()
         self.count(-num_requests, -num_tokens)
-        self._request_rate.add(num_requests, now)
-        self._token_rate.add(num_tokens, now)
+        if self._board is None:
+            self._request_rate.add(num_requests, now)
+            self._token_rate.add(num_tokens, now)
+        else:
+            self._board.add(FINISHED_REQUESTS, num_requests)
+            self._board.add(FINISHED_TOKENS, num_tokens)
+            self.look(now)
 
     def retry_after(self) -> float:
         """Seconds until about everything that is open now has finished."""
-        return self._request_rate.seconds_for(self.num_requests, time.monotonic())
+        return self._request_rate.seconds_for(self.num_requests + self._others(REQUESTS), time.monotonic())
 
 
 class Ticket:

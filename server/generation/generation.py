@@ -109,8 +109,12 @@ class Generation:
         """What the engine says, as it comes, until every choice is finished. Raises ApiError and EngineDeadError."""
         if len(self.choices) == 1:
             (choice,) = self.choices
+            mailbox = choice.mailbox
             while choice.finish_reason is None:
-                yield choice, self._feed(choice, await choice.mailbox.get())
+                if (output := mailbox.take()) is None:
+                    await mailbox.news()
+                else:
+                    yield choice, self._feed(choice, output)
             return
         # Whoever reads slowly finds the outputs merged: that costs no memory.
         news = Mailboxes([choice.mailbox for choice in self.choices])
@@ -135,10 +139,11 @@ class Generation:
             await pace.rest()
 
     def _feed(self, choice: Choice, output: RequestOutput) -> Delta:
-        if output.finish_reason == "abort" and self._cancelled:
-            return self._end_cancelled(choice, output)
-        if output.finish_reason in ("error", "abort"):
-            return self._failed(choice, output)
+        if output.finish_reason is not None:
+            if output.finish_reason == "abort" and self._cancelled:
+                return self._end_cancelled(choice, output)
+            if output.finish_reason in ("error", "abort"):
+                return self._failed(choice, output)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[choice.index // self.n] = output.prompt_logprobs
         now, num_before = time.monotonic(), self._num_output

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..client.board import BODIES, Board
 from ..errors import ApiError
 
 SMALL = 64 << 10  # bytes; such bodies are not counted: the number of connections bounds them
@@ -21,24 +22,35 @@ class HeldBody:
 
     def grow(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        self._limit.num_bytes += num_bytes
+        self._limit.count(num_bytes)
 
     def release(self) -> None:
         """It was read, or nobody will read it. Idempotent."""
-        self._limit.num_bytes -= self._num_bytes
+        self._limit.count(-self._num_bytes)
         self._num_bytes = 0
 
 
 class BodyLimit:
     """Refuses a body that is too large: at once where its length is declared, else as soon as it has come so far."""
 
-    def __init__(self, app: ASGIApp, limit: Callable[[], int], rejected: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, limit: Callable[[], int], rejected: Callable[[str], None], board: Board | None = None
+    ) -> None:
         """`limit`: bytes of a body; asked for each request, since it may follow the engine's context. `rejected`
-        counts those for whom there is no room."""
+        counts those for whom there is no room. `board`: of several API processes, which share the room."""
         self.app = app
         self._rejected = rejected
         self.limit = limit
         self.num_bytes = 0  # of all bodies that are held
+        self._board = board
+
+    def count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        if self._board is not None and num_bytes:
+            self._board.set(BODIES, self.num_bytes)
+
+    def _in_all(self) -> int:
+        return self.num_bytes + (0 if self._board is None else self._board.others(BODIES))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,7 +75,7 @@ class BodyLimit:
                 if received > limit:
                     raise _too_large(limit)
                 held.grow(len(body))
-                if self.num_bytes > most:
+                if self._in_all() > most:
                     self._rejected("bodies")
                     raise _too_many(most)
             return message

@@ -25,6 +25,14 @@ class Cycle(RequestResponseCycle):
             self.transport.close()
         return {"type": "http.disconnect"}
 
+    async def send(self, message: Any) -> None:
+        """uvicorn's; a piece of a stream, of which there is one a token, need not pass all that it asks."""
+        plain = self.chunked_encoding and not (self.flow.write_paused or self.disconnected or self.response_complete)
+        if plain and (body := message.get("body")) and message.get("more_body"):
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        else:
+            await super().send(message)
+
 
 # uvicorn makes them by this name. Another class given to one later would slow down each of its sends by half.
 httptools_impl.RequestResponseCycle = Cycle  # type: ignore[misc]

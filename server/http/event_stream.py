@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
 
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.types import Receive, Scope, Send
@@ -21,7 +22,10 @@ class EventStream(EventSourceResponse):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_event: Send = scope.get("state", {}).get("send_event", send)
+        def plain(data: bytes) -> Awaitable[None]:
+            return send({"type": "http.response.body", "body": data, "more_body": True})
+
+        self._send_event: Callable[[Any], Awaitable[None]] = scope.get("state", {}).get("send_event", plain)
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -30,8 +34,9 @@ class EventStream(EventSourceResponse):
     async def _stream_response(self, send: Send) -> None:
         """As in the library, without the cancel scope that it opens for every event: no send has a time limit here."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        send_event = self._send_event
         async for data in self.body_iterator:
-            await self._send_event({"type": "http.response.body", "body": data, "more_body": True})
+            await send_event(data)
         async with self._send_lock:  # a ping must not follow
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -99,16 +99,27 @@ class RequestMiddleware:
         status = 0
         bytes_out = 0
 
-        def watch(message: Message) -> Awaitable[None]:  # no coroutine of its own: this runs for every streamed chunk
+        def watch(message: Message) -> Awaitable[None]:
             nonlocal status, bytes_out
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
             else:
                 bytes_out += len(message.get("body", b""))
+                if not message.get("more_body"):  # who has all of the answer may ask again, and not this process
+                    release()
             return send(message)
 
-        state["send_event"] = watch  # of a stream: the layers further in only look at how an answer begins
+        def send_event(data: bytes) -> Awaitable[None]:  # no coroutine of its own: this runs for every streamed chunk
+            nonlocal bytes_out
+            bytes_out += len(data)
+            return send({"type": "http.response.body", "body": data, "more_body": True})
+
+        def release() -> None:
+            if (ticket := state.get("ticket")) is not None:
+                ticket.release()
+
+        state["send_event"] = send_event  # of a stream: the layers further in only look at how an answer begins
         try:
             await self.app(scope, receive, watch)
         except ClientDisconnect:
@@ -120,8 +131,7 @@ class RequestMiddleware:
                 raise
             await internal_error(request_id).response(scope)(scope, receive, watch)
         finally:
-            if (ticket := state.get("ticket")) is not None:
-                ticket.release()
+            release()
             if not state.get("passed_on"):  # else the process that answers counts it
                 self._over(scope, headers, status, started, start, bytes_out)
 

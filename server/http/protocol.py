@@ -370,11 +370,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._lingering = self.loop.call_later(LINGER, self._linger_on)
 
 
-def uvicorn_options(config: HttpConfig, refused: Callable[[str], None]) -> dict[str, Any]:
-    """What uvicorn.Config gets beside the application. `refused` hears of every connection that is ended, and why."""
+def uvicorn_options(config: HttpConfig, refused: Callable[[str], None], num_processes: int = 1) -> dict[str, Any]:
+    """What uvicorn.Config gets beside the application. `refused` hears of every connection that is ended, and why;
+    `num_processes` share the connections that there may be."""
+    share = None if config.max_connections is None else max(1, config.max_connections // num_processes)
     members = {
         "limits": config, "refused": staticmethod(refused), "lingering": {}, "newcomers": {}, "kept": {},
-        "arriving": {}, "max_connections": config.max_connections or raise_file_limit(),
+        "arriving": {}, "max_connections": share or raise_file_limit(),
     }  # fmt: skip
     return {
         "http": type("HttpProtocol", (HttpProtocol,), members),

@@ -16,7 +16,7 @@ from ...engine.logs import num_lost_lines
 from ...engine.messages import EngineInfo
 from ..client.client import Client
 from .metrics import EngineCounts, Metrics
-from .shares import Shares
+from .shares import ADAPTERS, Shares
 
 
 class MetricsPage:
@@ -94,6 +94,8 @@ class EngineCollector(Collector):
         yield self._gauge("generation_tokens_per_second", "Tokens generated, over the last seconds.", generated)
         yield from self._request_counters()
         yield from self._histograms()
+        if self._metrics.adapters is not None:
+            yield self._adapters(*self._metrics.adapters())
 
     def _state(self) -> Iterator[Metric]:
         each = self._each_engine
@@ -106,15 +108,11 @@ class EngineCollector(Collector):
         )  # fmt: skip
         for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the latter is what older gateways look for
             yield each(name, "Used share of the KV cache, 0 to 1.", cache_usage)
-        if self._metrics.adapters is not None:
-            yield self._adapters(*self._metrics.adapters())
 
     def _adapters(self, running: list[str], waiting: list[str]) -> Metric:
         """As vLLM has it: the names are labels, and the value is the time."""
         labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
-        family = GaugeMetricFamily(
-            self._prefix + "lora_requests_info", "Adapters of requests, and when.", labels=labels
-        )
+        family = GaugeMetricFamily(self._prefix + ADAPTERS, "Adapters of requests, and when.", labels=labels)
         family.add_metric([str(self._client.config.max_loras), ",".join(waiting), ",".join(running)], time.time())
         return family
 
@@ -183,12 +181,19 @@ class EngineCollector(Collector):
             yield self._each_engine(f"spec_decode_{name}", help, value, label, among=drafting, kind=CounterMetricFamily)
 
     def _experts(self) -> Iterator[Metric]:
-        """Where ranks hold whole experts: the fullest of them keeps the others waiting."""
-        among = [counts for counts in self._metrics.engines if counts.expert_tokens()]
-        if among:
-            help = "Tokens that went to the experts of a rank (counted every 64 steps, without CUDA graphs)."
-            value = EngineCounts.expert_tokens
-            yield self._each_engine("expert_tokens", help, value, "rank", among=among, kind=CounterMetricFamily)
+        """Of mixtures, once they have computed something. A series an expert, its layers together: some hundreds, where
+        one for each layer would be thousands, of which only the balance is of interest, and that is a gauge."""
+        mixtures = [counts for counts in self._metrics.engines if counts.tokens_by_expert()]
+        if not mixtures:
+            return
+        yield self._each_engine(
+            "expert_tokens", "Tokens that an expert got, all layers but the last together.",
+            EngineCounts.tokens_by_expert, "expert", mixtures, CounterMetricFamily,
+        )  # fmt: skip
+        yield self._each_engine(
+            "expert_imbalance", "Tokens of a layer's busiest expert over those of its average one, lately; 1 is even.",
+            lambda counts: counts.state().expert_imbalance, among=mixtures,
+        )  # fmt: skip
 
     def _request_counters(self) -> Iterator[Metric]:
         counter, metrics = self._counter, self._metrics

@@ -81,10 +81,10 @@ class EngineCounts:
         accepted = sum_of(self.engine.past_stats, self.engine.stats).num_accepted_tokens
         return {str(place): float(count) for place, count in enumerate(accepted)}
 
-    def expert_tokens(self) -> dict[str, float]:
-        """Of each rank of it, where ranks hold whole experts."""
+    def tokens_by_expert(self) -> dict[str, float]:
+        """That each expert of a mixture got."""
         tokens = sum_of(self.engine.past_stats, self.engine.stats).expert_tokens
-        return {str(rank): float(count) for rank, count in enumerate(tokens)}
+        return {str(expert): float(count) for expert, count in enumerate(tokens)}
 
     def state(self) -> EngineStats:
         """Of the engine that serves now; that of a dead one says nothing any more."""
@@ -141,7 +141,8 @@ class Metrics:
             # A prompt's last token gives the first of the answer, which is a token of this step as well; each later one
             # is computed where the next is generated.
             for output in message.outputs:
-                num_tokens += output.num_cached_tokens is not None and output.token_ids != []
+                if output.num_cached_tokens is not None and output.token_ids:
+                    num_tokens += 1
             self.iteration_tokens.observe(num_tokens)
 
     # ---- requests ----

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...engine.logs import escape
 from ..generation.choice import Choice, Delta
@@ -19,8 +18,7 @@ logger = logging.getLogger("vserve.request")
 MAX_PATH = 200  # characters of an unknown path
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """An HTTP request that is over."""
 
     id: str
@@ -36,8 +34,7 @@ class Finished:
     key: str = ""  # the name of the key that it brought, where the server knows that
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """The numbers of a generation, over all of its choices. Seconds; None where it did not come so far."""
 
     prompt_tokens: int
@@ -157,7 +154,10 @@ class RequestLog:
         if not logger.isEnabledFor(level):
             return
         line = _Line(request)
-        logger.log(level, "%s", line, extra={"fields": line.fields})
+        # logger.log would look through the stack for who has called it.
+        logger.handle(
+            logger.makeRecord(logger.name, level, __file__, 0, "%s", (line,), None, extra={"fields": line.fields})
+        )
 
     # ---- text, only when asked for ----
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.metrics_core import METRIC_TYPES
 from prometheus_client.registry import Collector
+
+ADAPTERS = "lora_requests_info"  # of the metric whose labels are lists of names, and whose value is the time
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -66,8 +69,23 @@ def summed(pages: Iterable[Page]) -> Page:
             for sample in family.samples:
                 key = sample.name, tuple(sample.labels.items())
                 values[key] = values.get(key, 0.0) + sample.value
-    return [
+    found = [
         Family(family.name, family.help, family.type,
                [Sample(name, dict(labels), value) for (name, labels), value in sums[family.name].items()])
         for family in families.values()
     ]  # fmt: skip
+    return [_united(family) if family.name.endswith(ADAPTERS) else family for family in found]
+
+
+def _united(family: Family) -> Family:
+    """The names that any process has; the moment is this one's, whose sample is the first."""
+    if not family.samples:
+        return family
+    first = family.samples[0]
+    labels = {
+        label: value
+        if label == "max_lora"
+        else ",".join(sorted({name for sample in family.samples for name in sample.labels[label].split(",") if name}))
+        for label, value in first.labels.items()
+    }
+    return Family(family.name, family.help, family.type, [Sample(first.name, labels, time.time())])

@@ -38,6 +38,9 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig):
         1, "processes that answer HTTP on the same port, each connected to every engine: where one is busy with text "
         "before the engines are", group="server", bounds=Bounds(1, 64), short="asc",
     )  # fmt: skip
+    headless: bool = option(
+        False, "run the ranks of this node and no API: on every node but the first (--node-rank)", group="server"
+    )
     uds: str | None = option(None, "Unix-domain socket to listen on instead of host and port", group="server")
     root_path: str = option(
         "", "path prefix that a proxy in front of the server strips", group="server", problem=_path_prefix

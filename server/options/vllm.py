@@ -25,13 +25,7 @@ _TYPICAL = "only typical acceptance has it, which changes answers and is refused
 # name, short name | takes a value, or is a switch | values that mean what vserve does anyway, or ANY | the reason
 _ROWS = (
     # ---- several GPUs ----
-    ("pipeline-parallel-size", "pp", True, "1", "layers are not dealt to cards yet: divide them, by "
-     "--tensor-parallel-size"),
     ("decode-context-parallel-size", "dcp", True, "1", "a context stays on its cards: leave it out"),
-    ("distributed-executor-backend", "", True, "mp uni", "every rank is a process of this host: leave it out"),
-    ("ray-workers-use-nsight", "", False, OFF, "there are no Ray workers: run `nsys profile vserve …`"),
-    ("headless", "", False, OFF, "several nodes are not built yet"),
-    ("nnodes", "", True, "1", "several nodes are not built yet"),
     # ---- the model ----
     ("code-revision", "", True, ANY, "a model's code is that of its own --revision"),
     ("tokenizer-mode", "", True, "auto hf", "tokenizers are read from tokenizer.json: leave it out"),

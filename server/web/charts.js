@@ -40,6 +40,22 @@ export function sparkline(canvas, values, length, colour) {
   context.globalAlpha = 1;
 }
 
+/** A column for each value, over a line at their mean. */
+export function columns(canvas, values, colour) {
+  const { context, width, height } = surface(canvas, 90);
+  const top = Math.max(...values);
+  if (!(top > 0) || width === 0) return;
+  const [fill, line] = colours(colour, "track"), step = width / values.length;
+  context.fillStyle = fill;
+  values.forEach((value, index) => {
+    const size = (height * value) / top;
+    context.fillRect(index * step, height - size, Math.max(1, step - (step > 3 ? 1 : 0)), size);
+  });
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  context.fillStyle = line;
+  context.fillRect(0, height - (height * mean) / top - 0.5, width, 1);
+}
+
 /** The cells of the cache: each filled from below by its share in use, and by what is free but still cached. */
 export function blockMap(canvas, { used, cached, perCell, numBlocks }) {
   const width = canvas.clientWidth;

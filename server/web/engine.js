@@ -1,6 +1,6 @@
 // The view of the engine: /metrics once a second, and the steps as they happen.
 import { events, request } from "./api.js";
-import { blockMap, sparkline } from "./charts.js";
+import { blockMap, columns, sparkline } from "./charts.js";
 import { byId, bytes, count, el, milliseconds } from "./dom.js";
 import { Engines } from "./engines.js";
 import { Scrape, quantiles, rate } from "./prometheus.js";
@@ -34,6 +34,7 @@ export class EngineView {
     this._hello = null;
     this._scrapes = [];
     this._blocks = { used: [], cached: [], perCell: 1, numBlocks: 0 };
+    this._experts = []; // tokens of each, where the model is a mixture
     this._tiles = new Map(TILES.map((tile) => [tile[0], new Tile(byId("tiles"), ...tile.slice(1))]));
     this._rows = LATENCIES.map(([label]) => {
       const cells = SHARES.map(() => el("td", { text: "–" }));
@@ -80,6 +81,7 @@ export class EngineView {
       this._drawn = 0;
       this._timeline.draw();
       blockMap(byId("blocks"), this._blocks);
+      if (this._experts.length) columns(byId("experts"), this._experts, "decode");
       for (const tile of this._tiles.values()) tile.draw();
     });
   }
@@ -146,6 +148,7 @@ export class EngineView {
     this._showTiles(scrape, before ?? scrape);
     this._showLatency(scrape);
     this._showMemory(scrape);
+    this._showExperts(scrape);
     this._engines.show(scrape, before ?? scrape);
     this.repaint();
   }
@@ -203,6 +206,22 @@ export class EngineView {
     const slowest = Math.max(...steps.map((step) => step.device)) / 1e6;
     byId("split-figures").textContent = `The slowest of them took ${milliseconds(slowest)}. ${
       name === "GPU" ? "The host prepares the next step while the GPU computes." : ""}`;
+  }
+
+  _showExperts(now) {
+    const tokens = (scrape) => scrape.sums("expert_tokens_total", "expert").map(([, value]) => value);
+    const all = tokens(now), old = tokens(this._scrapes[0]);
+    byId("experts-card").hidden = !all.length;
+    if (!all.length) return void (this._experts = all);
+    const lately = all.map((value, expert) => value - (old[expert] ?? 0)), some = lately.some((value) => value > 0);
+    this._experts = some && old.length ? lately : all;
+    byId("experts-window").textContent = some && old.length ? `last ${WINDOW} s` : "since the start";
+    const mean = this._experts.reduce((sum, value) => sum + value, 0) / this._experts.length;
+    const most = Math.max(...this._experts), busiest = this._experts.indexOf(most);
+    const imbalance = now.by("expert_imbalance", "engine").map(([, value]) => value).filter((value) => value > 0);
+    byId("experts-figures").textContent = `Over all layers expert ${busiest} got the most tokens: ${(most / mean).toFixed(2)} of the mean.${
+      imbalance.length ? ` Within a layer the busiest expert had ${Math.max(...imbalance).toFixed(2)} of the mean.` : ""}`;
+    byId("experts").setAttribute("aria-label", `Tokens of each of ${all.length} experts; the busiest is ${busiest}`);
   }
 
   _showMemory(now) {

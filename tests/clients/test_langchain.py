@@ -104,3 +104,18 @@ def test_a_streamed_call(chat: Any) -> None:
     assert whole is not None and [(c["name"], c["args"]) for c in whole.tool_calls] == [
         ("get_weather", {"city": "Rome"})
     ]
+
+
+def test_embeddings_and_a_store_of_them(base_url: str) -> None:
+    """As in everybody's first retrieval."""
+    from langchain_core.vectorstores import InMemoryVectorStore
+    from langchain_openai import OpenAIEmbeddings
+
+    embeddings = OpenAIEmbeddings(
+        model="demo", base_url=base_url, api_key=SecretStr("none"), check_embedding_ctx_length=False
+    )
+    texts = ["What is 12 + 30?", "A cat sleeps.", "The answer is 42."]
+    vectors = embeddings.embed_documents(texts)
+    assert len(vectors) == 3 and vectors[1] == pytest.approx(embeddings.embed_query(texts[1]), abs=1e-4)
+    store = InMemoryVectorStore.from_texts(texts, embeddings)
+    assert [found.page_content for found in store.similarity_search(texts[2], k=1)] == [texts[2]]

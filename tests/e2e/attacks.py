@@ -112,6 +112,7 @@ class Invariants:
         self.memory = self._memory()
 
     def check(self, server_errors: int = 0, max_growth: int = MAX_GROWTH) -> None:
+        """`max_growth`: of each API process: what one of them keeps for the next request, each does."""
         assert self.server.process.poll() is None
         assert self._http.get("/health").status_code == 200
         assert self._canary() == self.canary
@@ -119,7 +120,7 @@ class Invariants:
         assert errors - self.server_errors <= server_errors
         self.server_errors = errors
         assert self._children() == self.children
-        assert self.growth() < max_growth
+        assert self.growth() < max_growth * self._num_api_processes()
 
     def growth(self) -> int:
         """Bytes of resident memory."""
@@ -137,6 +138,10 @@ class Invariants:
     def _children(self) -> set[str]:
         pid = self.server.process.pid
         return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+    def _num_api_processes(self) -> int:
+        commands = (Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.children)
+        return 1 + sum(b"vserve.server.api_process" in command for command in commands)
 
     def _memory(self) -> int:
         pids = (str(self.server.process.pid), *self.children)

@@ -135,10 +135,17 @@ def demo_server() -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.fixture(scope="session", params=[1, pytest.param(3, marks=pytest.mark.slow)], ids=["", "three"])
+def api_servers(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Options of a server: with one API process and, in slow tests, with three."""
+    return () if request.param == 1 else ("--api-server-count", str(request.param))
+
+
 @pytest.fixture(scope="session")
-def guarded_server() -> Iterator[ServerProcess]:
+def guarded_server(api_servers: tuple[str, ...]) -> Iterator[ServerProcess]:
     """The demo model behind tight limits, for the tests that attack it."""
     with serving(
+        *api_servers,
         "--header-timeout", "2", "--body-timeout", "2", "--write-timeout", "2", "--timeout-keep-alive", "20",
         "--max-body-size", "1000000", "--served-model-name", "demo",
     ) as server:  # fmt: skip

@@ -85,14 +85,14 @@ class Totals:
     left_choices: int = 0  # of those who left: whether they were finished, only the server knows
     failed: Counter[str] = field(default_factory=Counter)  # requests, by the documented error they ended with
     failed_choices: int = 0
+    broken: int = 0  # requests whose connection ended with the process that had it
     generated: int = 0  # tokens, by the usage of whole answers
     wrong: list[str] = field(default_factory=list)  # what must not happen
 
     def __str__(self) -> str:
-        return (
-            f"{self.sent} requests: {self.statuses['2xx']} answered 200, {self.refused} bad ones refused, "
-            f"{self.left} left, failed {dict(self.failed) or 0}; choices {dict(self.finished)}; wrong {len(self.wrong)}"
-        )
+        answered = f"{self.statuses['2xx']} answered 200, {self.refused} bad ones refused, {self.left} left"
+        failed = f"{self.broken} broken, failed {dict(self.failed) or 0}"
+        return f"{self.sent} requests: {answered}, {failed}; choices {dict(self.finished)}; wrong {len(self.wrong)}"
 
 
 class Load:
@@ -100,6 +100,7 @@ class Load:
 
     def __init__(self, url: str, seed: int = 0, bad: float = 0.05, leave: float = 0.05) -> None:
         self.totals = Totals()
+        self.may_break: Callable[[], bool] = lambda: False  # whether connections may end without an answer
         self.on_gap: Callable[[float], None] = lambda seconds: None  # between two events of one stream
         self._url = url
         self._random = random.Random(seed)
@@ -147,6 +148,9 @@ class Load:
         try:
             await ask_one(http)
         except (httpx.HTTPError, OSError) as error:
+            if self.may_break() and isinstance(error, httpx.TransportError | ConnectionError):
+                self.totals.broken += 1
+                return
             self.totals.wrong.append(f"{ask_one.__name__}: {type(error).__name__}: {error}")
 
     async def _ask_nonsense(self, http: httpx.AsyncClient) -> None:

@@ -88,3 +88,64 @@ def test_an_engine_that_is_started_again_knows_them(server: Any, expected: dict[
         assert [tokens(ask(server, name, 1, rank)) for name in ("c", "a")] == [expected["c"][1], expected["a"][1]]
     assert httpx.post(url.replace("/load", "/unload"), json={"lora_name": "c"}, timeout=60).status_code == 200
     assert ask(server, "c", 0).status_code == 404
+
+
+@pytest.fixture(scope="module")
+def several(serve: Any, folders: dict[str, Path]) -> Any:
+    """Three API processes before one engine."""
+    with serve(
+        str(folders["tiny"]), "--served-model-name", "tiny", "--api-server-count", "3", "--enable-lora", "--max-loras",
+        "1", "--max-cpu-loras", "2", "--lora-modules", f"a={folders['a']}", "--lora-dir", str(folders["a"].parent),
+        "--engine-restarts", "9",
+    ) as process:  # fmt: skip
+        yield process
+
+
+def change(server: Any, verb: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{verb}_lora_adapter", json=body, timeout=120)
+
+
+def names(server: Any) -> set[tuple[str, ...]]:
+    """What the processes say there is; each question is a connection of its own."""
+    lists = (httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"] for _ in range(12))
+    return {tuple(sorted(card["id"] for card in cards)) for cards in lists}
+
+
+def test_several_api_processes_know_the_same(several: Any, expected: dict[str, list[list[int]]]) -> None:
+    """Whichever of them is asked, also one that was started later, and an engine that was."""
+
+    def right(*served: str) -> None:
+        cases = [(name, index) for name in (*served, "tiny") for index in range(3)] * 2
+        with ThreadPoolExecutor(9) as pool:
+            found = list(pool.map(lambda case: tokens(ask(several, *case)), cases))
+        assert found == [expected[name][index] for name, index in cases]
+
+    assert names(several) == {("a", "tiny")}
+    right("a")
+    for name in "bc":
+        assert change(several, "load", lora_name=name, lora_path=name).status_code == 200
+        assert change(several, "load", lora_name=name, lora_path=name).status_code == 400
+    assert names(several) == {("a", "b", "c", "tiny")}
+    right("a", "b", "c")
+    assert change(several, "load", lora_name="b", lora_path="d", load_inplace=True).status_code == 200
+    with ThreadPoolExecutor(9) as pool:
+        answers = pool.map(lambda _: tokens(ask(several, "b", 0)), range(12))
+        assert {tuple(answer) for answer in answers} == {tuple(expected["d"][0])}
+    assert change(several, "unload", lora_name="b").status_code == 200
+    assert names(several) == {("a", "c", "tiny")}
+    assert {ask(several, "b", 0).status_code for _ in range(9)} == {404}
+    pid = several.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    guests = [int(one) for one in children if b"server.api_process" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    for victim in (guests[0], several.engine_pids()[0]):
+        os.kill(victim, signal.SIGKILL)
+        end = time.monotonic() + 120
+        good = 0  # answers one after the other
+        while good < 20:
+            assert time.monotonic() < end, "it does not come back"
+            try:
+                good = good + 1 if ask(several, "c", 1).status_code == 200 else 0
+            except httpx.TransportError:  # of the process that was killed
+                good = 0
+        right("a", "c")
+        assert names(several) == {("a", "c", "tiny")}

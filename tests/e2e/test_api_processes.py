@@ -190,6 +190,45 @@ def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -
     assert total(server, "vllm:generation_tokens_total") > before, "what was counted stays counted"
 
 
+def test_one_that_hangs_is_replaced(server, until) -> None:
+    """Whom it has accepted nobody else can answer: its end is what they hear of it. The others go on meanwhile."""
+    expected, pids = text(ask(server)), guests(server)
+    with ThreadPoolExecutor(24) as pool:
+        os.kill(pids[0], signal.SIGSTOP)
+        stopped = time.monotonic()
+        asking = [pool.submit(ask, server, body=BODY) for _ in range(24)]
+        until(lambda: pids[0] not in guests(server), 60)
+        assert time.monotonic() - stopped < 14  # eight of silence, and what a busy machine adds
+        answers, broken = [], 0
+        for future in asking:
+            try:
+                answers.append(future.result())
+            except httpx.TransportError:
+                broken += 1
+    assert {text(answer) for answer in answers if answer.status_code == 200} == {expected}
+    assert {answer.status_code for answer in answers} <= {200, 429} and broken < 24, broken
+    assert any(re.search(r"API process \d has been silent for \d+ s and is killed", line) for line in server.stderr)
+    until(lambda: len(guests(server)) == 2)
+    until(lambda: sum("takes requests after" in line for line in server.stderr) == 4, 60)
+    assert {text(ask(server)) for _ in range(6)} == {expected}
+    until(lambda: total(server, "vllm:num_requests_running") == 0, 30)
+
+
+@pytest.mark.slow
+def test_where_the_first_hangs_the_server_ends(serve, until, gone_pids) -> None:
+    """It alone starts engines, ends the server, and keeps what there is one of: who has started it starts another."""
+    with serve("--api-server-count", "2", "--stall-timeout", "9") as server:
+        pids = [*guests(server), *server.engine_pids()]
+        time.sleep(10)  # nobody ends it while it is well
+        assert server.process.poll() is None
+        os.kill(server.process.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert server.wait(60) == -signal.SIGKILL
+        assert 8 < time.monotonic() - stopped < 20
+        until(lambda: gone_pids(pids), 10)
+    assert any("the first API process has been silent for 9 s: the server ends" in line for line in server.stderr)
+
+
 @pytest.mark.slow
 def test_an_engine_that_dies_comes_back_for_all_of_them(server, until) -> None:
     expected, pid = text(ask(server)), server.engine_pid()
@@ -199,9 +238,26 @@ def test_an_engine_that_dies_comes_back_for_all_of_them(server, until) -> None:
     assert {text(ask(server)) for _ in range(12)} == {expected}
 
 
-def test_they_end_together(server, until, gone_pids) -> None:
+def test_they_end_together_when_each_has_finished(server, until, gone_pids) -> None:
+    """Some of what runs is each one's: nothing is cut off, and nobody new is let in."""
     pids = [*guests(server), server.engine_pid()]
-    server.process.terminate()
+    begun = threading.Barrier(9)
+
+    def stream() -> list[str]:
+        body = BODY | {"stream": True, "max_tokens": 200}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=KEY, timeout=240) as answer:
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            first = next(lines)
+            begun.wait(60)
+            return [first, *(line for line in lines if line)]
+
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(stream) for _ in range(8)]
+        begun.wait(60)
+        server.process.terminate()
+        ended = [future.result() for future in running]
+    assert all(lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2] for lines in ended)
     assert server.wait(60) == 0
     until(lambda: gone_pids(pids), 10)
     assert not [line for line in server.stderr if "Traceback" in line]

@@ -22,14 +22,16 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-def test_large_bodies_that_never_end_have_a_bound_together(serve: Any, attacks: Any) -> None:
+def test_large_bodies_that_never_end_have_a_bound_together(
+    serve: Any, api_servers: tuple[str, ...], attacks: Any
+) -> None:
     """Each stays below the limit of one, and its client holds the last byte back: 256 MiB of them are kept, no more."""
     size = (8 << 20) - 1
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
     ).encode()
     piece, held, refused = b" " * (size - 1), [], 0
-    with serve("--served-model-name", "demo") as server:
+    with serve(*api_servers, "--served-model-name", "demo") as server:
         complete(server.url)
         before = resident(server.process.pid)
         try:

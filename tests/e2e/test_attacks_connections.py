@@ -85,12 +85,12 @@ def test_row_23_a_stream_outlives_the_limits_for_requests(url):
 
 
 @pytest.mark.slow
-def test_row_23_thousands_of_idle_connections_do_not_stop_a_canary(serve, attacks):
+def test_row_23_thousands_of_idle_connections_do_not_stop_a_canary(serve, api_servers, attacks):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     idle = []
     try:
-        with serve("--header-timeout", "30") as server:
+        with serve(*api_servers, "--header-timeout", "30") as server:
             invariants = attacks.Invariants(server)
             for i in range(3000):
                 sock = attacks.connect(server.url)
@@ -107,8 +107,8 @@ def test_row_23_thousands_of_idle_connections_do_not_stop_a_canary(serve, attack
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_row_23_the_longest_idle_connection_makes_room(serve, attacks):
-    with serve("--max-connections", "20", "--header-timeout", "60") as server:
+def test_row_23_the_longest_idle_connection_makes_room(serve, api_servers, attacks):
+    with serve(*api_servers, "--max-connections", "20", "--header-timeout", "60") as server:
         invariants = attacks.Invariants(server)
         idle = [attacks.connect(server.url) for _ in range(60)]
         invariants.check()
@@ -119,8 +119,9 @@ def test_row_23_the_longest_idle_connection_makes_room(serve, attacks):
 
 
 @pytest.mark.slow
-def test_row_43_a_server_out_of_file_descriptors_lives_on(serve, attacks):
-    with serve("--max-connections", "5000", "--header-timeout", "60") as server:  # more than there are files
+def test_row_43_a_server_out_of_file_descriptors_lives_on(serve, api_servers, attacks):
+    # Connections: more than there are files.
+    with serve(*api_servers, "--max-connections", "5000", "--header-timeout", "60") as server:
         invariants = attacks.Invariants(server)
         limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (64, limits[1]))
@@ -229,8 +230,8 @@ def test_row_30_a_deaf_client_is_dropped_and_others_go_on(url, attacks, before):
 
 
 @pytest.mark.slow
-def test_row_31_a_burst_is_admitted_or_told_when_to_come_again(serve, attacks):
-    with serve("--max-num-queued-reqs", "8", "--max-num-seqs", "4") as server:
+def test_row_31_a_burst_is_admitted_or_told_when_to_come_again(serve, api_servers, attacks):
+    with serve(*api_servers, "--max-num-queued-reqs", "8", "--max-num-seqs", "4") as server:
         invariants = attacks.Invariants(server)
         limit = 4 + 8
         os.kill(server.engine_pid(), signal.SIGSTOP)  # so that no place is given back before all have asked
@@ -264,9 +265,9 @@ def test_row_31_a_burst_is_admitted_or_told_when_to_come_again(serve, attacks):
 
 
 @pytest.mark.slow
-def test_row_31_thousands_of_requests_at_once(serve, attacks):
+def test_row_31_thousands_of_requests_at_once(serve, api_servers, attacks):
     """As many connections as one test may open; those let in finish, and the canary sings."""
-    with serve("--max-num-seqs", "8", "--max-num-queued-reqs", "64", "--header-timeout", "60") as server:
+    with serve(*api_servers, "--max-num-seqs", "8", "--max-num-queued-reqs", "64", "--header-timeout", "60") as server:
         invariants = attacks.Invariants(server)
         request = attacks.post(json.dumps({**LONG, "max_tokens": 8}).encode(), "connection: close")
         sockets = [attacks.connect(server.url) for _ in range(2000)]

@@ -16,9 +16,9 @@ SENT: list[tuple[str, str | bytes]] = []  # path, body
 
 
 @pytest.fixture(scope="module")
-def server(serve):
+def server(serve, api_servers):
     """Its limit on bodies lets the largest of these attacks in: what is refused is refused for its content."""
-    with serve("--max-body-size", str(32 << 20), "--served-model-name", "demo") as server:
+    with serve(*api_servers, "--max-body-size", str(32 << 20), "--served-model-name", "demo") as server:
         yield server
 
 
@@ -258,8 +258,8 @@ def test_row_13_trusted_templates_are_bounded_too(trusting, attacks, template):
 
 
 @pytest.fixture(scope="module")
-def trusting(serve, attacks):
-    with serve("--trust-request-chat-template") as server:
+def trusting(serve, api_servers, attacks):
+    with serve(*api_servers, "--trust-request-chat-template") as server:
         yield server, attacks.Invariants(server)
 
 

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.usefixtures("unharmed")
 
 
 @pytest.fixture(scope="module")
-def server(serve):
+def server(serve, api_servers):
     """2240 tokens of cache for 32 requests at once, and steps of 64 tokens."""
     with serve(
-        "--num-gpu-blocks-override", "140", "--max-num-seqs", "32", "--max-num-batched-tokens", "64",
+        *api_servers, "--num-gpu-blocks-override", "140", "--max-num-seqs", "32", "--max-num-batched-tokens", "64",
         "--max-num-queued-reqs", "0", "--served-model-name", "demo",
     ) as server:  # fmt: skip
         yield server
@@ -85,8 +85,8 @@ def test_row_32_more_is_asked_than_the_cache_holds(server, demo_server, before):
     assert before.metric("vllm:num_preemptions_total") > preempted
 
 
-def test_row_32_a_prompt_larger_than_the_cache_is_refused_at_admission(serve, attacks):
-    with serve("--num-gpu-blocks-override", "40", "--served-model-name", "demo") as small:
+def test_row_32_a_prompt_larger_than_the_cache_is_refused_at_admission(serve, api_servers, attacks):
+    with serve(*api_servers, "--num-gpu-blocks-override", "40", "--served-model-name", "demo") as small:
         invariants = attacks.Invariants(small)
         body = {"model": "demo", "prompt": [5] * 700, "max_tokens": 1}
         error = attacks.is_error(httpx.post(f"{small.url}/v1/completions", json=body, timeout=240), 400)

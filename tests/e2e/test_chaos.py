@@ -7,6 +7,7 @@ counters are the clients'.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import random
@@ -37,7 +38,9 @@ def children(server) -> dict[int, str]:
     for pid in Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split():
         command = Path(f"/proc/{pid}/cmdline")
         if command.exists():
-            found[int(pid)] = "engine" if b"engine.process" in command.read_bytes() else "grammar compiler"
+            text = command.read_bytes()
+            kinds = ((b"engine.process", "engine"), (b"server.api_process", "API process"))
+            found[int(pid)] = next((kind for name, kind in kinds if name in text), "grammar compiler")
     return found
 
 
@@ -93,6 +96,65 @@ def has_seen_everything(totals, disasters: Disasters) -> bool:
     return bool(finished and totals.refused and totals.left and totals.failed and "engine" in disasters.killed)
 
 
+async def under_load(clients, disasters: Disasters, is_enough) -> None:
+    spoiling = asyncio.create_task(disasters.run())
+    await clients.run(SECONDS, clients=4)
+    for _ in range(24):  # a slow machine needs longer until everything has occurred
+        if is_enough() or spoiling.done():
+            break
+        await clients.run(5, clients=4)
+    spoiling.cancel()
+    await asyncio.gather(spoiling, return_exceptions=True)
+    if not spoiling.cancelled():
+        spoiling.result()
+    await disasters.healthy()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 600)
+def test_with_three_api_processes_too(serve, attacks, load, until, is_gone):
+    """One that is killed breaks the connections that it has, at most one of each client, and nothing else breaks.
+    What it had counted since it was last asked is lost: the counters of /metrics are not the clients', but they never
+    fall."""
+    options = ("--api-server-count", "3", "--engine-restarts", "1000", "--stall-timeout", "1")
+    with serve(*options, "--served-model-name", "demo") as server:
+        clients = load.Load(server.url, seed=int(SECONDS))
+        clients.learn()
+        disasters = Disasters(server, seed=3)
+        clients.may_break = lambda: "API process" in disasters.killed
+        seen: list[float] = []
+
+        def is_enough() -> bool:
+            killed = set(disasters.killed)
+            return sum(clients.totals.finished.values()) > ENOUGH and {"engine", "API process"} <= killed
+
+        async def look() -> None:
+            async with httpx.AsyncClient(base_url=server.url, timeout=240) as http:
+                while True:
+                    await asyncio.sleep(0.5)
+                    with contextlib.suppress(httpx.TransportError):
+                        page = (await http.get("/metrics")).text
+                        seen.append(attacks.sum_of(page, "vllm:generation_tokens_total"))
+
+        async def chaos() -> None:
+            looking = asyncio.create_task(look())
+            await under_load(clients, disasters, is_enough)
+            looking.cancel()
+
+        asyncio.run(chaos())
+        totals = clients.totals
+        print(f"\n{SECONDS:g} s: killed {disasters.killed}, stopped {disasters.num_stops}; {totals}")
+        assert not totals.wrong, "\n".join(totals.wrong[:10])
+        assert totals.broken <= 4 * disasters.killed.count("API process") and is_enough()
+        assert seen == sorted(seen) and seen[-1] > seen[0]
+        until(lambda: list(children(server).values()).count("API process") == 2, 60)
+        attacks.is_at_rest(server)
+        now = children(server)
+        assert all(is_gone(pid) for pid in disasters.pids - now.keys())
+        clients.learn()  # the same answers as before all this
+    assert all(is_gone(pid) for pid in now)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 600)
 def test_whatever_happens_who_was_let_in_gets_an_answer(serve, attacks, load, until, is_gone):
@@ -104,20 +166,7 @@ def test_whatever_happens_who_was_let_in_gets_an_answer(serve, attacks, load, un
         clients.totals.statuses["2xx"] += 1
         disasters = Disasters(server, seed=int(SECONDS))
 
-        async def chaos() -> None:
-            spoiling = asyncio.create_task(disasters.run())
-            await clients.run(SECONDS, clients=4)
-            for _ in range(24):  # a slow machine needs longer until everything has occurred
-                if has_seen_everything(clients.totals, disasters) or spoiling.done():
-                    break
-                await clients.run(5, clients=4)
-            spoiling.cancel()
-            await asyncio.gather(spoiling, return_exceptions=True)
-            if not spoiling.cancelled():
-                spoiling.result()
-            await disasters.healthy()
-
-        asyncio.run(chaos())
+        asyncio.run(under_load(clients, disasters, lambda: has_seen_everything(clients.totals, disasters)))
         totals = clients.totals
         print(f"\n{SECONDS:g} s: killed {disasters.killed}, stopped {disasters.num_stops}; {totals}")
         assert not totals.wrong, "\n".join(totals.wrong[:10])

@@ -21,16 +21,22 @@ def twin(folder: Path, path: Path, target: Path, gguf_models) -> Path:
     """The model's folder with the numbers that gguf makes of the file's blocks."""
     shutil.copytree(folder, target)
     heads = json.loads((folder / "config.json").read_text())
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == heads["model_type"])
+    family = gguf_models.ARCHITECTURES.get(heads["model_type"], heads["model_type"])
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
     names = gguf.get_tensor_name_map(arch, heads["num_hidden_layers"])
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     numbers = {}
     for name, plain in load_file(folder / "model.safetensors").items():
         base, _, suffix = name.rpartition(".")
-        tensor = stored[f"{names.get_name(base)}.{suffix}"]
-        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).reshape(plain.shape)
+        stacked, _, part = base.partition(".experts.")
+        expert, _, part = part.partition(".")
+        tensor = stored[f"{names.get_name(f'{stacked}.experts.{part}' if part else base)}.{suffix}"]
+        data = tensor.data[int(expert)] if part else tensor.data
+        values = torch.from_numpy(gguf.quants.dequantize(data, tensor.tensor_type).copy()).reshape(plain.shape)
+        if family.startswith("gemma") and base.endswith("norm"):
+            values -= 1
         which = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(base.rpartition(".")[2])
-        if which is not None and heads["model_type"] == "llama":
+        if which is not None and family in gguf_models.PERMUTED:
             rows = len(values) // heads[which]
             values = values.view(heads[which], rows // 2, 2, -1).transpose(1, 2).reshape(plain.shape)
         numbers[name] = values.float().contiguous()
@@ -72,3 +78,21 @@ def test_answers_are_those_of_its_blocks(
         inside = httpx.post(f"{url}/tokenize", json=prompt).json()["tokens"]
     with live_server(numbers, max_model_len=256) as url:
         assert httpx.post(f"{url}/tokenize", json=prompt).json()["tokens"] == inside
+
+
+OTHERS = {
+    "gemma3_text": {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 64},
+    "phi3": {}, "olmo2": {}, "granite": {}, "mixtral": {}, "cohere": {"tie_word_embeddings": True},
+    "qwen2_moe": {"norm_topk_prob": False, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 64},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families(family, tiny_model, live_server, gguf_models, tmp_path):
+    folder = tiny_model(family, **{**WIDE, **OTHERS[family]})
+    path = gguf_models.write_gguf(folder, tmp_path / "tiny.gguf", lambda name: "Q8_0")
+    numbers = twin(folder, path, tmp_path / "twin", gguf_models)
+    with live_server(path, max_num_batched_tokens=48, max_model_len=256) as url:
+        assert mismatches(url, numbers, random_prompts(5, 16, 33), 1e-3) == []

@@ -90,6 +90,20 @@ def test_the_engine_view_moves_under_load(demo_server: Any, open_page: Any, pict
     picture(page, "engine-light")
 
 
+def test_experts_of_a_mixture_have_a_card(live_server: Any, tiny_model: Any, open_page: Any) -> None:
+    with live_server(tiny_model("qwen3_moe", num_hidden_layers=3)) as url:
+        page = open_page(f"{url}/#engine")
+        expect(page.locator("#memory")).to_contain_text("weights")
+        expect(page.locator("#experts-card")).to_be_hidden()
+        body = {"model": "tiny", "prompt": [1, 2, 3, 4], "max_tokens": 20, "ignore_eos": True}
+        for _ in range(3):
+            httpx.post(f"{url}/v1/completions", json=body).raise_for_status()
+            time.sleep(1.1)  # counts are read once a second, by a step
+        expect(page.locator("#experts-figures")).to_contain_text("got the most tokens")
+        page.wait_for_function(HAS_COLOURS, arg=["experts", "decode"])
+        page.close()  # before the server goes, of which it would complain
+
+
 def test_a_key_is_asked_for_and_an_open_page_does_not_hold_up_the_end(serve: Any, open_page: Any) -> None:
     with serve("--api-key", "secret", "--served-model-name", "guarded", "--shutdown-timeout", "300") as server:
         page = open_page(f"{server.url}/#engine")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from vserve.engine.adapters.book import PATIENCE, AdapterBook
+from vserve.engine.adapters.loading import AdapterLoading
 from vserve.engine.config import SchedulerConfig
-from vserve.engine.messages import RequestOutput
+from vserve.engine.messages import LoadAdapter, RequestOutput
 from vserve.engine.plan import StepPlan, StepResult
 from vserve.engine.request import Request, SamplingParams
 from vserve.engine.scheduler import Scheduler
+from vserve.engine.sharing import Sharing
 
 
 class Device:
@@ -141,22 +147,124 @@ def test_nobody_waits_for_ever() -> None:
     assert done[12] == 1 and PATIENCE <= done[11] <= 2 * PATIENCE
 
 
+def test_nobody_waits_for_ever_while_all_rows_are_taken() -> None:
+    """Most passes do not come to who waits: no row is free."""
+    scheduler, device = make(max_loras=1, max_cpu_loras=1, max_num_seqs=2)
+    book = book_of(scheduler)
+    book.paths[11] = "path 11"
+    book.arrived(11)
+    done: Counter[int] = Counter()
+    add(scheduler, device, 1, 11, num_tokens=4)  # from then on there is always one that runs
+    add(scheduler, device, 2, 12)  # which the host has no room for either
+    for id in range(3, 2000):
+        if len(scheduler.roster.waiting) < 4:
+            add(scheduler, device, id, 11, num_tokens=6)
+        for output in step(scheduler, device):
+            done[device.adapters[output.id]] += output.finish_reason is not None
+        if 12 in book.wanted:
+            arrive(book, 12)
+        if done[12]:
+            break
+    assert done[12] == 1 and PATIENCE <= done[11] <= 2 * PATIENCE
+
+
+def test_who_is_gone_is_waited_for_no_longer() -> None:
+    scheduler, device = make(max_loras=1, max_cpu_loras=2)
+    book = book_of(scheduler)
+    for adapter in (11, 12):
+        book.paths[adapter] = f"path {adapter}"
+        book.arrived(adapter)
+    add(scheduler, device, 1, 11, num_tokens=50)
+    add(scheduler, device, 2, 12)
+    for id in range(3, 200):
+        add(scheduler, device, id, 11, num_tokens=1)
+    while len(scheduler.roster.waiting) > 197 - PATIENCE:
+        step(scheduler, device)
+    before = len(scheduler.roster.waiting)
+    step(scheduler, device)
+    assert len(scheduler.roster.waiting) == before, "its turn has come"
+    scheduler.abort([2])
+    step(scheduler, device)
+    assert len(scheduler.roster.waiting) < before - 1
+
+
+class SlowStore:
+    """Reads from a disk that is slow."""
+
+    def __init__(self) -> None:
+        self.packed: dict[int, Any] = {}
+        self.read_paths: list[str] = []
+
+    def read(self, path: str) -> Any:
+        time.sleep(0.001)
+        self.read_paths.append(path)
+        return SimpleNamespace(has_head=False, rank=4), SimpleNamespace(config=SimpleNamespace(base="base"))
+
+
+def test_the_host_keeps_no_more_than_it_may_while_many_wait() -> None:
+    """Sixty adapters at once where four fit, in two slots: each is read once as it is named, and once for who waits."""
+    scheduler, device = make(max_loras=2, max_cpu_loras=4, num_blocks=400)
+    book, store, ended = book_of(scheduler), SlowStore(), set()
+
+    async def main() -> None:
+        loading = AdapterLoading(store, book, lambda answer: None, lambda id, error: None, lambda: None)  # type: ignore[arg-type]
+        for adapter in range(101, 161):
+            loading.load(LoadAdapter(adapter, f"path {adapter}"))
+        for id, adapter in enumerate(2 * list(range(101, 161)), 1):
+            add(scheduler, device, id, adapter)
+        until = time.monotonic() + 60
+        while scheduler.has_unfinished():
+            assert time.monotonic() < until, "somebody waits for ever"
+            ended.update(output.id for output in step(scheduler, device) if output.finish_reason)
+            loading.fetch()
+            await asyncio.sleep(0.0005)
+            assert len(store.packed) <= 4 and store.packed.keys() == book.on_host.keys()
+            scheduler.check_invariants()
+        loading.close()
+
+    asyncio.run(main())
+    assert ended == set(range(1, 121)) and len(store.read_paths) <= 60 + 120
+
+
+def test_a_long_queue_is_looked_at_once() -> None:
+    """With limits on prompts in progress: who has to wait is passed over once a step, not once for each that begins."""
+    scheduler, device = make(
+        max_num_seqs=64, max_num_batched_tokens=256, max_num_partial_prefills=64, max_long_partial_prefills=1,
+        long_prefill_token_threshold=8, num_blocks=2000,
+    )  # fmt: skip
+    for id in range(1, 1001):
+        add(scheduler, device, id, 0, length=30 if id < 900 else 4)
+    looked = 0
+    is_long = Sharing._is_long
+
+    def count(sharing: Sharing, request: Request) -> bool:
+        nonlocal looked
+        looked += 1
+        return is_long(sharing, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sharing, "_is_long", count)
+        plan = scheduler.schedule()
+    assert plan is not None and len(plan.rows) == 64, "short ones pass the long ones"
+    assert looked < 3 * 1000
+
+
 def test_what_was_used_last_stays() -> None:
     book = AdapterBook(2, 2)
     for id in (1, 2, 3):
         book.paths[id] = f"path {id}"
     for id in (1, 2):
         assert arrive(book, id)
-        slot, copy = book.start(id)
+        slot, copy = book.start(id, id)
         assert copy is not None and copy.slot == slot
-    assert not book.may_start(3) and book.make_room() is None, "both run"
+    assert not book.may_start(3, 3) and book.make_room() is None, "both run"
     book.stop(1)
-    assert book.start(1)[1] is None, "it was still there"
+    assert book.start(1, 4)[1] is None, "it was still there"
     book.stop(1)
     book.stop(2)
-    assert not book.may_start(3) and list(book.wanted) == [3]
+    assert not book.may_start(3, 3) and list(book.wanted) == [3]
     assert book.make_room() == [2], "1 was asked for after it"
     book.arrived(3)
-    assert book.may_start(3) and book.may_start(2), "it is still in its slot"
-    slot, copy = book.start(3)
+    assert book.may_start(3, 3) and book.may_start(2, 5), "it is still in its slot"
+    slot, copy = book.start(3, 3)
     assert copy is not None and 2 not in book.slots and 1 in book.slots

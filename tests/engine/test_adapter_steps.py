@@ -1,20 +1,28 @@
-"""Steps in which adapters meet what is not theirs: prompts that are scored, and steps that have failed before."""
+"""Steps in which adapters meet what is not theirs: scored prompts, steps that have failed, other threads, waits."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.messages import LoadAdapter
+from vserve.engine import process
+from vserve.engine.adapters.store import AdapterStore
+from vserve.engine.arrivals import Arrivals
+from vserve.engine.config import EngineConfig, SchedulerConfig
+from vserve.engine.kv_events import BlockStored
+from vserve.engine.messages import AddRequest, LoadAdapter
+from vserve.engine.plan import StepPlan
 from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.scheduler import Scheduler
 from vserve.server.client.engine_client import EngineClient
 
 ADAPTER = 1
@@ -37,14 +45,14 @@ def adapter(base: Path, adapter_files: Any, tmp_path_factory: pytest.TempPathFac
 
 
 @asynccontextmanager
-async def running(base: Path, adapter: Path) -> AsyncIterator[EngineClient]:
+async def running(base: Path, adapter: Path, **options: Any) -> AsyncIterator[EngineClient]:
     client = EngineClient(EngineConfig(
         str(base), device="cpu", engine_in_process=True, cpu_threads=1, enable_lora=True, max_model_len=96,
-        max_num_batched_tokens=64, max_num_seqs=8, block_size=4,
+        max_num_batched_tokens=64, max_num_seqs=8, block_size=4, **options,
     ))  # fmt: skip
     await client.start()
     try:
-        assert (await client.load_adapter(LoadAdapter(ADAPTER, str(adapter)))).error is None
+        assert (await client.load_adapter(LoadAdapter(ADAPTER, str(adapter), "sql"))).error is None
         yield client
     finally:
         await client.close()
@@ -100,3 +108,84 @@ def test_a_step_that_fails_leaves_nothing_to_the_next(
             assert tokens == alone[0] and scores == pytest.approx(alone[1], abs=1e-4)
 
     asyncio.run(main())
+
+
+def test_a_step_has_what_was_there_when_it_was_handed_over(
+    base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread runs it, and the host may have let go of the adapter by then."""
+    execute = ModelRunner.execute
+
+    def late(runner: ModelRunner, plan: StepPlan) -> None:
+        assert runner.adapters is not None
+        runner.adapters.store.packed.clear()
+        execute(runner, plan)
+
+    async def main() -> None:
+        async with running(base, adapter) as client:
+            monkeypatch.setattr(ModelRunner, "execute", late)
+            monkeypatch.setattr(AdapterStore, "read", None)
+            tokens, _ = await outcome(client.submit([5, 6, 7, 8], greedy(3, adapter=ADAPTER)))
+            assert len(tokens) == 3
+
+    asyncio.run(main())
+
+
+def test_cache_events_name_the_adapter(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who routes by them must not take its blocks for the base model's."""
+    heard: list[Any] = []
+
+    class Recorder:
+        def __init__(self, given: dict[str, Any]) -> None: ...
+
+        def publish(self, events: list[Any]) -> None:
+            heard.extend(events)
+
+        def close(self) -> None: ...
+
+    async def main() -> None:
+        options = json.dumps({"enable_kv_cache_events": True})
+        async with running(base, adapter, kv_events_config=options) as client:
+            for id in (0, ADAPTER):
+                await outcome(client.submit([5, 6, 7, 8, 9], greedy(3, adapter=id)))
+
+    monkeypatch.setattr(process, "Publisher", Recorder)
+    asyncio.run(main())
+    stored = [event for event in heard if isinstance(event, BlockStored)]
+    assert [(event.lora_id, event.lora_name) for event in stored] == [(None, None), (ADAPTER, "sql")]
+    assert stored[0].token_ids == stored[1].token_ids and stored[0].block_hashes != stored[1].block_hashes
+
+
+def test_who_waited_for_a_grammar_hears_that_the_adapter_is_gone() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_model_len=64, max_num_batched_tokens=32, max_num_seqs=2, max_loras=1))
+    ready: list[Callable[[], None]] = []
+    ended: list[Any] = []
+
+    class Loading:
+        known, with_head = True, frozenset[int]()
+
+        def knows(self, id: int) -> bool:
+            return self.known
+
+    class Slow:
+        ready = False
+
+        def when_ready(self, call: Callable[[], None]) -> None:
+            ready.append(call)
+
+    async def main() -> None:
+        arrivals = Arrivals(scheduler, 300, 0, ended.extend)
+        loading = Loading()
+        arrivals.adapters = loading  # type: ignore[assignment]
+        arrivals._grammars.matcher = lambda key: Slow()  # type: ignore[assignment, method-assign, return-value]
+        prompt = np.arange(5, 9, dtype=np.int32).tobytes()
+        sampling = greedy(3, adapter=ADAPTER, grammar="g")
+        assert not any(arrivals.add(AddRequest(7, prompt, sampling)))
+        loading.known = False
+        ready[0]()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    (output,) = ended
+    assert (output.id, output.error) == (7, "its adapter is not loaded") and not scheduler.has_unfinished()

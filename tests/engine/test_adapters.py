@@ -267,6 +267,8 @@ def test_broken_adapters_are_refused_in_one_line(
         (write(tmp_path / "b", deep), "which the model does not have: it is of another base"),
         (write(tmp_path / "c", base, use_dora=True), "serve it with --merge-lora"),
         (write(tmp_path / "d", base, whole=["lm_head"]), "has lm_head.weight whole (modules_to_save)"),
+        (tmp_path / ("x" * 300), "is no path ("),
+        (Path("~no-such-user/a"), "is no path ("),
         (write(tmp_path / "e", base, rank=20), "has the rank 20, and at most 16 fit: raise --max-lora-rank"),
     ]
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vserve.engine import clients as clients_module
 from vserve.engine.clients import FIRST, SHIFT, Clients
+from vserve.engine.connection import Connection
 from vserve.engine.messages import (
     AbortRequests,
     AddGrammar,
@@ -16,6 +20,7 @@ from vserve.engine.messages import (
     DropGrammars,
     EngineInfo,
     EngineStats,
+    FromEngine,
     Heartbeat,
     Hello,
     LastSteps,
@@ -150,5 +155,60 @@ def test_steps_are_reported_as_long_as_somebody_watches(within: Any) -> None:
         assert [getattr(message, "on", None) for message in office.wanted] == [True, True, None]
         office.leave(1)
         assert office.wanted[-1] == WatchSteps(False)
+
+    within(test)
+
+
+def test_who_reads_nothing_is_dropped_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Over sockets: one reads, one does not, and what the engine keeps for it is bounded."""
+    monkeypatch.setattr(clients_module, "MOST_UNREAD", 4 << 20)
+    wanted: list[Any] = []
+
+    async def test() -> None:
+        clients = Clients(lambda message: None, wanted.append)
+        server = await asyncio.get_running_loop().create_unix_server(clients.accept, path=str(tmp_path / "engine"))
+        heard: list[StepOutputs] = []
+        connections = []
+        for number, hear in ((1, heard.append), (2, lambda message: None)):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, str(tmp_path / "engine"))
+            connections.append(await Connection.open(sock, FromEngine, hear, lambda error: None))
+            connections[-1].send(Hello(number))
+            connections[-1].send(request(number, 1))
+        while len(wanted) < 2:
+            await asyncio.sleep(0.001)
+        lost, kept = ((number << SHIFT) + 1 for number in (2, 1))
+        connections[1]._transport.pause_reading()  # type: ignore[union-attr]
+        most = 0
+        for sent in range(1, 2001):
+            outputs = [RequestOutput(id, list(range(2000))) for id in (kept, lost)]
+            clients.send(StepOutputs(outputs, EngineStats()))
+            while len(heard) < sent:
+                await asyncio.sleep(0)
+            if (guest := clients._guests.get(2)) is not None:
+                most = max(most, guest.connection.unread)
+        assert [message.outputs[0].id for message in heard] == [kept] * 2000
+        assert (4 << 20) < most < (5 << 20)
+        assert wanted[2:] == [AbortRequests([lost])] and 2 not in clients._guests
+        for connection in connections:
+            connection.close()
+        server.close()
+
+    asyncio.run(test())
+
+
+def test_who_comes_again_before_its_loss_was_noticed_is_heard(within: Any) -> None:
+    def test(office: Office) -> None:
+        office.join(1)
+        before = office.guests[1]
+        office.say(1, request(1, 1))
+        office.join(1)
+        office.say(1, request(1, 2))
+        assert AbortRequests([(1 << SHIFT) + 1]) in office.wanted
+        before._on_lost(None)
+        office.clients.send(Heartbeat())
+        assert isinstance(office.heard[1][-1], Heartbeat)
+        assert AbortRequests([(1 << SHIFT) + 2]) not in office.wanted
 
     within(test)

@@ -29,7 +29,7 @@ class Card:
     block_size, max_num_seqs, draft_depths = 16, 1024, ()
     device = SimpleNamespace(type="cuda")
     model = SimpleNamespace(parameters=list, place=Placement(torch.bfloat16, torch.device("cuda")))
-    adapters = None
+    adapters = model_drafter = None
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_model_len: int) -> None:
         self.max_model_len = max_model_len
@@ -41,6 +41,9 @@ class Card:
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2 * GIB)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * GIB))
+
+    def scratch_bytes(self, item: int) -> int:
+        return 0
 
     def row_bytes(self, max_model_len: int) -> int:
         return ModelRunner.row_bytes(self, max_model_len)  # type: ignore[arg-type]

@@ -13,8 +13,10 @@ from vserve.engine.config import EngineConfig
 from vserve.engine.engine import Engine
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
+from vserve.engine.layers.weights import Placement
 from vserve.engine.memory import MemoryPlan
 from vserve.engine.model_config import ModelConfig
+from vserve.engine.quant.packed_experts import PackedExperts
 from vserve.kernels import linear_hopper
 
 
@@ -39,7 +41,7 @@ class Card:
 
     layout = SimpleNamespace(windows=(0,))
     device = SimpleNamespace(type="cuda")
-    model = SimpleNamespace(config=SimpleNamespace(layers=()))
+    model = SimpleNamespace(config=SimpleNamespace(layers=()), modules=lambda: ())
 
     def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
@@ -78,16 +80,22 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
     assert calls == [
         "device", "accumulate_in_fp32", "mem_get_info", "config", "weights", "load_model", "compilation",
         "before_memory", "memory", "runner", *([] if eager else [("plan_graphs", 512, 1024, (2048, 4224))]),
-        ("plan_memory", config, half, 8192, () if eager else ["shape"]), ("make_rows", 32), ("bind_cache", 3, half),
+        ("plan_memory", config, half, 8192, () if eager else ["shape"], made.rank.world), ("make_rows", 32),
+        ("bind_cache", 3, half),
         "warm-up", *(("dummy_step", *step) for step in rank.warm_up_steps(1024, 8192)),
         *([] if eager else ["graphs", *graphs, ("dummy_step", 1024, 8192, worst)]), ("count_compilations",),
     ]  # fmt: skip
     assert made.rank.num_threads is None and made.scheduler_config.depth == 2 and made.info.fitted == ("max_model_len",)
 
 
-def test_a_mixture_warms_the_tiles_of_its_experts_up(tiny_model: Any) -> None:
-    model = SimpleNamespace(config=ModelConfig.from_folder(tiny_model("mixtral")))
+def test_a_mixture_warms_the_tiles_of_its_experts_up(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SimpleNamespace(config=ModelConfig.from_folder(tiny_model("mixtral")), modules=lambda: [])
     tokens = rank.expert_steps(model)
     assert tokens and tokens == sorted(set(tokens))
+    packed = PackedExperts(4, 4, Placement(torch.bfloat16, torch.device("cpu")), 0.0, lambda: None)
+    packed._codes["down"] = SimpleNamespace(kind="e4m3")
+    model.modules = lambda: [packed]
+    monkeypatch.setattr(rank, "tokens_of_codes", lambda top_k, experts, kinds: [7777] if kinds == {"e4m3"} else [])
+    assert rank.expert_steps(model) == [*tokens, 7777]
     met = {step[1] for step in rank.warm_up_steps(1024, 8192, tokens)}
     assert {count for count in tokens if count <= 8192} <= met

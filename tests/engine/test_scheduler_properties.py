@@ -19,16 +19,19 @@ import numpy as np
 import pytest
 
 import vserve.engine.block_pool as block_pool_module
+import vserve.engine.guide as guide_module
 import vserve.engine.kv_cache as kv_cache_module
 import vserve.engine.kv_group as kv_group_module
+import vserve.engine.mask as mask_module
 import vserve.engine.prompt_results as prompt_results_module
 import vserve.engine.request as request_module
 import vserve.engine.roster as roster_module
 import vserve.engine.scheduler as scheduler_module
+import vserve.engine.stage_turns as stage_turns_module
 import vserve.engine.step as step_module
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.guide import Guide
-from vserve.engine.mask import TokenMask, guides, make_mask
+from vserve.engine.mask import TokenMask, bound, make_mask
 from vserve.engine.messages import RequestOutput, unpack_tokens
 from vserve.engine.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.request import CLS, LAST, MEAN, POOLINGS, Pooling, Request, SamplingParams, Status
@@ -40,6 +43,8 @@ GARBAGE = -1  # what a failed step leaves behind: states of no prefix, and the t
 TOTAL_STEPS = int(os.environ.get("VSERVE_PROPERTY_STEPS", "100000"))
 PARTS = 5
 ROOMS = {
+    "guide": guide_module,
+    "mask": mask_module,
     "scheduler": scheduler_module,
     "kv_cache": kv_cache_module,
     "kv_group": kv_group_module,
@@ -47,6 +52,7 @@ ROOMS = {
     "prompt_results": prompt_results_module,
     "request": request_module,
     "roster": roster_module,
+    "stage_turns": stage_turns_module,
     "step": step_module,
 }
 
@@ -76,6 +82,7 @@ class Grammar:
     def __init__(self, key: str) -> None:
         seed, self.broken, at = key.split(":")
         self.state, self.left = hash((int(seed), 3)), int(at)
+        self.before: list[tuple[int, int]] = []
 
     @property
     def banned(self) -> tuple[int, ...]:
@@ -98,8 +105,13 @@ class Grammar:
             raise RuntimeError("broken grammar")
         if self.breaks("refuse") or token in self.banned:
             return False
+        self.before.append((self.state, self.left))
         self.state, self.left = hash((self.state, token)), self.left - 1
         return True
+
+    def rollback(self, count: int) -> None:
+        for _ in range(count):
+            self.state, self.left = self.before.pop()
 
     @property
     def terminated(self) -> bool:
@@ -159,6 +171,7 @@ class Row:
         self.seed = first_state(salt)
         self.states: list[int] = []  # states[i]: after token i
         self.tainted = False  # has read garbage: nothing it computes is worth anything
+        self.drafts: list[int] = []  # behind the tokens that there are, once it has sampled
         for token in unpack_tokens(new.token_ids):
             self.push(token)
 
@@ -199,24 +212,36 @@ class Device:
         self.embeddings = [e for i in plan.pooled if (e := self.pool(plan.rows[i], plan.num_tokens[i])) is not None]
 
     def draft(self, row: Row, count: int) -> list[int]:
-        """Written behind the tokens that there are."""
-        drafts = []
+        """What was written behind the tokens that there are when it sampled last; before, anything stands there."""
         assert row.computed == len(row.states) - 1
-        for place in range(count):
-            right = next_token(row.states[-1], banned_tokens(row.sampling, row.num_outputs))
-            drafts.append(right if self.luck.random() < self.hit_rate else (right + 1 + place) % VOCAB)
-            row.push(drafts[-1])
+        drafts = row.drafts[:count] or [self.luck.randrange(VOCAB) for _ in range(count)]
+        for token in drafts:
+            row.push(token)
         return drafts
 
-    def verify(self, row: Row, drafts: list[int], rng: random.Random, nan_rate: float) -> tuple[list[int], bool]:
-        """The tokens kept, and whether the last of them is none: NaN."""
+    def propose(self, row: Row) -> None:
+        """It has sampled."""
+        row.drafts, length = [], len(row.states)
+        for place in range(self.config.max_drafts):
+            right = next_token(row.states[-1], banned_tokens(row.sampling, row.num_outputs))
+            row.drafts.append(right if self.luck.random() < self.hit_rate else (right + 1 + place) % VOCAB)
+            row.push(row.drafts[-1])
+        del row.states[length:]
+
+    def verify(
+        self, row: Row, drafts: list[int], rng: random.Random, nan_rate: float, masks: list[tuple[int, ...]], most: int
+    ) -> tuple[list[int], bool]:
+        """The tokens kept, and whether the last of them is none: NaN. `masks`: of the tokens behind the drafts, as far
+        as there are any, of which `most` may hold."""
         row.computed -= len(drafts)
         del row.states[row.computed :]
         tokens: list[int] = []
-        for draft in [*drafts, GARBAGE]:
+        for place, draft in enumerate([*drafts, GARBAGE]):
             is_nan = not row.tainted and rng.random() < nan_rate
             row.tainted |= is_nan
-            token = GARBAGE if row.tainted else next_token(row.states[-1], banned_tokens(row.sampling, row.num_outputs))
+            banned = banned_tokens(row.sampling, row.num_outputs) + (masks[place] if place < len(masks) else ())
+            token = GARBAGE if row.tainted else next_token(row.states[-1], banned)
+            draft = GARBAGE if place == most else draft
             row.push(token)
             tokens.append(token)
             if is_nan or token != draft or token == GARBAGE:
@@ -258,7 +283,7 @@ class Device:
             masked = {
                 i: tuple(t for t in range(VOCAB) if not word >> t & 1) for i, word in zip(mask.rows, words, strict=True)
             }
-        tokens, errors, counts = [], {}, []
+        tokens, errors, counts, cuts = [], {}, [], dict(mask.cuts) if mask is not None else {}
         sampling_rows = {
             i for i, row in enumerate(batch) if row.computed == len(row.states) and row.sampling.pooling is None
         }
@@ -266,12 +291,21 @@ class Device:
         for i, index in enumerate(plan.sampled):
             row = batch[index]
             if index < len(self.drafts):
-                assert i == index and i not in masked and len(row.states) <= self.config.max_model_len - 1
-                kept, is_nan = self.verify(row, self.drafts[index], rng, nan_rate)
+                drafts = self.drafts[index]
+                assert i == index and len(row.states) <= self.config.max_model_len - 1
+                sample = i * (1 + len(drafts))
+                masks = [masked.pop(sample + place) for place in range(1 + len(drafts)) if sample + place in masked]
+                postponed = mask is not None and i in mask.postponed
+                kept, is_nan = self.verify(
+                    row, drafts, rng, 0 if postponed else nan_rate, masks, cuts.get(i, len(drafts))
+                )
+                if postponed:
+                    row.computed -= len(kept)
+                    del row.states[row.computed + 1 :]
+                elif is_nan:
+                    errors[len(tokens) + len(kept) - 1] = "NaN"
                 tokens += kept
                 counts.append(len(kept))
-                if is_nan:
-                    errors[len(tokens) - 1] = "NaN"
                 continue
             counts.append(1)
             if mask is not None and i in mask.postponed:
@@ -284,16 +318,28 @@ class Device:
             if not row.tainted and rng.random() < nan_rate:
                 errors[len(tokens)] = "NaN"
                 row.tainted = True
-            banned = banned_tokens(row.sampling, num_outputs) + masked.get(i, ())
+            banned = banned_tokens(row.sampling, num_outputs) + masked.pop(i + len(self.drafts) * plan.num_drafts, ())
             token = GARBAGE if row.tainted else next_token(row.states[-1], banned)
             row.push(token)
             tokens.append(token)
+        assert not masked, "masks of samples that there are not"
+        for index in plan.sampled:
+            self.propose(batch[index])
+        told = [batch[plan.sampled[index]].drafts[: self.luck.choice([0, 1, 9, 9])] for index in plan.told]
         embeddings = [None if rng.random() < nan_rate else embedding for embedding in self.embeddings]
         return (
             None
             if fails
             else StepResult(
-                plan.step, tokens, None, errors, 0.0, self.scores, embeddings, counts=counts if self.drafts else []
+                plan.step,
+                tokens,
+                None,
+                errors,
+                0.0,
+                self.scores,
+                embeddings,
+                counts=counts if self.drafts else [],
+                drafts=told,
             )
         )
 
@@ -414,7 +460,14 @@ def with_drafts(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     if any(config.windows):
         alone = sum(most_held(config.max_model_len, window, tokens, config.block_size) for window in config.windows)
         config = replace(config, num_blocks=max(config.num_blocks, 1 + alone))
-    return replace(config, max_drafts=most, max_num_batched_tokens=tokens)
+    blocks = config.num_blocks + rng.choice([0, 0, len(config.windows) * 24 // config.block_size])  # nobody has drafts
+    # where there is no room
+    return replace(config, max_drafts=most, max_num_batched_tokens=tokens, num_blocks=blocks)
+
+
+def with_stages(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
+    stages = rng.randint(2, 4)
+    return replace(config, num_stages=stages, depth=stages + 1, context_cost=rng.choice([0.0, 0.01, 0.3]))
 
 
 class RandomDepth(Depth):
@@ -464,14 +517,16 @@ def capacity_of(config: SchedulerConfig) -> int:
 
 class Simulation:
     def __init__(
-        self, seed: int, *, windowed: bool = False, drafts: bool = False, check: bool = True,
+        self, seed: int, *, windowed: bool = False, drafts: bool = False, stages: bool = False, check: bool = True,
         device: type[Device] = Device,
     ) -> None:  # fmt: skip
-        """`windowed`: some KV groups have windows. `drafts`: steps have drafts, some of them wrong. `check`: assert the
-        scheduler's own invariants, too."""
+        """`windowed`: some KV groups have windows. `drafts`: steps have drafts, some of them wrong. `stages`: of a
+        pipeline compute the steps. `check`: assert the scheduler's own invariants, too."""
         self.rng = rng = random.Random(seed)
         config = random_config(rng, windowed)
+        config = with_stages(config, random.Random(seed + 5)) if stages else config
         self.config = config = with_drafts(config, rng) if drafts else config
+        self.left_out: Counter[Request] = Counter()  # plans, of those who could decode
         self.scheduler = Scheduler(config)
         if drafts:
             self.scheduler.drafting = RandomDepth(config.max_drafts, random.Random(seed + 4))
@@ -587,10 +642,14 @@ class Simulation:
         self.quiet += 1
         assert self.quiet <= self.config.max_model_len + 2 * self.config.depth + 2, "steps go by, but nobody gets on"
         planned = set(plan.rows)
-        for request in ready:
-            assert request.row in planned or request.status is Status.WAITING, f"{request} was ready, but left out"
+        if self.config.num_stages > 1:
+            self.check_turns(plan, ready)
+        else:
+            for request in ready:
+                assert request.row in planned or request.status is Status.WAITING, f"{request} was ready, but left out"
         if plan.new_rows:
-            missing = sum(map(self.missing_blocks, scheduler.roster.running.values()))
+            waits = {request for request in ready if request.row not in planned}  # for its turn, where there are stages
+            missing = sum(map(self.missing_blocks, set(scheduler.roster.running.values()) - waits))
             assert missing <= scheduler.kv.num_free_blocks, (
                 "admitted into blocks that others will need for their prompts"
             )
@@ -637,6 +696,24 @@ class Simulation:
         self.results.append((plan.step, ids if fails else [], result))
         return True
 
+    def check_turns(self, plan: StepPlan, ready: list[Request]) -> None:
+        """Every stage gets some of those who decode, everybody has a turn, and nobody holds up the others."""
+        ready = [request for request in ready if request.sampling.pooling is None]  # as a prompt
+        stages, planned, new = self.config.num_stages, set(plan.rows), {new.row for new in plan.new_rows}
+        able = [request for request in ready if request.status is Status.RUNNING and request.row not in new]
+        chosen = [request for request in able if request.row in planned]
+        assert len(chosen) <= -(-len(ready) // stages), "no decodes are left to the other stages"
+        before = [step for step in self.scheduler.in_flight if 0 < plan.step - step.index < stages]
+        unsampled = {request for step in before for request in step.sampled if request is not None}
+        held_up = unsampled & set(chosen)
+        assert not held_up or len(chosen) == len(planned), "a prompt waits for a token that is not sampled yet"
+        self.seen["left to other stages"] += len(able) - len(chosen)
+        self.seen["waits on the device"] += bool(held_up)
+        for request in able:
+            waits = request.row not in planned and request not in unsampled
+            self.left_out[request] = self.left_out[request] + 1 if waits else 0
+            assert self.left_out[request] <= stages, "left out again and again"
+
     def missing_blocks(self, request: Request) -> int:
         """Free ones that its prompt may still take: what windows leave behind comes back, unless others share it."""
         kv, size, chunk = self.scheduler.kv, self.config.block_size, self.config.max_num_batched_tokens
@@ -661,16 +738,19 @@ class Simulation:
             self.take_result()
             if self.rng.random() < self.abort_rate:
                 self.abort()
-        sampled = self.scheduler.in_flight[-1].sampled
-        for guide in guides(sampled):
+        step = self.scheduler.in_flight[-1]
+        for _, _, _, guide in bound(step):
             if not guide.settled and self.threads.random() < self.late_rate:
                 guide.filling = True  # by a thread, that is not done before some later step
             elif not guide.settled:
                 guide.fill()
-        mask, errors, postponed = make_mask(sampled, VOCAB)
+        mask, errors, postponed = make_mask(step, VOCAB)
+        self.seen["postponed with drafts"] += sum(1 for r in postponed if step.sampled.index(r) < step.num_drafting)
         self.scheduler.postpone(postponed)
         self.check_books()
         self.seen["postponed"] += len(postponed)
+        self.seen["masked behind drafts"] += max(0, len(mask.rows) - len(list(bound(step)))) if mask else 0
+        self.seen["cut"] += len(mask.cuts) if mask else 0
         self.quiet = 0 if postponed else self.quiet
         self.seen["masked"] += len(mask.rows) if mask else 0
         self.receive([self.scheduler.reject(request, error) for request, error in errors])
@@ -817,6 +897,17 @@ def test_any_workload_with_drafts_gives_what_each_request_gets_alone(windowed: b
         assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+def test_any_workload_on_stages_gives_what_each_request_gets_alone(windowed: bool) -> None:
+    num_steps, seen = simulate_many(23, TOTAL_STEPS / PARTS / 4, windowed=windowed, stages=True)
+    rare = 0.5 * num_steps / 20_000
+    for event, count in {
+        "left to other stages": 4000, "waits on the device": 1000, "preemption": 200, "hit": 500, "mixed step": 300,
+        "failed step": 100, "overlapped decode": 2000, "postponed": 20, "stop": 300, "length": 300, "masked": 500,
+    }.items():  # fmt: skip
+        assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
+
+
 class TwoStreams(Device):
     """A device out of stream order: what a plan wrote lands once more, after the next plan has run."""
 
@@ -906,13 +997,17 @@ MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
 }  # fmt: skip
 
 
-GROWN = "self._grow(step, request, total)"
+EXTENDED = "and self._extend(step, request, end)"
 DRAFTING = {  # of steps with drafts
     "wrong drafts counted as computed": ("scheduler", "request.num_computed_tokens -= wrong", "pass"),
     "wrong drafts counted as in flight": ("scheduler", "request.num_in_flight_tokens -= wrong", "pass"),
-    "no blocks for drafts": ("scheduler", "if self._grow(step, request, total + most)", f"if {GROWN}"),
+    "no blocks for drafts": ("scheduler", EXTENDED, ""),
     "drafts beyond the context": ("scheduler", "if total > self.stop or request in", "if request in"),
-    "drafts despite a grammar": ("scheduler", "request.grammar is None or not request.grammar.binds(", "True or bool("),
+    "masks behind other drafts": ("guide", "if draft != masked:", "if False:"),
+    "drafts not taken back from the grammar": ("guide", "matcher.rollback(accepted)", "pass"),
+    "no mask behind a draft that may hold": ("mask", "if most < num_drafts:", "if False:"),
+    "masks of the wrong samples": ("mask", "min(index, step.num_drafting) * step.num_drafts", "0"),
+    "drafts of who waits for its mask": ("scheduler", "_computed_tokens -= 1 + num_drafts", "_computed_tokens -= 1"),
     "a full context not waited for": ("scheduler", "and (total > stop or not", "and (not"),
     "windows that count on drafts": ("kv_cache", "- request.num_in_flight_drafts  # at least", ""),
     "registered without a step in flight": ("scheduler", ".registered if self.in_flight else []", ".registered"),
@@ -921,19 +1016,33 @@ DRAFTING = {  # of steps with drafts
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mutation", [*MUTATIONS, *DRAFTING])
+STAGES = {  # of pipelines
+    "all in one plan": ("stage_turns", "-(-len(decodes) // num_stages)", "len(decodes)"),
+    "the first ones first": ("stage_turns", 'key=attrgetter("last_sampled")', "key=lambda request: request.row"),
+    "whose token is not sampled": ("stage_turns", "if not ready and not prompts:", "if not ready:"),
+    "as soon as may be": ("stage_turns", ">= num_stages]", ">= 1]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *DRAFTING, *STAGES])
 def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    room, right, wrong = {**MUTATIONS, **DRAFTING}[mutation]
+    room, right, wrong = {**MUTATIONS, **DRAFTING, **STAGES}[mutation]
     source = inspect.getsource(ROOMS[room])
     assert source.count(right) == 1, f"the line to break is in {room}.py {source.count(right)} times"
     broken = ModuleType(f"vserve.engine.{room}")
     exec(compile(source.replace(right, wrong), f"broken {room}.py", "exec"), broken.__dict__)
     if room == "scheduler":
         monkeypatch.setitem(globals(), "Scheduler", broken.Scheduler)
+    elif room == "guide":
+        monkeypatch.setitem(globals(), "Guide", broken.Guide)
+    elif room == "mask":
+        monkeypatch.setitem(globals(), "make_mask", broken.make_mask)
     elif room == "prompt_results":
         monkeypatch.setattr(scheduler_module, "PromptResults", broken.PromptResults)
     elif room == "step":
         monkeypatch.setattr(scheduler_module, "Step", broken.Step)
+    elif room == "stage_turns":
+        monkeypatch.setattr(scheduler_module, "whose_turn", broken.whose_turn)
     elif room == "request":
         monkeypatch.setattr(scheduler_module, "ending", broken.ending)
     elif room == "roster":
@@ -945,7 +1054,7 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)
     else:
         monkeypatch.setattr(kv_cache_module, "BlockPool", broken.BlockPool)
-    assert caught(800, drafts=mutation in DRAFTING), "nothing noticed"
+    assert caught(800, drafts=mutation in DRAFTING, stages=mutation in STAGES), "nothing noticed"
 
 
 def test_oracle_sees_a_device_out_of_stream_order() -> None:
@@ -953,4 +1062,4 @@ def test_oracle_sees_a_device_out_of_stream_order() -> None:
 
 
 def test_unbroken_scheduler_passes_what_the_broken_ones_fail() -> None:
-    assert caught(100) == "" and caught(100, drafts=True) == ""
+    assert caught(100) == "" and caught(100, drafts=True) == "" and caught(100, stages=True) == ""

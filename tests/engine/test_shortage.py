@@ -110,6 +110,14 @@ def test_the_size_is_what_is_taken(tiny_model: Any, quantization: str | None) ->
         assert made.rank._weights == 4 * count_parameters(ModelConfig.from_folder(folder)) == taken
 
 
+def test_experts_keep_their_codes_on_a_card(tiny_model: Any) -> None:
+    folder = tiny_model("mixtral")
+    model, parameters = ModelConfig.from_folder(folder, quantization="experts_int8"), 10**9
+    size = weight_size.weight_size(model, parameters, torch.bfloat16, 0, on_card=True)
+    experts = 3 * 64 * sum(spec.mlp.routing.num_experts * spec.mlp.inner for spec in model.layers)
+    assert model.hidden_size == 64 and size == pytest.approx(1.03 * experts + 2 * (parameters - experts), abs=2)
+
+
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"),
     MemoryError(),

@@ -71,6 +71,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> type[Told]:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    return poison(monkeypatch)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """NaN where the keys and values of wrong drafts lie. Counts them, and steps with drafts by how many tokens held."""
     seen: Counter[str] = Counter()
     runners: list[ModelRunner] = []
@@ -221,6 +225,9 @@ class Nine:
         self.place += 1
         return True
 
+    def rollback(self, count: int) -> None:
+        self.place -= count
+
     @property
     def terminated(self) -> bool:
         return self.place == 10
@@ -236,8 +243,6 @@ class Grammars:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_beside_grammars_and_budgets(engine: Any, told: Any, monkeypatch: Any, overlap: Any, depth: int) -> None:
-    """Who has a grammar takes no drafts; with a budget for reasoning, none once its end may have to be forced."""
-
     monkeypatch.setattr(arrivals_module, "Grammars", Grammars)
     rng = random.Random(5)
     prompts = [[rng.randrange(60, 290) for _ in range(length)] for length in (3, 17, 40, 33)]
@@ -308,6 +313,36 @@ def test_what_is_counted() -> None:
     assert depth.counts() == {"num_drafts": 2, "num_draft_tokens": 5, "num_accepted_tokens": (1, 1, 0)}
 
 
+# ---- acceptance that is imposed ----
+SYNTHETIC = {"rejection_sample_method": "synthetic"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "rates"),
+    [
+        ({"synthetic_acceptance_length": 3}, (1.0, 1.0, 0.0)),
+        ({"synthetic_acceptance_length": 2.25}, (1.0, 0.25, 0.0)),
+        ({"synthetic_acceptance_length": 1}, (0.0, 0.0, 0.0)),
+        ({"synthetic_acceptance_rates": [0.9, 0.5, 0.5]}, (0.9, 0.5, 0.5)),
+    ],
+)
+def test_an_imposed_acceptance(engine: Any, overlap: Any, asked: dict[str, Any], rates: tuple[float, ...]) -> None:
+    overlap(2)
+    options = json.loads(config(3)) | SYNTHETIC | asked
+    assert read_speculation(json.dumps(options)).acceptance == rates
+    batch = [([5, 6, 7, 8 + i], SamplingParams(max_tokens=60, seed=i, ignore_eos=True)) for i in range(16)]
+    (answers,), stats = engine.run(batch, speculative_config=json.dumps(options), load_format="dummy", max_num_seqs=16)
+    assert all(len(answer.tokens) == 60 and answer.finish_reason == "length" for answer in answers)
+    shares = [held / stats.num_drafts for held in stats.num_accepted_tokens]
+    assert stats.num_drafts > 50 and shares == pytest.approx(rates, abs=0.12)
+
+
+def test_an_imposed_acceptance_is_for_random_weights_alone(engine: Any) -> None:
+    asked = json.dumps(json.loads(config(3)) | SYNTHETIC | {"synthetic_acceptance_length": 2})
+    with pytest.raises(Exception, match="measures and answers nothing; add --load-format dummy"):
+        engine.run([([5], SamplingParams(max_tokens=2))], speculative_config=asked)
+
+
 # ---- what is asked for ----
 @pytest.mark.parametrize(
     ("asked", "found"),
@@ -316,13 +351,18 @@ def test_what_is_counted() -> None:
         ({"method": "ngram_gpu", "num_speculative_tokens": 2}, Speculation(2, 5, 5, ((8, 2), (32, 2), (64, 1)))),
         ({"model": "[ngram]", "prompt_lookup_max": 4}, Speculation(7, 4, 4, ((8, 7), (32, 3), (64, 1)))),
         ({"prompt-lookup-min": 2, "prompt_lookup_max": 4}, Speculation(7, 2, 4, ((8, 7), (32, 3), (64, 1)))),
+        ({"model": "m"}, Speculation(3, 5, 5, ((8, 3), (32, 3), (64, 1)), "", "m")),
+        ({"method": "glm4_moe_mtp"}, Speculation(3, 5, 5, ((8, 3), (32, 3), (64, 1)), "mtp")),
+        ({"method": "eagle", "model": "m", "revision": "r", "quantization": "fp8", "max_model_len": 99,
+          "draft_sample_method": "greedy", "num_speculative_tokens": 1},
+         Speculation(1, 5, 5, ((8, 1), (32, 1), (64, 1)), "eagle", "m", "r", "fp8", 99, True)),
         ({"method": "ngram", "num_speculative_tokens": 0}, None),
         (
             {"method": "ngram", "num_speculative_tokens": 4,
              "num_speculative_tokens_per_batch_size": [[1, 4, 4], [9, 16, 2]]},
             Speculation(4, 5, 5, ((8, 4), (16, 2))),
         ),
-        ({"method": "ngram", "disable_by_batch_size": 5}, Speculation(7, 5, 5, ((4, 7), (4, 3), (4, 1)))),
+        ({"method": "ngram", "disable_by_batch_size": 5}, Speculation(7, 5, 5, ((4, 7),))),
         ({"method": "ngram", "draft_tensor_parallel_size": 1}, Speculation(7, 5, 5, ((8, 7), (32, 3), (64, 1)))),
     ],
 )  # fmt: skip
@@ -334,14 +374,29 @@ def test_read(asked: dict[str, Any], found: Speculation | None) -> None:
     ("asked", "message"),
     [
         ({"method": "medusa"}, "its method is 'medusa': heads of Medusa are not served yet; use {"),
-        ({"method": "eagle3", "model": "x"}, "its method is 'eagle3': heads of EAGLE-3 are not served yet"),
-        ({"method": "deepseek_mtp"}, "layers for multi-token prediction are not served yet"),
-        ({"model": "small/model"}, "its model is 'small/model': draft models are not served yet"),
+        ({"method": "eagle3"}, "its model is None: it must be the folder, or the hub's name, of who is to draft"),
+        ({"model": 3}, "its model is 3: it must be the folder"),
+        ({"model": "m", "draft_sample_method": "best"}, "its draft_sample_method is 'best': it must be greedy or prob"),
+        ({"model": "m", "parallel_drafting": True}, "its parallel_drafting is True: drafts are made one after the"),
+        ({"model": "m", "draft_tensor_parallel_size": 0}, "its draft_tensor_parallel_size is 0: it must be an integer"),
+        ({"model": "m", "quantization": 8}, "its quantization is 8: it must be a text"),
         ({"method": "suffix"}, "suffix decoding"),
         ({"method": "mlp_speculator"}, "MLP speculators"),
-        ({"method": "magic"}, "its method is 'magic': it must be ngram"),
+        ({"method": "magic"}, "its method is 'magic': it must be ngram, eagle, eagle3, mtp or draft_model"),
         ({"method": "ngram", "rejection_sample_method": "fly"}, "accepts tokens that the model would not have sampled"),
-        ({"method": "ngram", "synthetic_acceptance_length": 3}, "drafts here never change an answer"),
+        ({"method": "ngram", "synthetic_acceptance_length": 3}, 'say "rejection_sample_method": "synthetic"'),
+        ({"method": "ngram", **SYNTHETIC}, "say synthetic_acceptance_length or synthetic_acceptance_rates, one of"),
+        ({"method": "ngram", **SYNTHETIC, "synthetic_acceptance_length": 9}, "it must be a number from 1 to 8"),
+        ({"method": "ngram", **SYNTHETIC, "synthetic_acceptance_length": True}, "is True: it must be a number"),
+        ({"method": "ngram", **SYNTHETIC, "synthetic_acceptance_rates": [0.5]}, "they must be 7, one a draft"),
+        (
+            {"method": "ngram", **SYNTHETIC, "num_speculative_tokens": 2, "synthetic_acceptance_rates": [0.5, 0.6]},
+            "none above the one before it",
+        ),
+        (
+            {"method": "ngram", **SYNTHETIC, "num_speculative_tokens": 1, "synthetic_acceptance_rates": [2]},
+            "a list of numbers from 0 to 1",
+        ),
         ({"method": "ngram", "num_speculative_tokens": 16}, "its num_speculative_tokens is 16: it must be an integer"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_min 4 is above"),
         ({"method": "ngram", "drafts": 3}, "it has 'drafts': it may have method, model, num_speculative_tokens"),

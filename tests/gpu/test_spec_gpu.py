@@ -91,6 +91,47 @@ def test_tokens_with_drafts_are_those_without_in_float32(
     print(f"{num_streams} streams: {1 + held:.2f} tokens a row and step with drafts")
 
 
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory, load_module: Any) -> dict[str, Path]:
+    """Of a target of six layers: a head of EAGLE-3, one of EAGLE, a smaller model, and the target itself."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("drafters")
+    made = load_module(Path(__file__).parents[1] / "draft_models.py")
+    sizes = made.Sizes(hidden=512, inner=1024, heads=8, kv_heads=2, dim=64, vocab=4096, scale=0.4)
+    torch.manual_seed(4)
+    for name, layers in (("target", 6), ("model", 1)):
+        LlamaForCausalLM(LlamaConfig(**MODEL | {"num_hidden_layers": layers})).save_pretrained(folder / name)
+    made.eagle3(folder / "eagle3", draft_vocab=2000, sizes=sizes)
+    made.eagle(folder / "eagle", sizes=sizes)
+    return {name: folder / name for name in ("target", "model", "eagle3", "eagle")}
+
+
+@pytest.mark.parametrize("num_streams", [1, 6, 20, 60])
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "model", "target"])
+def test_tokens_with_drafts_of_models_are_those_without_in_float32(
+    drafters: dict[str, Path], generate: Any, name: str, num_streams: int
+) -> None:
+    """In graphs, with prompts that come in chunks beside. A target that drafts for itself is right nearly always."""
+    random = Random(num_streams)
+    batch = []
+    for i in range(num_streams):
+        prompt = [random.randrange(3, 4096) for _ in range(random.choice([5, 40, 300, 900]))]
+        way = [{"temperature": 0.0}, {"seed": i}, {"seed": i, "top_p": 0.8}][i % 3]
+        batch.append((prompt, SamplingParams(**{"max_tokens": 40 + i, "ignore_eos": True, **way})))
+    options = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 64, "max_mixed_tokens": 512}
+    answers, _ = generate(drafters["target"], batch, **options)
+    expected = tokens_of(answers)
+    config = json.dumps({"model": str(drafters[name]), "num_speculative_tokens": 4})
+    answers, stats = generate(drafters["target"], batch, speculative_config=config, **options)
+    assert tokens_of(answers) == expected
+    assert stats.num_graph_misses == 0 and stats.num_late_compilations == 0
+    assert stats.num_drafts > 0 and stats.num_free_blocks == stats.num_blocks
+    held = sum(stats.num_accepted_tokens) / stats.num_draft_tokens
+    assert held > 0.85 or name != "target"
+    print(f"{name}, {num_streams} streams: {100 * held:.1f} % of drafts held")
+
+
 def test_drafts_of_a_copy_hold(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The noticing model copies passages: at one stream, at least five tokens a step."""
     monkeypatch.syspath_prepend(str(NOTICING))

@@ -118,6 +118,11 @@ def test_the_kernel_routes_as_its_twin(rng: torch.Generator, device: str, how: s
             assert torch.equal(ids, ids_twin)
             torch.testing.assert_close(weights, weights_twin, atol=1e-6, rtol=1e-5)
             assert torch.equal(load, expected) and load.sum() == counts.sum() + ids.numel()
+            ends = torch.tensor([0, 1, 1, 2], dtype=torch.int32, device=device)  # of requests: what follows is padding
+            real = counts.clone()
+            route_triton(values, routing, correction, real, query_start=ends)
+            route_torch(values, routing, correction, counts, query_start=ends)
+            assert torch.equal(real, counts) and int(real.sum()) == int(load.sum()) - ids[2:].numel()
 
 
 @pytest.mark.parametrize("how", HOWS)

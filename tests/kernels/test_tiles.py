@@ -16,7 +16,7 @@ from vserve.kernels.attention_prefill import PrefillTile, prefill_tile
 FILES = sorted(tiles.FOLDER.glob("*.json"))
 TABLES = {
     "decode", "prefill", "small_linear_rows", "small_linear_fma", "small_linear_dot", "cublas", "linear_hopper",
-    "quant_rows", "quant_linear", "fp8_linear",
+    "quant_rows", "quant_linear", "fp8_linear", "experts_codes", "experts_fp8",
 }  # fmt: skip
 CASES = [(element_bytes, size) for element_bytes in (2, 4) for size in (64, 128, 256, 512, 576)]
 

@@ -68,3 +68,38 @@ def test_drafts_hold_up_to_the_first_that_was_not_sampled(
     assert device_computed.tolist() == counts
     assert out.tolist() == [[*kept, 0, 0], [*(proposed[row] for row in rows), 0, 0]]
     assert len(set(kept)) > 1 or num_rows == 1, "the same for all: nothing was tried"
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_an_imposed_acceptance_is_what_was_asked_for_whatever_was_sampled(path: str, device: str) -> None:
+    """And is the same on both paths: a hash of seed and position decides."""
+    rng = random.Random(3)
+    num_rows, num_drafts, limit, rates = 300, 4, 24, (1.0, 0.7, 0.7, 0.1)
+    table = [[rng.randrange(9) for _ in range(limit)] for _ in range(num_rows + 1)]
+    computed = [rng.randrange(limit - 1) for _ in table]
+    seeds = [rng.randrange(-(1 << 31), 1 << 31) for _ in table]
+    samples = [rng.randrange(9) for _ in range((num_rows + 1) * (1 + num_drafts))]
+    thresholds = torch.tensor([round(rate * (1 << 32)) for rate in rates], dtype=torch.int64).to(device)
+    found = []
+    for how in ("torch", path):
+        token_ids, sampled = ints(table, device), ints(samples, device)
+        rows, index = ints([*range(num_rows), num_rows], device), ints([*range(0, 5 * num_rows, 5), 0], device)
+        start = ints([*range(0, 5 * num_rows + 1, 5), 5 * num_rows], device)  # the last is padding
+        params = ints([[seed, 0, 0] for seed in seeds], device)
+        counts, proposed = ints(computed, device), ints([0] * len(table), device)
+        getattr(verify, f"impose_acceptance_{how}")(
+            token_ids, counts, params[:, 0], rows, start, sampled, index, thresholds, num_drafts
+        )
+        kept = ints([[0] * (num_rows + 1)] * 2, device)
+        verify.verify_drafts_torch(token_ids, counts, proposed, rows, start, sampled, index, kept, num_drafts)
+        found.append((token_ids.tolist(), sampled.tolist(), counts.tolist(), kept[0].tolist()))
+    assert found[0] == found[1]
+    table_now, samples_now, _, kept_now = found[1]
+    assert table_now[num_rows] == table[num_rows] and kept_now[-1] == 0
+    whole = [kept_now[row] - 1 for row in range(num_rows) if computed[row] + 1 + num_drafts < limit]
+    for place, rate in enumerate(rates):
+        assert sum(right > place for right in whole) / len(whole) == pytest.approx(rate, abs=0.1), place
+    for row, right in enumerate(kept_now[:num_rows]):
+        first = computed[row] + 1
+        drafts = table[row][first : first + right - 1]
+        assert samples_now[5 * row :][: right - 1] == drafts == table_now[row][first : first + right - 1]

@@ -52,17 +52,59 @@ def test_experts_multiply_by_what_their_codes_mean(kind: str, tiny_model: Callab
     assert kept < 3 * 4 * 64 * 64 * 2
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vserve.engine.layers.experts.CODES_ON", ())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_on_a_gpu_keep_their_codes(
+    kind: str, tiny_model: Callable[..., Path], tmp_path: Path, as_on_a_gpu: None
+) -> None:
+    """Here the kernels' twins multiply by them. Of those whose columns have an order of their own, numbers are kept."""
+    folder = write(tiny_model("qwen2_moe", **SIZES), tmp_path, kind)
+    model, twin = load(folder / "quantized", dtype=torch.bfloat16), load(folder / "twin")
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ids, weights = twin.layers[0].mlp.router(x.float())
+    experts, wanted = model.layers[0].mlp.experts, twin.layers[0].mlp.experts
+    found, numbers = experts(x, ids, weights).float(), wanted(x.float(), ids, weights)
+    assert (found - numbers).norm() <= (0.06 if getattr(experts.method, "fp8", False) else 1e-2) * numbers.norm()
+    if kind == "gptq":
+        assert "16-bit products, dequantised × 8" in str(describe(model)["products"])
+        return
+    assert experts.method.plain is None and "codes: experts' kernels" in str(describe(model)["products"])
+    kept = sum(w.numel() * w.element_size() for w in experts.parameters())
+    assert kept < 3 * 4 * 64 * 128 * 1.5  # half of 16 bits, of rows and columns filled up to whole blocks
+
+
+def test_some_experts_that_are_plain_make_all_numbers(
+    tiny_model: Callable[..., Path], tmp_path: Path, as_on_a_gpu: None
+) -> None:
+    folder = write(tiny_model("qwen2_moe", **SIZES), tmp_path, "fp8")
+    file = folder / "quantized" / "model.safetensors"
+    tensors, twin = load_file(file), load_file(folder / "twin" / "model.safetensors")
+    path = "model.layers.0.mlp.experts.2.up_proj"
+    del tensors[f"{path}.weight_scale"]
+    save_file(tensors | {f"{path}.weight": twin[f"{path}.weight"]}, file, {"format": "pt"})
+    model = load(folder / "quantized", dtype=torch.bfloat16)
+    method, wanted = model.layers[0].mlp.experts.method, load(folder / "twin").layers[0].mlp.experts.method
+    for name in ("gate_up", "down"):
+        torch.testing.assert_close(getattr(method.plain, name).float(), getattr(wanted, name), atol=1e-6, rtol=1 / 128)
+    assert "16-bit products, dequantised × 8" in str(describe(model)["products"])
+
+
 @pytest.mark.parametrize("kind", ["awq", "fp8_blocks", "nvfp4"])
 def test_where_there_is_no_product_with_codes_numbers_are_kept(
     kind: str, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, and the start says so."""
+    """As on a GPU with activations in fp32, and the start says so."""
     monkeypatch.setattr("vserve.engine.layers.experts.CODES_ON", ())
     folder = write(tiny_model("qwen2_moe", **SIZES), tmp_path, kind)
     model, twin = load(folder / "quantized"), load(folder / "twin")
     experts, wanted = model.layers[0].mlp.experts, twin.layers[0].mlp.experts
     for name in ("gate_up", "down"):
-        torch.testing.assert_close(getattr(experts.method, name), getattr(wanted.method, name), atol=1e-6, rtol=1e-6)
+        found = getattr(experts.method.plain, name)
+        torch.testing.assert_close(found, getattr(wanted.method, name), atol=1e-6, rtol=1e-6)
     assert "16-bit products, dequantised × 8" in str(describe(model)["products"])
 
 

@@ -13,8 +13,12 @@ import httpx
 import pytest
 
 from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.messages import AdapterLoaded, DropAdapter, LoadAdapter
 from vserve.server.app import create_app
 from vserve.server.cli.flags import add_flags, read_flags
+from vserve.server.client.replicas import Replicas
+from vserve.server.errors import ApiError
+from vserve.server.generation.adapters import Adapters, Record
 from vserve.server.options.config import ServerConfig
 from vserve.server.options.reading import read
 
@@ -29,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / "all" / name).mkdir(parents=True)
     (tmp_path / "outside").mkdir()
     (tmp_path / "all" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "all" / "loop").symlink_to(tmp_path / "all" / "loop")
     return tmp_path / "all"
 
 
@@ -55,7 +60,9 @@ def run(engine: Any, text_model: Any, folder: Path) -> Run:
 
 
 async def load(client: httpx.AsyncClient, path: str = "sql", name: str = "sql", **more: Any) -> httpx.Response:
-    return await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path, **more})
+    body = json.dumps({"lora_name": name, "lora_path": path, **more})  # surrogates as escapes
+    headers = {"content-type": "application/json"}
+    return await client.post("/v1/load_lora_adapter", content=body, headers=headers)
 
 
 async def unload(client: httpx.AsyncClient, name: str = "sql") -> httpx.Response:
@@ -102,9 +109,11 @@ def test_loading_and_unloading(run: Run, engine: Any, folder: Path) -> None:
             (await load(client), 400, "InvalidUserInput", "The adapter `sql` is loaded already: unload it, or set"),
             (await load(client, name="alias"), 400, "InvalidUserInput", "`alias` is the name of the base model"),
             (await load(client, "broken", "b"), 400, "InvalidUserInput", "broken is broken: mend it"),
+            (await load(client, name="a\nb"), 400, "InvalidUserInput", "is no name: give printable characters"),
             (await unload(client, "b"), 404, "NotFoundError", "The adapter `b` is not loaded."),
             *[(await load(client, path, "b"), 400, "InvalidUserInput", "is no folder in that of --lora-dir")
-              for path in ("../outside", "link", "/etc", "none", str(folder / ".." / "outside"))],
+              for path in ("../outside", "link", "/etc", "none", str(folder / ".." / "outside"), "~no-such-user/a",
+                           "a\0b", "loop", "loop/a", "x" * 300, "x/" * 2000)],
         ]  # fmt: skip
         for answer, status, kind, words in refused:
             error = answer.json()["error"]
@@ -228,7 +237,6 @@ def test_a_broken_one_ends_the_start(run: Run, folder: Path) -> None:
     ("words", "said"),
     [
         (["--lora-modules", "a=/a"], "--lora-modules names adapters, which --enable-lora serves"),
-        (["--enable-lora", "--api-server-count", "2"], "with --enable-lora one process answers HTTP"),
         (["--enable-lora", "--merge-lora", "/a"], "choose one"),
     ],
 )
@@ -237,3 +245,129 @@ def test_options_that_do_not_go_together(words: list[str], said: str) -> None:
     add_flags(parser, EngineConfig, ServerConfig)
     with pytest.raises(ConfigError, match=said):
         read_flags(parser.parse_args(["/m", *words]))
+
+
+def test_an_engine_that_is_back_before_the_others_have_loaded_is_told(engine: Any) -> None:
+    """And all are told what is unloaded; one that fails to load it leaves it nowhere."""
+    told: list[list[Any]] = [[], []]
+
+    def serve(index: int) -> None:
+        replicas.engines[index].ready, replicas.engines[index]._send = True, told[index].append
+
+    async def begin() -> asyncio.Task[AdapterLoaded]:
+        task = asyncio.create_task(replicas.load_adapter(message))
+        while not all(engine._loading for engine in replicas.engines):
+            await asyncio.sleep(0)
+        return task
+
+    async def main() -> None:
+        for index in (0, 1):
+            serve(index)
+            replicas.engines[index]._started = asyncio.get_running_loop().create_future()
+            replicas.engines[index]._started.set_result(None)
+        first, second = replicas.engines
+        loading = await begin()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(first, "_may_restart", lambda: False)
+            first._down("killed")
+        serve(0)
+        first._receive(info)  # another engine, which is ready
+        second._receive(AdapterLoaded(5, 8, "base"))
+        assert (await loading).error is None
+        assert told == [[message, message], [message]]
+        replicas.drop_adapter(5)
+        assert [messages[-1] for messages in told] == [DropAdapter(5)] * 2
+        loading = await begin()
+        first._receive(AdapterLoaded(5, error="no room"))
+        second._receive(AdapterLoaded(5, 8, "base"))
+        assert (await loading).error == "no room"
+        assert [messages[-1] for messages in told] == [DropAdapter(5)] * 2
+        assert not first.adapters and not second.adapters
+
+    info = engine.info
+    message = LoadAdapter(5, "/a", "a")
+    replicas = Replicas(EngineConfig(model="m", device="cpu", data_parallel_size=2, enable_lora=True))
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+class Engines:
+    """As far as Adapters know them."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    async def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
+        self.loaded.append(message.id)
+        return AdapterLoaded(message.id, 8, "base")
+
+    def know_adapter(self, message: LoadAdapter) -> None:
+        self.loaded.append(message.id)
+
+    def drop_adapter(self, id: int) -> None:
+        self.loaded.remove(id)
+
+
+class Pair:
+    """The adapters of two API processes, of which the first tells the second; each with its way to the engine."""
+
+    def __init__(self) -> None:
+        self.deaf = False
+        self.engines = Engines(), Engines()
+        self.second = Adapters(self.engines[1], ("base",), enabled=True)  # type: ignore[arg-type]
+        self.first = Adapters(self.engines[0], ("base",), enabled=True, tell=self.tell)  # type: ignore[arg-type]
+
+    async def tell(self, path: str, content: Any = None, timeout: float = 5.0) -> None:
+        if self.deaf:
+            raise OSError("API process 1 did not answer")
+        if path == "/own/adapters":
+            self.second.take(Record(**content))
+        else:
+            assert path == "/own/adapters/retire"
+            await self.second.retire(content["id"])
+
+
+def test_another_process_uses_what_the_first_unloads_to_its_end() -> None:
+    async def main() -> None:
+        pair = Pair()
+        first, second = pair.first, pair.second
+        adapter = await first.ensure("sql", "/a")
+        told = second.find("sql")
+        assert told is not None and (told.id, told.path, told.rank) == (adapter.id, "/a", 8)
+        release = told.use()
+        unloading = asyncio.create_task(first.unload("sql"))
+        await asyncio.sleep(0.01)
+        assert first.find("sql") is None and second.find("sql") is None and not unloading.done()
+        assert pair.engines[0].loaded == pair.engines[1].loaded == [adapter.id]
+        release()
+        await unloading
+        assert not pair.engines[0].loaded and not pair.engines[1].loaded
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_process_that_does_not_hear_of_it_leaves_all_as_it_was() -> None:
+    async def main() -> None:
+        pair = Pair()
+        await pair.first.ensure("sql", "/a")
+        pair.deaf = True
+        with pytest.raises(ApiError, match="did not answer"):
+            await pair.first.ensure("sql", "/b")
+        found = pair.first.find("sql")
+        assert found is not None and found.path == "/a"
+        await asyncio.sleep(0.01)
+        assert pair.engines[0].loaded == [found.id]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_process_that_joins_hears_of_changes_meanwhile() -> None:
+    async def main() -> None:
+        pair = Pair()
+        records = [Record(name, f"/{name}", id, None, 8) for id, name in enumerate(("a", "b", "c"), 1)]
+        newer = Record("a", "/newer", 9, None, 8)
+        await pair.second.retire(2)
+        pair.second.take(newer)
+        pair.second.join(records)
+        assert {one.name: one.id for one in pair.second} == {"a": 9, "c": 3}
+
+    asyncio.run(main())

@@ -18,6 +18,7 @@ from vserve.server.errors import ApiError
 from vserve.server.generation.admission import LONGEST_WAIT, WINDOW, Admission, DrainRate, retry_after
 from vserve.server.generation.choice import Prompt
 from vserve.server.generation.generation import Generation
+from vserve.server.http.middleware import HttpMetrics, RequestMiddleware
 from vserve.server.options.config import ServerConfig
 
 
@@ -328,3 +329,25 @@ def test_clocks_stop_with_the_request(engine: Any, text_model: Any, monkeypatch:
         assert not any(app.state.server.metrics.timed_out_requests.values())
 
     asyncio.run(main())
+
+
+def test_a_place_is_free_before_the_last_byte_of_the_answer_leaves() -> None:
+    """Who has read it may ask again at once, perhaps another API process."""
+    ticket, seen = SimpleNamespace(released=False), []
+    ticket.release = lambda: setattr(ticket, "released", True)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["ticket"] = ticket
+        await send({"type": "http.response.start", "status": 200})
+        await scope["state"]["send_event"](b"event")
+        await send({"type": "http.response.body", "body": b"piece", "more_body": True})
+        await send({"type": "http.response.body", "body": b"end"})
+
+    async def send(message: Any) -> None:
+        seen.append((message.get("body"), ticket.released))
+
+    metrics = HttpMetrics()
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    asyncio.run(RequestMiddleware(app, metrics)(scope, None, send))  # type: ignore[arg-type]
+    assert seen == [(None, False), (b"event", False), (b"piece", False), (b"end", True)]
+    assert metrics.response_bytes["none"] == [1, len("eventpieceend")]

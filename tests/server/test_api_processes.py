@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from vserve.engine.config import EngineConfig
 from vserve.server import api_processes as module
 from vserve.server.api_processes import ApiProcesses
-from vserve.server.client.board import Board
-from vserve.server.client.mailbox import EngineDeadError
-from vserve.server.client.meeting import FIRST, Meeting
+from vserve.server.client.board import BEATS, SERVES, Board
+from vserve.server.client.engine_client import EngineClient
+from vserve.server.client.hearts import Pulse
+from vserve.server.client.mailbox import EngineDeadError, Mailbox
+from vserve.server.client.meeting import FIRST, EngineLink, Meeting
+from vserve.server.client.watchdog import Watchdog
 from vserve.server.options.config import ServerConfig
 
 
@@ -28,7 +32,19 @@ class Process:
         self.code: int | None = None
         self.stdin = stdin or io.BytesIO()
 
+        self.signals: list[int] = []
+
     def poll(self) -> int | None:
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def kill(self) -> None:
+        self.signals.append(signal.SIGKILL)
+        self.code = -signal.SIGKILL
+
+    def wait(self) -> int | None:
         return self.code
 
 
@@ -104,16 +120,77 @@ def test_the_first_start_that_fails_is_told(beside: Any) -> None:
         asyncio.run(processes.ready())
 
 
-def test_a_process_that_starts_is_asked_with_one_client(beside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The certificates of a TLS context, which a Unix socket does not need, take longer than a look."""
-    looks, made = [503, 503, 503, 200], []
+def test_a_process_that_starts_is_awaited_on_the_board(beside: Any) -> None:
+    """Asking it over HTTP, twenty times a second, would cost what it needs for its start."""
 
-    def transport(**options: Any) -> httpx.MockTransport:
-        made.append(options)
-        return httpx.MockTransport(lambda _: httpx.Response(looks.pop(0)))
+    async def test() -> None:
+        processes, _ = beside(Process())
+        processes.start()
+        ready = asyncio.create_task(processes.ready())
+        await asyncio.sleep(0.05)
+        assert not ready.done()
+        colleague(processes).set(SERVES, 1)
+        await asyncio.wait_for(ready, 5)
 
-    monkeypatch.setattr(module.httpx, "AsyncHTTPTransport", transport)
+    asyncio.run(test())
+
+
+def colleague(processes: ApiProcesses) -> Board:
+    """The board as the process beside the first one has it."""
+    return Board(processes._meeting.board.descriptor, 2, 1)
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_who_hangs_is_killed_and_started_again(beside: Any, monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
+    """A heart that stands still ends a process, and one that beats does not, however long this one looks."""
+    monkeypatch.setattr(module, "PATIENCE", 0.2 if serves else 1e9)
+    monkeypatch.setattr(module, "START_PATIENCE", 1e9 if serves else 0.2)
+
+    async def test() -> None:
+        first, second = Process(), Process()
+        processes, causes = beside(first, second)
+        processes.start()
+        board = colleague(processes)
+        board.set(SERVES, int(serves))
+        watching = asyncio.create_task(processes.watch())
+        for _ in range(50):
+            await asyncio.sleep(0.01)
+            board.add(BEATS, 1)
+        assert not first.signals and processes._processes[1] is first
+        async with asyncio.timeout(5):
+            while processes._processes[1] is first:
+                await asyncio.sleep(0.01)
+        assert first.signals == [signal.SIGUSR1, signal.SIGKILL] and not causes
+        assert len(processes._deaths) == 1 and not board.get(1, SERVES)
+        processes._ending = True
+        await watching
+
+    asyncio.run(test())
+
+
+def test_while_who_looks_is_stopped_nobody_is_silent(beside: Any) -> None:
     processes, _ = beside(Process())
-    processes.start()
-    asyncio.run(processes.ready())
-    assert not looks and [options["verify"] for options in made] == [False]
+    pulse = Pulse(processes._meeting.board, 1)
+    now = time.monotonic()
+    assert pulse.look(now + 3600) <= 1.0
+    assert pulse.look(now + 3600.5) > pulse.look(now + 3600.6) - 0.2 > 0.3
+    colleague(processes).add(BEATS, 1)
+    assert pulse.look(now + 3601) == 0.0
+
+
+def test_an_engine_of_another_process_is_not_said_to_be_stopped(beside: Any, caplog: pytest.LogCaptureFixture) -> None:
+    processes, _ = beside()
+    meeting = processes._meeting
+    engine = EngineClient(EngineConfig("m"), meeting=Meeting(meeting.folder, 1, 1, meeting.board))
+    engine._process = engine._new_process(lambda message: None, lambda cause: None)
+    assert isinstance(engine._process, EngineLink)
+    engine.ready = True
+    engine.requests._mailboxes[1] = Mailbox(1, 0.0)
+    watchdog = Watchdog(engine, stall_timeout=0.1, hang_timeout=0.0)
+
+    async def test() -> None:
+        for _ in range(20):
+            await watchdog.tick()
+
+    asyncio.run(test())
+    assert "the engine has been silent" in caplog.text and "is stopped" not in caplog.text

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from vserve.engine.config import EngineConfig
-from vserve.server.client.board import REQUESTS, TOKENS, Board
+from vserve.server.client.board import FINISHED_TOKENS, MOST_KEYS, REQUESTS, TOKENS, Board
 from vserve.server.errors import ApiError
-from vserve.server.generation import quota
+from vserve.server.generation import admission, quota
 from vserve.server.generation.admission import Admission
 from vserve.server.generation.quota import Quota
+from vserve.server.http.body_limit import BodyLimit, HeldBody
 from vserve.server.observe.shares import Family, Sample, summed
 from vserve.server.options.config import ServerConfig
 
@@ -36,8 +40,10 @@ def test_each_writes_its_own_and_reads_the_others(boards: list[Board]) -> None:
     assert boards[0].others(TOKENS) == (1 << 42) + (1 << 43)
     assert [board.other_load(63) for board in boards] == [(50, 5), (40, 4), (30, 3)]
     assert boards[0].other_load(0) == (0, 0)
+    boards[1].add(FINISHED_TOKENS, 7)
     boards[0].clear(1)
     assert boards[0].others(REQUESTS) == 3 and boards[0].other_load(63) == (30, 3)
+    assert boards[2].all(FINISHED_TOKENS) == 7, "what it had finished is no less true"
 
 
 def test_a_key_has_one_place_and_one_share(boards: list[Board]) -> None:
@@ -60,6 +66,16 @@ def test_a_key_has_one_place_and_one_share(boards: list[Board]) -> None:
             let_in += 1
     assert let_in == 6
     others.check(0, lambda reason: None)
+
+
+def test_as_many_keys_as_there_may_be_find_their_places(boards: list[Board]) -> None:
+    """A file of keys is read at the start: each of them must not be compared with all."""
+    digests = [number.to_bytes(32, "big") for number in range(MOST_KEYS)]
+    started = time.process_time()
+    for board in boards:
+        assert [board.place(digest) for digest in digests] == list(range(MOST_KEYS))
+    assert time.process_time() - started < 10
+    assert boards[1].place(b"one too many".ljust(32)) is None
 
 
 def lets_in(key: Quota) -> bool:
@@ -105,7 +121,7 @@ def test_what_flowed_over_before_a_burst_is_nobodys(boards: list[Board], clock: 
     assert lets_in(keys[2]) and not lets_in(keys[1])
 
 
-def test_the_queue_is_one(boards: list[Board]) -> None:
+def admissions(boards: list[Board], config: ServerConfig) -> list[Admission]:
     class Client:
         class info:
             max_num_seqs, num_kv_tokens, max_model_len = 2, 1000, 100
@@ -115,12 +131,78 @@ def test_the_queue_is_one(boards: list[Board]) -> None:
 
         config = EngineConfig("m")
 
-    config = ServerConfig(max_num_queued_reqs=2)
-    each = [Admission(Client(), config, lambda reason: None, lambda reason: None, board) for board in boards]  # type: ignore[arg-type]
+    return [Admission(Client(), config, lambda reason: None, lambda reason: None, board) for board in boards]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rests", [0, 300])
+def test_the_queue_moves_as_fast_as_all_of_them_make_it(
+    boards: list[Board], monkeypatch: pytest.MonkeyPatch, rests: int
+) -> None:
+    """Three requests a second, one at each process; then so many seconds without any."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    each = admissions(boards, ServerConfig(max_num_queued_reqs=12))
+    tickets = [[queue.admit(1, 1, 0.0) for _ in range(3)] for queue in each]
+    for turn in range(240):
+        clock.now += 1 / 3
+        tickets[turn % 3].pop(0).release()
+        tickets[turn % 3].append(each[turn % 3].admit(1, 1, 0.0))
+        if turn % 3 == 2:
+            for board in boards:
+                board.look(clock.now)
+    if rests:
+        for ticket in [ticket for of_one in tickets for ticket in of_one]:
+            ticket.release()
+        for _ in range(rests):
+            clock.now += 1
+            for board in boards:
+                board.look(clock.now)
+        tickets = [[queue.admit(1, 1, 0.0) for _ in range(3)] for queue in each]
+    for queue in each:
+        with pytest.raises(ApiError) as refused:
+            queue.admit(14, 1, 0.0)  # of which nine have no room until others are gone
+        assert 2.4 < float(refused.value.headers["retry-after-ms"]) / 1000 < 3.6, refused.value.headers
+        assert 2.4 < queue.retry_after() < 3.6  # for the nine that are open
+
+
+def test_bodies_that_arrive_have_one_room(boards: list[Board]) -> None:
+    """256 MiB, for all processes together; what is read is free again."""
+    refused: list[str] = []
+    limits = [BodyLimit(None, lambda: 1 << 20, refused.append, board) for board in boards]  # type: ignore[arg-type]
+    held = [HeldBody(limit) for limit in limits]
+
+    def asks(limit: BodyLimit) -> int:
+        """The status for a body of a megabyte."""
+        statuses = [200]
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b" " * (1 << 20), "more_body": False}
+
+        limit.app = app
+        try:
+            asyncio.run(limit({"type": "http", "headers": []}, receive, None))  # type: ignore[arg-type]
+        except ApiError as error:
+            statuses.append(error.status)
+        return statuses[-1]
+
+    for body in held:
+        body.grow(80 << 20)
+    assert [asks(limit) for limit in limits] == [200] * 3
+    held[0].grow(16 << 20)
+    assert [asks(limit) for limit in limits] == [429] * 3 and refused == ["bodies"] * 3
+    held[1].release()
+    assert [asks(limit) for limit in limits] == [200] * 3
+
+
+def test_the_queue_is_one(boards: list[Board]) -> None:
+    each = admissions(boards, ServerConfig(max_num_queued_reqs=2))
     tickets = [each[turn % 3].admit(1, 10, 0.0) for turn in range(4)]
-    for admission in each:
+    for queue in each:
         with pytest.raises(ApiError, match="queue is full: 2 requests wait"):
-            admission.admit(1, 10, 0.0)
+            queue.admit(1, 10, 0.0)
     tickets[0].release()
     with pytest.raises(ApiError):
         each[1].admit(2, 10, 0.0)

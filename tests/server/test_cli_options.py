@@ -175,7 +175,7 @@ def test_what_one_accepts_all_accept(
         ("gpu_memory_utilization", "most", "'most': it must be a number such as 0.9"),
         ("max_model_len", "0", "it must be at least 1"),
         ("log_level", "loud", "choose"),
-        ("pipeline_parallel_size", "2", "layers are not dealt to cards yet"),
+        ("decode_context_parallel_size", "2", "a context stays on its cards"),
     ],
 )
 def test_what_one_refuses_all_refuse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,19 @@ def test_of_who_is_gone_or_silent_counters_stay_and_gauges_do_not(colleagues: An
         assert await values(asked) == {"tokens": 30, "speed": 7}
 
     asyncio.run(test())
+
+
+def test_adapters_are_those_of_all_processes(colleagues: Any) -> None:
+    """Their names are labels, and the value is a time: no sum."""
+
+    def page(running: str, waiting: str) -> list[Family]:
+        labels = {"max_lora": "4", "waiting_lora_adapters": waiting, "running_lora_adapters": running}
+        return [Family("x:lora_requests_info", "Help.", "gauge", [Sample("x:lora_requests_info", labels, 1e9)])]
+
+    (family,) = summed([page("b", ""), page("", ""), page("a,b", "c"), page("", "")])
+    (sample,) = family.samples
+    assert sample.labels == {"max_lora": "4", "waiting_lora_adapters": "c", "running_lora_adapters": "a,b"}
+    assert abs(sample.value - time.time()) < 60
 
 
 def refuses(seat: int, request: httpx.Request) -> httpx.Response:

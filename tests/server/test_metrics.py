@@ -189,11 +189,13 @@ def test_drafts_by_the_names_that_vllm_bench_reads(client: Any, engine: Any, mon
     assert by_position == [6, 4, 1]
 
 
-def test_tokens_of_whole_experts_by_rank(client: Any, engine: Any) -> None:
-    assert "expert_tokens" not in client.get("/metrics").text
-    engine.past_stats, engine.stats = EngineStats(expert_tokens=(3, 4)), EngineStats(expert_tokens=(10, 20))
+def test_experts_of_a_mixture(client: Any, engine: Any) -> None:
+    assert "expert" not in client.get("/metrics").text
+    engine.past_stats = EngineStats(expert_tokens=(3, 0, 1), expert_imbalance=9.0)
+    engine.stats = EngineStats(expert_tokens=(10, 20, 30), expert_imbalance=1.5)
     samples = scrape(client)
-    assert [value(samples, "vllm:expert_tokens_total", rank=rank) for rank in "01"] == [13, 24]
+    assert [value(samples, "vllm:expert_tokens_total", expert=e) for e in "012"] == [13, 20, 31]
+    assert value(samples, "vllm:expert_imbalance") == 1.5
 
 
 def test_an_engine_that_loads_has_said_nothing_of_itself(client: Any, engine: Any) -> None:

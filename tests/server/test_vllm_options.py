@@ -47,11 +47,11 @@ def test_a_usual_command_line_is_served(monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: layers are not dealt to cards yet"),
-        (["-pp", "8"], "--pipeline-parallel-size 8: "),
+        (["--decode-context-parallel-size", "2"], "--decode-context-parallel-size 2: a context stays on its cards"),
+        (["-dcp", "8"], "--decode-context-parallel-size 8: "),
         (["--enable-prompt-adapter"], "--enable-prompt-adapter: prompt adapters are not served, only LoRA is"),
         (["--speculative-config", '{"method": "medusa"}'], "the answers are the same"),
-        (["--speculative-model", "small/model"], "draft models are not served yet; use"),
+        (["--spec-method", "eagle3"], "its model is None: it must be the folder"),
         (["--spec-decoding-acceptance-method", "typical_acceptance_sampler"], "drafts here never change an answer"),
         (
             ["--spec-tokens", "3", "--speculative-config.num_speculative_tokens", "4"],
@@ -77,17 +77,17 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         path.write_text(f"model: /m\n{text}\n")
         return read_flags(parse("--config", str(path)))[0]
 
-    assert read("pipeline-parallel-size: 1\nkv_cache_dtype: auto\nmax-model-len: 4k").max_model_len == 4000
-    with pytest.raises(ConfigError, match="pipeline-parallel-size 2: layers are not dealt to cards yet"):
-        read("pipeline-parallel-size: 2")
+    assert read("decode-context-parallel-size: 1\nkv_cache_dtype: auto\nmax-model-len: 4k").max_model_len == 4000
+    with pytest.raises(ConfigError, match="decode-context-parallel-size 2: a context stays on its cards"):
+        read("decode-context-parallel-size: 2")
     path.write_text("model: /m\nswap-space: 4\ncode_revision: x\npreemption-mode: RECOMPUTE\n")
     arguments = parse("--config", str(path))
     assert read_flags(arguments)[0].model == "/m"
     assert [line.split(":")[:2] for line in notices(arguments)[1:]] == [
         [str(path), " swap-space changes nothing"], [str(path), " code-revision changes nothing"]
     ]  # fmt: skip
-    path.write_text("model: /m\npipeline-parallel-size: 2\n")
-    assert read_flags(parse("--config", str(path), "--pipeline-parallel-size", "1"))[0].model == "/m", (
+    path.write_text("model: /m\ndecode-context-parallel-size: 2\n")
+    assert read_flags(parse("--config", str(path), "--decode-context-parallel-size", "1"))[0].model == "/m", (
         "flags come first"
     )
 
@@ -230,21 +230,21 @@ def test_names_of_parts_of_the_speculative_config(words: list[str], keys: dict[s
 
 
 def test_offline() -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size 2: layers are not dealt to cards yet"):
-        LLM("/m", pipeline_parallel_size=2, code_revision="x")
+    with pytest.raises(ConfigError, match="decode_context_parallel_size 2: a context stays on its cards"):
+        LLM("/m", decode_context_parallel_size=2, code_revision="x")
     with pytest.raises(TypeError, match="LLM has no option 'max_model_length'"):
-        LLM("/m", max_model_length=2, pipeline_parallel_size=1, speculative_config=None)
-    with pytest.raises(ConfigError, match="its method is 'eagle': heads of EAGLE are not served yet"):
-        LLM("/m", speculative_config={"method": "eagle", "num_speculative_tokens": 2})
-    with pytest.raises(ConfigError, match="its model is 'small/model': draft models are not served yet"):
-        LLM("/m", speculative_model="small/model", num_speculative_tokens=3)
+        LLM("/m", max_model_length=2, decode_context_parallel_size=1, speculative_config=None)
+    with pytest.raises(ConfigError, match="its method is 'suffix': drafts by suffix decoding are not served yet"):
+        LLM("/m", speculative_config={"method": "suffix", "num_speculative_tokens": 2})
+    with pytest.raises(ConfigError, match="its num_speculative_tokens is 99: it must be an integer from 0 to 15"):
+        LLM("/m", speculative_model="small/model", num_speculative_tokens=99)
 
 
 def test_the_table() -> None:
     assert not set(vllm_options()) & set(options())
     for option in vllm_options().values():
         assert option.reason and option.reason[-1] != "." and "\n" not in option.reason
-    assert "pipeline-parallel" not in main.command_parser("serve", serve).format_help()
+    assert "decode-context-parallel" not in main.command_parser("serve", serve).format_help()
 
 
 @pytest.mark.parametrize(

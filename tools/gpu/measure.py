@@ -1,6 +1,7 @@
 """Measures what tests/gpu/RESULTS.md holds: one command, on a machine with one GPU, from a checkout.
 
-Usage: python tools/gpu/measure.py [--modes NAME,...] [--in-process] [--startup] [--only NAME,...] [--output FILE]
+Usage: python tools/gpu/measure.py [--modes NAME,...] [--in-process] [--startup] [--drafts] [--only NAME,...]
+           [--output FILE]
 
 Every load comes from `vserve bench` of this checkout. A median in bold reaches its target, which is meant for the shape
 of Llama-3.1-8B on an H200. What fails is printed, the rest is measured, and the exit code is 1.
@@ -28,6 +29,7 @@ TTFT, TTFT_P99 = Figure("TTFT p50, ms", "median_ttft_ms"), Figure("TTFT p99, ms"
 TPOT, ITL_P99 = Figure("TPOT p50, ms", "median_tpot_ms"), Figure("ITL p99, ms", "p99_itl_ms")
 TOTAL = Figure("total tok/s", "total_token_throughput", more_is_better=True)
 OUTPUT = Figure("output tok/s", "output_throughput", more_is_better=True)
+TOKENS_A_STEP = Figure("tokens a step with drafts", "spec_decode_acceptance_length", more_is_better=True)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,19 @@ WORKLOADS = {
         concurrency=64, prefix_len=1920, num_prefixes=1,
     ),
 }  # fmt: skip
-IN_PROCESS, STARTUP = "in-process", "startup"
+IN_PROCESS, STARTUP, DRAFTS = "in-process", "startup", "drafts"
+# What drafts bring and cost: three tokens in each step, imposed, against none; and a search that finds nothing, on
+# sampled text, against none. Decodes alone, nearly: of each, options, temperature and streams.
+IMPOSED = (
+    '--speculative-config={"method":"ngram","num_speculative_tokens":3,"rejection_sample_method":"synthetic",'
+    '"synthetic_acceptance_length":3.0,"num_speculative_tokens_per_batch_size":[[1,64,3]]}'
+)
+DRAFTING: dict[str, tuple[list[str], float, tuple[int, ...]]] = {
+    "none": ([], 0, (1, 32, 64, 256)),
+    "3 tokens a step": ([IMPOSED], 0, (1, 32, 64, 256)),
+    "none, sampled": ([], 1, (1, 64)),
+    "n-grams, sampled": (['--speculative-config={"method":"ngram"}'], 1, (1, 64)),
+}
 IN_PROCESS_FIGURE = Figure("total tok/s", "tokens_per_second", 38_500, more_is_better=True)
 STARTUP_FIGURES = (
     Figure("cold: command to first token, s", "cold.first_token", 30),
@@ -134,10 +148,24 @@ class Measurement:
         """After a failure, the next workload finds a fresh server."""
         workloads = {name: WORKLOADS[name].scaled(self.factor) for name in names}
         rows = {name: self.row(name, one.title, one.figures, mode) for name, one in workloads.items()}
+        more = [] if mode == "default" else [f"--performance-mode={mode}"]
+        self._serve(workloads, rows, mode, more)
+
+    def drafts(self) -> None:
+        for kind, (options, temperature, streams) in DRAFTING.items():
+            workloads, rows = {}, {}
+            for count in streams:
+                name = f"{count} at a time, 128/256, drafts: {kind}"
+                figures = (TPOT, OUTPUT, TOKENS_A_STEP) if IMPOSED in options and count <= 64 else (TPOT, OUTPUT)
+                workloads[name] = Workload(name, 6 * count, 128, 256, figures, concurrency=count).scaled(self.factor)
+                rows[name] = self.row(DRAFTS, name, figures)
+            self._serve(workloads, rows, "default", options, temperature)
+
+    def _serve(
+        self, workloads: dict[str, Workload], rows: dict[str, Row], mode: str, more: list[str], temperature: float = 0
+    ) -> None:
         server: Server | None = None
-        options = ["--load-format=dummy", *self.options()]
-        if mode != "default":
-            options.append(f"--performance-mode={mode}")
+        options = ["--load-format=dummy", *self.options(), *more]
         try:
             for name, workload in workloads.items():
                 if server is None:
@@ -148,7 +176,7 @@ class Measurement:
                         self.report.failed(f"the server ({mode})", error)
                         return
                 try:
-                    self._run_workload(workload, server, rows[name])
+                    self._run_workload(workload, server, rows[name], temperature)
                 except Exception as error:  # whatever it is, the rest is measured
                     self.report.failed(f"{name} ({mode})", error)
                     server.stop()
@@ -157,12 +185,13 @@ class Measurement:
             if server is not None:
                 server.stop()
 
-    def _run_workload(self, workload: Workload, server: Server, row: Row) -> None:
+    def _run_workload(self, workload: Workload, server: Server, row: Row, temperature: float) -> None:
         for _ in range(self.repeats):
             counters, cpu_seconds = server.counters(), server.cpu_seconds()
             result = self.vserve.bench(
-                "serve", f"--port={server.port}", "--ready-check-timeout-sec=30", "--ignore-eos", "--temperature=0",
-                f"--num-clients={CLIENTS}", "--metric-percentiles=50,99", *workload.flags(), json_flag="save-result",
+                "serve", f"--port={server.port}", "--ready-check-timeout-sec=30", "--ignore-eos",
+                f"--temperature={temperature:g}", f"--num-clients={CLIENTS}", "--metric-percentiles=50,99",
+                *workload.flags(), json_flag="save-result",
             )  # fmt: skip
             cpu_seconds = server.cpu_seconds() - cpu_seconds
             run = {
@@ -205,7 +234,8 @@ def main() -> int:
     add("--model", type=Path, metavar="DIR", help="has config.json and a tokenizer (default: of --shape)")
     add("--shape", default="llama-8b", choices=SHAPES, help="(default: llama-8b)")
     add("--options", default="", metavar="WORDS", help="more options of the server, in one word")
-    add("--only", metavar="NAME,...", help=f"of {', '.join([*WORKLOADS, IN_PROCESS, STARTUP])}")
+    add("--only", metavar="NAME,...", help=f"of {', '.join([*WORKLOADS, IN_PROCESS, STARTUP, DRAFTS])}")
+    add("--drafts", action="store_true", help="also what drafts bring where they hold, and cost where they do not")
     add("--in-process", action="store_true", help="also the load of all-at-once without HTTP")
     add("--startup", action="store_true", help="also starts with weights (16 GB are written) and cold and warm caches")
     add("--modes", default=MODES[0], metavar="NAME,...", help=f"of {', '.join(MODES)} (default: {MODES[0]})")
@@ -215,10 +245,11 @@ def main() -> int:
     add("--work-dir", type=Path, metavar="DIR", help="for models and logs, emptied at the end (default: the system's)")
     add("--output", type=Path, metavar="FILE", help="the table and all results, as JSON")
     arguments = parser.parse_args()
-    extra = [name for name, on in ((IN_PROCESS, arguments.in_process), (STARTUP, arguments.startup)) if on]
+    more = ((IN_PROCESS, arguments.in_process), (STARTUP, arguments.startup), (DRAFTS, arguments.drafts))
+    extra = [name for name, on in more if on]
     names = list(dict.fromkeys([*(arguments.only.split(",") if arguments.only else WORKLOADS), *extra]))
-    if unknown := [name for name in names if name not in (*WORKLOADS, IN_PROCESS, STARTUP)]:
-        parser.error(f"--only names {unknown[0]!r}: choose from {', '.join([*WORKLOADS, IN_PROCESS, STARTUP])}")
+    if unknown := [name for name in names if name not in (*WORKLOADS, IN_PROCESS, STARTUP, DRAFTS)]:
+        parser.error(f"--only names {unknown[0]!r}: choose from {', '.join([*WORKLOADS, IN_PROCESS, STARTUP, DRAFTS])}")
     modes = arguments.modes.split(",")
     if unknown := [mode for mode in modes if mode not in MODES]:
         parser.error(f"--modes names {unknown[0]!r}: choose from {', '.join(MODES)}")
@@ -240,6 +271,8 @@ def main() -> int:
             if workloads := [name for name in names if name in WORKLOADS]:
                 for mode in modes:
                     measurement.over_http(workloads, mode)
+            if DRAFTS in names:
+                measurement.drafts()
             if IN_PROCESS in names:
                 measurement.in_process()
             if STARTUP in names:

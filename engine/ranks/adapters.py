@@ -1,0 +1,89 @@
+"""Adapters on several ranks: each reads its own share when rank 0 says so, before any step needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from ..model_file import ModelError
+from .channel import Channel
+from .messages import AdapterRead, ForgetAdapters, ReadAdapter, ToRank
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..adapters.store import AdapterStore
+
+
+class OtherStores:
+    """Those of the other ranks, as rank 0 sees them: they hold what its own holds."""
+
+    def __init__(self, send: Callable[[ToRank], None], ranks: Sequence[int]) -> None:
+        """`send`: to all of `ranks`."""
+        self._send, self._ranks = send, frozenset(ranks)
+        self._reading: dict[int, tuple[set[int], list[str], asyncio.Future[None]]] = {}  # by id: who has not answered
+
+    async def read(self, id: int, path: str) -> None:
+        """Returns when all have read it. Raises ModelError with what the first has said that cannot; then some may
+        hold it still."""
+        if not self._ranks:
+            return
+        errors: list[str] = []
+        done = asyncio.get_running_loop().create_future()
+        self._reading[id] = set(self._ranks), errors, done
+        self._send(ReadAdapter(id, path))
+        try:
+            await done
+        finally:
+            del self._reading[id]
+        if errors:
+            raise ModelError(errors[0])
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Steps that were sent before still find them."""
+        if ids and self._ranks:
+            self._send(ForgetAdapters(list(ids)))
+
+    def heard(self, rank: int, message: AdapterRead) -> None:
+        waited, errors, done = self._reading.get(message.id, (None, None, None))
+        if waited is None or errors is None or done is None:
+            return
+        waited.discard(rank)
+        if message.error is not None:
+            errors.append(message.error)
+        if not waited and not done.done():
+            done.set_result(None)
+
+
+class RankStore:
+    """On one of the other ranks: reads on a thread of its own, so that steps go on."""
+
+    def __init__(self, store: AdapterStore, channel: Channel, device: torch.device) -> None:
+        self._store, self._channel = store, channel
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-adapter", initializer=self._start)
+
+    def read(self, message: ReadAdapter) -> None:
+        self._thread.submit(self._read, message)
+
+    def forget(self, message: ForgetAdapters) -> None:
+        for id in message.ids:
+            self._store.packed.pop(id, None)
+
+    def _start(self) -> None:
+        if self._device.type == "cuda":  # pinned memory is of the card that the thread has
+            import torch
+
+            torch.cuda.set_device(self._device)
+
+    def _read(self, message: ReadAdapter) -> None:
+        error = None
+        try:
+            self._store.packed[message.id] = self._store.read(message.path)[0]
+        except Exception as failure:
+            error = str(failure) if isinstance(failure, ModelError) else f"{type(failure).__name__}: {failure}"
+        with contextlib.suppress(OSError):  # the engine is gone, and this process with it
+            self._channel.send(AdapterRead(message.id, error))

@@ -1,0 +1,205 @@
+"""How a node is let in: both ends prove that they know the secret, and what is installed and asked for is compared.
+
+Nothing is encrypted, as between NCCL's ranks: nodes belong on a network of their own. The proofs keep strangers from
+posing as a node or as the engine: ranks do what the engine says, and see every prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..config import ConfigError, EngineConfig, flag
+from ..connection import LENGTH
+
+PATIENCE = 10.0  # seconds for the other end's next word
+LONGEST = 1 << 18  # bytes of a message by somebody who has proved nothing yet
+# Options that may differ from host to host, or that the engine's process has filled in for itself; and secrets.
+OWN = frozenset((
+    "node_rank", "host_ip", "master_addr", "cpu_threads", "backlog_steps", "kv_events_config", "download_dir",
+    "distributed_timeout_seconds",
+))  # fmt: skip
+
+
+class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="challenge"):
+    nonce: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """Of a node, or, where `rank` is above 0, of a rank that it is about to start."""
+
+    proof: bytes
+    nonce: bytes
+    node: int
+    rank: int = 0
+    facts: dict[str, str] = {}  # see facts()
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    proof: bytes
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+    message: str
+
+
+class Stranger(ConnectionError):
+    """The other end does not know the secret, or does not speak this protocol."""
+
+
+def dial(
+    address: tuple[str, int], secret: str, hello: Hello, host_ip: str | None = None, patience: float = PATIENCE
+) -> socket.socket:
+    """A connection that was let in. Raises OSError when nobody is there, ConfigError when it was refused, Stranger."""
+    source = (host_ip, 0) if host_ip else None
+    sock = socket.create_connection(address, patience, source_address=source)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        challenge = receive(sock, Challenge)
+        nonce = secrets.token_bytes(16)
+        mine = msgspec.structs.replace(hello, proof=proof(secret, b"node", challenge.nonce), nonce=nonce)
+        send(sock, mine)
+        answer = receive(sock, Welcome | Refusal)
+        if isinstance(answer, Refusal):
+            raise ConfigError(answer.message)
+        if not hmac.compare_digest(answer.proof, proof(secret, b"engine", nonce)):
+            raise Stranger("it does not know the secret")
+        sock.settimeout(None)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def meet(sock: socket.socket, secret: str) -> Hello:
+    """The first word of who has dialled in and knows the secret. Raises OSError, Stranger among them."""
+    sock.settimeout(PATIENCE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    nonce = secrets.token_bytes(16)
+    send(sock, Challenge(nonce))
+    hello: Hello = receive(sock, Hello)
+    if not hmac.compare_digest(hello.proof, proof(secret, b"node", nonce)):
+        send(sock, Refusal("the secret is another one than node 0's: give VSERVE_CLUSTER_SECRET the same text on all"))
+        raise Stranger("it does not know the secret (VSERVE_CLUSTER_SECRET)")
+    return hello
+
+
+def admit(sock: socket.socket, secret: str, hello: Hello) -> None:
+    send(sock, Welcome(proof(secret, b"engine", hello.nonce)))
+    sock.settimeout(None)
+
+
+def proof(secret: str, role: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret.encode(), role + nonce, "sha256")
+
+
+def send(sock: socket.socket, message: Any) -> None:
+    frame = msgspec.msgpack.encode([message])
+    sock.sendall(LENGTH.pack(len(frame)) + frame)
+
+
+def receive(sock: socket.socket, kind: Any) -> Any:
+    """Reads not a byte more than one message: what follows is for others. Raises OSError."""
+    (size,) = LENGTH.unpack(_exactly(sock, LENGTH.size))
+    if size > LONGEST:
+        raise Stranger("it does not speak as nodes do")
+    try:
+        (message,) = msgspec.msgpack.decode(_exactly(sock, size), type=list[kind])
+    except (msgspec.MsgspecError, ValueError):
+        raise Stranger("it does not speak as nodes of this version do") from None
+    return message
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            raise ConnectionError("it has hung up")
+        data += part
+    return data
+
+
+# ---- what must be the same ----
+
+
+def versions() -> dict[str, str]:
+    """Of what computes."""
+    from ... import __version__
+
+    found = {"vserve": __version__, "its code": _code()}
+    for name in ("torch", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def facts(config: EngineConfig) -> dict[str, str]:
+    """Versions and options by name, and a digest of the model's config.json; no secrets."""
+    found = versions()
+    for spec in dataclasses.fields(config):
+        if spec.name not in OWN and not spec.metadata["secret"]:
+            found[flag(spec.name)] = json.dumps(getattr(config, spec.name))  # lists of messages are tuples here
+    described = Path(config.hf_config_path or config.model).expanduser() / "config.json"
+    if described.is_file():
+        found["the model's config.json"] = hashlib.sha256(described.read_bytes()).hexdigest()[:12]
+    found["VSERVE_SYMMETRIC_SUMS"] = os.environ.get("VSERVE_SYMMETRIC_SUMS", "unset")
+    return found
+
+
+def difference(mine: Mapping[str, str], other: Mapping[str, str], who: str) -> str | None:
+    """In one line; None where both are the same. `who`: the other."""
+    if digest(mine) == digest(other):
+        return None
+    name = next(name for name in [*mine, *other] if mine.get(name) != other.get(name))
+    theirs, ours = other.get(name, "none"), mine.get(name, "none")
+    remedy = "start the same command on every node" if name.startswith("--") else "install and set the same on both"
+    return f"{who} has {name} {theirs}, and node 0 has {ours}: {remedy}"
+
+
+def digest(facts: Mapping[str, str]) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(sorted(facts.items()))).hexdigest()
+
+
+def _code() -> str:
+    """Of all that the ranks of an engine run alike."""
+    root = Path(__file__).parents[2]
+    found = hashlib.sha256()
+    for room in ("engine", "kernels"):
+        for source in sorted((root / room).rglob("*.py")):
+            found.update(source.relative_to(root).as_posix().encode() + source.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def check_secret(config: EngineConfig) -> None:
+    """Raises ConfigError where strangers could dial in."""
+    if config.nnodes == 1 or config.cluster_secret:
+        return
+    if not is_loopback(config.master_addr):
+        raise ConfigError(
+            f"--nnodes {config.nnodes}: other hosts reach node 0 at {config.master_addr}, and whoever dials in there "
+            "sees every prompt: set VSERVE_CLUSTER_SECRET to the same text on all nodes (openssl rand -hex 32)"
+        )
+
+
+def is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False

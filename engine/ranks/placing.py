@@ -1,0 +1,101 @@
+"""Puts the ranks of an engine where the options want them: on this host, on several, or on a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from typing import Protocol
+
+from ..config import EngineConfig
+from .handshake import check_secret, facts, is_loopback
+from .messages import Seat
+from .network import rendezvous, use_interface
+from .nodes import Nodes, RemoteRank
+from .place import Child, Placement
+
+
+class Placing(Protocol):
+    async def start(self) -> Placement:
+        """Returns when all ranks have been started. Raises ConfigError, OSError."""
+        ...
+
+    def close(self, in_order: bool) -> None:
+        """`in_order`: the ranks have been told to leave, and need not be started again. Idempotent."""
+        ...
+
+
+def placing(config: EngineConfig) -> Placing:
+    if config.distributed_executor_backend == "ray":
+        from .ray_cluster import RayCluster
+
+        return RayCluster(config)
+    if config.nnodes > 1:
+        return SeveralHosts(config)
+    return OneHost(config)
+
+
+class OneHost:
+    """Ranks are children of this process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._folder = ""  # where they meet
+
+    async def start(self) -> Placement:
+        size = self._config.world_size
+        if size == 1:
+            return Placement({0: Seat()})
+        self._folder = tempfile.mkdtemp(prefix="vserve-ranks-")
+        meeting = f"file://{self._folder}/store"
+        return children(self._config, {rank: Seat(rank, size, meeting, rank) for rank in range(size)})
+
+    def close(self, in_order: bool) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class SeveralHosts:
+    """Ranks are dealt to nodes in order: neighbours share a host. This one is node 0."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._nodes: Nodes | None = None
+
+    async def start(self) -> Placement:
+        config, each = self._config, self._config.ranks_per_node
+        check_secret(config)
+        ranks = {node: tuple(range(node * each, (node + 1) * each)) for node in range(1, config.nnodes)}
+        self._nodes = Nodes(
+            config, config.master_addr, config.master_port, config.cluster_secret or "", facts(config), ranks
+        )
+        await asyncio.to_thread(self._nodes.gather)
+        self._nodes.no_more()
+        use_interface(os.environ, config.host_ip or config.master_addr)
+        meeting = rendezvous("127.0.0.1" if is_loopback(config.master_addr) else config.master_addr)
+        seats = {rank: Seat(rank, config.world_size, meeting, rank % each) for rank in range(config.world_size)}
+        found = children(config, {rank: seats[rank] for rank in range(each)})
+        found.seats |= seats
+        found.sockets |= self._nodes.sockets
+        for node, own in ranks.items():
+            found.places |= {rank: RemoteRank(self._nodes.nodes[node], rank) for rank in own}
+        return found
+
+    def close(self, in_order: bool) -> None:
+        if self._nodes is not None:
+            self._nodes.close(in_order)
+
+
+def children(config: EngineConfig, seats: dict[int, Seat]) -> Placement:
+    """Ranks of this host; the first is the engine's own. Raises OSError; then there are none."""
+    found = Placement(dict(seats))
+    threads = (config.cpu_threads or 0) if config.device == "cpu" else 0
+    try:
+        for rank in list(seats)[1:]:
+            found.places[rank], found.sockets[rank] = Child.start(rank, threads)
+    except OSError:
+        for place in found.places.values():
+            place.kill()
+        raise
+    return found

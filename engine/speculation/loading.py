@@ -1,0 +1,111 @@
+"""From what --speculative-config names to who drafts: found, told apart, held against the target, loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..checkpoint import Checkpoint, open_checkpoint
+from ..config import ConfigError
+from ..loader import load_beside, load_model, resolve_model_path
+from ..model_config import ModelConfig
+from ..model_file import ModelError, read_config
+from ..models.blocks import CausalLM
+from ..models.model import Model
+from .draft_config import HeadConfig, check_draft_model, infer_method, read_head
+from .draft_model import DraftModel
+from .heads import EagleHead
+from .model_drafter import ModelDrafter, Network
+from .mtp import MTPHead, check_has_layer
+from .settings import NAME, Speculation
+
+logger = logging.getLogger(__name__)
+_CALLED = {
+    "eagle": "the EAGLE head of %s", "eagle3": "the EAGLE-3 head of %s", "draft_model": "the model of %s",
+    "mtp": "the layer for multi-token prediction of %s",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that fits the target, as far as config.json and the headers say."""
+
+    folder: Path
+    settings: Speculation  # its method is one of settings.MODELS
+    described: HeadConfig | ModelConfig | None  # of a head, of a model; None: the target's config.json has it all
+
+
+def find_draft(settings: Speculation, path: Path, target: ModelConfig, download_dir: str | None) -> Draft:
+    """path: of the target. Reads headers, no weights. Raises ConfigError, one line, for what cannot draft for it."""
+    try:
+        folder = resolve_model_path(settings.model, settings.revision, download_dir) if settings.model else path
+        return _find(folder, settings, target)
+    except ModelError as error:
+        raise ConfigError(f"{NAME}: {error}") from None
+
+
+def _find(folder: Path, settings: Speculation, target: ModelConfig) -> Draft:
+    raw, headers = read_config(folder), open_checkpoint(folder).headers
+    if settings.method == "mtp":
+        check_has_layer(folder, headers, target)
+        return Draft(folder, settings, None)
+    found = infer_method(folder, raw, headers)
+    if settings.method and settings.method != found:
+        raise ModelError(f"its method is {settings.method!r}, but {folder} is of the method {found!r}: leave it out")
+    settings = replace(settings, method=found)
+    if found != "draft_model":
+        return Draft(folder, settings, read_head(folder, headers, found, target, settings.quantization))
+    config = ModelConfig.from_folder(folder, quantization=settings.quantization)
+    check_draft_model(folder, config, target)
+    return Draft(folder, replace(settings, max_model_len=settings.max_model_len or config.max_model_len), config)
+
+
+def load_drafter(draft: Draft, target: Model, max_model_len: int) -> ModelDrafter:
+    """max_model_len: of the target. Raises ConfigError where the weights do not fit."""
+    assert isinstance(target, CausalLM), "resolve() refuses others"
+    try:
+        network = _load(draft, target, max_model_len)
+    except ModelError as error:
+        raise ConfigError(f"{NAME}: {error}") from None
+    target.features = network.features
+    settings = draft.settings
+    logger.info(f"drafts: {_CALLED[settings.method]}, up to %d tokens", draft.folder, settings.num_drafts)
+    return ModelDrafter(network, settings)
+
+
+def _load(draft: Draft, target: CausalLM, max_model_len: int) -> Network:
+    described, place = draft.described, target.place
+    if isinstance(described, ModelConfig):
+        model = load_model(draft.folder, described, dtype=place.dtype, device=place.device, max_model_len=max_model_len)
+        assert isinstance(model, CausalLM)
+        return DraftModel(model)
+    checkpoint = open_checkpoint(draft.folder)
+    if described is None:
+        layer = MTPHead(target, checkpoint.headers)
+        load_beside(layer, checkpoint)
+        layer.finish()
+        return layer
+    head = EagleHead(described, target, max_model_len)
+    load_beside(head, checkpoint)
+    head.token_ids = _token_ids(checkpoint, head)
+    head.finish()
+    return head
+
+
+def _token_ids(checkpoint: Checkpoint, head: EagleHead) -> torch.Tensor | None:
+    """Which tokens of the target the rows of the head's output matrix are; the file says how far on each is."""
+    count, vocab = head.head.draft_vocab, head.target.config.vocab_size
+    if not count or "d2t" not in checkpoint.headers:
+        return None
+    offsets = checkpoint.read("d2t")
+    remedy = "use the head that was trained for this model"
+    if tuple(offsets.shape) != (count,) or offsets.is_floating_point():
+        raise ModelError(f"d2t is {offsets.dtype} {list(offsets.shape)}, it must be int64 [{count}]: {remedy}")
+    token_ids = torch.arange(count) + offsets.long()
+    wrong = token_ids[(token_ids < 0) | (token_ids >= vocab)]
+    if len(wrong):
+        raise ModelError(f"d2t names the token {int(wrong[0])}, the model has tokens 0 to {vocab - 1}: {remedy}")
+    return token_ids.to(head.place.device)

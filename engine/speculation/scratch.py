@@ -1,0 +1,81 @@
+"""Where keys and values of drafts of drafts go: pages of the drafter's own, behind those of the cache.
+
+A request's blocks end with what its step was planned for, and which of them drafts will reach is known to the device
+alone. So nothing that is drafted ahead is ever written to a block of the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention_inputs import PagedCache
+from ..layers.attention import Attention
+
+
+def pages_for(num_drafts: int, page: int) -> int:
+    """Of a request, from the one that its last token is in."""
+    return -(-(page - 1 + num_drafts) // page)
+
+
+@dataclass
+class _Group:
+    """Layers that have a block table together."""
+
+    layers: list[Attention]
+    caches: list[PagedCache]  # of each, with the pages behind
+    table: Tensor  # int32 [rows, blocks + pages]
+    own: Tensor  # int32 [rows, pages]: those pages, of the group alone as some of its memory may be another group's too
+
+
+class Scratch:
+    """Pages for up to `rows` requests at once, the same ones of every layer of a group."""
+
+    def __init__(self, layers: list[Attention], rows: int, pages: int, page: int, num_blocks: int) -> None:
+        """layers: bound to caches of num_blocks blocks, behind which each of their groups has rows · pages more."""
+        self.pages, self.page = pages, page
+        self._groups: dict[int, _Group] = {}
+        for layer in layers:
+            cache = layer.cache
+            assert cache is not None
+            if layer.group not in self._groups:
+                width, first = cache.block_table.shape[1] + pages, num_blocks + len(self._groups) * rows * pages
+                own = first + torch.arange(rows * pages, dtype=torch.int32, device=cache.keys.device)
+                table = cache.block_table.new_zeros(rows, width)
+                self._groups[layer.group] = _Group([], [], table, own.view(rows, pages))
+            group = self._groups[layer.group]
+            group.layers.append(layer)
+            group.caches.append(cache)
+
+    def begin(self, rows: Tensor, last: Tensor) -> None:
+        """Tables for these requests: rows int32 [B] of the real tables, last int32 [B]: the position of the last token.
+        What stands before it in its page is copied. The layers use them until `end`."""
+        count, first = len(rows), (last // self.page).long()
+        for group in self._groups.values():
+            own = group.own[:count]
+            real = group.caches[0].block_table.index_select(0, rows)
+            table = group.table[:count]
+            table[:, : real.shape[1]] = real
+            old = table.gather(1, first[:, None]).squeeze(1)
+            table.scatter_(1, first[:, None] + torch.arange(self.pages, device=first.device), own)
+            for layer, cache in zip(group.layers, group.caches, strict=True):
+                for kept in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
+                    if kept is not None and kept.stride(0):
+                        kept = kept.view(torch.uint8) if kept.itemsize == 1 else kept
+                        kept.index_copy_(0, own[:, 0].long(), kept.index_select(0, old))
+                layer.cache = replace(cache, block_table=group.table)
+
+    def slots(self, positions: Tensor, count: int) -> dict[int, Tensor]:
+        """positions int64 [K, B] → of each group, int32 [K, B]: where their keys go."""
+        place = positions // self.page
+        return {
+            index: group.table[:count].gather(1, place.t()).t() * self.page + (positions % self.page).int()
+            for index, group in self._groups.items()
+        }
+
+    def end(self) -> None:
+        for group in self._groups.values():
+            for layer, cache in zip(group.layers, group.caches, strict=True):
+                layer.cache = cache

@@ -1,0 +1,149 @@
+"""What cannot draft for a model is refused in one line, before weights are read where the headers tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.loader import load_model
+from vserve.engine.model_config import ModelConfig
+from vserve.engine.rank import told_method
+from vserve.engine.resolved import Machine, resolve
+from vserve.engine.speculation.loading import find_draft, load_drafter
+from vserve.engine.speculation.settings import read_speculation
+
+CPU = Machine(torch.device("cpu"), "cpu", 0, 1)
+
+
+@pytest.fixture(scope="module")
+def made(load_module: Any) -> Any:
+    return load_module(Path(__file__).parents[1] / "draft_models.py")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Any) -> Path:
+    return tiny_model("llama", num_hidden_layers=6)
+
+
+def found(target: Path, asked: dict[str, Any]) -> Any:
+    settings = read_speculation(json.dumps(asked))
+    assert settings is not None
+    return find_draft(settings, target, ModelConfig.from_folder(target), None)
+
+
+def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
+    """With these tensors, by names with _ for a dot; None: without."""
+    every = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        every.pop(name, None)
+        if tensor is not None:
+            every[name] = tensor
+    save_file(every, folder / "model.safetensors")
+    return folder
+
+
+HEADS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"target_hidden_size": 80}, "config.json says target_hidden_size 80, the model's hidden_size is 64"),
+    ({"draft_vocab": 90}, {"d2t": None}, "its lm_head.weight is of 90 tokens, the model's vocabulary has 300"),
+    ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "eagle_aux_hidden_state_layer_ids are [1, 2, 6], the model"),
+    ({"sizes": 48}, {}, "config.json says hidden_size 48, the model has 64, and the head has no embed_tokens.weight"),
+    ({}, {"method": "eagle"}, "its method is 'eagle', but"),
+    ({}, {"model_type": "medusa"}, "has heads of Medusa (model_type medusa), which are not served"),
+    ({}, {"architectures": ["Eagle3DeepseekV3ForCausalLM"]}, "heads of EAGLE are served with a layer like Llama's"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "changes", "message"), HEADS)
+def test_heads_of_other_models(
+    made: Any, target: Path, tmp_path: Path, how: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    if "sizes" in how:
+        how = {"sizes": made.Sizes(hidden=how["sizes"])}
+    asked = {"model": str(tmp_path / "head"), **({"method": changes.pop("method")} if "method" in changes else {})}
+    without_d2t = "d2t" in changes
+    changes.pop("d2t", None)
+    if "DeepseekV3" in str(changes):
+        changes = {**changes, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 32, "v_head_dim": 8}
+    folder = made.eagle3(tmp_path / "head", **how, **changes)
+    if without_d2t:
+        changed(folder, d2t=None)
+    with pytest.raises(ConfigError) as caught:
+        found(target, asked)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("--speculative-config: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("fc.weight", torch.zeros(64, 128), "fc.weight has shape [64, 128] in model.safetensors, config.json makes it"),
+        ("midlayer.mlp.down_proj.weight", None, "the checkpoint lacks midlayer.mlp.down_proj.weight"),
+        (
+            "fc_norm.0.weight",
+            torch.ones(64),
+            "the checkpoint has fc_norm.0.weight, which LlamaForCausalLM has",
+        ),
+        ("d2t", torch.arange(90) + 260, "d2t names the token 300, the model has tokens 0 to 299: use the head that"),
+        ("d2t", torch.zeros(80, dtype=torch.int64), "d2t is torch.int64 [80], it must be int64 [90]"),
+    ],
+)
+def test_weights_that_do_not_fit(
+    made: Any, target: Path, tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    folder = changed(made.eagle3(tmp_path, draft_vocab=90), **{name: tensor})
+    model = load_model(
+        target, ModelConfig.from_folder(target), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_drafter(found(target, {"model": str(folder)}), model, 64)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_other_models(made: Any, target: Path, tiny_model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json says vocab_size 320, the model has 300"):
+        found(target, {"model": str(tiny_model("qwen3", vocab_size=320))})
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no layers for multi-token prediction"):
+        found(target, {"method": "mtp"})
+    with pytest.raises(ConfigError, match="GraniteForCausalLM scales what it adds to its residual streams"):
+        found(tiny_model("granite", num_hidden_layers=6), {"model": str(made.eagle3(tmp_path))})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "beside --tensor-parallel-size 2: a model drafts on one card only so far"),
+        ({"enable_lora": True}, "beside --enable-lora: a model drafts without adapters only"),
+    ],
+)
+def test_what_no_model_drafts_beside(target: Path, options: dict[str, Any], message: str) -> None:
+    config = EngineConfig(str(target), speculative_config='{"model": "m"}', **options)
+    model = ModelConfig.from_folder(target)
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, model, CPU)
+    assert message in str(caught.value)
+
+
+def test_targets_of_transformers(target: Path) -> None:
+    config = EngineConfig(str(target), speculative_config='{"model": "m"}', model_impl="transformers")
+    model = ModelConfig.from_folder(target, implementation="transformers")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM is computed by transformers' code, beside which no model"):
+        resolve(config, model, CPU)
+
+
+def test_the_method_that_a_checkpoint_has_is_told(made: Any, target: Path, tmp_path: Path, tiny_model: Any) -> None:
+    folders = {"eagle3": made.eagle3(tmp_path / "a"), "eagle": made.eagle(tmp_path / "b"), "draft_model": target}
+    for method, folder in folders.items():
+        asked = json.dumps({"model": str(folder), "num_speculative_tokens": 2})
+        draft = found(target, json.loads(asked))
+        assert draft.settings.method == method
+        resolved = resolve(EngineConfig(str(target), speculative_config=asked), ModelConfig.from_folder(target), CPU)
+        assert json.loads(told_method(resolved, draft.settings.method)) == {**json.loads(asked), "method": method}
+    assert found(target, {"model": str(target), "max_model_len": 30}).settings.max_model_len == 30
+    assert dataclasses.replace(draft.settings).max_model_len == 512, "the draft's own context"

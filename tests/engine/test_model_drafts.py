@@ -1,0 +1,237 @@
+"""Heads of EAGLE and draft models: what they draft is what plain code drafts, and answers stay what they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from vserve.engine.request import SamplingParams
+from vserve.engine.speculation.model_drafter import ModelDrafter
+from vserve.kernels.sampling import sample_torch
+
+LENGTH = 20
+
+
+@pytest.fixture(scope="session")
+def draft_models(load_module: Any) -> Any:
+    return load_module(Path(__file__).parents[1] / "draft_models.py")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Any) -> Path:
+    return tiny_model("llama", num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def served(target: Path, engine: Any) -> Any:
+    return type(engine)(target)
+
+
+@pytest.fixture(scope="module")
+def heads(draft_models: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("heads")
+    return {
+        "eagle3": draft_models.eagle3(folder / "eagle3", draft_vocab=140),
+        "speculators": draft_models.eagle3(folder / "speculators", layer="layers.0"),
+        "eagle": draft_models.eagle(folder / "eagle", bias=True),
+    }
+
+
+def config(model: Path, count: int, **options: Any) -> str:
+    table = {"num_speculative_tokens_per_batch_size": [[1, 64, count]]}
+    return json.dumps({"model": str(model), "num_speculative_tokens": count, **table, **options})
+
+
+def requests(seed: int = 3) -> list[tuple[list[int], SamplingParams]]:
+    random = Random(seed)
+    prompts = [[random.randrange(5, 290) for _ in range(length)] for length in (3, 17, 40, 90, 33, 1, 64, 12)]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"seed": 1}, {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+        {"seed": 2, "top_k": 9, "top_p": 0.9}, {"temperature": 0.0, "max_tokens": 2}, {"seed": 3, "min_p": 0.02},
+        {"temperature": 0.0, "repetition_penalty": 1.3}, {"seed": 4, "stop_token_ids": tuple(range(5, 290, 9))},
+    ]  # fmt: skip
+    options = {"max_tokens": LENGTH, "temperature": 0.9, "ignore_eos": True}
+    return [(prompt, SamplingParams(**{**options, **way})) for prompt, way in zip(prompts, ways, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def plain(served: Any) -> list[Any]:
+    (answers,), _ = served.run(requests())
+    return answers
+
+
+def same(answers: list[Any], expected: list[Any]) -> None:
+    for answer, wanted in zip(answers, expected, strict=True):
+        assert answer.error is None and answer.tokens == wanted.tokens
+        assert (answer.finish_reason, answer.stop_reason) == (wanted.finish_reason, wanted.stop_reason)
+        for name in ("logprobs", "prompt_logprobs"):
+            ours, theirs = getattr(answer, name) or [], getattr(wanted, name) or []
+            assert [entry.logprob for entry in ours] == pytest.approx([entry.logprob for entry in theirs], abs=2e-4)
+
+
+@pytest.fixture
+def proposed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], SamplingParams, list[int]]]:
+    """(history, sampling, drafts), each time that somebody drafts."""
+    seen: list[tuple[list[int], SamplingParams, list[int]]] = []
+    propose = ModelDrafter.propose
+
+    def recorded(self, tables, batch, header, shape):
+        found = propose(self, tables, batch, header, shape)
+        for row, sample, count in zip(header[0].tolist(), header[2].tolist(), found.tolist(), strict=False):
+            if sample >= 0 and count:
+                length = int(tables.num_computed[row]) + 1
+                tokens = tables.token_ids[row, : length + count].tolist()
+                seen.append((tokens[:length], tables.sampling[row], tokens[length:]))
+        return found
+
+    monkeypatch.setattr(ModelDrafter, "propose", recorded)
+    return seen
+
+
+def draw(sampling: SamplingParams) -> Any:
+    def drawn(logits: torch.Tensor, place: int) -> torch.Tensor:
+        ways = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed or 0, place)
+        kinds = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+        return sample_torch(
+            logits[None], *(torch.tensor([way], dtype=kind) for way, kind in zip(ways, kinds, strict=True))
+        )
+
+    return drawn
+
+
+CHUNKS = {"max_num_batched_tokens": 64, "max_mixed_tokens": 24}
+PREEMPTED = {"num_gpu_blocks_override": 7, "max_model_len": 112}
+CASES = [
+    ("eagle3", 3, 1, {}), ("speculators", 2, 1, CHUNKS), ("eagle", 3, 1, {"block_size": 4}),
+    ("eagle3", 4, 1, PREEMPTED | CHUNKS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "count", "depth", "options"), CASES)
+def test_heads_draft_what_plain_code_drafts(
+    served: Any, target: Path, heads: Any, plain: Any, proposed: Any, draft_models: Any, name: str, count: int,
+    depth: int, options: dict[str, Any],
+) -> None:  # fmt: skip
+    (answers,), stats = served.run(
+        requests(),
+        speculative_config=config(heads[name], count),
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+        **options,
+    )
+    same(answers, plain)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    tensors = load_file(heads[name] / "model.safetensors")
+    oracle = draft_models.Plain(tensors, model, normed_residual=name == "speculators")
+    histories = [prompt + answer.tokens for (prompt, _), answer in zip(requests(), answers, strict=True)]
+    checked = 0
+    with torch.no_grad():
+        for history, sampling, drafts in proposed:
+            if any(known[: len(history)] == history for known in histories):
+                assert drafts == oracle.drafts(history, count, draw(sampling)), f"behind {len(history)} tokens"
+                checked += 1
+    assert checked > 60 and stats.num_drafts > 40
+    assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
+
+
+def mtp(count: int) -> str:
+    table = {"num_speculative_tokens_per_batch_size": [[1, 64, count]]}
+    return json.dumps({"method": "mtp", "num_speculative_tokens": count, **table})
+
+
+@pytest.mark.parametrize(("family", "own", "options"), [
+    ("deepseek_v3", True, CHUNKS), ("glm4_moe", False, {"block_size": 4}),
+])  # fmt: skip
+def test_layers_behind_the_last_one_draft_what_plain_code_drafts(
+    engine: Any, tiny_models: Any, draft_models: Any, proposed: Any, tmp_path: Path, family: str, own: bool,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    folder = tiny_models.tiny_checkpoint(tmp_path / "model", family, num_hidden_layers=3)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    draft_models.with_drafting_layer(folder, own)
+    served, batch = type(engine)(folder), requests()
+    (expected,), _ = served.run(batch)
+    (answers, again), stats = served.run(
+        batch, batch, speculative_config=mtp(3), max_num_seqs=8, enable_prefix_caching=False, **options
+    )
+    same(answers, expected)
+    same(again, expected)
+    oracle = draft_models.PlainLayer(load_file(folder / "model.safetensors"), whole)
+    histories = [prompt + answer.tokens for (prompt, _), answer in zip(batch, answers, strict=True)]
+    checked = 0
+    with torch.no_grad():
+        for history, sampling, drafts in proposed[:80]:
+            if any(known[: len(history)] == history for known in histories):
+                assert drafts == oracle.drafts(history, 3, draw(sampling)), f"behind {len(history)} tokens"
+                checked += 1
+    assert checked > 50 and stats.num_drafts > 40
+
+
+SERVED = [
+    ("eagle3", 1, 2, {}), ("eagle", 2, 3, CHUNKS), ("eagle3", 3, 2, PREEMPTED | CHUNKS),
+    ("speculators", 5, 2, {"kv_cache_dtype": "auto"}), ("model", 4, 2, CHUNKS), ("model", 3, 3, PREEMPTED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "count", "depth", "options"), SERVED)
+def test_answers_stay_what_they_are(
+    served: Any, heads: Any, plain: Any, overlap: Any, tiny_model: Any, name: str, count: int, depth: int,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Several steps in flight; the second time prompts are found in the cache."""
+    overlap(depth)
+    drafter = heads.get(name) or tiny_model("qwen3", num_hidden_layers=1)
+    (cold, warm), stats = served.run(
+        requests(), requests(), speculative_config=config(drafter, count), max_num_seqs=8, **options
+    )
+    same(cold, plain)
+    same(warm, plain)
+    tight = "num_gpu_blocks_override" in options
+    assert (stats.num_preemptions > 0) == tight and (stats.prefix_hits > 0 or tight)
+    assert stats.num_drafts > 40 and stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("depth", "options"), [(1, {}), (2, CHUNKS), (2, PREEMPTED | CHUNKS)])
+def test_a_target_that_drafts_for_itself_is_always_right(
+    served: Any, target: Path, plain: Any, overlap: Any, depth: int, options: dict[str, Any]
+) -> None:
+    """The noise is the request's own: what is sampled is drafted, too. Where the target has penalties or drafts are cut
+    short, it differs."""
+    if depth > 1:
+        overlap(depth)
+    batch = [pair for pair in requests() if pair[1].repetition_penalty == 1.0 and not pair[1].stop_token_ids]
+    expected = [answer for answer, pair in zip(plain, requests(), strict=True) if pair in batch]
+    (answers, again), stats = served.run(batch, batch, speculative_config=config(target, 4), max_num_seqs=8, **options)
+    same(answers, expected)
+    same(again, expected)
+    held = sum(stats.num_accepted_tokens) / stats.num_draft_tokens
+    assert held > 0.8, "but for the last tokens of answers, all hold"
+
+
+@pytest.mark.parametrize("name", ["windows", "latent", "codes"])
+def test_every_kind_of_cache(windowed_engine: Any, tiny_model: Any, engine: Any, overlap: Any, name: str) -> None:
+    """Layers with windows, in groups that share memory; latent attention; a cache of 8 bits with a scale a token."""
+    kinds = {
+        "windows": (windowed_engine, {}),
+        "latent": (type(engine)(tiny_model("minicpm3")), {}),
+        "codes": (engine, {"kv_cache_dtype": "fp8_per_token_head"}),
+    }
+    drafted, options = kinds[name]
+    batch = [pair for pair in requests() if not pair[1].stop_token_ids]
+    (expected,), _ = drafted.run(batch, **options)
+    overlap(2)
+    asked = config(Path(drafted.folder), 4)
+    (answers, again), stats = drafted.run(
+        batch, batch, speculative_config=asked, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, **options
+    )
+    same(answers, expected)
+    same(again, expected)
+    held = sum(stats.num_accepted_tokens) / stats.num_draft_tokens
+    assert held > 0.7, f"{held:.2f} of the drafts held"

@@ -1,0 +1,204 @@
+"""Nodes that dial in: who is let in and who is not, and what each end says then. No rank computes anything here."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.connection import LENGTH
+from vserve.engine.parallel.group import LOCAL
+from vserve.engine.ranks import handshake, network, nodes
+from vserve.engine.ranks.handshake import Hello, Stranger, check_secret, dial, difference, facts
+from vserve.engine.ranks.nodes import Nodes
+
+FACTS = {"torch": "2.13.0", "--max-model-len": "4096"}
+
+
+def hello(node: int = 1, rank: int = 0, facts: dict[str, str] = FACTS) -> Hello:
+    return Hello(b"", b"", node, rank, facts)
+
+
+class Gathering:
+    """Node 0 that waits for others, on a thread; `outcome` is None, or why it has given up."""
+
+    def __init__(self, seconds: int = 30, **wanted: tuple[int, ...]) -> None:
+        config = EngineConfig("m", distributed_timeout_seconds=seconds)
+        ranks = {int(name.removeprefix("node")): ranks for name, ranks in wanted.items()}
+        self.nodes = Nodes(config, "127.0.0.1", 0, "open sesame", FACTS, ranks)
+        self.outcome: str | None = None
+        self._thread = threading.Thread(target=self._gather, daemon=True)
+        self._thread.start()
+
+    def _gather(self) -> None:
+        try:
+            self.nodes.gather()
+        except ConfigError as error:
+            self.outcome = str(error)
+
+    def join(self) -> str | None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.outcome
+
+
+@contextmanager
+def gathering(seconds: int = 30, **wanted: tuple[int, ...]) -> Iterator[Gathering]:
+    made = Gathering(seconds, **wanted)
+    try:
+        yield made
+    finally:
+        made.nodes.close(in_order=False)
+
+
+def test_who_knows_the_secret_is_let_in() -> None:
+    with gathering(node1=(2, 3), node2=(4,)) as first:
+        controls = [dial(first.nodes.address, "open sesame", hello(node)) for node in (1, 2)]
+        ranks = [dial(first.nodes.address, "open sesame", hello(node, rank)) for node, rank in ((2, 4), (1, 3), (1, 2))]
+        assert first.join() is None
+        assert sorted(first.nodes.sockets) == [2, 3, 4]
+        first.nodes.sockets[3].sendall(b"for rank 3")
+        assert ranks[1].recv(20) == b"for rank 3"
+        for sock in (*controls, *ranks):
+            sock.close()
+
+
+def test_who_does_not_is_refused() -> None:
+    with gathering(node1=(1,)) as first:
+        with pytest.raises(ConfigError, match="the secret is another one than node 0's: give VSERVE_CLUSTER_SECRET"):
+            dial(first.nodes.address, "open barley", hello())
+        with pytest.raises(ConfigError, match="the secret is another one"):
+            dial(first.nodes.address, "", hello())
+        assert not first.nodes.nodes
+
+
+def test_a_node_trusts_nobody_who_only_says_welcome() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def impostor() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                handshake.send(sock, handshake.Challenge(b"n" * 16))
+                handshake.receive(sock, Hello)
+                handshake.send(sock, handshake.Welcome(b"p" * 32))
+                sock.recv(1)
+
+        threading.Thread(target=impostor, daemon=True).start()
+        with pytest.raises(Stranger, match="it does not know the secret"):
+            dial(listener.getsockname(), "open sesame", hello())
+
+
+@pytest.mark.parametrize(
+    "words", [b"", b"GET / HTTP/1.1\r\n\r\n", LENGTH.pack(1 << 60), LENGTH.pack(3) + b"\xff\xff\xff"]
+)
+def test_strangers_keep_nobody_waiting(words: bytes) -> None:
+    with gathering(node1=(1,)) as first, socket.create_connection(first.nodes.address) as stranger:
+        stranger.sendall(words)
+        control = dial(first.nodes.address, "open sesame", hello())
+        rank = dial(first.nodes.address, "open sesame", hello(1, 1))
+        assert first.join() is None
+        control.close()
+        rank.close()
+
+
+def test_a_node_that_is_none_or_there_already() -> None:
+    with gathering(node1=(1,), node2=(2,)) as first:
+        with dial(first.nodes.address, "open sesame", hello(1)):
+            with pytest.raises(ConfigError, match="node 1 is there already, from"):
+                dial(first.nodes.address, "open sesame", hello(1))
+            with pytest.raises(ConfigError, match="node 3 is none of the 3: give"):
+                dial(first.nodes.address, "open sesame", hello(3))
+            with pytest.raises(ConfigError, match="rank 7 is not awaited"):
+                dial(first.nodes.address, "open sesame", hello(1, 7))
+        time.sleep(0.1)
+        dial(first.nodes.address, "open sesame", hello(1)).close()  # one that was started again is welcome
+
+
+def test_who_does_not_come_is_named() -> None:
+    with gathering(1, node1=(1,), node3=(3,)) as first:
+        found = first.join()
+        assert found is not None and found.startswith("nodes 1, 3 of 3 have not come to 127.0.0.1:"), found
+        assert "within 1 s (--distributed-timeout-seconds): start the same command there" in found
+
+
+def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "SILENCE", 0.5)
+    with gathering(node1=(1,)) as first:
+        control = dial(first.nodes.address, "open sesame", hello())
+        rank = dial(first.nodes.address, "open sesame", hello(1, 1))
+        assert first.join() is None
+        begun = time.monotonic()
+        assert "its host has been silent" in str(first.nodes.nodes[1].wait(1, 10))
+        assert time.monotonic() - begun < 5
+        control.close()
+        rank.close()
+
+
+# ---- what must be the same ----
+
+
+def test_a_difference_is_named_in_one_line() -> None:
+    assert difference(FACTS, dict(reversed(FACTS.items())), "node 1") is None
+    assert difference(FACTS, FACTS | {"--max-model-len": "8192"}, "node 1 (10.0.0.2)") == (
+        "node 1 (10.0.0.2) has --max-model-len 8192, and node 0 has 4096: start the same command on every node"
+    )
+    assert difference(FACTS, FACTS | {"torch": "2.12.0"}, "node 1") == (
+        "node 1 has torch 2.12.0, and node 0 has 2.13.0: install and set the same on both"
+    )
+    with gathering(node1=(1,)) as first, pytest.raises(ConfigError, match=r"node 1 .* has torch 2\.12\.0, and"):
+        dial(first.nodes.address, "open sesame", hello(facts=FACTS | {"torch": "2.12.0"}))
+
+
+def test_hosts_may_differ_in_what_is_theirs(tiny_model: Any) -> None:
+    folder = str(tiny_model("llama"))
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "nnodes": 2, "cluster_secret": "s", "prefix_cache_seed": "p"}
+    one = facts(EngineConfig(folder, **options))
+    other = EngineConfig(folder, node_rank=1, host_ip="10.0.0.2", cpu_threads=3, **options)
+    assert facts(other) == one and "the model's config.json" in one
+    assert not [name for name in one if "secret" in name or name == "--prefix-cache-seed"]
+    assert difference(one, facts(EngineConfig(folder, **options, dtype="float32")), "node 1") is not None
+
+
+def test_no_secret_is_needed_on_this_host_alone() -> None:
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "nnodes": 2}
+    for address in ("127.0.0.1", "localhost", "127.0.0.9", "::1"):
+        check_secret(EngineConfig("m", master_addr=address, **options))
+    for address in ("10.0.0.1", "node-0.cluster", "0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match="set VSERVE_CLUSTER_SECRET to the same text on all nodes"):
+            check_secret(EngineConfig("m", master_addr=address, **options))
+        check_secret(EngineConfig("m", master_addr=address, cluster_secret="s", **options))
+
+
+# ---- the network ----
+
+
+def test_the_interface_of_an_address() -> None:
+    assert network.interface_of("127.0.0.1") == "lo"
+    assert network.interface_of("203.0.113.9") is None
+    environment = {"NCCL_SOCKET_IFNAME": "ib0"}
+    network.use_interface(environment, "127.0.0.1")
+    assert environment == {"NCCL_SOCKET_IFNAME": "ib0"}, "ranks of one host are told by their group"
+
+
+def test_the_interface_is_named_unless_somebody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "interface_of", lambda _: "eth7")
+    environment = {"NCCL_SOCKET_IFNAME": "ib0"}
+    network.use_interface(environment, "10.0.0.1")
+    assert environment == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth7"}
+
+
+def test_where_ranks_meet() -> None:
+    assert network.rendezvous("127.0.0.1").startswith(LOCAL) and not network.rendezvous("10.0.0.1").startswith(LOCAL)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--master-port {port}: nodes cannot dial in there .* on all nodes"):
+            nodes.listen("127.0.0.1", port)
