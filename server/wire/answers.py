@@ -340,6 +340,9 @@ class ServerInfo(Schema):
     num_blocks: int
     memory: dict[str, int] = Field(description="bytes by purpose")
     startup_seconds: dict[str, float]
+    experts: dict[str, str | int] | None = Field(
+        None, description="of a mixture: layers, experts, experts_per_token, on_this_rank, ranks, products"
+    )
     quantization: dict[str, str | int] | None = Field(
         None, description="method, formats, products, how many matrices are quantized and how many not, bytes"
     )

@@ -16,6 +16,7 @@ from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.memory import plan_memory
+from vserve.engine.model_config import parse_model_config
 from vserve.engine.rows import RowTables
 from vserve.engine.runner import ModelRunner
 
@@ -28,7 +29,10 @@ class Card:
 
     block_size, max_num_seqs, draft_depths = 16, 1024, ()
     device = SimpleNamespace(type="cuda")
-    model = SimpleNamespace(parameters=list, place=Placement(torch.bfloat16, torch.device("cuda")))
+    model = SimpleNamespace(
+        parameters=list, place=Placement(torch.bfloat16, torch.device("cuda")),
+        config=parse_model_config({"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 8}),
+    )  # fmt: skip
     adapters = model_drafter = None
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_model_len: int) -> None:

@@ -72,7 +72,6 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(rank, "load_model", load)
     monkeypatch.setattr(rank, "describe", lambda model: {})
     monkeypatch.setattr(rank, "describe_experts", lambda model: {})
-    monkeypatch.setattr(rank.Rank, "expert_ranks", 0)
     monkeypatch.setattr(rank, "ModelRunner", lambda model, **options: calls.append("runner") or Card(calls))
     layout = KVLayout.of([KVSpec(1, 8, 8)], 16, 32)
     plan = MemoryPlan(80, 72, 16, 2, 1, 3, 50, 3, 32, layout, ("context cut",))

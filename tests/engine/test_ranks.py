@@ -179,6 +179,16 @@ def test_preemption(pair: Pair) -> None:
     assert all(client.stats.num_preemptions > count for client, count in zip(pair.clients, before, strict=True))
 
 
+def test_experts_are_counted_whoever_has_them(pair: Pair) -> None:
+    """Every rank routes all tokens: rank 0 counts those of experts of others too."""
+    one, two = pair.clients
+    pair.same([(PROMPTS[1], greedy(max_tokens=80))] * 2)
+    if two.config.enable_expert_parallel:
+        assert (one.info.experts["ranks"], two.info.experts["ranks"]) == (0, 2)
+        assert min(two.stats.expert_tokens) > 0
+        assert len(two.stats.expert_tokens) == len(one.stats.expert_tokens)
+
+
 def test_abort(pair: Pair) -> None:
     """Whoever leaves in the middle of steps takes nobody along, and leaves no block."""
     alone = pair.answers([(PROMPTS[1], greedy(max_tokens=60))])[0][0].tokens
@@ -542,13 +552,3 @@ def test_prompts_travel_as_they_are() -> None:
     sent = [Join({"model": "m"}, Seat(1, 2, "file:///x")), Execute(plan), Follow((1, 4)), Leave()]
     for message in sent:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToRank) == message
-
-
-def test_experts_are_counted_whoever_has_them(pair: Pair) -> None:
-    """Every rank routes all tokens: rank 0 counts those of experts of others too."""
-    one, two = pair.clients
-    pair.same([(PROMPTS[1], greedy(max_tokens=80))] * 2)
-    if two.config.enable_expert_parallel:
-        assert (one.info.experts["ranks"], two.info.experts["ranks"]) == (0, 2)
-        assert min(two.stats.expert_tokens) > 0
-        assert len(two.stats.expert_tokens) == len(one.stats.expert_tokens)
