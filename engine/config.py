@@ -599,6 +599,7 @@ class SchedulerConfig:
     context_cost: float = 0.0  # of a key that a prompt's token sees, in products of a token; for stages
     max_drafts: int = 0  # tokens that are drafted for a request in a step, at most
     draft_depths: tuple[tuple[int, int], ...] = ()  # (up to so many running requests, drafts of each)
+    drafts_with_grammars: bool = True  # not where drafts hold whatever the masks say
 
 
 def default_cpu_threads() -> int:

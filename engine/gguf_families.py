@@ -67,10 +67,6 @@ class GGUFFamily:
     qkv_bias: bool = False  # always, and of no other projection
 
 
-def _window(keys: Keys) -> int:
-    return keys.count("attention.sliding_window")
-
-
 def _llama(keys: Keys, config: Settings) -> Settings:
     """Mistral's models and their mixtures are "llama" too."""
     found: Settings = {}
@@ -98,9 +94,9 @@ def _qwen_moe(keys: Keys, config: Settings) -> Settings:
 
 def _gemma2(keys: Keys, config: Settings) -> Settings:
     return {
-        "sliding_window": _window(keys),
-        "attn_logit_softcapping": keys.positive("attn_logit_softcapping"),
-        "final_logit_softcapping": keys.positive("final_logit_softcapping"),
+        "sliding_window": keys.count("attention.sliding_window", 4096),  # older files leave out what all have
+        "attn_logit_softcapping": keys.positive("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.positive("final_logit_softcapping", 30.0),
         "query_pre_attn_scalar": _query_scalar(config, layers_of_27b=46),
     }
 
@@ -108,7 +104,7 @@ def _gemma2(keys: Keys, config: Settings) -> Settings:
 def _gemma3(keys: Keys, config: Settings) -> Settings:
     local = {"rope_type": "default", "rope_theta": keys.positive("rope.freq_base_swa", 10_000.0)}
     return {
-        "sliding_window": _window(keys),
+        "sliding_window": keys.count("attention.sliding_window"),
         "sliding_window_pattern": keys.count("attention.sliding_window_pattern", 6),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
         "query_pre_attn_scalar": _query_scalar(config, layers_of_27b=62),

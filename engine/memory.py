@@ -128,8 +128,8 @@ def plan_memory(
         free, total = torch.cuda.mem_get_info()
         budget = int(total * config.gpu_memory_utilization)
         other = total - free - weights
-        activations += prompt_page_bytes(runner, dtype) + runner.scratch_bytes(dtype.itemsize)
         graphs = _graph_bytes(runner, graph_shapes, activations // max_num_batched_tokens, dtype)
+        activations += prompt_page_bytes(runner, dtype) + runner.scratch_bytes(dtype.itemsize)  # the same in every step
         available = budget - weights - activations - graphs - other
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     else:

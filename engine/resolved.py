@@ -134,6 +134,7 @@ class Fitted(Resolved):
             "num_stages": self.pipeline_parallel_size,
             "max_drafts": max((drafts for _, drafts in self.draft_depths), default=0),
             "draft_depths": self.draft_depths,
+            "drafts_with_grammars": not self.speculation.acceptance,
         }
         format = self.plan.layout.format
         if self.prefix_cache_seed and format.code:  # equal keys are to mean equal bytes in all engines of a fleet

@@ -442,13 +442,14 @@ class ModelRunner:
         return dict.fromkeys(range(first, len(self.layers)), groups * self.model_drafter.num_scratch_blocks)
 
     def scratch_bytes(self, item: int) -> int:
-        """Of those blocks; item: bytes of a number."""
-        tokens, format = self.block_size, self.layout.format
-        elements = {layer: self.layout.specs[layer].token_elements for layer in self._scratch_blocks()}
-        return sum(
-            count * tokens * (elements[layer] * format.item_bytes(item) + format.scale_bytes(self.layout.specs[layer]))
-            for layer, count in self._scratch_blocks().items()
-        )
+        """Of those blocks; item: bytes of a number. Layers at one place share memory, whose pages are the largest's."""
+        layout, more, found = self.layout, self._scratch_blocks(), 0
+        for place in layout.places:
+            specs = [layout.specs[layer] for layer in place]
+            token = max(spec.token_elements for spec in specs) * layout.format.item_bytes(item)
+            token += max(layout.format.scale_bytes(spec) for spec in specs)
+            found += max(more.get(layer, 0) for layer in place) * self.block_size * token
+        return found
 
     def _scales(self, num_blocks: int, more: Mapping[int, int]) -> list[tuple[Tensor | None, Tensor | None]]:
         """Of keys and values of each layer, None where these are no codes."""

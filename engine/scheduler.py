@@ -225,7 +225,9 @@ class Scheduler:
         them, and its grammar has to know them."""
         if total > self.stop or request in self.prompt_results.pooling:
             return False
-        return request.grammar is None or request.grammar.may_draft(total - len(request.token_ids))
+        if request.grammar is None:
+            return True
+        return self.config.drafts_with_grammars and request.grammar.may_draft(total - len(request.token_ids))
 
     def _schedule_prefills(self, step: Step, prefills: list[Request]) -> None:
         """Pass 2: prompts (and all tokens of resumed requests) begun in an earlier step, in the order of admission."""

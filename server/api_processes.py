@@ -103,7 +103,8 @@ class ApiProcesses:
             process.send_signal(signal.SIGUSR1)
             await asyncio.sleep(LAST_WORDS)  # where it is not stopped
             process.kill()
-            await asyncio.to_thread(process.wait)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer may hold it: later
+                await asyncio.to_thread(process.wait, LAST_SECONDS)
 
     def _end_of(self, seat: int) -> str | None:
         """How its process has come to an end; None: it runs."""
@@ -154,7 +155,11 @@ class ApiProcesses:
             return
         self._processes[seat], self._pulses[seat] = process, Pulse(board, seat)
         # Not as an argument: it has keys in it. On a thread: it may be more than a pipe holds.
-        threading.Thread(target=_tell, args=(process, json.dumps(spec).encode()), daemon=True).start()
+        try:
+            threading.Thread(target=_tell, args=(process, json.dumps(spec).encode()), daemon=True).start()
+        except RuntimeError as error:  # no thread is left
+            process.kill()
+            self._failed[seat] = str(error)
 
 
 def _tell(process: subprocess.Popen[bytes], spec: bytes) -> None:

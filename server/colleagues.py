@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 5.0  # seconds for a colleague's word
 STARTING = 600.0  # for the first process to begin to listen: it may read adapters from the hub
+KEPT = 2.0  # seconds that a connection waits for the next word: less than the other side keeps it
 LOOK_UP = 0.1  # seconds between two looks for one that starts
 AT_FIRST = re.compile(
     r"/metrics|/reload|/v1/(un)?load_lora_adapter|/scale_data_parallel|/scale_elastic_ep|/v1/responses(/.*)?|/v1/chat/completions/.+"
@@ -52,9 +53,8 @@ class Colleagues:
 
     def client(self, seat: int) -> httpx.AsyncClient:
         if seat not in self._clients:
-            transport = httpx.AsyncHTTPTransport(
-                uds=self.meeting.api_path(seat), verify=False, limits=httpx.Limits(max_connections=None)
-            )
+            limits = httpx.Limits(max_connections=None, keepalive_expiry=KEPT)
+            transport = httpx.AsyncHTTPTransport(uds=self.meeting.api_path(seat), verify=False, limits=limits)
             self._clients[seat] = httpx.AsyncClient(transport=transport, base_url="http://api", trust_env=False)
         return self._clients[seat]
 
@@ -190,6 +190,8 @@ class Elsewhere:
         except httpx.HTTPError:
             scope["state"]["passed_on"] = False  # this process says what became of it, and counts it
             raise
+        if (held := scope["state"].get("held_body")) is not None:
+            held.release()  # the other process has it, and counts it
         try:
             await send(_start(answer))
             async for chunk in answer.aiter_raw():

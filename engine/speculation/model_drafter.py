@@ -8,6 +8,7 @@ it. Keys and values of what is known go to the request's own blocks, in layers o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -96,9 +97,11 @@ class ModelDrafter:
         """After the step's tokens have been appended: see Drafter."""
         rows, sample_index = header[ROWS, : shape.rows], header[SAMPLE_INDEX, : shape.rows]
         query_start = header[QUERY_START, : shape.rows + 1]
-        count, sampled = self.num_drafts(shape), sample_index >= 0
         known = tables.num_computed.index_select(0, rows)  # the position of the last token
-        hidden = self._read(tables, batch, rows, query_start, known)
+        first = batch.positions.index_select(0, query_start[:-1].clamp(max=len(batch.positions) - 1))
+        # Whose mask was late has computed nothing that holds.
+        count, sampled = self.num_drafts(shape), (sample_index >= 0) & (known > first)
+        hidden = self._read(tables, batch, rows, query_start, known, first)
         writable = torch.where(sampled, rows, tables.dummy_row)
         proposed = torch.zeros_like(rows)
         if count:
@@ -113,21 +116,25 @@ class ModelDrafter:
         """Tokens of a context, beyond which it says nothing that is worth verifying."""
         return min(tables.token_ids.shape[1], self.settings.max_model_len or tables.token_ids.shape[1])
 
-    def _read(self, tables: RowTables, batch: Batch, rows: Tensor, query_start: Tensor, known: Tensor) -> Tensor:
-        """The step's tokens → [B, h], of the last one of each request that holds."""
+    def _read(
+        self, tables: RowTables, batch: Batch, rows: Tensor, query_start: Tensor, known: Tensor, first: Tensor
+    ) -> Tensor:
+        """The step's tokens → [B, h], of the last one of each request that holds. first: each one's first position."""
         network, positions = self.network, batch.positions
+        # What its layers share of a step is made here, not where the target has it or has not: a CUDA graph of the
+        # drafts records how it is made.
+        attention = replace(batch.attention)
         num_tokens = len(positions)
-        start = positions.index_select(0, query_start[:-1].clamp(max=num_tokens - 1))
-        last = (query_start[:-1] + known - start - 1).clamp(0, num_tokens - 1)
+        last = (query_start[:-1] + known - first - 1).clamp(0, num_tokens - 1)
         if not network.shifted:
-            return network(batch.input_ids, None, positions, batch.attention, last)
+            return network(batch.input_ids, None, positions, attention, last)
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=positions.device)
         request = torch.searchsorted(query_start[1:], tokens, right=True).clamp_(max=len(rows) - 1)
         behind = (positions + 1).clamp_(max=tables.token_ids.shape[1] - 1)
         input_ids = tables.token_ids[rows[request], behind]
         assert network.features is not None
         hidden = network.read_features(network.features.of_step(num_tokens))
-        return network(input_ids, hidden, positions, batch.attention, last)
+        return network(input_ids, hidden, positions, attention, last)
 
     def _draft(
         self, tables: RowTables, rows: Tensor, sampled: Tensor, known: Tensor, hidden: Tensor, count: int

@@ -108,7 +108,7 @@ def _read(asked: dict[str, Any]) -> Speculation | None:
     )  # fmt: skip
     for key in asked:
         if key not in known and key not in _OF_MODELS and not key.startswith("suffix_decoding_"):
-            raise ConfigError(f"it has {key!r}: it may have {', '.join(known[:7])}")
+            raise ConfigError(f"it has {key!r}: it may have {', '.join((*known, *_OF_MODELS))}")
     method = _check_method(asked)
     default_drafts = DEFAULT_DRAFTS if method == "ngram" else DEFAULT_DRAFTS_OF_MODELS
     drafts = _number(asked, "num_speculative_tokens", default_drafts, 0, MAX_DRAFTS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import time
 from collections import defaultdict
 from typing import Protocol
 from weakref import WeakSet
@@ -25,6 +26,7 @@ _LOADS = 7  # from here on, of each engine: tokens of prompts that wait there, r
 _FIELDS = _LOADS + 2 * MOST_ENGINES
 MOST_KEYS = 1 << 16
 DIGEST = 32  # bytes
+LOCK_TRIES = 200  # a millisecond apart
 
 
 class Listener(Protocol):
@@ -91,7 +93,8 @@ class Board:
         """Of a key; None: there is no room for more keys."""
         if (place := self._places.get(digest)) is not None:
             return place
-        fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
+        if not self._lock():
+            return None
         try:
             count = int(self._count[0])
             for index in range(len(self._places), count):  # what others have written since the last time
@@ -106,6 +109,16 @@ class Board:
             return count
         finally:
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+
+    def _lock(self) -> bool:
+        """Not for long: who holds it may have been stopped, and who waits has a heart that beats."""
+        for _ in range(LOCK_TRIES):
+            try:
+                fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError:
+                time.sleep(0.001)
+        return False
 
     def _digest_at(self, index: int) -> slice:
         start = self._digests_start + DIGEST * index

@@ -12,7 +12,7 @@ import signal
 import time
 
 from ...engine import logs
-from .board import BEATS, Board
+from .board import BEATS, SERVES, Board
 from .meeting import FIRST
 
 logger = logging.getLogger("vserve")
@@ -52,7 +52,10 @@ async def watch_first(board: Board, stall_timeout: float) -> None:
     """By each of the others. It alone can start processes and end the server, so the server ends with it: who has
     started that starts another."""
     pulse = Pulse(board, FIRST)
-    while (silent := pulse.look(time.monotonic())) < max(PATIENCE, stall_timeout):
+    while True:
+        patience = PATIENCE if board.get(FIRST, SERVES) else START_PATIENCE
+        if (silent := pulse.look(time.monotonic())) >= max(patience, stall_timeout):
+            break
         await asyncio.sleep(BEAT)
     parent = os.getppid()
     logger.error("the first API process has been silent for %.0f s: the server ends; its stacks follow", silent)

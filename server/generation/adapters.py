@@ -29,6 +29,7 @@ INVALID, MISSING = "InvalidUserInput", "NotFoundError"
 
 
 UNLOADING = 86_400.0  # seconds that requests of other API processes may still use an adapter
+RETIRING = 3  # times that other processes are told of it
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -124,7 +125,8 @@ class Adapters:
     async def unload(self, name: str) -> None:
         """Nobody finds it from now on; returns when those who use it are done. Raises ApiError."""
         self._check_enabled()
-        adapter = self._served.pop(name, None)
+        async with self._lock:  # or others would hear of its end before they have heard of it
+            adapter = self._served.pop(name, None)
         if adapter is None:
             raise ApiError(
                 404, f"The adapter `{shorten(name)}` is not loaded.", type=MISSING, param="lora_name",
@@ -172,7 +174,7 @@ class Adapters:
         try:
             await self._tell("/own/adapters", msgspec.to_builtins(adapter.record))
         except OSError as error:
-            del self._served[adapter.name]
+            self._served.pop(adapter.name, None)
             if before is not None:
                 self._served[adapter.name] = before
                 with contextlib.suppress(OSError):
@@ -182,9 +184,17 @@ class Adapters:
 
     async def _drop(self, adapter: ServedAdapter) -> None:
         """When nobody uses it any more, in any API process; one that is gone uses nothing."""
-        if self._tell is not None:
-            with contextlib.suppress(OSError):
-                await self._tell("/own/adapters/retire", {"id": adapter.id}, UNLOADING)
+        tell = self._tell
+        for again in range(RETIRING):
+            if tell is None:
+                break
+            try:
+                await tell("/own/adapters/retire", {"id": adapter.id}, UNLOADING)
+                break
+            except OSError as error:
+                if again == RETIRING - 1:
+                    logger.warning("adapter %s is unloaded, though %s", adapter.name, error)
+                await asyncio.sleep(again)
         await adapter.free.wait()
         self._client.drop_adapter(adapter.id)
 

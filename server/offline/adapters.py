@@ -66,10 +66,12 @@ async def with_adapters(
             continue
         try:
             adapter = await adapters.ensure(request.lora_name, request.lora_path, anew=request.load_inplace)
-        except ApiError as error:
+        except BaseException as error:
             for release in releases:
                 release()
-            raise ValueError(f"lora_request {request.lora_name!r}: {error.message}") from None
+            if isinstance(error, ApiError):
+                raise ValueError(f"lora_request {request.lora_name!r}: {error.message}") from None
+            raise
         releases.append(adapter.use())
         found.append(prompt.with_adapter(adapter.id))
     return found, releases

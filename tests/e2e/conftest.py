@@ -135,7 +135,11 @@ def demo_server() -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.fixture(scope="session", params=[1, pytest.param(3, marks=pytest.mark.slow)], ids=["", "three"])
+# VSERVE_TEST_API_SERVERS=3: with so many API processes all that can be, not only what is cheap.
+COUNTS = [int(os.environ.get("VSERVE_TEST_API_SERVERS", "1")), pytest.param(3, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="session", params=COUNTS, ids=["", "three"])
 def api_servers(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Options of a server: with one API process and, in slow tests, with three."""
     return () if request.param == 1 else ("--api-server-count", str(request.param))

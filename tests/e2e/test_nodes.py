@@ -100,6 +100,7 @@ def test_the_same_tokens_as_one_process(hosts: Hosts) -> None:
     assert any("node 1 is there, from 127.0.0.2" in line for line in hosts.first.stderr)
 
 
+@pytest.mark.slow
 def test_a_rank_of_the_other_node_is_killed(hosts: Hosts) -> None:
     before = answers(hosts.first.url)
     os.kill(hosts.rank_of_second(), signal.SIGKILL)
@@ -108,6 +109,7 @@ def test_a_rank_of_the_other_node_is_killed(hosts: Hosts) -> None:
     assert answers(hosts.first.url) == before, "the node has dialled in again"
 
 
+@pytest.mark.slow
 def test_the_other_node_is_lost(hosts: Hosts) -> None:
     rank = hosts.rank_of_second()
     hosts.second.process.kill()

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 BODY = {"prompt": "Hello there", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -18,6 +19,7 @@ def ranks_of(engine: int) -> list[int]:
     return [int(pid) for pid in children if "engine.ranks.process" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
+@pytest.mark.slow
 def test_a_rank_takes_its_engine_along_and_no_other(serve, until, is_gone, tiny_model):
     """What the other replica answers goes on; the engine comes back with all of its ranks."""
     folder = str(tiny_model("llama", max_position_embeddings=4096))

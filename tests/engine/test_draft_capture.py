@@ -50,7 +50,8 @@ def test_no_drafter_waits_for_the_device(
             holder.finish()
     # The kernels of a card launch without a look at what they read; their twins for the CPU do look.
     monkeypatch.setattr(attention_module, "decode_attention", lambda *_, **__: None)
-    monkeypatch.setattr(attention_module, "prefill_attention", lambda *_, **__: None)
+    works = []
+    monkeypatch.setattr(attention_module, "prefill_attention", lambda *_, work, **__: works.append(work))
     monkeypatch.setattr(attention_module, "rope_write_kv", lambda *_, **__: None)
     drawn = []
 
@@ -78,6 +79,9 @@ def test_no_drafter_waits_for_the_device(
     found = drafter.propose(tables, Batch(ints(40), ints(40), attention), ints(6, 32), shape)
     assert found.shape == (7,) and found.dtype == torch.int32
     assert drawn == [(7, 300)] * 3
+    # A table that an earlier pass over the same batch had made would not be made by the graph.
+    made_before = attention.prefill_work, attention.last_work
+    assert works and not any(work is earlier for work in works for earlier in made_before)
     large = Shape(20, 8, 40, 40, 0)  # of more rows than it drafts for: it reads only
     attention = AttentionBatch(20, 1, 40, ints(28), ints(28), ints(29), [ints(40)])
     assert drafter.propose(tables, Batch(ints(40), ints(40), attention), ints(6, 48), large).shape == (28,)

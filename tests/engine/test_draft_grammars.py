@@ -216,6 +216,21 @@ def test_drafts_of_a_model(engine: Any, grammars: type, plain: Any, monkeypatch:
     assert stats.num_drafts > 0 and sum(stats.num_accepted_tokens) > 0
 
 
+def test_an_imposed_acceptance_leaves_grammars_alone(
+    engine: Any, grammars: type, drafts: Any, monkeypatch: Any, overlap: Any
+) -> None:
+    """Drafts that hold whatever the masks say would end their requests with an error."""
+    monkeypatch.setattr(arrivals_module, "Grammars", grammars)
+    overlap(2)
+    imposed = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}
+    asked = json.dumps(json.loads(drafts.config(3)) | imposed)
+    batch = requests()
+    (answers,), stats = engine.run(
+        batch, speculative_config=asked, load_format="dummy", max_num_seqs=32, max_num_batched_tokens=512
+    )
+    assert not any(answer.error for answer in answers) and stats.num_drafts > 0
+
+
 def test_a_grammar_that_breaks_behind_a_draft_breaks_when_that_is_sampled(
     engine: Any,
     drafts: Any,

@@ -80,7 +80,7 @@ class Engines:
         return others[-1]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["tied", pytest.param("windows and experts", marks=pytest.mark.slow)])
 def engines(request: pytest.FixtureRequest, tiny_model: Any) -> Iterator[Engines]:
     family, keys, sizes = MODELS[request.param]
     folder = tiny_model(family, **keys)

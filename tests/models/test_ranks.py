@@ -126,6 +126,12 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
     return gap if gap == gap else float("inf")
 
 
+def near(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """But for the order in which sums are made, which the largest logits feel most."""
+    largest = max(float(logits.abs().max()) for logits in expected)
+    return difference(found, expected) < max(1e-4, 3e-5 * largest)
+
+
 def make(tiny_model: Callable[..., Path], case: tuple[str, dict[str, Any]]) -> Path:
     family, keys = case
     return tiny_model(family, **{"max_position_embeddings": 64, **keys})
@@ -135,14 +141,14 @@ def make(tiny_model: Callable[..., Path], case: tuple[str, dict[str, Any]]) -> P
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_compute_what_one_does(ranks: Ranks, tiny_model: Any, alone: Any, name: str, size: int) -> None:
     folder = make(tiny_model, CASES[name])
-    assert difference(ranks.logits(folder, size), alone(folder)) < 1e-4
+    assert near(ranks.logits(folder, size), alone(folder))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", WHOLE)
 def test_ranks_with_whole_experts(ranks: Ranks, tiny_model: Any, alone: Any, name: str, size: int) -> None:
     folder = make(tiny_model, WHOLE[name])
-    assert difference(ranks.logits(folder, size, whole_experts=True), alone(folder)) < 1e-4
+    assert near(ranks.logits(folder, size, whole_experts=True), alone(folder))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -151,7 +157,7 @@ def test_ranks_of_a_quantised_checkpoint(ranks: Ranks, tiny_model: Any, alone: A
     write(make(tiny_model, QUANTIZED[kind]), tmp_path, kind)
     expected = alone(tmp_path / "twin")
     for size in (2, 4):
-        assert difference(ranks.logits(tmp_path / "quantized", size), expected) < 1e-4, size
+        assert near(ranks.logits(tmp_path / "quantized", size), expected), size
 
 
 @pytest.mark.parametrize("num_experts", [4, 5])
@@ -160,19 +166,19 @@ def test_ranks_with_experts_in_mxfp4(
 ) -> None:
     """Whole, for they are small; slices, where they cannot be dealt out: groups are cut within."""
     folder = publish(make(tiny_model, ("gpt_oss", {"num_local_experts": num_experts})), tmp_path)
-    assert difference(ranks.logits(folder / "quantized", 2), alone(folder / "twin")) < 1e-4
+    assert near(ranks.logits(folder / "quantized", 2), alone(folder / "twin"))
 
 
 def test_ranks_of_a_gguf_file(ranks: Ranks, tiny_model: Any, alone: Any, gguf_models: Any, tmp_path: Path) -> None:
     """q and k in an order of their own, blocks of 32."""
     file = gguf_models.write_gguf(make(tiny_model, ("llama", {})), tmp_path / "m.gguf", lambda name: "Q8_0")
-    assert difference(ranks.logits(file, 4), alone(file)) < 1e-4
+    assert near(ranks.logits(file, 4), alone(file))
 
 
 def test_ranks_quantise_at_load(ranks: Ranks, tiny_model: Any, alone: Any) -> None:
     """The whole matrix, then each takes its part: as one rank does."""
     folder = make(tiny_model, ("qwen3_moe", MIXTURE))
-    assert difference(ranks.logits(folder, 2, quantization="int8"), alone(folder, "int8")) < 1e-4
+    assert near(ranks.logits(folder, 2, quantization="int8"), alone(folder, "int8"))
 
 
 # Models of transformers' code, by its plans: what each has that others do not.

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+import vserve.server.generation.adapters as adapters_module
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.messages import AdapterLoaded, DropAdapter, LoadAdapter
 from vserve.server.app import create_app
@@ -311,7 +312,7 @@ class Pair:
     """The adapters of two API processes, of which the first tells the second; each with its way to the engine."""
 
     def __init__(self) -> None:
-        self.deaf = False
+        self.deaf, self.delay = False, 0.0
         self.engines = Engines(), Engines()
         self.second = Adapters(self.engines[1], ("base",), enabled=True)  # type: ignore[arg-type]
         self.first = Adapters(self.engines[0], ("base",), enabled=True, tell=self.tell)  # type: ignore[arg-type]
@@ -320,6 +321,7 @@ class Pair:
         if self.deaf:
             raise OSError("API process 1 did not answer")
         if path == "/own/adapters":
+            await asyncio.sleep(self.delay)
             self.second.take(Record(**content))
         else:
             assert path == "/own/adapters/retire"
@@ -345,7 +347,9 @@ def test_another_process_uses_what_the_first_unloads_to_its_end() -> None:
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_a_process_that_does_not_hear_of_it_leaves_all_as_it_was() -> None:
+def test_a_process_that_does_not_hear_of_it_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters_module, "RETIRING", 1)
+
     async def main() -> None:
         pair = Pair()
         await pair.first.ensure("sql", "/a")
@@ -356,6 +360,23 @@ def test_a_process_that_does_not_hear_of_it_leaves_all_as_it_was() -> None:
         assert found is not None and found.path == "/a"
         await asyncio.sleep(0.01)
         assert pair.engines[0].loaded == [found.id]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_an_unload_waits_for_the_load_that_it_crosses() -> None:
+    """Or another process would hear of the end first, and keep for ever what the engine has not."""
+
+    async def main() -> None:
+        pair = Pair()
+        pair.second.join([])
+        pair.delay = 0.05
+        loading = asyncio.create_task(pair.first.ensure("sql", "/a"))
+        while pair.first.find("sql") is None:
+            await asyncio.sleep(0)
+        await pair.first.unload("sql")
+        await loading
+        assert pair.first.find("sql") is None and pair.second.find("sql") is None
 
     asyncio.run(asyncio.wait_for(main(), 20))
 

@@ -44,7 +44,7 @@ class Process:
         self.signals.append(signal.SIGKILL)
         self.code = -signal.SIGKILL
 
-    def wait(self) -> int | None:
+    def wait(self, timeout: float | None = None) -> int | None:
         return self.code
 
 
