@@ -130,6 +130,7 @@ def plan_memory(
         other = total - free - weights
         graphs = _graph_bytes(runner, graph_shapes, activations // max_num_batched_tokens, dtype)
         activations += prompt_page_bytes(runner, dtype) + runner.scratch_bytes(dtype.itemsize)  # the same in every step
+        activations += _sent_bytes(runner, max_num_batched_tokens, dtype)
         available = budget - weights - activations - graphs - other
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     else:
@@ -171,6 +172,14 @@ def _ranks(runner: ModelRunner, config: EngineConfig, weights: int, cache: int) 
         return ""
     gain = f"the cache then holds about {times} times as much" if times else f"{gib(left)} a card for the cache"
     return f", or set --tensor-parallel-size {size} ({gain})"
+
+
+def _sent_bytes(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> int:
+    """Hidden states that a stage keeps until the next one has them: of all plans that are under way."""
+    if runner.is_last:
+        return 0
+    stages: int = runner.model.place.stage.count
+    return int((stages + 2) * num_tokens * runner.model.config.hidden_size * dtype.itemsize)
 
 
 def _tightest(runner: ModelRunner, world: Group, plan: MemoryPlan) -> MemoryPlan:

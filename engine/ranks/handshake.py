@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
@@ -28,7 +29,7 @@ PATIENCE = 10.0  # seconds for the other end's next word
 LONGEST = 1 << 18  # bytes of a message by somebody who has proved nothing yet
 # Options that may differ from host to host, or that the engine's process has filled in for itself; and secrets.
 OWN = frozenset((
-    "node_rank", "host_ip", "master_addr", "cpu_threads", "backlog_steps", "kv_events_config", "download_dir",
+    "node_rank", "host_ip", "master_addr", "cpu_threads", "backlog_steps", "kv_events_config",
     "distributed_timeout_seconds",
 ))  # fmt: skip
 
@@ -69,8 +70,8 @@ def dial(
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         challenge = receive(sock, Challenge)
         nonce = secrets.token_bytes(16)
-        mine = msgspec.structs.replace(hello, proof=proof(secret, b"node", challenge.nonce), nonce=nonce)
-        send(sock, mine)
+        mine = msgspec.structs.replace(hello, nonce=nonce)
+        send(sock, msgspec.structs.replace(mine, proof=proof(secret, b"node", challenge.nonce + claims(mine))))
         answer = receive(sock, Welcome | Refusal)
         if isinstance(answer, Refusal):
             raise ConfigError(answer.message)
@@ -90,7 +91,7 @@ def meet(sock: socket.socket, secret: str) -> Hello:
     nonce = secrets.token_bytes(16)
     send(sock, Challenge(nonce))
     hello: Hello = receive(sock, Hello)
-    if not hmac.compare_digest(hello.proof, proof(secret, b"node", nonce)):
+    if not hmac.compare_digest(hello.proof, proof(secret, b"node", nonce + claims(hello))):
         send(sock, Refusal("the secret is another one than node 0's: give VSERVE_CLUSTER_SECRET the same text on all"))
         raise Stranger("it does not know the secret (VSERVE_CLUSTER_SECRET)")
     return hello
@@ -105,6 +106,11 @@ def proof(secret: str, role: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret.encode(), role + nonce, "sha256")
 
 
+def claims(hello: Hello) -> bytes:
+    """What its proof is about: somebody in between cannot let another node in by it."""
+    return hello.nonce + f"{hello.node} {hello.rank} {digest(hello.facts)}".encode()
+
+
 def send(sock: socket.socket, message: Any) -> None:
     frame = msgspec.msgpack.encode([message])
     sock.sendall(LENGTH.pack(len(frame)) + frame)
@@ -112,19 +118,21 @@ def send(sock: socket.socket, message: Any) -> None:
 
 def receive(sock: socket.socket, kind: Any) -> Any:
     """Reads not a byte more than one message: what follows is for others. Raises OSError."""
-    (size,) = LENGTH.unpack(_exactly(sock, LENGTH.size))
+    deadline = time.monotonic() + PATIENCE  # for all of it: who sends a byte now and then is not waited for
+    (size,) = LENGTH.unpack(_exactly(sock, LENGTH.size, deadline))
     if size > LONGEST:
         raise Stranger("it does not speak as nodes do")
     try:
-        (message,) = msgspec.msgpack.decode(_exactly(sock, size), type=list[kind])
+        (message,) = msgspec.msgpack.decode(_exactly(sock, size, deadline), type=list[kind])
     except (msgspec.MsgspecError, ValueError):
         raise Stranger("it does not speak as nodes of this version do") from None
     return message
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
+def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
         part = sock.recv(size - len(data))
         if not part:
             raise ConnectionError("it has hung up")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from ..config import ConfigError, EngineConfig
 from .channel import Channel
-from .cluster_messages import BEAT, SILENCE, Beat, DumpStacks, Ended, Goodbye, Kill, Launch, Stopped, ToNode
+from .cluster_messages import BEAT, Beat, DumpStacks, Ended, Goodbye, Kill, Launch, Stopped, ToNode
 from .handshake import Hello, Stranger, check_secret, dial, facts
 from .network import use_interface
 from .place import Child, end_of, spawn
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 RETRY = 1.0  # seconds between two attempts
 REMINDER = 30.0  # seconds between two lines that say who is waited for
 LEAVING = 3.0  # seconds for ranks to leave
+LOADING = 60.0  # seconds of silence of node 0, whose process may hold all its threads up while it imports and loads
 
 
 @dataclasses.dataclass
@@ -52,7 +53,7 @@ class Node:
         sock = self._dial()
         self._over, self._leaving = threading.Event(), False
         channel = Channel(sock, ToNode)
-        sock.settimeout(SILENCE)
+        sock.settimeout(LOADING)
         threading.Thread(target=self._beat, args=(channel, self._over), name="vserve-beat", daemon=True).start()
         try:
             while True:
@@ -69,9 +70,10 @@ class Node:
                     self._await_ranks()
                     return True
         except TimeoutError:
-            logger.error("node 0 has been silent for %.0f s: the ranks here are ended", SILENCE)
+            logger.error("node 0 has been silent for %.0f s: the ranks here are ended", LOADING)
             return False
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
+            logger.warning("node 0 is gone: %s", error or type(error).__name__)
             return False
         finally:
             self._leaving = True

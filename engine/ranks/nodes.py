@@ -18,6 +18,7 @@ from .handshake import Hello, Refusal, admit, difference, is_loopback, meet, sen
 logger = logging.getLogger(__name__)
 
 REMINDER = 30.0  # seconds between two lines that say who is waited for
+STRANGERS = 64  # who may be about to say who they are, at the same time
 LAST_WORD = 1.0  # seconds in which it may turn out why a node has hung up
 
 
@@ -41,13 +42,8 @@ class Node:
 
     @property
     def is_there(self) -> bool:
-        """Before it was watched: whether it has hung up since."""
-        try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        """As far as is known: it has neither hung up nor been silent for long."""
+        return self._lost is None
 
     def watch(self) -> None:
         self._socket.settimeout(SILENCE)
@@ -127,6 +123,8 @@ class Nodes:
         self._config, self._secret, self._facts, self._wanted = config, secret, facts, wanted
         self.nodes: dict[int, Node] = {}
         self.sockets: dict[int, socket.socket] = {}  # to ranks
+        self._closed = False
+        self._hellos = threading.Semaphore(STRANGERS)
         self._arrivals: queue.Queue[tuple[Hello, socket.socket, str]] = queue.Queue()
         self._listener = listen(address, port)
         self.address = (address, self._listener.getsockname()[1])
@@ -137,7 +135,9 @@ class Nodes:
         what it returns is why they never will. Raises ConfigError."""
         deadline = time.monotonic() + self._config.distributed_timeout_seconds
         begun = reminded = time.monotonic() - REMINDER + 2 * BEAT
-        while missing := [index for index in self._wanted if index not in self.nodes]:
+        while missing := [index for index in self._wanted if not self._is_there(index)]:
+            if self._closed:
+                raise ConfigError("the start was given up")
             if (cause := waiting(missing)) is not None:
                 raise ConfigError(cause)
             self._one(deadline, f"{_names(missing)} of {len(self._wanted) + 1} {_have(missing)} not come to "
@@ -148,7 +148,6 @@ class Nodes:
                             "the same command, with --node-rank and --headless")  # fmt: skip
         logger.info("all nodes are there, after %.0f s", max(0.0, time.monotonic() - begun - REMINDER + 2 * BEAT))
         for index, ranks in self._wanted.items():
-            self.nodes[index].watch()
             self.nodes[index].say(Launch(ranks, self._config.cpu_threads or 0))
         for index, ranks in self._wanted.items():
             for rank in ranks:
@@ -159,7 +158,7 @@ class Nodes:
 
     def close(self, in_order: bool) -> None:
         """`in_order`: the other nodes end too; else they come again. Idempotent."""
-        self._listener.close()
+        self.no_more()
         for node in self.nodes.values():
             node.say(Goodbye() if in_order else Kill())
             node.close()
@@ -169,7 +168,13 @@ class Nodes:
 
     def no_more(self) -> None:
         """Nobody else is let in."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone wakes nobody who waits for the next one
         self._listener.close()
+
+    def _is_there(self, index: int) -> bool:
+        return index in self.nodes and self.nodes[index].is_there
 
     def _one(self, deadline: float, otherwise: str) -> None:
         """Takes in who has dialled in meanwhile, if anybody. Raises ConfigError after the deadline."""
@@ -196,7 +201,10 @@ class Nodes:
             self.sockets[hello.rank] = sock
         else:
             logger.info("node %d is there, from %s", hello.node, host)
-            self.nodes[hello.node] = Node(hello.node, host, sock)
+            if (before := self.nodes.get(hello.node)) is not None:
+                before.close()
+            self.nodes[hello.node] = node = Node(hello.node, host, sock)
+            node.watch()  # at once: it does not wait in silence for the others
 
     def _problem(self, hello: Hello, host: str) -> str | None:
         """Why it is not let in."""
@@ -211,20 +219,26 @@ class Nodes:
         return difference(self._facts, hello.facts, f"node {hello.node} ({host})")
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 sock, address = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # it was closed, or strangers have taken all descriptors
+                time.sleep(BEAT / 10)
+                continue
+            if not self._hellos.acquire(blocking=False):
+                sock.close()
+                continue
             threading.Thread(target=self._meet, args=(sock, address[0]), name="vserve-hello", daemon=True).start()
 
     def _meet(self, sock: socket.socket, host: str) -> None:
         """On a thread of its own: who says nothing keeps nobody waiting."""
         try:
             self._arrivals.put((meet(sock, self._secret), sock, host))
-        except OSError as error:
-            logger.warning("%s has dialled in, and is not let in: %s", host, error)
+        except Exception as error:  # whatever a stranger may say
+            logger.warning("%s has dialled in, and is not let in: %s", host, error or type(error).__name__)
             sock.close()
+        finally:
+            self._hellos.release()
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -13,13 +13,14 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError, EngineConfig
 from .handshake import versions
 from .messages import Seat
-from .network import rendezvous, use_interface
+from .network import VARIABLES, rendezvous, use_interface
 from .node import Node
 from .nodes import Nodes, RemoteRank
 from .place import Placement
@@ -42,8 +43,9 @@ class RayHost:
         return context.get_node_id(), ray.util.get_node_ip_address(), cards[0] if cards else ""
 
     def run(
-        self, rank: int, address: tuple[str, int], secret: str, facts: dict[str, str], patience: float, nsight: bool
-    ) -> str:
+        self, rank: int, address: tuple[str, int], secret: str, facts: dict[str, str], patience: float, nsight: bool,
+        environment: dict[str, str],
+    ) -> str:  # fmt: skip
         """Returns why it is over, when it is."""
         card_index(self.where()[2])
         before: tuple[str, ...] = ()
@@ -54,7 +56,7 @@ class RayHost:
             folder.mkdir(parents=True, exist_ok=True)
             before = (*NSIGHT, "--output", str(folder / f"rank_{rank}_%p"))
         try:
-            Node(rank, address, secret, facts, patience, before=before).serve()
+            Node(rank, address, secret, facts, patience, environment=environment, before=before).serve()
         except ConfigError as error:
             return str(error)
         return "the engine has ended"
@@ -129,7 +131,13 @@ class RayCluster:
         self._nodes = nodes = Nodes(config, addresses[0], 0, secret, told, {r: (r,) for r in range(1, len(hosts))})
         runs = {
             rank: actor.run.remote(
-                rank, nodes.address, secret, told, config.distributed_timeout_seconds, config.ray_workers_use_nsight
+                rank,
+                nodes.address,
+                secret,
+                told,
+                config.distributed_timeout_seconds,
+                config.ray_workers_use_nsight,
+                passed_on(os.environ),
             )
             for rank, (actor, _) in enumerate(hosts)
             if rank
@@ -194,6 +202,15 @@ class RayCluster:
         mine = found[0][0]
         pairs = list(zip(self._actors, found, strict=True))
         return [pairs[0], *sorted(pairs[1:], key=lambda pair: (pair[1][0] != mine, pair[1][1], pair[1][0]))]
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """What ranks must see as this process does; interfaces are each host's own."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(("VSERVE_", "HF_", "NCCL_")) and name not in (*VARIABLES, "VSERVE_CLUSTER_SECRET")
+    }
 
 
 def connect() -> Any:

@@ -34,6 +34,7 @@ class Card:
         config=parse_model_config({"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 8}),
     )  # fmt: skip
     adapters = model_drafter = None
+    is_last = True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_model_len: int) -> None:
         self.max_model_len = max_model_len

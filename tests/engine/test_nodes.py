@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.connection import LENGTH
 from vserve.engine.parallel.group import LOCAL
 from vserve.engine.ranks import handshake, network, nodes
+from vserve.engine.ranks.cluster_messages import Beat
 from vserve.engine.ranks.handshake import Hello, Stranger, check_secret, dial, difference, facts
 from vserve.engine.ranks.nodes import Nodes
 
@@ -95,8 +97,13 @@ def test_a_node_trusts_nobody_who_only_says_welcome() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [b"", b"GET / HTTP/1.1\r\n\r\n", LENGTH.pack(1 << 60), LENGTH.pack(3) + b"\xff\xff\xff"]
-)
+    "words",
+    [
+        b"", b"GET / HTTP/1.1\r\n\r\n", LENGTH.pack(1 << 60), LENGTH.pack(3) + b"\xff\xff\xff",
+        LENGTH.pack(9000) + b"\x91" * 9000,
+    ],
+    ids=["nothing", "http", "long", "broken", "nested"],
+)  # fmt: skip
 def test_strangers_keep_nobody_waiting(words: bytes) -> None:
     with gathering(node1=(1,)) as first, socket.create_connection(first.nodes.address) as stranger:
         stranger.sendall(words)
@@ -118,6 +125,42 @@ def test_a_node_that_is_none_or_there_already() -> None:
                 dial(first.nodes.address, "open sesame", hello(1, 7))
         time.sleep(0.1)
         dial(first.nodes.address, "open sesame", hello(1)).close()  # one that was started again is welcome
+
+
+def test_who_comes_early_hears_that_node_0_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not lost itself, while it says that it is there."""
+    monkeypatch.setattr(nodes, "SILENCE", 0.5)
+    monkeypatch.setattr(nodes, "BEAT", 0.1)
+    with gathering(node1=(1,), node2=(2,)) as first:
+        early = dial(first.nodes.address, "open sesame", hello(1))
+        early.settimeout(2)
+        for _ in range(12):
+            early.sendall(LENGTH.pack(len(frame := msgspec.msgpack.encode([Beat()]))) + frame)
+            assert early.recv(64)
+            time.sleep(0.1)
+        others = [dial(first.nodes.address, "open sesame", hello(*who)) for who in ((2,), (1, 1), (2, 2))]
+        assert first.join() is None
+        for sock in (early, *others):
+            sock.close()
+
+
+def test_a_hello_counts_for_what_it_says_alone() -> None:
+    said = hello(1)
+    assert handshake.claims(said) != handshake.claims(hello(2)) != handshake.claims(hello(2, 2))
+    assert handshake.claims(said) != handshake.claims(hello(1, 0, {"torch": "2.11.0"}))
+
+
+def test_when_all_are_there_nobody_else_is_let_in() -> None:
+    with gathering(node1=(1,)) as first:
+        address = first.nodes.address
+        socks = [dial(address, "open sesame", hello(*who)) for who in ((1,), (1, 1))]
+        assert first.join() is None
+        first.nodes.no_more()
+        with pytest.raises(OSError):
+            dial(address, "open sesame", hello(1, 1))
+        socket.create_server(address).close()  # the port is free again
+        for sock in socks:
+            sock.close()
 
 
 def test_who_does_not_come_is_named() -> None:
