@@ -36,7 +36,7 @@ from .model_config import ModelConfig
 from .models.model import Model
 from .overrides import read_model_config
 from .parallel.divide import check_divides
-from .parallel.group import LOCAL, SYMMETRIC, Group, join
+from .parallel.group import LOCAL, SYMMETRIC, TIMEOUT, Group, join
 from .parallel.pipeline import WHOLE, Stage, form_ring
 from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
@@ -172,8 +172,9 @@ class Rank:
 
 def meet(seat: Seat, device: torch.device, symmetric: bool, num_stages: int, seconds: float) -> Group:
     """The group of all ranks. Raises ConfigError where those of other hosts are not found."""
+    patience = max(timedelta(seconds=seconds), TIMEOUT)  # also of each collective, which may be a long prompt's
     try:
-        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, timedelta(seconds=seconds))
+        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, patience)
     except RuntimeError as error:
         if seat.rendezvous.startswith(LOCAL):
             raise
