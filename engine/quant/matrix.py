@@ -139,10 +139,10 @@ class CodesMatrix(nn.Module):
         if self.table is not None:
             return self.table[codes.int()]
         if codes.dtype == torch.float8_e4m3fn:
-            # Sign, four bits of exponent and three of mantissa into their places in an fp32, whose exponent counts from
-            # 127 where theirs does from 7; torch's own conversion takes seven times as long. NaN becomes ±480.
-            bits = codes.view(torch.int8).int().bitwise_left_shift_(20).bitwise_and_(~0x78000000)
-            return bits.view(torch.float32).mul_(2.0**120)
+            # Sign, four bits of exponent and three of mantissa into their places in an fp16, whose exponent counts from
+            # 15 where theirs does from 7; torch's own conversion takes ten times as long. NaN becomes ±480.
+            bits = codes.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
+            return bits.view(torch.float16).float().mul_(256.0)
         if codes.dtype == torch.float8_e5m2:  # the upper half of an fp16
             return codes.view(torch.int8).short().bitwise_left_shift_(8).view(torch.float16).float()
         return codes.float()
