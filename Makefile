@@ -1,6 +1,7 @@
 # make serve   install into .venv and serve the bundled demo model:  make serve ARGS="/path/to/model --port 9000"
 # make test    install with the test extras and run the quick tests
 # make test-all   ... and the slow ones; JOBS=8: eight processes run them, where there are cores for as many
+#                 VSERVE_TEST_LONG=1 make test-all: and what takes a minute each, such as attacks on three API processes
 # make test-gpu   all that needs an NVIDIA GPU, in eight minutes; GROUP=soak: another group of tests/gpu/suite.py;
 #                 PYTHON=/path/to/python: that interpreter as it is, with nothing installed or fetched
 # make lint    ruff and mypy

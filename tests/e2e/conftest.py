@@ -135,13 +135,13 @@ def demo_server() -> Iterator[ServerProcess]:
         yield server
 
 
-# VSERVE_TEST_API_SERVERS=3: with so many API processes all that can be, not only what is cheap.
-COUNTS = [int(os.environ.get("VSERVE_TEST_API_SERVERS", "1")), pytest.param(3, marks=pytest.mark.slow)]
+# VSERVE_TEST_LONG=1: also with three API processes, where that takes minutes beside what `.ci/run` has anyway.
+THREE = [pytest.param(3, marks=pytest.mark.slow)] if os.environ.get("VSERVE_TEST_LONG") else []
 
 
-@pytest.fixture(scope="session", params=COUNTS, ids=["", "three"])
+@pytest.fixture(scope="session", params=[1, *THREE], ids=["", "three"][: 1 + len(THREE)])
 def api_servers(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Options of a server: with one API process and, in slow tests, with three."""
+    """Options of a server: with one API process, or with three."""
     return () if request.param == 1 else ("--api-server-count", str(request.param))
 
 

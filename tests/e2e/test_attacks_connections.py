@@ -20,13 +20,6 @@ JSON = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 LONG = {"model": "demo", "prompt": "go on", "max_tokens": 1900, "ignore_eos": True}
 
 
-@pytest.fixture(scope="session")
-def api_servers() -> tuple[str, ...]:
-    """With three it takes a minute more: see conftest.py."""
-    count = os.environ.get("VSERVE_TEST_API_SERVERS", "1")
-    return () if count == "1" else ("--api-server-count", count)
-
-
 # ---- row 23: slowloris ----
 
 

@@ -110,6 +110,7 @@ async def under_load(clients, disasters: Disasters, is_enough) -> None:
     await disasters.healthy()
 
 
+@pytest.mark.skipif(not os.environ.get("VSERVE_TEST_LONG"), reason="a minute: VSERVE_TEST_LONG=1 runs it")
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 600)
 def test_with_three_api_processes_too(serve, attacks, load, until, is_gone):

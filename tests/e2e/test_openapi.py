@@ -340,7 +340,7 @@ def test_whatever_fits_is_answered(server: Any, document: dict[str, Any], mode: 
             continue  # any name may be in a path, and nothing else can be wrong
         # A body that another route has read sixty times is read here by the same code; what follows is its own.
         body = json.dumps(operation.definition.raw.get("requestBody"))
-        examples = 40 if operation.path in ANSWERED or body not in bodies else 20
+        examples = 30 if operation.path in ANSWERED or body not in bodies else 20
         bodies.add(body)
 
         @given(case=operation.as_strategy(generation_mode=generation), data=st.data())

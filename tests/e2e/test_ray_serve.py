@@ -75,6 +75,7 @@ async def ask(client: openai.AsyncOpenAI, prompt: str, stream: bool) -> str:
     return text
 
 
+@pytest.mark.skipif(not os.environ.get("VSERVE_TEST_LONG"), reason="a minute: VSERVE_TEST_LONG=1 runs it")
 def test_from_one_to_three_and_back(url: str) -> None:
     async def main() -> None:
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
