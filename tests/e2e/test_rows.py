@@ -49,7 +49,8 @@ def rows_of(name: str) -> set[int]:
     return set(range(first, last + 1)) if word == "to" else {first, last}
 
 
-TESTED = {row: sorted(name for name in names() if row in rows_of(name)) for row in ROWS}
+NAMES = list(names())  # once: every file is read for them
+TESTED = {row: sorted(name for name in NAMES if row in rows_of(name)) for row in ROWS}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row}-{ROWS[row].replace(' ', '-')}")
