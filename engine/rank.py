@@ -90,7 +90,10 @@ class Rank:
                 logger.info("%s", limits)
             draft = None
             if asked.speculation.by_model:
-                draft = find_draft(asked.speculation, path, model_config, config.download_dir)
+                draft = find_draft(
+                    asked.speculation, path, model_config, config.download_dir, config.tensor_parallel_size,
+                    config.enable_expert_parallel,
+                )  # fmt: skip
                 asked = dataclasses.replace(asked, speculative_config=told_method(asked, draft.settings.method))
             if note := getattr(model_config.quantization, "note", None):
                 logger.warning("--quantization %s: %s", config.quantization, note)

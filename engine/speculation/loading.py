@@ -15,6 +15,8 @@ from ..model_config import ModelConfig
 from ..model_file import ModelError, read_config
 from ..models.blocks import CausalLM
 from ..models.model import Model
+from ..parallel.divide import fault
+from ..parallel.group import ALONE
 from .draft_config import HeadConfig, check_draft_model, infer_method, read_head
 from .draft_model import DraftModel
 from .heads import EagleHead
@@ -38,13 +40,33 @@ class Draft:
     described: HeadConfig | ModelConfig | None  # of a head, of a model; None: the target's config.json has it all
 
 
-def find_draft(settings: Speculation, path: Path, target: ModelConfig, download_dir: str | None) -> Draft:
-    """path: of the target. Reads headers, no weights. Raises ConfigError, one line, for what cannot draft for it."""
+def find_draft(
+    settings: Speculation, path: Path, target: ModelConfig, download_dir: str | None, num_ranks: int = 1,
+    expert_parallel: bool = False,
+) -> Draft:  # fmt: skip
+    """path: of the target, which so many ranks share. Reads headers, no weights. Raises ConfigError, one line, for what
+    cannot draft for it."""
     try:
         folder = resolve_model_path(settings.model, settings.revision, download_dir) if settings.model else path
-        return _find(folder, settings, target)
+        draft = _find(folder, settings, target)
+        _check_divides(draft, 1 if settings.num_ranks == 1 else num_ranks, expert_parallel)
     except ModelError as error:
         raise ConfigError(f"{NAME}: {error}") from None
+    return draft
+
+
+def _check_divides(draft: Draft, num_ranks: int, expert_parallel: bool) -> None:
+    """Raises ModelError. A layer behind the target's last is as that one is, which has been looked at."""
+    if draft.described is None or num_ranks == 1:
+        return
+    config = draft.described
+    if isinstance(config, HeadConfig):
+        config = replace(config.config, vocab_size=config.draft_vocab or config.config.vocab_size)
+    if why := fault(config, num_ranks, expert_parallel):
+        raise ModelError(
+            f'{draft.folder}: {why} cannot be divided over {num_ranks} ranks: say "draft_tensor_parallel_size": 1, '
+            "and every rank has all of what drafts"
+        )
 
 
 def _find(folder: Path, settings: Speculation, target: ModelConfig) -> Draft:
@@ -73,22 +95,27 @@ def load_drafter(draft: Draft, target: Model, max_model_len: int) -> ModelDrafte
     target.features = network.features
     settings = draft.settings
     logger.info(f"drafts: {_CALLED[settings.method]}, up to %d tokens", draft.folder, settings.num_drafts)
-    return ModelDrafter(network, settings)
+    return ModelDrafter(network, settings, target.place.group)
 
 
 def _load(draft: Draft, target: CausalLM, max_model_len: int) -> Network:
     described, place = draft.described, target.place
+    if draft.settings.num_ranks == 1:
+        place = replace(place, group=ALONE, whole_experts=False)
     if isinstance(described, ModelConfig):
-        model = load_model(draft.folder, described, dtype=place.dtype, device=place.device, max_model_len=max_model_len)
+        model = load_model(
+            draft.folder, described, dtype=place.dtype, device=place.device, max_model_len=max_model_len,
+            group=place.group, whole_experts=place.whole_experts,
+        )  # fmt: skip
         assert isinstance(model, CausalLM)
         return DraftModel(model)
     checkpoint = open_checkpoint(draft.folder)
     if described is None:
-        layer = MTPHead(target, checkpoint.headers)
+        layer = MTPHead(target, checkpoint.headers, place)
         load_beside(layer, checkpoint)
         layer.finish()
         return layer
-    head = EagleHead(described, target, max_model_len)
+    head = EagleHead(described, target, max_model_len, place)
     load_beside(head, checkpoint)
     head.token_ids = _token_ids(checkpoint, head)
     head.finish()
