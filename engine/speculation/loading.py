@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from ..config import ConfigError
-from ..loader import load_beside, load_model, resolve_model_path
-from ..model_config import ModelConfig
+from ..layers.weights import Placement
+from ..loader import load_beside, load_model, make_beside, resolve_model_path
+from ..model_config import ModelConfig, few_layers
 from ..model_file import ModelError, read_config
 from ..models.blocks import CausalLM
 from ..models.model import Model
@@ -38,6 +39,7 @@ class Draft:
     folder: Path
     settings: Speculation  # its method is one of settings.MODELS
     described: HeadConfig | ModelConfig | None  # of a head, of a model; None: the target's config.json has it all
+    tensors: dict[str, TensorInfo]  # what is read of it
 
 
 def find_draft(
@@ -73,23 +75,27 @@ def _find(folder: Path, settings: Speculation, target: ModelConfig) -> Draft:
     raw, headers = read_config(folder), open_checkpoint(folder).headers
     if settings.method == "mtp":
         check_has_layer(folder, headers, target)
-        return Draft(folder, settings, None)
+        prefix = f"model.layers.{len(target.layers)}."
+        return Draft(folder, settings, None, {name: info for name, info in headers.items() if name.startswith(prefix)})
     found = infer_method(folder, raw, headers)
     if settings.method and settings.method != found:
         raise ModelError(f"its method is {settings.method!r}, but {folder} is of the method {found!r}: leave it out")
     settings = replace(settings, method=found)
     if found != "draft_model":
-        return Draft(folder, settings, read_head(folder, headers, found, target, settings.quantization))
+        head = read_head(folder, headers, found, target, settings.quantization)
+        return Draft(folder, settings, head, {name: headers[name] for name in headers.keys() - {"d2t", "t2d"}})
     config = ModelConfig.from_folder(folder, quantization=settings.quantization)
     check_draft_model(folder, config, target)
-    return Draft(folder, replace(settings, max_model_len=settings.max_model_len or config.max_model_len), config)
+    settings = replace(settings, max_model_len=settings.max_model_len or config.max_model_len)
+    return Draft(folder, settings, config, headers)
 
 
-def load_drafter(draft: Draft, target: Model, max_model_len: int) -> ModelDrafter:
-    """max_model_len: of the target. Raises ConfigError where the weights do not fit."""
+def load_drafter(draft: Draft, target: Model, max_model_len: int, few: ModelConfig | None = None) -> ModelDrafter:
+    """max_model_len: of the target. `few`: the target's config where it has but some of its layers, to see what is
+    launched: so has a model that drafts, and weights are made up. Raises ConfigError where the weights do not fit."""
     assert isinstance(target, CausalLM), "resolve() refuses others"
     try:
-        network = _load(draft, target, max_model_len)
+        network = _load(draft, target, max_model_len) if few is None else _make_up(draft, target, max_model_len, few)
     except ModelError as error:
         raise ConfigError(f"{NAME}: {error}") from None
     target.features = network.features
@@ -98,10 +104,33 @@ def load_drafter(draft: Draft, target: Model, max_model_len: int) -> ModelDrafte
     return ModelDrafter(network, settings, target.place.group)
 
 
+def _place(draft: Draft, target: CausalLM) -> Placement:
+    """Of those who share who drafts."""
+    return replace(target.place, group=ALONE, whole_experts=False) if draft.settings.num_ranks == 1 else target.place
+
+
+def _make_up(draft: Draft, target: CausalLM, max_model_len: int, whole: ModelConfig) -> Network:
+    described, place = draft.described, _place(draft, target)
+    if isinstance(described, ModelConfig):
+        model = load_model(
+            draft.folder, few_layers(described), dtype=place.dtype, device=place.device, load_format="dummy",
+            max_model_len=max_model_len, group=place.group, whole_experts=place.whole_experts,
+        )  # fmt: skip
+        assert isinstance(model, CausalLM)
+        return DraftModel(model)
+    if described is None:
+        layer = MTPHead(whole, target, draft.tensors, place)
+        make_beside(layer)
+        return layer
+    head = EagleHead(described, target, max_model_len, place)
+    make_beside(head)
+    if described.draft_vocab and described.draft_vocab != whole.vocab_size:
+        head.token_ids = torch.arange(described.draft_vocab, device=place.device)
+    return head
+
+
 def _load(draft: Draft, target: CausalLM, max_model_len: int) -> Network:
-    described, place = draft.described, target.place
-    if draft.settings.num_ranks == 1:
-        place = replace(place, group=ALONE, whole_experts=False)
+    described, place = draft.described, _place(draft, target)
     if isinstance(described, ModelConfig):
         model = load_model(
             draft.folder, described, dtype=place.dtype, device=place.device, max_model_len=max_model_len,
@@ -111,7 +140,7 @@ def _load(draft: Draft, target: CausalLM, max_model_len: int) -> Network:
         return DraftModel(model)
     checkpoint = open_checkpoint(draft.folder)
     if described is None:
-        layer = MTPHead(target, checkpoint.headers, place)
+        layer = MTPHead(target.config, target, checkpoint.headers, place)
         load_beside(layer, checkpoint)
         layer.finish()
         return layer

@@ -26,10 +26,12 @@ class MTPHead(nn.Module):
 
     shifted = True
 
-    def __init__(self, target: CausalLM, headers: Mapping[str, TensorInfo], place: Placement) -> None:
+    def __init__(
+        self, config: ModelConfig, target: CausalLM, headers: Mapping[str, TensorInfo], place: Placement
+    ) -> None:
+        """config: of the target with all of its layers."""
         super().__init__()
-        self.config, self.place = target.config, place
-        config = self.config
+        self.config, self.place = config, place
         self._target = (target,)  # no module of this one
         hidden, spec = config.hidden_size, config.layers[-1]
         self.prefix = f"model.layers.{len(config.layers)}"
