@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import vserve.engine.arrivals as arrivals_module
 from vserve.engine.parallel.group import SingleGroup
+from vserve.engine.plan import StepPlan
 from vserve.engine.request import SamplingParams
+from vserve.engine.runner import ModelRunner
 from vserve.engine.speculation.model_drafter import ModelDrafter
 from vserve.kernels.sampling import sample_torch
 
@@ -290,6 +292,34 @@ def test_contexts_that_are_too_long_for_it_get_no_drafts(served: Any, target: Pa
     (answers,), stats = served.run(last, speculative_config=config(target, 5), max_model_len=100)
     same(answers, expected)
     assert len(answers[0].tokens) == 10 and sum(stats.num_accepted_tokens) > 3
+
+
+def test_depth_follows_the_load_where_there_are_no_graphs(
+    served: Any, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the table that was given, and by the one that holds where none was. Answers end one after the other."""
+    seen: dict[int, set[int]] = {}
+    execute = ModelRunner.execute
+
+    def recorded(self: ModelRunner, plan: StepPlan) -> None:
+        if plan.num_drafts:
+            seen.setdefault(plan.num_decodes, set()).add(plan.num_drafts)
+        execute(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute", recorded)
+    few = [([7 + i] * 9, SamplingParams(max_tokens=10 + 6 * i, temperature=0.0, ignore_eos=True)) for i in range(8)]
+    many = [(prompt, SamplingParams(max_tokens=6 + 2 * i, temperature=0.0)) for i, (prompt, _) in enumerate(few * 2)]
+    asked = {"model": str(target), "num_speculative_tokens": 5}
+    table = {"num_speculative_tokens_per_batch_size": [[1, 2, 5], [3, 5, 2], [6, 8, 1]]}
+    for batch, more, depths in ((few, table, ((2, 5), (5, 2), (8, 1))), (many, {}, ((8, 5), (16, 3)))):
+        seen.clear()
+        (expected,), _ = served.run(batch)
+        (answers,), _ = served.run(batch, speculative_config=json.dumps(asked | more))
+        same(answers, expected)
+        assert {drafts for counts in seen.values() for drafts in counts} == {count for _, count in depths}
+        for decodes, counts in seen.items():
+            allowed = next(count for most, count in depths if decodes <= most)
+            assert max(counts) <= allowed, f"{decodes} requests"
 
 
 def test_all_ranks_verify_the_drafts_of_the_first(
