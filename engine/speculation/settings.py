@@ -49,10 +49,10 @@ class Speculation:
     model: str = ""  # a folder, or a name of the hub's; of "mtp" the target itself
     revision: str | None = None
     quantization: str | None = None  # of the model that drafts
-    num_ranks: int = 0  # that share it: 1, where each has all of it; 0: those of the target
     max_model_len: int = 0  # tokens of a context up to which it drafts; 0: all
     greedy_drafts: bool = False  # the most likely token, not the one that the request's noise draws
     acceptance: tuple[float, ...] = ()  # imposed: how often the drafts up to each hold; (): as many as do
+    num_ranks: int = 0  # that share who drafts: 1, where each has all of it; 0: as many as the target
 
     @property
     def by_model(self) -> bool:
