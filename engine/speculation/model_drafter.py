@@ -2,7 +2,8 @@
 
 Everything is on the device and of sizes that follow from the step's padded shape, so that a CUDA graph can be made of
 it. Keys and values of what is known go to the request's own blocks, in layers of the same cache; those of drafts do not
-(scratch.py).
+(scratch.py). Rows of padding get drafts like others, which go to the row that is nobody's: they cost next to nothing
+beside the weights that are read for the rest.
 """
 
 from __future__ import annotations
