@@ -510,11 +510,6 @@ def test_what_reads_both_ways_is_not_divided(tiny_model: Any) -> None:
     assert sizes(config) == [1]
 
 
-def test_adapters_are_served_in_one_stage() -> None:
-    with pytest.raises(ConfigError, match="--enable-lora serves models in one stage, and --pipeline-parallel-size is"):
-        EngineConfig("m", enable_lora=True, pipeline_parallel_size=2)
-
-
 def test_ranks_share_the_threads_and_the_memory() -> None:
     asked = EngineConfig("m", device="cpu", cpu_threads=9, tensor_parallel_size=4, data_parallel_size=2)
     assert share_of_threads(asked).cpu_threads == 2 and asked.num_ranks == 8
