@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
 from typing import Protocol
 
 from ..config import EngineConfig
+from ..private_folder import PrivateFolder
 from .handshake import check_secret, facts, is_loopback
 from .messages import Seat
 from .network import rendezvous, use_interface
@@ -41,19 +40,19 @@ class OneHost:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._folder = ""  # where they meet
+        self._folder: PrivateFolder | None = None  # where they meet
 
     async def start(self) -> Placement:
         size = self._config.world_size
         if size == 1:
             return Placement({0: Seat()})
-        self._folder = tempfile.mkdtemp(prefix="vserve-ranks-")
-        meeting = f"file://{self._folder}/store"
+        self._folder = PrivateFolder("ranks")
+        meeting = f"file://{self._folder.path}/store"
         return children(self._config, {rank: Seat(rank, size, meeting, rank) for rank in range(size)})
 
     def close(self, in_order: bool) -> None:
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.close()
 
 
 class SeveralHosts:

@@ -23,9 +23,7 @@ KEY = {"authorization": "Bearer me"}
 @pytest.fixture(scope="module")
 def server(serve, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(
-        "me name=me\nfew name=few requests-per-minute=5\nonce name=once tokens-per-minute=1\n"
-    )
+    keys.write_text("me name=me\nfew name=few requests-per-minute=5\nonce name=once tokens-per-minute=1\n")
     with serve(
         "--api-server-count", "3", "--api-key-file", str(keys), "--admin-api-key", "admin", "--max-num-seqs", "4",
         "--max-num-queued-reqs", "6", "--engine-restarts", "20", "--served-model-name", "demo",
