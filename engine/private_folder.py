@@ -1,5 +1,5 @@
-"""Folders that processes of a server meet in. Whoever makes one removes it; one whose maker was killed is removed by the
-next process that makes one of its kind."""
+"""Folders that processes of a server meet in. Whoever makes one removes it; one whose maker was killed is removed by
+the next process that makes one of its kind."""
 
 from __future__ import annotations
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from ..config import EngineConfig
 from ..private_folder import PrivateFolder
@@ -61,6 +64,7 @@ class SeveralHosts:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._nodes: Nodes | None = None
+        self._meeting: socket.socket | None = None
 
     async def start(self) -> Placement:
         config, each = self._config, self._config.ranks_per_node
@@ -72,8 +76,9 @@ class SeveralHosts:
         await asyncio.to_thread(self._nodes.gather)
         self._nodes.no_more()
         use_interface(os.environ, config.host_ip or config.master_addr)
-        meeting = rendezvous("127.0.0.1" if is_loopback(config.master_addr) else config.master_addr)
+        meeting, self._meeting = rendezvous("127.0.0.1" if is_loopback(config.master_addr) else config.master_addr)
         seats = {rank: Seat(rank, config.world_size, meeting, rank % each) for rank in range(config.world_size)}
+        seats[0] = replace(seats[0], listener=self._meeting.fileno())
         found = children(config, {rank: seats[rank] for rank in range(each)})
         found.seats |= seats
         found.sockets |= self._nodes.sockets
@@ -84,6 +89,8 @@ class SeveralHosts:
     def close(self, in_order: bool) -> None:
         if self._nodes is not None:
             self._nodes.close(in_order)
+        if self._meeting is not None:
+            self._meeting.close()
 
 
 def children(config: EngineConfig, seats: dict[int, Seat]) -> Placement:

@@ -14,7 +14,6 @@ import pytest
 
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.connection import LENGTH
-from vserve.engine.parallel.group import LOCAL
 from vserve.engine.ranks import handshake, network, nodes
 from vserve.engine.ranks.cluster_messages import Beat
 from vserve.engine.ranks.handshake import Hello, Stranger, check_secret, dial, difference, facts
@@ -234,10 +233,6 @@ def test_the_interface_is_named_unless_somebody_has(monkeypatch: pytest.MonkeyPa
     environment = {"NCCL_SOCKET_IFNAME": "ib0"}
     network.use_interface(environment, "10.0.0.1")
     assert environment == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth7"}
-
-
-def test_where_ranks_meet() -> None:
-    assert network.rendezvous("127.0.0.1").startswith(LOCAL) and not network.rendezvous("10.0.0.1").startswith(LOCAL)
 
 
 def test_a_port_that_is_taken() -> None:
