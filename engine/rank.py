@@ -49,6 +49,7 @@ from .request import SamplingParams
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
 from .shortage import is_out_of_memory, out_of_memory
+from .speculation.draft_size import draft_bytes
 from .speculation.loading import find_draft, load_drafter
 from .speculation.model_drafter import ModelDrafter
 from .weight_size import check_weights
@@ -74,7 +75,7 @@ class Rank:
         self._report = report
         self._config = config
         self._asked: Resolved | None = None
-        self._weights = 0  # bytes
+        self._weights = self._drafts = 0  # bytes; of who drafts, known beforehand
         with self._phase("device"):
             machine = open_machine(config, seat.card)
         config = self._config = eager_across_hosts(config, seat, machine.device)
@@ -93,8 +94,15 @@ class Rank:
                 logger.info("%s", limits)
             draft = None
             if asked.speculation.by_model:
-                draft = find_draft(asked.speculation, path, model_config, config.download_dir)
+                draft = find_draft(
+                    asked.speculation, path, model_config, config.download_dir, config.tensor_parallel_size,
+                    config.enable_expert_parallel,
+                )  # fmt: skip
                 asked = dataclasses.replace(asked, speculative_config=told_method(asked, draft.settings.method))
+                self._drafts = draft_bytes(
+                    draft, model_config, asked.dtype, config.tensor_parallel_size, config.enable_expert_parallel,
+                    machine.device.type == "cuda",
+                )  # fmt: skip
             if note := getattr(model_config.quantization, "note", None):
                 logger.warning("--quantization %s: %s", config.quantization, note)
             num_stages = config.pipeline_parallel_size
@@ -160,7 +168,7 @@ class Rank:
     def _admit(self, model_config: ModelConfig, parameters: int, stored: int) -> None:
         assert self._asked is not None
         self._weights = check_weights(
-            self._config, model_config, self._asked.machine, self._asked.dtype, parameters, stored
+            self._config, model_config, self._asked.machine, self._asked.dtype, parameters, stored, self._drafts
         )
 
     def _explained(self, error: Exception, phase: str) -> str:
@@ -291,8 +299,9 @@ def make_runner(
             )
     if settings.device.type == "cpu":
         check_rows(
-            model, weight_bytes(model), max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
-            max_num_batched_tokens=settings.max_num_batched_tokens, block_size=settings.block_size,
+            model, weight_bytes(model, drafter), max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len, max_num_batched_tokens=settings.max_num_batched_tokens,
+            block_size=settings.block_size,
         )  # fmt: skip
     return ModelRunner(
         model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,

@@ -498,11 +498,11 @@ class ModelRunner:
         """For steps with up to this many decodes, or these numbers of tokens in all; `capture_graphs` makes them."""
         decodes = min(max_decodes, self.max_num_seqs)
         drafts = {count: most for most, count in self.draft_depths}
-        if self.adapters is not None:
-            self.adapter_graphs = StepGraphs(
-                None, self._forward_adapted, decodes, max_mixed_tokens, (), drafts, coarse=True
-            )
         propose = self._propose if self.model_drafter is not None else None
+        if self.adapters is not None:  # who drafts has none
+            self.adapter_graphs = StepGraphs(
+                None, self._forward_adapted, decodes, max_mixed_tokens, (), drafts, coarse=True, propose=propose
+            )
         return StepGraphs(None, self.forward, decodes, max_mixed_tokens, large_mixed_tokens, drafts, propose=propose)
 
     @torch.inference_mode()
