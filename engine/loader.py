@@ -273,6 +273,16 @@ def count_parameters(config: ModelConfig, size: int = 1, whole_experts: bool = F
     return sum(prod(stored.shape) for tensors in expected for stored in tensors.values())
 
 
+def whole_of(model: Model) -> Model:
+    """Itself, or where it is a stage the model that it is of. Allocates nothing."""
+    place = model.place
+    if place.stage.count == 1:
+        return model
+    group = SingleGroup(place.tp_rank, place.tp_size)
+    place = dataclasses.replace(place, device=torch.device("meta"), group=group, stage=WHOLE)
+    return make_model(model.config, place, 1)
+
+
 def _by_module(model: Loadable, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
     """Module path → suffix → tensor; `prefix`: what the checkpoint's names lack at their beginning."""
     paths = model.weight_map().keys()

@@ -38,6 +38,7 @@ from .overrides import read_model_config
 from .parallel.divide import check_divides
 from .parallel.group import LOCAL, SYMMETRIC, TIMEOUT, Group, join
 from .parallel.pipeline import WHOLE, Stage, form_ring
+from .parallel.rendezvous import Rendezvous
 from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
 from .quant.packed_experts import PackedExperts
@@ -78,7 +79,9 @@ class Rank:
         with self._phase("device"):
             machine = open_machine(config, seat.card)
         config = self._config = eager_across_hosts(config, seat, machine.device)
+        patience = max(timedelta(seconds=config.distributed_timeout_seconds), TIMEOUT)
         with self._phase("config"):
+            rendezvous = find_rendezvous(seat, patience)
             path = resolve_model_path(
                 config.model, config.revision, config.download_dir, config.load_format, config.trust_remote_code
             )
@@ -106,7 +109,8 @@ class Rank:
             check_stages(model_config, num_stages, config.stage_layers)
             check_divides(model_config, seat.size // num_stages, config.enable_expert_parallel)
             symmetric = SYMMETRIC and not config.disable_custom_all_reduce
-            self.world = meet(seat, machine.device, symmetric, num_stages, config.distributed_timeout_seconds)
+            wait_for_ranks(rendezvous, "files")
+            self.world = meet(seat, machine.device, symmetric, num_stages, patience, rendezvous)
             check_equal(self.world, asked)
             layers = stage_layers(model_config, num_stages, config.stage_layers)
             one_host = seat.rendezvous.startswith(LOCAL)
@@ -125,6 +129,7 @@ class Rank:
             self.experts = describe_experts(self.model)
             if self.experts:
                 logger.info("%s", told_of_experts(self.experts))
+            wait_for_ranks(rendezvous, "weights")
         with self._phase("compilation"):
             before_memory()
             gather(self.world, machine.device, [0])  # the others find in the cache what rank 0 has had compiled
@@ -178,11 +183,37 @@ class Rank:
         )  # fmt: skip
 
 
-def meet(seat: Seat, device: torch.device, symmetric: bool, num_stages: int, seconds: float) -> Group:
-    """The group of all ranks. Raises ConfigError where those of other hosts are not found."""
-    patience = max(timedelta(seconds=seconds), TIMEOUT)  # also of each collective, which may be a long prompt's
+def find_rendezvous(seat: Seat, patience: timedelta) -> Rendezvous | None:
+    """Before the model's files are looked for: a network that leads nowhere is said before they are downloaded. Raises
+    ConfigError."""
+    if seat.size == 1:
+        return None
+    with finding(seat):
+        return Rendezvous(seat.rank, seat.size, seat.rendezvous, patience, seat.listener)
+
+
+def wait_for_ranks(rendezvous: Rendezvous | None, what: str) -> None:
+    """Until all have these: how long hosts download or read may differ by more than a collective waits."""
+    if rendezvous is not None:
+        rendezvous.wait_for_all(what, lambda missing: logger.info(
+            "waiting for the model's %s of rank %s of %d", what, ", ".join(map(str, missing)), rendezvous.size
+        ))  # fmt: skip
+
+
+def meet(
+    seat: Seat, device: torch.device, symmetric: bool, num_stages: int, patience: timedelta,
+    rendezvous: Rendezvous | None,
+) -> Group:  # fmt: skip
+    """The group of all ranks. `patience`: also of each collective, which may be a long prompt's. Raises ConfigError
+    where those of other hosts are not found."""
+    with finding(seat):
+        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, patience, rendezvous)
+
+
+@contextmanager
+def finding(seat: Seat) -> Iterator[None]:
     try:
-        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, patience)
+        yield
     except RuntimeError as error:
         if seat.rendezvous.startswith(LOCAL):
             raise

@@ -397,16 +397,18 @@ class ModelRunner:
 
     def forward(self, batch: Batch, wanted: Tensor | None) -> Tensor:
         """Hidden states of the wanted tokens, or of all."""
-        if wanted is not None and self.adapters is not None and self.adapters.step.tokens is not None:
-            # The tiles of adapters are of all tokens, in the last layer too.
-            every = self.model(batch.input_ids, batch.positions, batch.attention)
-            return every.index_select(0, wanted)
+        late: Tensor | None = None
+        if self.adapters is not None and self.adapters.step.tokens is not None:
+            late, wanted = wanted, None  # the tiles of adapters are of all tokens, in the last layer too
         if self.relay is None:
-            return self.model(batch.input_ids, batch.positions, batch.attention, wanted=wanted)
-        residual = self.relay.residual(len(batch.input_ids))
-        embeddings = None if self.relay.stage.is_first else residual
-        hidden = self.model(batch.input_ids, batch.positions, batch.attention, embeddings, wanted)
-        return hidden if self.is_last else residual.copy_(hidden)
+            hidden = self.model(batch.input_ids, batch.positions, batch.attention, wanted=wanted)
+        else:
+            residual = self.relay.residual(len(batch.input_ids))
+            embeddings = None if self.relay.stage.is_first else residual
+            hidden = self.model(batch.input_ids, batch.positions, batch.attention, embeddings, wanted)
+            if not self.is_last:
+                return residual.copy_(hidden)
+        return hidden if late is None else hidden.index_select(0, late)
 
     def _record(self) -> torch.cuda.Event | None:
         if self.copy_stream is None:
@@ -512,7 +514,7 @@ class ModelRunner:
             self.model_drafter.reserve(max(shape.tokens for shape in graphs.shapes()))
         every = [graphs] if self.adapter_graphs is None else [graphs, self.adapter_graphs]
         if self.relay is not None:
-            self.relay.reserve(graphs.shapes()[0].tokens)
+            self.relay.reserve(max(shape.tokens for one in every for shape in one.shapes()))
         for one in every:
             one.builder = self.builder
             one.capture()

@@ -105,3 +105,9 @@ def end_of(code: int) -> str:
         return f"exited with code {code}; its last words are above"
     told = f"was killed by signal {-code} ({signal.Signals(-code).name})"
     return f"{told}; out of memory is the usual reason (dmesg tells)" if code == -signal.SIGKILL else told
+
+
+def may_follow(how: str) -> bool:
+    """Whether a rank ends like this where another was lost before it: its collectives break, and it leaves by itself,
+    or NCCL has it abort."""
+    return how.startswith("exited") or "(SIGABRT)" in how

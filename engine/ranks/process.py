@@ -22,12 +22,13 @@ from .channel import Channel
 from .effort import Effort, Starting, stepping
 from .hang import INTERVAL, pulse
 from .messages import Execute, Follow, ForgetAdapters, Join, ReadAdapter, ToRank
-from .peers import LAST_WORDS
 
 if TYPE_CHECKING:
     from ..runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+STAY = 10.0  # seconds that a rank which has failed waits for its end: others would fail when its connections break
 
 
 class Pulses:
@@ -98,10 +99,9 @@ def run(channel: Channel) -> int:
         if not expected:
             logger.error("the rank failed", exc_info=error)
         message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
-        if expected:
-            time.sleep(LAST_WORDS)  # rank 0 has met the same, as a rule, and says it without naming a rank
         with contextlib.suppress(OSError):
             channel.send(Failure(message))
+            time.sleep(STAY)
         return 1
 
 

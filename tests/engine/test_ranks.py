@@ -29,6 +29,7 @@ from vserve.engine.messages import AddGrammar, SetVocabulary
 from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.parallel.divide import check_divides, sizes
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
+from vserve.engine.private_folder import OWNER
 from vserve.engine.ranks import effort, hang
 from vserve.engine.ranks.channel import Channel
 from vserve.engine.ranks.messages import Execute, Follow, Join, Leave, Seat, ToRank
@@ -261,7 +262,14 @@ def rank_of(engine: int) -> int:
     return next(int(pid) for pid in children if "engine.ranks.process" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
-def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(tiny_model: Any) -> None:
+def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    left = tmp_path / "vserve-ranks-left"  # of an engine that was killed
+    left.mkdir()
+    (left / OWNER).write_text("1\n")
+
     async def main() -> None:
         client = EngineClient(settings(tiny_model("llama"), tensor_parallel_size=2), restarts=1)
         await client.start()
@@ -282,8 +290,10 @@ def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(tiny_model: An
             assert client._process.pid != first and not Path(f"/proc/{other}").exists()
             assert (await collect(client, [5, 6, 7], greedy())).tokens == expected
             last = rank_of(client._process.pid)
+            assert not left.exists() and len(list(tmp_path.glob("vserve-ranks-*"))) == 1
         finally:
             await client.close()
+        assert not list(tmp_path.glob("vserve-ranks-*"))
         assert not Path(f"/proc/{last}").exists(), "the rank leaves with its engine"
 
     asyncio.run(main())
@@ -508,11 +518,6 @@ def test_what_reads_both_ways_is_not_divided(tiny_model: Any) -> None:
     with pytest.raises(ModelError, match="--tensor-parallel-size 2: LlamaForCausalLM reads texts both ways"):
         check_divides(config, 2)
     assert sizes(config) == [1]
-
-
-def test_adapters_are_served_in_one_stage() -> None:
-    with pytest.raises(ConfigError, match="--enable-lora serves models in one stage, and --pipeline-parallel-size is"):
-        EngineConfig("m", enable_lora=True, pipeline_parallel_size=2)
 
 
 def test_ranks_share_the_threads_and_the_memory() -> None:

@@ -158,6 +158,7 @@ def test_json_in_a_file(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ('{"any_whitespace": false}', "has 'any_whitespace': it may set disable_any_whitespace, "),
+        ('{"backend": "grammars"}', "has backend 'grammars': choose one of auto, xgrammar, guidance, "),
         ('{"disable_any_whitespace": "yes"}', "has disable_any_whitespace 'yes': it must be true or false"),
         ('{"reasoning_parser": "qwen3"}', "has reasoning_parser 'qwen3': use --reasoning-parser"),
         ('{"enable_in_reasoning": true}', "has enable_in_reasoning True: a grammar begins where the reasoning ends"),
