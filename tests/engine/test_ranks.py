@@ -435,6 +435,62 @@ def test_who_reads_and_writes_while_it_starts_does_not_hang(tmp_path: Path) -> N
     assert starting() - first < 0.5
 
 
+def looks(each: effort.Effort, count: int) -> int:
+    """How many of so many looks in a row have shown effort."""
+    before, shown = each(), 0
+    for _ in range(count):
+        shown += (now := each()) - before > hang.IDLE * hang.INTERVAL
+        before = now
+    return shown
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the system says of this one; `computes`: seconds more at every look."""
+    told = SimpleNamespace(computes=0.0, seconds=0.0, moved=0, waits=False)
+
+    def seconds(*_: Any) -> float:
+        told.seconds += told.computes
+        return float(told.seconds)
+
+    clock = SimpleNamespace(process_time=seconds, clock_gettime=seconds, pthread_getcpuclockid=lambda _: 0)
+    monkeypatch.setattr(effort, "time", clock)
+    monkeypatch.setattr(effort, "_bytes_moved", lambda: told.moved)
+    monkeypatch.setattr(effort, "_waits_for_disk", lambda _: told.waits)
+    monkeypatch.setattr(effort, "STUCK", 30.0)
+    monkeypatch.setattr(effort, "ALONE", 60.0)
+    return told
+
+
+@pytest.mark.parametrize("make", [effort.Starting, lambda: effort.Computing(threading.current_thread())])
+def test_a_disk_that_never_answers_is_no_effort_for_ever(process: SimpleNamespace, make: Any) -> None:
+    each = make()
+    process.waits = True
+    assert 28 <= looks(each, 100) <= 30
+    process.waits = False
+    assert looks(each, 5) == 0
+    process.waits = True
+    assert looks(each, 20) == 20, "another one"
+
+
+def test_who_waits_for_a_card_in_a_loop_is_not_busy_for_ever(process: SimpleNamespace) -> None:
+    starting = effort.Starting()
+    process.computes = 1.0
+    assert 58 <= looks(starting, 200) <= 60
+    process.moved += effort.MOVED
+    assert 60 <= looks(starting, 100) <= 62, "it has come further"
+    computing = effort.Computing(threading.current_thread())
+    assert looks(computing, 200) == 200, "a step on the CPU takes what it takes"
+
+
+def test_who_computes_and_reads_in_turns_is_busy(process: SimpleNamespace) -> None:
+    starting = effort.Starting()
+    process.computes = 1.0
+    for _ in range(10):
+        assert looks(starting, 50) == 50
+        process.moved += effort.MOVED
+
+
 def test_the_time_of_the_start_is_not_counted_in_steps() -> None:
     async def main() -> None:
         peers = Peers(EngineConfig("m", device="cpu", tensor_parallel_size=2, engine_in_process=True))
