@@ -9,7 +9,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from ..config import EngineConfig
+from ..config import EngineConfig, default_cpu_threads
 from ..private_folder import PrivateFolder
 from .handshake import check_secret, facts, is_loopback
 from .messages import Seat
@@ -91,6 +91,11 @@ class SeveralHosts:
             self._nodes.close(in_order)
         if self._meeting is not None:
             self._meeting.close()
+
+
+def threads_of_rank(config: EngineConfig) -> int:
+    """On this host, of whose threads each of its ranks has an even share."""
+    return max(1, (config.cpu_threads or default_cpu_threads()) // config.ranks_per_node)
 
 
 def children(config: EngineConfig, seats: dict[int, Seat]) -> Placement:

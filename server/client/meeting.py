@@ -106,6 +106,8 @@ class EngineLink:
     def is_stopped(self) -> bool:
         return False  # as far as this process knows: it is another one's child
 
+    is_suspended = is_stopped
+
     def dump_stacks(self) -> None:
         """The process does that that has started it."""
 
