@@ -72,7 +72,7 @@ _ROWS = (
     ("disable-logprobs-during-spec-decoding", "", False, ANY, "they are those of the tokens that are kept"),
     # ---- scheduling and memory ----
     ("swap-space", "", True, ANY, "a preempted request is computed again, which is faster than copying its cache"),
-    ("preemption-mode", "", True, "recompute", "a preempted request is computed again, always"),
+    ("preemption-mode", "", True, ANY, "a preempted request is computed again, always"),
     ("num-scheduler-steps", "", True, ANY, "the next step is planned while one runs, always"),
     ("multi-step-stream-outputs", "", False, ANY, "every token is streamed at once, always"),
     ("num-lookahead-slots", "", True, ANY, "they follow from what is scheduled"),
