@@ -51,11 +51,12 @@ class Told:
             if sample < 0:
                 continue
             length = int(tables.num_computed[row]) + 1
-            history = tables.token_ids[row, :length].tolist()
+            history = tables.history.tokens(row, length, length - 1).tolist()
             known = next((tokens[length:] for tokens in self.sequences if tokens[:length] == history), [])
             drafts = (known + [7] * self.count)[: self.count]
             drafts = [token if self.random.random() < 0.8 else (token + 1) % 4096 for token in drafts]
-            tables.token_ids[row, length : length + self.count] = torch.tensor(drafts, dtype=torch.int32)
+            places = torch.arange(length, length + self.count, device=rows.device) % tables.history.ring
+            tables.history.recent[row, places] = torch.tensor(drafts, dtype=torch.int32, device=rows.device)
             found[i] = tables.num_proposed[row] = self.count
         return found
 
