@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.history import read_tokens
 from ..kernels.sampling import token_logprobs
 from .plan import StepPlan, TokenLogprobs
 from .rows import RowTables, Upload
@@ -45,7 +44,7 @@ class PromptScorer:
     def __call__(self, plan: StepPlan, hidden: Tensor) -> PromptScores:
         """hidden [T, H] of the step's tokens: of the plan's rows in their order, then padding."""
         starts = np.cumsum([0, *plan.num_tokens])
-        places, owners, positions, counts, tops = [], [], [], [], []
+        places, rows, positions, ends, counts, tops = [], [], [], [], [], []
         for i in plan.scored:
             row, first = plan.rows[i], plan.num_computed[i]
             sampling = self.tables.sampling[row]
@@ -54,15 +53,14 @@ class PromptScorer:
             counts.append(count)
             tops.append(sampling.prompt_logprobs)
             places.append(np.arange(starts[i], starts[i] + count))
-            owners.append(np.full(count, len(owners)))
+            rows.append(np.full(count, row))
+            ends.append(np.full(count, first + plan.num_tokens[i]))
             positions.append(np.arange(first + 1, first + count + 1))
         upload = Upload()
-        for column in (places, owners, positions):
+        for column in (places, rows, positions, ends):
             upload.add(np.concatenate(column))
-        upload.add([plan.rows[i] for i in plan.scored])
-        upload.add([plan.num_computed[i] + plan.num_tokens[i] for i in plan.scored])
-        place, owner, position, rows, computed = upload.send(hidden.device)
-        targets = read_tokens(self.tables.history, rows, computed, owner, position)
+        place, row_ids, position, computed = upload.send(hidden.device)
+        targets = self.tables.history.read(row_ids, position, computed)
         k, size = max(tops), self.slice_size
         parts = [
             token_logprobs(self.logits(hidden.index_select(0, place[at : at + size])), targets[at : at + size], k)

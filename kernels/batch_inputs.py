@@ -2,8 +2,9 @@
 
 The tables, all int32 on one device: a History of requests' prompts and output (history.py; L is its max_len),
 num_computed [R + 1] (tokens whose keys and values are in the cache), block_table [R + 1, max_blocks]. Row R is the
-dummy that padding points at. A step names its requests by rows int32 [B] and query_start int32 [B + 1], non-decreasing: request i computes
-query_start[i + 1] - query_start[i] tokens, none if it is padding. Launch grids depend on B alone (CUDA graphs).
+dummy that padding points at. A step names its requests by rows int32 [B] and query_start int32 [B + 1], non-decreasing:
+request i computes query_start[i + 1] - query_start[i] tokens, none if it is padding. Launch grids depend on B alone
+(CUDA graphs).
 """
 
 from __future__ import annotations
@@ -86,14 +87,14 @@ def build_inputs_torch(
 ) -> None:  # fmt: skip
     total, limit = int(query_start[-1]), history.max_len
     if total == len(rows) == len(input_ids) == 1:  # the single-stream decode step
-        row = int(rows)
-        only_position = int(num_computed[row])
+        only_row = int(rows)
+        only_position = int(num_computed[only_row])
         if only_position < limit:
             entry, place = divmod(only_position, history.page)
-            page = history.pages[int(history.table[row, entry])]
-            if only_position >= int(history.given[row]):
-                page[place] = history.recent[row, only_position % history.ring]
-            input_ids.fill_(int(page[place]))
+            only_page = history.pages[int(history.table[only_row, entry])]
+            if only_position >= int(history.given[only_row]):
+                only_page[place] = history.recent[only_row, only_position % history.ring]
+            input_ids.fill_(int(only_page[place]))
         else:
             input_ids.zero_()
         positions.fill_(only_position)

@@ -41,11 +41,15 @@ class History:
         entry = torch.div(positions, self.page, rounding_mode="floor").clamp(0, self.table.shape[1] - 1)
         return self.pages[self.table[rows, entry], positions % self.page]
 
+    def read(self, rows: torch.Tensor, positions: torch.Tensor, num_computed: torch.Tensor) -> torch.Tensor:
+        """The same of all tokens that there are: from num_computed on, which broadcasts too, of the rings."""
+        recent = self.recent[rows, positions % self.ring]
+        return torch.where(positions < num_computed, self.computed(rows, positions), recent)
+
     def tokens(self, row: int, length: int, num_computed: int) -> torch.Tensor:
         """The first `length` of a row, as [length]."""
         position = torch.arange(length, device=self.pages.device)
-        recent = self.recent[row][position % self.ring]
-        return torch.where(position < num_computed, self.computed(torch.full_like(position, row), position), recent)
+        return self.read(torch.full_like(position, row), position, torch.full_like(position, num_computed))
 
 
 def ring_for(num_drafts: int) -> int:
@@ -68,9 +72,7 @@ def read_tokens(
 def read_tokens_torch(
     history: History, rows: torch.Tensor, num_computed: torch.Tensor, owners: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    row = rows[owners]
-    recent = history.recent[row, positions % history.ring]
-    return torch.where(positions < num_computed[owners], history.computed(row, positions), recent)
+    return history.read(rows[owners], positions, num_computed[owners])
 
 
 def read_tokens_triton(

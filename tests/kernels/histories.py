@@ -15,8 +15,8 @@ def history_of(
     tokens: torch.Tensor, computed: list[int] | None = None, page: int = 16, given: list[int] | None = None,
     ring: int = 16,
 ) -> History:  # fmt: skip
-    """tokens int32 [R, L]. Of row r the first computed[r] are in pages (by default all), the next ones in its ring; what
-    is not there is POISON."""
+    """tokens int32 [R, L]. Of row r the first computed[r] are in pages (by default all), the next ones in its ring;
+    what is not there is POISON."""
     rng, (num_rows, limit) = random.Random(3), tokens.shape
     width = -(-limit // page)
     order = rng.sample(range(num_rows * width + 3), num_rows * width)
@@ -40,10 +40,8 @@ def history_of(
 
 def paged(history: History, row: int, count: int) -> list[int]:
     """The first tokens of a row, of its pages alone."""
-    position = torch.arange(count)
-    return history.computed(
-        torch.full_like(position, row).to(history.pages.device), position.to(history.pages.device)
-    ).tolist()
+    position = torch.arange(count, device=history.pages.device)
+    return history.computed(torch.full_like(position, row), position).tolist()
 
 
 def ring(history: History, row: int, first: int, count: int) -> list[int]:

@@ -35,10 +35,8 @@ def apply(
     chosen = torch.tensor(range(len(logits)) if index is None else index, dtype=torch.int32)
     counts = torch.zeros(4, logits.shape[1], dtype=torch.int32, device=where)
     tensors.append(chosen)
-    assert (
-        getattr(penalties, name)(result, history_of(token_ids.to(where)), *(x.to(where) for x in tensors), counts)
-        is None
-    )
+    history = history_of(token_ids.to(where))
+    assert getattr(penalties, name)(result, history, *(x.to(where) for x in tensors), counts) is None
     assert not counts.any(), "the next rows would be penalised for these"
     return result.cpu()
 
