@@ -149,7 +149,7 @@ class RowTables:
             tokens = self._coming.get(write.row, NO_TOKENS)
             first = write.start * page
             begin = max(first, hits.get(write.row, 0))
-            end = min(len(tokens), first + len(write.block_ids) * page) - (write.start > 0)
+            end = min(len(tokens), first + len(write.block_ids) * page)
             if begin < end:
                 borders = np.array([begin, *range(begin - begin % page + page, end, page), end])
                 blocks += write.block_ids[begin // page - write.start : -(-end // page) - write.start]
