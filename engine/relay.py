@@ -23,7 +23,7 @@ class Awaited:
     """The tokens of a step, which the last stage has still to sample, or has sampled already."""
 
     rows: frozenset[int]
-    places: Tensor  # int64 [S], in the flat table of token ids
+    places: Tensor  # int64 [S], in the rows' rings, flat
 
 
 class Relay:
@@ -58,8 +58,9 @@ class Relay:
         """On the first stage, when a step is over: its tokens will come."""
         if not samples.plan.num_samples:
             return
-        width, nowhere = tables.token_ids.shape[1], tables.token_ids.numel() - 1  # of the dummy row
-        places = torch.where(samples.seq_lens < width, samples.rows.long() * width + samples.seq_lens, nowhere)
+        ring, nowhere = tables.history.ring, tables.history.recent.numel() - 1  # of the dummy row
+        places = samples.rows.long() * ring + samples.seq_lens % ring
+        places = torch.where(samples.seq_lens < tables.history.max_len, places, nowhere)
         self._awaited.append(Awaited(frozenset(samples.rows_cpu.tolist()), places))
 
     def settle(self, plan: StepPlan, tables: RowTables) -> None:
@@ -76,4 +77,4 @@ class Relay:
     def _take(self, tables: RowTables) -> None:
         places = self._awaited.popleft().places
         tokens = torch.empty(len(places), dtype=torch.int32, device=places.device)
-        tables.token_ids.view(-1).index_copy_(0, places, self.ring.receive(tokens))
+        tables.history.recent.view(-1).index_copy_(0, places, self.ring.receive(tokens))

@@ -47,7 +47,7 @@ class Watch:
     def everything(self) -> dict[str, Tensor]:
         tables = self.runner.tables
         found = {
-            "token_ids": tables.token_ids, "num_proposed": tables.num_proposed, "num_computed": tables.num_computed,
+            "recent": tables.history.recent, "pages": tables.history.pages, "num_proposed": tables.num_proposed, "num_computed": tables.num_computed,
             "params": tables.params, **{f"blocks {i}": table for i, table in enumerate(tables.block_tables)},
         }  # fmt: skip
         for number, layer in enumerate(self.runner.layers):
