@@ -104,13 +104,13 @@ def build_inputs_torch(
     request, index = _expand(query_start, total)
     position = index + (computed - query_start[:-1])[request]
     row, inside = rows[request], position < limit
-    entry = torch.div(position, history.page, rounding_mode="floor").clamp_(max=history.table.shape[1] - 1)
-    place = history.table[row, entry].long() * history.page + position % history.page
+    entries = torch.div(position, history.page, rounding_mode="floor").clamp_(max=history.table.shape[1] - 1)
+    places = history.table[row, entries].long() * history.page + position % history.page
     pages, is_new = history.pages.view(-1), position >= history.given[row]
-    ids = torch.where(is_new, history.recent[row, position % history.ring], pages[place])
+    ids = torch.where(is_new, history.recent[row, position % history.ring], pages[places])
     input_ids[:total] = ids.masked_fill_(~inside, 0)
     new = is_new & inside
-    pages[place[new]] = ids[new]
+    pages[places[new]] = ids[new]
     input_ids[total:] = 0
     positions[:total] = position
     positions[total:] = 0
