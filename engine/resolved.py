@@ -327,7 +327,7 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
         )
     if speculation.by_model:
         check_draftable(config, model, speculation)
-    speculation = speculation.within(seqs, tokens)
+    speculation = speculation.within(seqs, tokens, max(2, config.pipeline_parallel_size + 1))
     if any(drafts for _, drafts in speculation.depths):
         return speculation
     raise ConfigError(
@@ -340,6 +340,9 @@ def check_draftable(config: EngineConfig, model: ModelConfig, speculation: Specu
     instead = 'use {"method": "ngram"}, or leave it out'
     if config.tensor_parallel_size > 1:
         why = f"--tensor-parallel-size {config.tensor_parallel_size}: a model drafts on one card only so far"
+        raise ConfigError(f"--speculative-config beside {why}; {instead}")
+    if config.pipeline_parallel_size > 1:
+        why = f"--pipeline-parallel-size {config.pipeline_parallel_size}: a model drafts beside a whole one only so far"
         raise ConfigError(f"--speculative-config beside {why}; {instead}")
     if config.enable_lora:
         raise ConfigError(f"--speculative-config beside --enable-lora: a model drafts without adapters only; {instead}")

@@ -119,6 +119,7 @@ def test_other_models(made: Any, target: Path, tiny_model: Any, tmp_path: Path) 
     ("options", "message"),
     [
         ({"tensor_parallel_size": 2}, "beside --tensor-parallel-size 2: a model drafts on one card only so far"),
+        ({"pipeline_parallel_size": 2}, "beside --pipeline-parallel-size 2: a model drafts beside a whole one only"),
         ({"enable_lora": True}, "beside --enable-lora: a model drafts without adapters only"),
     ],
 )
