@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .ggml_types import BLOCKS, CODE_BOOKS, FLOATS
 from .gguf_config import read_config, read_generation_config
-from .gguf_families import FAMILIES, GGUFFamily, shapes_of
+from .gguf_families import BARE, FAMILIES, GGUFFamily, shapes_of
 from .gguf_file import GGUFTensor, read_gguf
 from .model_file import ModelError, unreadable
 
@@ -79,7 +79,7 @@ class GGUFCheckpoint:
                     f"{list(shape)}: {_AGAIN}"
                 )
             _check_type(tensor)
-            found |= _by_expert(name, tensor) if len(shape) == 3 else {name: replace(tensor, shape=shape)}
+            found |= _by_expert(name, tensor) if ".experts." in name else {name: replace(tensor, shape=shape)}
         return found
 
     @cached_property
@@ -158,7 +158,8 @@ class GGUFCheckpoint:
         path = (_OUTSIDE if layer is None else self.family.names).get(part)
         if path is None or (".experts" in path and "num_experts" not in self.config):
             return None
-        return f"{path}.{kind}" if layer is None else f"model.layers.{int(layer)}.{path}.{kind}"
+        name = path if path.endswith(BARE) else f"{path}.{kind}"
+        return name if layer is None else f"model.layers.{int(layer)}.{name}"
 
 
 def _by_expert(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:

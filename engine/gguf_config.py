@@ -17,8 +17,9 @@ _CONTROL = 3  # of tokenizer.ggml.token_type
 # Control tokens that end an answer, whether a key names them or not: older files name only one.
 _ENDS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>",
-    "<|END_OF_TURN_TOKEN|>",
+    "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|call|>",
 ))  # fmt: skip
+_MESSAGE_END, _ANSWER_END = "<|end|>", "<|return|>"  # where a vocabulary has both, the first ends no answer (gpt-oss)
 _FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SAMPLING = {  # general.sampling.* → generation_config.json
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
@@ -99,11 +100,13 @@ def eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     kinds, tokens = metadata.get("tokenizer.ggml.token_type"), metadata.get("tokenizer.ggml.tokens")
     if not isinstance(kinds, tuple) or not isinstance(tokens, Strings):  # the tokenizer will say it
         kinds = tokens = ()
-    by_text = [
-        index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+    by_text = {
+        token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if kind == _CONTROL and token in _ENDS
-    ]  # fmt: skip
-    return [token for token in dict.fromkeys([*named, *by_text]) if isinstance(token, int)]
+    }  # fmt: skip
+    not_one = by_text.get(_MESSAGE_END) if _ANSWER_END in by_text else None
+    found = dict.fromkeys([*named, *by_text.values()])
+    return [token for token in found if isinstance(token, int) and token != not_one]
 
 
 def read_floats(tensor: GGUFTensor) -> tuple[float, ...]:

@@ -50,6 +50,14 @@ QWEN_MOE = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+GPT_OSS = {
+    **{part: name for part, name in LLAMA.items() if part not in ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")},
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+BARE = (".sinks",)  # what transformers names without "weight"
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,18 @@ def _cohere(keys: Keys, config: Settings) -> Settings:
     }
 
 
+def _gpt_oss(keys: Keys, config: Settings) -> Settings:
+    """That the bounds of its rotation are not rounded no key says: all of these models have it so."""
+    rope, experts = config["rope_parameters"], _experts(keys)
+    return {
+        **experts,
+        "num_local_experts": experts["num_experts"],
+        "intermediate_size": keys.count("expert_feed_forward_length", config["intermediate_size"]),
+        "sliding_window": keys.count("attention.sliding_window"),
+        "rope_parameters": rope | {"truncate": False} if rope["rope_type"] == "yarn" else rope,
+    }
+
+
 FAMILIES: Mapping[str, GGUFFamily] = {
     "llama": GGUFFamily(
         "LlamaForCausalLM", "llama", {**LLAMA, **MIXTRAL}, _llama, permuted=True, layers_with_windows=True
@@ -167,6 +187,7 @@ FAMILIES: Mapping[str, GGUFFamily] = {
     ),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", OLMO2),
     "granite": GGUFFamily("GraniteForCausalLM", "granite", LLAMA, _granite, permuted=True),
+    "gpt-oss": GGUFFamily("GptOssForCausalLM", "gpt_oss", GPT_OSS, _gpt_oss, layers_with_windows=True),
     "command-r": GGUFFamily(
         "CohereForCausalLM", "cohere", COHERE, _cohere, norm_eps=("attention.layer_norm_epsilon", "layer_norm_eps")
     ),
@@ -200,6 +221,7 @@ def shapes_of(config: Settings) -> dict[str, tuple[int, ...]]:
         "attn_q_norm": query_norm,
         "attn_k_norm": key_norm,
         **matrices,
+        "attn_sinks": (config["num_attention_heads"],),
         "ffn_gate_inp": (experts, hidden),
         "ffn_gate_exps": (experts, small, hidden),
         "ffn_up_exps": (experts, small, hidden),
@@ -209,5 +231,7 @@ def shapes_of(config: Settings) -> dict[str, tuple[int, ...]]:
         "ffn_up_shexp": (shared, hidden),
         "ffn_down_shexp": (hidden, shared),
     }
-    biases = {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+    biases: dict[str, tuple[int, ...]] = {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+    mixture = ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+    biases |= {f"{name}.bias": weights[name][:-1] for name in mixture}
     return {f"{name}.weight": shape for name, shape in weights.items()} | biases

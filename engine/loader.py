@@ -212,6 +212,17 @@ def load_beside(part: Loadable, checkpoint: Checkpoint) -> None:
         parameter.requires_grad_(False)
 
 
+def make_beside(part: Loadable) -> None:
+    """The same without files: made-up weights."""
+    with torch.no_grad():
+        holders = choose_formats(part)
+        for holder in holders:
+            holder.create()
+        fill_with_noise(part, 0, lambda done, total: None)
+        for holder in holders:
+            holder.finish()
+
+
 def make_model(config: ModelConfig, place: Placement, max_len: int) -> Model:
     """Without weights: a decoder of our own blocks, or of transformers' code."""
     if config.encoder is not None:

@@ -23,6 +23,7 @@ from .graphs import MIXED_DECODE_ROWS, MIXED_PREFILL_ROWS, StepGraph, StepGraphs
 from .kv_format import NUMBERS, KVFormat
 from .kv_layout import kv_layout
 from .kv_storage import allocate, allocate_scales
+from .latent_prompts import LatentPrompts
 from .layers.expert_load import ExpertCounter, ExpertLoad
 from .mask import TokenMask
 from .models.model import Model
@@ -212,6 +213,7 @@ class ModelRunner:
         drafts, width = self.drafter is not None, model.config.hidden_size
         self.relay = Relay(stage, width, model.place.dtype, device, drafts) if ring else None
         self._counter, self._experts_read = ExpertCounter(), 0.0
+        self.latent_prompts = LatentPrompts.of(model)
         self.make_rows(max_model_len)
 
     def make_rows(self, max_model_len: int) -> None:
@@ -250,6 +252,9 @@ class ModelRunner:
         adapters = self.adapters if self.adapters is not None and self.adapters.begin(plan) else None
         graphs = self.graphs if adapters is None else self.adapter_graphs
         graph = graphs.find(plan) if graphs is not None and not wants_all else None
+        expanded = None  # latents of prompts: not in a graph, for how long contexts are, the host has to know
+        if self.latent_prompts is not None and self.latent_prompts.expands(plan, graph is not None):
+            graph, expanded = None, self.latent_prompts
         every: Tensor | None = None  # the hidden states of all tokens
         num_logits = num_sampled
         if graph is not None:
@@ -271,6 +276,8 @@ class ModelRunner:
             header = host.to(self.device, non_blocking=True)
             # Dummy steps compile what graphs will launch.
             batch = builder.gather(header, shape, beside=plan.step < 0)
+            if expanded is not None:
+                batch.attention.expanded = expanded.prompts(plan, batch.attention.prompts, self.max_model_len)
             if relay is not None:
                 relay.take_in(shape.tokens)
             wanted = header[WANTED, : max(1, num_wanted)]  # at least one, or kernels would meet products of no row
@@ -279,7 +286,7 @@ class ModelRunner:
                 hidden = every.index_select(0, wanted)
             else:
                 hidden = self.forward(batch, wanted)
-                self.num_graph_misses += graphs is not None and graphs.expects(plan)
+                self.num_graph_misses += graphs is not None and expanded is None and graphs.expects(plan)
         samples = builder.samples(plan, header, host, batch)
         if not self.is_last:
             assert relay is not None
@@ -455,6 +462,15 @@ class ModelRunner:
             self.builder.prompt_pages = PromptPages.create(
                 self.prompt_page_tokens, self.block_size, size, dtype, self.device
             )
+        if self.latent_prompts is not None:
+            self.latent_prompts.allocate(self.latent_elements(dtype.itemsize), dtype, self.device)
+
+    def latent_elements(self, item: int) -> int:
+        """Of the workspace where latents of prompts are expanded; item: bytes of a number."""
+        if self.latent_prompts is None:
+            return 0
+        longest = -(-self.max_model_len // self.block_size) * self.block_size
+        return self.latent_prompts.elements(self.max_num_seqs, longest, item)
 
     def _scratch_blocks(self) -> dict[int, int]:
         """Layer → blocks behind the cache's, where drafts of drafts go."""
@@ -465,8 +481,9 @@ class ModelRunner:
         return dict.fromkeys(range(first, len(self.layers)), groups * self.model_drafter.num_scratch_blocks)
 
     def scratch_bytes(self, item: int) -> int:
-        """Of those blocks; item: bytes of a number. Layers at one place share memory, whose pages are the largest's."""
-        layout, more, found = self.layout, self._scratch_blocks(), 0
+        """Of those blocks, and where latents are expanded; item: bytes of a number. Layers at one place share memory,
+        whose pages are the largest's."""
+        layout, more, found = self.layout, self._scratch_blocks(), self.latent_elements(item) * item
         for place in layout.places:
             specs = [layout.specs[layer] for layer in place]
             token = max(spec.token_elements for spec in specs) * layout.format.item_bytes(item)
@@ -519,11 +536,11 @@ class ModelRunner:
         """For steps with up to this many decodes, or these numbers of tokens in all; `capture_graphs` makes them."""
         decodes = min(max_decodes, self.max_num_seqs)
         drafts = {count: most for most, count in self.draft_depths}
-        if self.adapters is not None:
-            self.adapter_graphs = StepGraphs(
-                None, self._forward_adapted, decodes, max_mixed_tokens, (), drafts, coarse=True
-            )
         propose = self._propose if self.model_drafter is not None else None
+        if self.adapters is not None:  # who drafts has none
+            self.adapter_graphs = StepGraphs(
+                None, self._forward_adapted, decodes, max_mixed_tokens, (), drafts, coarse=True, propose=propose
+            )
         return StepGraphs(None, self.forward, decodes, max_mixed_tokens, large_mixed_tokens, drafts, propose=propose)
 
     @torch.inference_mode()

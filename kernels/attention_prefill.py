@@ -15,28 +15,32 @@ from .tiles import fits, tile_table
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "stride_table"],
+    do_not_specialize=["num_requests", "num_kv_heads", "stride_table"],
     do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "seq_lens_ptr", "query_start_ptr", "sinks_ptr"],
 )
 def _prefill_kernel(
     out_ptr, query_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-    table_ptr, rows_ptr, seq_lens_ptr, query_start_ptr, sinks_ptr, scale, num_requests, stride_table,
+    table_ptr, rows_ptr, seq_lens_ptr, query_start_ptr, sinks_ptr, scale, num_requests, num_kv_heads, stride_table,
     stride_query_token, stride_query_head, stride_key_block, stride_key_slot, stride_key_head,
     stride_value_block, stride_value_slot, stride_value_head,
     stride_key_scale_block, stride_key_scale_slot, stride_key_scale_head,
     stride_value_scale_block, stride_value_scale_slot, stride_value_scale_head, stride_out_token, stride_out_head,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, REQUESTS_PAD: tl.constexpr,
     KEY_SIZE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
-    TAIL: tl.constexpr, TAIL_PAD: tl.constexpr,
+    TAIL: tl.constexpr, TAIL_PAD: tl.constexpr, SHARED: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SAME_STRIDES: tl.constexpr,
     SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """SCALES: of kv_fp8.py. They multiply scores and weights, or where all tokens have the same, all scores and the
+    """NUM_KV_HEADS: 0 where num_kv_heads says it, for one variant of any number of heads.
+    TAIL: elements of a key behind the KEY_SIZE ones that are loaded as one tile. SHARED: these are the value, too.
+    SCALES: of kv_fp8.py. They multiply scores and weights, or where all tokens have the same, all scores and the
     result."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # Heads are the fastest axis: those of the longest blocks all start first.
-    kv_head = tl.program_id(0) % NUM_KV_HEADS
-    place = tl.program_id(0) // NUM_KV_HEADS
+    if NUM_KV_HEADS > 0:
+        num_kv_heads = NUM_KV_HEADS
+    kv_head = tl.program_id(0) % num_kv_heads
+    place = tl.program_id(0) // num_kv_heads
     # Request b has the places from query_start[b] // BLOCK_Q + b on, as many as it has blocks or one more. So the grid
     # follows the number of tokens, not the longest request times the number of requests: programs without work cost
     # as much as they do in a launch that has little else.
@@ -153,7 +157,7 @@ def _prefill_kernel(
             value_scale_ptrs = value_scale_ptr + block * stride_value_scale_block + slot * stride_value_scale_slot
             weights *= (tl.load(value_scale_ptrs) * LIFT)[None, :]
 
-        if TAIL > 0:
+        if SHARED:
             value = key
         else:
             value_ptrs = value_ptr + value_offset[:, None] + value_column[None, :]
@@ -212,8 +216,12 @@ def prefill_attention_triton(
     block_n: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
+    any_heads: bool = False,
 ) -> torch.Tensor:
-    """`prefill_attention` (see attention.py) on Triton; the arguments after `out` override the tile."""
+    """`prefill_attention` (see attention.py) on Triton; the arguments after `out` override the tile.
+
+    any_heads: with a kernel that is the same for all numbers of KV heads.
+    """
     keys, values, table = cache.keys, cache.values, cache.block_table
     sinks, key_scales, value_scales = scoring.sinks, cache.key_scales, cache.value_scales
     num_tokens, num_heads, key_size = query.shape
@@ -225,6 +233,9 @@ def prefill_attention_triton(
         return out
 
     group, tail = num_heads // num_kv_heads, key_tail(keys, values)
+    shared = tail > 0
+    if key_size > value_size >= 16 and value_size & (value_size - 1) == 0:
+        tail = key_size - value_size  # as latent attention's expanded keys, 128 + 64: as one tile they would take 256
     tile = prefill_tile(query.dtype, max(key_size, value_size), batch.max_query_len * group)
     block_m = block_m or tile.block_m
     if num_kv_heads == 1 and group > block_m and group % block_m == 0:
@@ -238,15 +249,16 @@ def prefill_attention_triton(
     _prefill_kernel[(num_places * num_kv_heads,)](
         out, query, keys, values, query if key_scales is None else key_scales,
         query if value_scales is None else value_scales, table, batch.rows, batch.seq_lens, batch.query_start,
-        query if sinks is None else sinks, float(scoring.scale), num_requests, table.stride(0),
+        query if sinks is None else sinks, float(scoring.scale), num_requests, num_kv_heads,
+        table.stride(0),
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         *((0, 0, 0) if key_scales is None else key_scales.stride()),
         *((0, 0, 0) if value_scales is None else value_scales.stride()), *out.stride()[:2],
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE=page,
+        NUM_KV_HEADS=0 if any_heads else num_kv_heads, GROUP=group, PAGE=page,
         REQUESTS_PAD=16 if num_requests <= 16 else max(1024, triton.next_power_of_2(num_requests)),
         KEY_SIZE=key_size - tail, KEY_PAD=max(triton.next_power_of_2(key_size - tail), 16),
         VALUE_SIZE=value_size, VALUE_PAD=max(triton.next_power_of_2(value_size), 16),
-        TAIL=tail, TAIL_PAD=max(triton.next_power_of_2(tail), 16),
+        TAIL=tail, TAIL_PAD=max(triton.next_power_of_2(tail), 16), SHARED=shared,
         WINDOW=scoring.window, SOFT_CAP=float(scoring.soft_cap), HAS_SINKS=sinks is not None,
         SAME_STRIDES=keys.stride() == values.stride(),
         SCALES=scale_kind(key_scales), BLOCK_M=block_m, BLOCK_N=block_n or tile.block_n,

@@ -1,4 +1,4 @@
-"""Latent attention's step before attention, in one launch: rotate the query's part, and write a token's one cache row.
+"""Latent attention's step before attention, in one launch: rotate the queries' part, and write a token's one cache row.
 
 The row is [latent | rotated key]: the compressed key and value, normed, and the part of the key that all heads share
 (DeepSeek-V2, arXiv 2405.04434).
@@ -18,25 +18,25 @@ from .rope_kv import write_kv_torch
 
 
 def write_latent(
-    rotary: torch.Tensor, query: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
+    rotary: torch.Tensor, rotated: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     cache: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, eps: float, interleaved: bool,
 ) -> None:  # fmt: skip
-    """query[..., R:] = rotary, rotated; cache row slots[t] = [RMSNorm(latent[t, :R]) · weight | latent[t, R:], rotated]
+    """rotated = rotary, rotated; cache row slots[t] = [RMSNorm(latent[t, :R]) · weight | latent[t, R:], rotated]
 
-    rotary [T, H, D], query [T, H, R + D], latent [T, R + D], of one dtype, last dimension contiguous (views into a
-    product are fine). positions int32 [T] and cos_sin fp32 [max_pos, D] as in apply_rope_torch.
+    rotary and rotated [T, H, D], latent [T, R + D], of one dtype, last dimension contiguous (views are fine).
+    positions int32 [T] and cos_sin fp32 [max_pos, D] as in apply_rope_torch.
     cache [num_blocks, page, 1, R + D]; a different dtype is converted. slots int32 or int64 [T]: block * page + offset;
     -1 stores nothing (padding). Slots must not repeat. weight [R].
     interleaved: pairs are (2i, 2i + 1) in rotary and latent, else (i, i + D/2), which they always are in the results:
     a score is a sum over pairs, in whatever order.
-    All in fp32, rounded once to query's dtype, then to the cache's.
+    All in fp32, rounded once to latent's dtype, then to the cache's.
     """
-    write = write_latent_triton if query.is_cuda else write_latent_torch
-    write(rotary, query, latent, positions, cos_sin, cache, slots, weight, eps, interleaved)
+    write = write_latent_triton if latent.is_cuda else write_latent_torch
+    write(rotary, rotated, latent, positions, cos_sin, cache, slots, weight, eps, interleaved)
 
 
 def write_latent_torch(
-    rotary: torch.Tensor, query: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
+    rotary: torch.Tensor, rotated: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     cache: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, eps: float, interleaved: bool,
 ) -> None:  # fmt: skip
     rank = len(weight)
@@ -44,15 +44,15 @@ def write_latent_torch(
     key = latent[:, None, rank:]
     if interleaved:
         rotary, key = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (rotary, key))
-    rotate_pairs(rotary, query[..., rank:], cos, sin)
-    rotated = torch.empty_like(key)
-    rotate_pairs(key, rotated, cos, sin)
+    rotate_pairs(rotary, rotated, cos, sin)
+    rotated_key = torch.empty_like(key)
+    rotate_pairs(key, rotated_key, cos, sin)
     value = normalize(latent[:, None, :rank].float(), weight, eps).to(latent.dtype)
-    write_kv_torch(rotated, value, cache[..., rank:], cache[..., :rank], slots)
+    write_kv_torch(rotated_key, value, cache[..., rank:], cache[..., :rank], slots)
 
 
 def write_latent_triton(
-    rotary: torch.Tensor, query: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
+    rotary: torch.Tensor, rotated: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     cache: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, eps: float, interleaved: bool,
 ) -> None:  # fmt: skip
     """One program a token and group of query heads, and one a token for the cache's row."""
@@ -62,18 +62,18 @@ def write_latent_triton(
     rank, half = len(weight), dim // 2
     group = min(16, triton.next_power_of_2(num_heads))
     _write_latent_kernel[(num_tokens, 1 + triton.cdiv(num_heads, group))](
-        rotary, query, latent, positions, cos_sin, cache, slots, weight, num_heads,
-        *rotary.stride()[:2], *query.stride()[:2], latent.stride(0), cos_sin.stride(0), *cache.stride()[:2], eps,
+        rotary, rotated, latent, positions, cos_sin, cache, slots, weight, num_heads,
+        *rotary.stride()[:2], *rotated.stride()[:2], latent.stride(0), cos_sin.stride(0), *cache.stride()[:2], eps,
         PAGE=cache.shape[1], RANK=rank, RANK_PAD=triton.next_power_of_2(rank), HALF=half,
         HALF_PAD=triton.next_power_of_2(half), GROUP=group, INTERLEAVED=interleaved, num_warps=4,
-        **pdl_options(query, yields=True),
+        **pdl_options(latent, yields=True),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _write_latent_kernel(
-    rotary_ptr, query_ptr, latent_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, weight_ptr, num_heads,
-    rotary_token, rotary_head, query_token, query_head, latent_token, table_stride, cache_block, cache_slot, eps,
+    rotary_ptr, rotated_ptr, latent_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, weight_ptr, num_heads,
+    rotary_token, rotary_head, rotated_token, rotated_head, latent_token, table_stride, cache_block, cache_slot, eps,
     PAGE: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _write_latent_kernel(
         lanes = lane + tl.zeros([GROUP, 1], tl.int32)
         _rotate_rows(
             rotary_ptr + token * rotary_token + head * rotary_head,
-            query_ptr + token * query_token + head * query_head + RANK,
+            rotated_ptr + token * rotated_token + head * rotated_head,
             angle_ptr, lanes, (lanes < HALF) & (head < num_heads), latent_ptr.dtype.element_ty, HALF, INTERLEAVED,
         )  # fmt: skip
     else:

@@ -24,10 +24,10 @@ HALVES: Mapping[str, tuple[int, ...]] = {
 # transformers' model_type → llama.cpp's architecture, where they differ.
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
-    "cohere": "command-r",
+    "cohere": "command-r", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 # What converters call the pre-tokenisers of these architectures; any of them reads the tiny tokenizer.
-PRE = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2"}
+PRE = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "gpt-oss": "gpt-4o"}
 PERMUTED = ("llama", "granite")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -105,7 +105,8 @@ def write_gguf(
             tensor = tensor + 1
         if arch in PERMUTED and (".q_proj" in name or ".k_proj" in name):
             tensor = permuted(tensor, heads if ".q_proj" in name else config["num_key_value_heads"])
-        chosen = kind(stored) if tensor.dim() > 1 and "ffn_gate_inp" not in stored and "norm" not in stored else "F32"
+        matrix = tensor.dim() > 1 and not any(part in stored for part in ("ffn_gate_inp", "norm", ".bias"))
+        chosen = kind(stored) if matrix else "F32"
         writer.add_tensor(stored, quantized(tensor, chosen, seed), raw_dtype=GGMLQuantizationType[chosen])
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
@@ -126,7 +127,31 @@ def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
         else:
             found[name] = tensor
-    return found | {name: torch.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
+    found |= {name: torch.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
+    for name in [name for name in found if ".mlp.experts." in name and name.endswith(("proj", "proj_bias"))]:
+        found |= separated(name, found.pop(name))  # of gpt-oss
+    return {f"{name}.weight" if name.endswith(".sinks") else name: tensor for name, tensor in found.items()}
+
+
+def separated(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """gpt-oss's [E, K, N] and biases [E, N] as llama.cpp has them: rows first, those of gate and up, which take turns,
+    in a tensor each."""
+    kind = "bias" if name.endswith("_bias") else "weight"
+    path, _, part = name.removesuffix("_bias").rpartition(".")
+    rows = tensor if kind == "bias" else tensor.transpose(1, 2)
+    parts = {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]} if part == "gate_up_proj" else {part: rows}
+    return {f"{path}.{part}.{kind}": one.contiguous() for part, one in parts.items()}
+
+
+def one_each(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts' tensors apart, under the names that most families of transformers have."""
+    found = {}
+    for name, tensor in stacked(tensors).items():
+        if match := re.fullmatch(r"(.*\.experts)\.(.*)", name):
+            found |= {f"{match[1]}.{expert}.{match[2]}": one for expert, one in enumerate(tensor)}
+        else:
+            found[name.replace(".sinks.weight", ".sinks")] = tensor
+    return found
 
 
 def own_keys(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +175,15 @@ def own_keys(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
             "embedding_scale": float(config["embedding_multiplier"]),
             "residual_scale": float(config["residual_multiplier"]),
             "logit_scale": float(config["logits_scaling"]),
+        }
+    if arch == "gpt-oss":
+        rope = config["rope_parameters"]
+        found |= {
+            "attention.sliding_window": config["sliding_window"],
+            "expert_feed_forward_length": config["intermediate_size"],
+            "rope.scaling.type": rope["rope_type"],
+            "rope.scaling.factor": float(rope["factor"]),
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
     if arch == "command-r":
         found["logit_scale"] = float(config["logit_scale"])

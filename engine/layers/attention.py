@@ -11,6 +11,7 @@ from ...kernels.attention_beside import MIN_DECODES, attend_beside
 from ...kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from ...kernels.attention_prefill_hopper import supports, takes
 from ...kernels.kv_unpack import PromptPages, UnpackedPrompts
+from ...kernels.latent_prompts import ExpandedPrompts
 from ...kernels.rope_kv import rope_write_kv
 from ..layer_spec import KVSpec
 from .norm import RMSNorm
@@ -37,6 +38,7 @@ class AttentionBatch:
     workspace: DecodeWorkspace | None = None
     beside: bool = False  # decodes and prompts, both there, at the same time where that pays: for CUDA graphs
     prompt_pages: PromptPages | None = None  # where prompts' codes are unpacked
+    expanded: ExpandedPrompts | None = None  # the prompts, where layers with latent attention are to expand them
     # What the kernels are told of them, made once here rather than once a layer.
     num_decode_tokens: int = field(init=False)
     decodes: UniformBatch = field(init=False)

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), absorbed: what is cached is never expanded."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): absorbed, so that what is cached is read as it is; for
+long prompts expanded, where that costs fewer products."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...kernels.attention_inputs import Scoring
+from ...kernels.attention import decode_attention
+from ...kernels.attention_inputs import PagedCache, Scoring
 from ...kernels.latent_kv import write_latent
+from ...kernels.latent_prompts import expanded_attention
 from ...kernels.norm import rms_norm
 from ..layer_spec import LatentAttentionSpec
 from ..layers.attention import Attention, AttentionBatch
@@ -121,11 +124,16 @@ class LatentAttentionBlock(nn.Module):
             compressed, latent = latent.split([spec.q_rank, row], dim=1)
             x = rms_norm(compressed, self.q_norm.weight, self.q_norm.eps)
         query = self.query(x).view(num_tokens, self.num_heads, -1)
-        attended = self._attend(query, latent, positions, batch, last_only=wanted is not None)
-        if wanted is not None:
-            attended = attended.index_select(0, wanted)
-        values = x.new_empty(attended.shape[0], self.num_heads, spec.value_dim)
-        torch.bmm(attended.transpose(0, 1), self.expansion.values, out=values.transpose(0, 1))
+        cache = self.attention.cache
+        if cache is not None and batch.expanded is not None:
+            values = self._expand(query, latent, positions, batch, cache)
+            if wanted is not None:
+                values = values.index_select(0, wanted)
+        else:
+            attended = self._attend(query, latent, positions, batch, last_only=wanted is not None)
+            if wanted is not None:
+                attended = attended.index_select(0, wanted)
+            values = self._values(attended, x.new_empty(len(attended), self.num_heads, spec.value_dim))
         if wanted is not None:
             return self.output(values.flatten(1))
         return self.output.add_to(residual, values.flatten(1))
@@ -134,24 +142,62 @@ class LatentAttentionBlock(nn.Module):
         self, query: Tensor, latent: Tensor, positions: Tensor, batch: AttentionBatch, last_only: bool
     ) -> Tensor:
         """query [T, H, nope + rope], latent [T, R + rope], neither normed nor rotated → [T, H, R]."""
-        spec, attention, cache = self.spec, self.attention, self.attention.cache
-        num_tokens = query.shape[0]
-        absorbed = query.new_empty(num_tokens, self.num_heads, attention.spec.head_dim)
+        spec, cache = self.spec, self.attention.cache
         plain, rotary = query.split([spec.nope_dim, spec.rope_dim], dim=2)
-        into = absorbed[..., : spec.kv_rank].transpose(0, 1)
-        torch.bmm(plain.transpose(0, 1), self.expansion.keys, out=into)
+        absorbed = self._absorb(plain)
         if cache is None:  # the memory profiling run
-            return query.new_zeros(num_tokens, self.num_heads, spec.kv_rank)
+            return query.new_zeros(len(query), self.num_heads, spec.kv_rank)
+        self._write(rotary, absorbed[..., spec.kv_rank :], latent, positions, batch, cache)
+        return self.attention.attend(absorbed, cache, batch, last_only).view(len(query), self.num_heads, spec.kv_rank)
+
+    def _expand(
+        self, query: Tensor, latent: Tensor, positions: Tensor, batch: AttentionBatch, cache: PagedCache
+    ) -> Tensor:
+        """As `_attend`, with each head's keys and values of the prompts made of latents → [T, H, Dv]."""
+        spec, decodes, attention = self.spec, batch.num_decode_tokens, self.attention
+        rotated, values = torch.empty_like(query), query.new_empty(len(query), self.num_heads, spec.value_dim)
+        plain, rotary = query.split([spec.nope_dim, spec.rope_dim], dim=2)
+        self._write(rotary, rotated[..., spec.nope_dim :], latent, positions, batch, cache)
+        if decodes:
+            absorbed = self._absorb(plain[:decodes])
+            absorbed[..., spec.kv_rank :] = rotated[:decodes, :, spec.nope_dim :]
+            attended = decode_attention(
+                absorbed, cache, batch.decodes, attention.scoring, workspace=batch.workspace
+            )  # fmt: skip
+            self._values(attended, values[:decodes])
+        rotated[decodes:, :, : spec.nope_dim] = plain[decodes:]
+        assert batch.expanded is not None
+        expansion = self.expansion
+        expanded_attention(
+            rotated, cache, batch.expanded, expansion.keys, expansion.values, attention.scoring, values
+        )  # fmt: skip
+        return values
+
+    def _absorb(self, plain: Tensor) -> Tensor:
+        """What is not rotated of queries, [T, H, nope] → [T, H, R + rope], of which the last part is yet to come."""
+        absorbed = plain.new_empty(len(plain), self.num_heads, self.attention.spec.head_dim)
+        into = absorbed[..., : self.spec.kv_rank].transpose(0, 1)
+        torch.bmm(plain.transpose(0, 1), self.expansion.keys, out=into)
+        return absorbed
+
+    def _values(self, attended: Tensor, out: Tensor) -> Tensor:
+        """Sums of latents [T, H, R] → out [T, H, Dv]."""
+        torch.bmm(attended.transpose(0, 1), self.expansion.values, out=out.transpose(0, 1))
+        return out
+
+    def _write(
+        self, rotary: Tensor, rotated: Tensor, latent: Tensor, positions: Tensor, batch: AttentionBatch,
+        cache: PagedCache,
+    ) -> None:  # fmt: skip
         write_latent(
             rotary,
-            absorbed,
+            rotated,
             latent,
             positions,
             self.rotary.cos_sin,
             cache.keys,
-            batch.slots[attention.group],
+            batch.slots[self.attention.group],
             self.kv_norm.weight,
             self.kv_norm.eps,
-            spec.interleaved,
+            self.spec.interleaved,
         )
-        return attention.attend(absorbed, cache, batch, last_only).view(num_tokens, self.num_heads, spec.kv_rank)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from .. import logs
-from ..config import EngineConfig, default_cpu_threads
+from ..config import EngineConfig
 from ..connection import Connection
 from ..messages import Failure
 from .adapters import OtherStores
@@ -27,7 +27,7 @@ from .effort import Effort, Starting
 from .hang import IDLE, INTERVAL, START_LIMIT, HangWatch, pulse
 from .messages import AdapterRead, FromRank, Join, Leave, Pulse, Seat, ToRank
 from .place import Place, may_follow
-from .placing import placing
+from .placing import placing, threads_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ def share_of_threads(config: EngineConfig) -> EngineConfig:
     """As each rank of it gets it."""
     if config.ranks_per_node == 1:
         return config
-    threads = config.cpu_threads or default_cpu_threads()
-    return dataclasses.replace(config, cpu_threads=max(1, threads // config.ranks_per_node))
+    return dataclasses.replace(config, cpu_threads=threads_of_rank(config))
 
 
 class Peers:

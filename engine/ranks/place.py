@@ -89,12 +89,14 @@ class Child:
 def spawn(
     rank: int, sock: socket.socket, threads: int, environment: Mapping[str, str] = {}, before: tuple[str, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    """A rank's process, which follows what comes by `sock`. It ends with the thread that calls this. `threads`: of
-    libraries on the CPU, 0: as they like; `before`: a command that runs it, and then is its parent. Raises OSError."""
+    """A rank's process, which follows what comes by `sock`. It ends with the thread that calls this. `threads`: on the
+    CPU, 0: as its options say, and libraries like; `before`: a command that runs it, and then is its parent. Raises
+    OSError."""
     threading = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return subprocess.Popen(
         [*before, sys.executable, "-m", "vserve.engine.ranks.process", "--fd", str(sock.fileno()),
-         "--parent", str(0 if before else os.getpid()), "--rank", str(rank), *logs.arguments()],
+         "--parent", str(0 if before else os.getpid()), "--rank", str(rank),
+         "--cpu-threads", str(threads), *logs.arguments()],
         pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **threading, **environment},
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -71,12 +72,13 @@ def follow(channel: Channel, runner: ModelRunner) -> None:
             return
 
 
-def run(channel: Channel) -> int:
-    """Returns the exit code."""
+def run(channel: Channel, threads: int = 0) -> int:
+    """Returns the exit code. `threads`: of its host, where that is another than rank 0's; 0: as the options say."""
     try:
         start = channel.receive()
         assert isinstance(start, Join)
         config = EngineConfig(**start.options)
+        config = dataclasses.replace(config, cpu_threads=threads or config.cpu_threads)
         faults.rank = start.seat.rank
         pulses = Pulses(channel)
         use_kernel_cache()
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--cpu-threads", type=int, default=0)
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args()
@@ -123,7 +126,7 @@ def main() -> None:
     # Rank 0 says what all of them do; of the others only what goes wrong is told.
     level = "DEBUG" if arguments.log_level.upper() == "DEBUG" else "ERROR"
     logs.configure(level, arguments.log_format, f"rank {arguments.rank}")
-    code = run(Channel(socket.socket(fileno=arguments.fd), ToRank))
+    code = run(Channel(socket.socket(fileno=arguments.fd), ToRank), arguments.cpu_threads)
     logs.flush()
     os._exit(code)  # libraries wait at their exit for ranks that are gone
 

@@ -33,6 +33,11 @@ _TEKKEN_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # tokenizer.ggml.pre → expressions, each of which divides what the one before has left.
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9]{3}")
 _WORDS: dict[str, tuple[str, ...]] = {
@@ -41,12 +46,14 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "qwen2": (QWEN_WORDS,),
     "deepseek-r1-qwen": (QWEN_WORDS,),
     "tekken": (_TEKKEN_WORDS,),
+    "gpt-4o": (_GPT4O_WORDS,),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "smaug-bpe", "dbrx"), (_LLAMA3_WORDS,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2_WORDS)),
 }
 _COMPOSED = ("qwen2", "deepseek-r1-qwen")  # text is brought into NFC first
-# A word that is a token is that token whatever the merges say, and a text begins with the bos token.
-_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
+# A text begins with the bos token.
+_BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
+_WHOLE_WORDS = (*_BEGUN, "gpt-4o")  # a word that is a token is that token whatever the merges say
 
 
 def read_gguf_tokenizer(file: GGUFFile) -> TokenizerFiles:
@@ -181,7 +188,7 @@ def _byte_level(table: _Table) -> FastTokenizer:
     )
     core.decoder = decoders.ByteLevel()
     table.add_whole(core)
-    table.add_ends(core, bos=pre in _WHOLE_WORDS)
+    table.add_ends(core, bos=pre in _BEGUN)
     return core
 
 

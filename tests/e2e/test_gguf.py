@@ -26,7 +26,9 @@ def twin(folder: Path, path: Path, target: Path, gguf_models) -> Path:
     names = gguf.get_tensor_name_map(arch, heads["num_hidden_layers"])
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     numbers = {}
-    for name, plain in load_file(folder / "model.safetensors").items():
+    originals = load_file(folder / "model.safetensors")
+    for name, plain in gguf_models.one_each(originals).items():
+        name = name.replace(".sinks", ".sinks.weight")
         base, _, suffix = name.rpartition(".")
         stacked, _, part = base.partition(".experts.")
         expert, _, part = part.partition(".")
@@ -40,8 +42,26 @@ def twin(folder: Path, path: Path, target: Path, gguf_models) -> Path:
             rows = len(values) // heads[which]
             values = values.view(heads[which], rows // 2, 2, -1).transpose(1, 2).reshape(plain.shape)
         numbers[name] = values.float().contiguous()
-    save_file(numbers, target / "model.safetensors", {"format": "pt"})
+    save_file(originals | as_stored(numbers, originals), target / "model.safetensors", {"format": "pt"})
     return target
+
+
+def as_stored(numbers: dict[str, torch.Tensor], originals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Under the names of the folder; of gpt-oss all experts in one tensor, [E, K, N], gate and up in turn."""
+    found = {}
+    for name in originals:
+        path, _, part = name.partition(".mlp.experts.")
+        if name in numbers or not part:
+            found[name] = numbers[name.replace(".sinks", ".sinks.weight")]
+            continue
+        kind, parts = "bias" if part.endswith("_bias") else "weight", part.removesuffix("_bias")
+        parts = ["gate_proj", "up_proj"] if parts == "gate_up_proj" else [parts]
+        rows = [
+            torch.stack([numbers[f"{path}.mlp.experts.{expert}.{one}.{kind}"] for one in parts], dim=1).flatten(0, 1)
+            for expert in range(originals[name].shape[0])
+        ]
+        found[name] = torch.stack([each.t() if kind == "weight" else each for each in rows]).contiguous()
+    return found
 
 
 def mixed(name: str) -> str:
@@ -78,6 +98,18 @@ def test_answers_are_those_of_its_blocks(
         inside = httpx.post(f"{url}/tokenize", json=prompt).json()["tokens"]
     with live_server(numbers, max_model_len=256) as url:
         assert httpx.post(f"{url}/tokenize", json=prompt).json()["tokens"] == inside
+
+
+def test_gpt_oss(tiny_model, live_server, gguf_models, tmp_path):
+    """Experts in MXFP4, as it is published; the window ends within the prompts."""
+    folder = tiny_model("gpt_oss", **{**WIDE, "initializer_range": 0.1})
+    kinds = lambda name: "MXFP4" if "exps" in name else "Q8_0"  # noqa: E731
+    path = gguf_models.write_gguf(folder, tmp_path / "tiny.gguf", kinds)
+    numbers = twin(folder, path, tmp_path / "twin", gguf_models)
+    with live_server(path, max_num_batched_tokens=48, max_model_len=256) as url:
+        assert mismatches(url, numbers, random_prompts(5, 16, 33), 1e-3) == []
+        formats = httpx.get(f"{url}/server_info").json()["quantization"]["formats"]
+        assert formats == "GGUF MXFP4 × 45, GGUF Q8_0 × 13"
 
 
 OTHERS = {

@@ -65,7 +65,7 @@ def test_rotates_norms_and_writes(case: str, path: str, interleaved: bool, devic
         cache = torch.full((BLOCKS, PAGE, 1, rank + dim), 7.0, dtype=cache_dtype, device=device)
         untouched, source = cache.clone(), queries.clone()
         PATHS[path](
-            queries[..., 6:], query, latent, positions.to(device, torch.int32), table, cache,
+            queries[..., 6:], query[..., rank:], latent, positions.to(device, torch.int32), table, cache,
             torch.tensor(slots, dtype=options["slots_dtype"], device=device), weight, EPS, interleaved,
         )  # fmt: skip
         assert torch.equal(queries, source) and (query[..., :rank] == 5.0).all(), "what is not its to write"
@@ -101,7 +101,7 @@ def test_padding_writes_nothing_and_reads_no_slot(device: str) -> None:
     slots = torch.tensor([4, -1], dtype=torch.int32, device=device)
     rotary, weight = torch.ones(2, 1, 8, device=device), torch.ones(16, device=device)
     for write in (write_latent_torch, write_latent_triton):
-        write(rotary, query, latent, zeros, table, cache, slots, weight, 1e-6, True)
+        write(rotary, query[..., 16:], latent, zeros, table, cache, slots, weight, 1e-6, True)
         assert cache.isfinite().all() and cache[1, 0].ne(0).all()
 
 
@@ -112,7 +112,7 @@ for tokens in (1, 2, 16, 300):
     x = torch.empty(tokens, 128, 192, dtype=torch.bfloat16)
     ints = torch.empty(tokens, dtype=torch.int32)
     write_latent_triton(
-        x[..., 128:], torch.empty(tokens, 128, 576, dtype=torch.bfloat16),
+        x[..., 128:], torch.empty(tokens, 128, 576, dtype=torch.bfloat16)[..., 512:],
         torch.empty(tokens, 1536 + 576, dtype=torch.bfloat16)[:, 1536:], ints, torch.empty(4096, 64),
         torch.empty(40, 16, 1, 576, dtype=torch.bfloat16), ints, torch.empty(512, dtype=torch.bfloat16), 1e-6, True,
     )

@@ -21,15 +21,16 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vserve.engine.gguf_checkpoint import GGUFCheckpoint
-from vserve.engine.gguf_config import read_config, read_generation_config
+from vserve.engine.gguf_config import eos_token_ids, read_config, read_generation_config
 from vserve.engine.gguf_file import Strings, read_gguf
 from vserve.engine.model_config import parse_model_config
 from vserve.engine.model_file import ModelError
+from vserve.engine.quant.fp4 import decode_experts
 from vserve.engine.quant.scheme import make_scheme, read_quantization
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "cohere",
-    "mixtral", "qwen2_moe", "qwen3_moe",
+    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss",
 )  # fmt: skip
 ALWAYS_TIED = ("gemma", "gemma2", "cohere")  # to llama.cpp
 # What no key of the file says is what the largest models of a family have, or all.
@@ -73,7 +74,7 @@ def test_the_same_tensors(gguf_models: Any, tiny_model: Any, tmp_path: Path, fam
     tied = {"tie_word_embeddings": family in ALWAYS_TIED}
     folder = tiny_model(family, **{"num_hidden_layers": 3, **tied, **biased, **SAID.get(family, {})})
     checkpoint = GGUFCheckpoint(gguf_models.write_gguf(folder, tmp_path / "m.gguf"))
-    originals, headers = load_file(folder / "model.safetensors"), checkpoint.headers
+    originals, headers = gguf_models.one_each(load_file(folder / "model.safetensors")), checkpoint.headers
     assert headers.keys() == originals.keys()
     for name, original in originals.items():
         header = headers[name]
@@ -172,6 +173,53 @@ def test_experts_are_slices_of_one_tensor(gguf_models: Any, tiny_model: Any, tmp
             name = f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"
             assert checkpoint.headers[name].dtype == ("Q4_K" if kind is mixed else kind)
             assert torch.equal(checkpoint.read(name), torch.from_numpy(stored.data[expert].copy()))
+
+
+def test_blocks_of_gpt_oss(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """As published: experts in MXFP4, the rest in another format; the numbers are those of its own folder's blocks."""
+    folder = tiny_model("gpt_oss", intermediate_size=96, head_dim=16)
+    path = gguf_models.write_gguf(folder, tmp_path / "m.gguf", lambda name: "MXFP4" if "exps" in name else "Q8_0")
+    checkpoint = GGUFCheckpoint(path)
+    originals = gguf_models.one_each(load_file(folder / "model.safetensors"))
+    scheme = make_scheme(read_quantization(checkpoint.file.path, checkpoint.config), "gguf")
+    assert scheme is not None and checkpoint.headers.keys() == originals.keys()
+    for name, original in originals.items():
+        header = checkpoint.headers[name]
+        stored = {"weight": (header.dtype, header.shape)} if name.endswith(".weight") else {}
+        form = scheme.format(name.removesuffix(".weight"), stored)
+        if original.dim() < 2 or "router" in name:
+            assert form is None and torch.equal(checkpoint.read(name), original)
+            continue
+        assert form is not None and form.name == ("GGUF MXFP4" if "experts" in name else "GGUF Q8_0")
+        numbers = form.decode({"weight": checkpoint.read(name)}, *original.shape).dequantize()
+        if "experts" not in name:
+            assert (numbers - original).norm() < 0.01 * original.norm()
+            continue
+        # as its folder has the same codes: two neighbours a byte, exponents apart
+        blocks = checkpoint.read(name).view(original.shape[0], -1, 17)
+        codes = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), dim=-1)
+        pairs = (codes[..., ::2] | codes[..., 1::2] << 4)[None]
+        (theirs,) = decode_experts(pairs, blocks[None, ..., 0])
+        assert torch.equal(numbers, theirs.dequantize()) and numbers.abs().max() > 0
+
+
+def test_ends_of_gpt_oss(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """A message's end is no answer's where answers have an end of their own; of Phi it is."""
+
+    def ends(*texts: str) -> list[int]:
+        path = gguf_models.write_gguf(tiny_model("gpt_oss"), tmp_path / "m.gguf")
+        metadata = dict(read_gguf(path).metadata)
+        tokens = list(metadata["tokenizer.ggml.tokens"])
+        kinds = list(metadata["tokenizer.ggml.token_type"])
+        for index, text in enumerate(texts):
+            tokens[10 + index], kinds[10 + index] = text, 3
+        data = [text.encode() for text in tokens]
+        table = b"".join(struct.pack("<Q", len(one)) + one for one in data)
+        metadata |= {"tokenizer.ggml.tokens": Strings(len(data), table), "tokenizer.ggml.token_type": tuple(kinds)}
+        return [token for token in eos_token_ids(metadata) if token >= 10]
+
+    assert ends("<|end|>", "<|return|>", "<|call|>") == [11, 12]
+    assert ends("<|end|>", "<|assistant|>") == [10]
 
 
 def test_code_books_are_dequantised_and_said(

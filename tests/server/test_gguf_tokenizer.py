@@ -105,7 +105,14 @@ TEKKEN = (
     r"\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# of gpt-oss
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PRE = {
+    "gpt-4o": [O200K],
     "llama-bpe": [LLAMA3],
     "qwen2": [PRETOKENIZE_REGEX],
     "tekken": [TEKKEN],
@@ -118,10 +125,12 @@ PRE = {
 @pytest.mark.parametrize("pre", PRE)
 def test_ways_to_divide_text(written: Any, pre: str) -> None:
     theirs = divided(PRE[pre], nfc=pre == "qwen2")
-    if pre in ("llama-bpe", "tekken"):
+    if pre in ("llama-bpe", "tekken", "gpt-4o"):
         theirs.model.ignore_merges = True
     ours = read_gguf_tokenizer(read_gguf(written(pre))).core
     same(ours, theirs)
+    for text in TEXTS:  # the vocabulary may have no token that would tell
+        assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
     others = [divided(words) for name, words in PRE.items() if name != pre]
     for other in others:  # these texts tell them apart
         assert any(
@@ -131,7 +140,7 @@ def test_ways_to_divide_text(written: Any, pre: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("qwen2", False)])
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("gpt-4o", True), ("qwen2", False)])
 def test_words_that_no_merges_lead_to(written: Any, pre: str, whole: bool) -> None:
     """Llama 3's vocabulary has some: a word that is a token is that token."""
     content = json.loads((DEMO / "tokenizer.json").read_text())["model"]
