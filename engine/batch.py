@@ -170,6 +170,17 @@ class BatchBuilder:
             commit_tokens(tables.history, tables.num_computed, rows, query_start, tokens, index)
         return kept
 
+    def advance(self, plan: StepPlan) -> None:
+        """What `commit` does for the rows that sample nothing, where the others' tokens are not known yet."""
+        sampling = set(plan.sampled)
+        others = [index for index in range(len(plan.rows)) if index not in sampling]
+        if others:
+            upload = Upload()
+            upload.add([plan.rows[index] for index in others])
+            upload.add([plan.num_tokens[index] for index in others])
+            rows, counts = upload.send(self.tables.device)
+            self.tables.num_computed.index_add_(0, rows, counts)
+
     def take_back(self, plan: StepPlan, postponed: tuple[int, ...], kept: Tensor | None) -> None:
         """After `commit`, which returned `kept`: the last token of these rows, indexes into plan.sampled, is to be
         computed again; what was sampled after it is overwritten by then."""

@@ -469,12 +469,6 @@ class EngineConfig:
                 f"--pipeline-layer-partition {self.pipeline_layer_partition} is of {len(counts)} stages, and "
                 f"--pipeline-parallel-size is {size}: name the layers of as many"
             )
-        if size > 1 and self.speculative_config:
-            raise ConfigError(
-                f"--speculative-config: drafts are not made with --pipeline-parallel-size {size}, whose first stage "
-                "begins before they are known to be right: leave one of them out, or divide layers instead "
-                "(--tensor-parallel-size)"
-            )
 
     def _check_nodes(self) -> None:
         backend, world, nodes = self.distributed_executor_backend, self.world_size, self.nnodes

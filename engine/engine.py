@@ -55,7 +55,8 @@ class Engine:
         if not len(peers):
             return mine
         assert isinstance(self.rank.runner, ModelRunner), "encoders are not divided"
-        return RanksExecutor(mine, peers, stepping(self.rank.runner, mine.thread), self.rank.longest_step)
+        effort, stages = stepping(self.rank.runner, mine.thread), self.rank.stage.count > 1
+        return RanksExecutor(mine, peers, effort, self.rank.longest_step, stages)
 
 
 def served(model: ModelConfig) -> dict[str, Any]:

@@ -73,6 +73,15 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         """Tokens sampled, those behind a wrong draft among them."""
         return len(self.sampled) + self.num_decodes * self.num_drafts
 
+    def of_samples(self) -> StepPlan:
+        """Of the rows that sample alone, with the same samples: by it, tokens are appended that come late."""
+        plan: StepPlan = msgspec.structs.replace(
+            self, rows=[self.rows[index] for index in self.sampled], sampled=list(range(len(self.sampled))),
+            num_tokens=[self.num_tokens[index] for index in self.sampled], pooled=[], new_rows=[], new_blocks=[],
+            num_decodes=self.num_decodes if self.num_drafts else 0,
+        )  # fmt: skip
+        return plan
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Of the raw logits at one position: the sampled token's log-probability, its rank (1 = most likely), the top k."""

@@ -115,8 +115,8 @@ def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, co
     if longest < min(config.block_size, settings.max_model_len):
         raise ConfigError(
             f"the model does not fit one {card.name}: of {gib(budget)}, weights take {gib(weights)}, a step and graphs "
-            f"{gib(step + GRAPHS + OTHER)}; take a larger card or a smaller model: a model on several cards is not "
-            "built yet"
+            f"{gib(step + GRAPHS + OTHER)}; take a larger card or a smaller model; `vserve serve` "
+            "divides one over several cards (-tp, -pp), and plans are of one"
         )
     length = min(settings.max_model_len, longest)
     # Its depth is 1: the clock knows a step's result before the next is planned.

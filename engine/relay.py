@@ -1,35 +1,42 @@
 """What a stage of a pipeline has beside its layers: hidden states that come and go, and tokens that come later.
 
 The last stage samples, and the first one computes the next steps meanwhile. What it does not need to know yet it does
-not wait for: a step's tokens are taken from the ring only when a plan touches one of their rows.
+not wait for: a step's tokens are taken from the ring only when a plan touches one of their rows. The stages between do
+without, unless there are drafts: then how far a row has come is known with its tokens alone. So each stage hands them
+on, and all verify and draft for themselves.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .batch import SampleBatch
 from .parallel.pipeline import Stage
 from .plan import StepPlan
-from .rows import RowTables
 
 
 @dataclass
 class Awaited:
     """The tokens of a step, which the last stage has still to sample, or has sampled already."""
 
-    rows: frozenset[int]
-    places: Tensor  # int64 [S], in the rows' rings, flat
+    plan: StepPlan  # of the rows that sample
+    postponed: tuple[int, ...]  # these are TokenMask's
+    cuts: tuple[tuple[int, int], ...]
 
 
 class Relay:
-    def __init__(self, stage: Stage, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, stage: Stage, hidden_size: int, dtype: torch.dtype, device: torch.device, drafts: bool = False
+    ) -> None:
+        """`drafts`: steps may have some."""
         assert stage.ring is not None
         self.stage, self.ring = stage, stage.ring
+        self.awaits = stage.is_first or (drafts and not stage.is_last)
+        self._hands_on = drafts and stage.index < stage.count - 2
         self._stream = torch.empty(0, hidden_size, dtype=dtype, device=device)  # the residual stream
         self._awaited: deque[Awaited] = deque()
 
@@ -54,27 +61,23 @@ class Relay:
 
     # ---- tokens ----
 
-    def expect(self, samples: SampleBatch, tables: RowTables) -> None:
-        """On the first stage, when a step is over: its tokens will come."""
-        if not samples.plan.num_samples:
-            return
-        ring, nowhere = tables.history.ring, tables.history.recent.numel() - 1  # of the dummy row
-        places = samples.rows.long() * ring + samples.seq_lens % ring
-        places = torch.where(samples.seq_lens < tables.history.max_len, places, nowhere)
-        self._awaited.append(Awaited(frozenset(samples.rows_cpu.tolist()), places))
+    def expect(self, step: Awaited) -> None:
+        """When a step is over that has sampled: its tokens will come."""
+        self._awaited.append(step)
 
-    def settle(self, plan: StepPlan, tables: RowTables) -> None:
-        """Before a plan runs: its rows know their tokens, and who had them before needs them no more."""
-        touched = {*plan.rows, *(new.row for new in plan.new_rows)}
+    def arrived(self, plan: StepPlan | None = None) -> Iterator[tuple[Awaited, Tensor]]:
+        """Before a plan runs: steps whose tokens its rows need, or that need its rows, with these, int32 [S]; None: all
+        there are."""
+        touched = set() if plan is None else {*plan.rows, *(new.row for new in plan.new_rows)}
         # More steps than there are stages are never waited for: what is older has been sampled.
-        while len(self._awaited) > self.stage.count or any(not touched.isdisjoint(step.rows) for step in self._awaited):
-            self._take(tables)
-
-    def settle_all(self, tables: RowTables) -> None:
-        while self._awaited:
-            self._take(tables)
-
-    def _take(self, tables: RowTables) -> None:
-        places = self._awaited.popleft().places
-        tokens = torch.empty(len(places), dtype=torch.int32, device=places.device)
-        tables.history.recent.view(-1).index_copy_(0, places, self.ring.receive(tokens))
+        while self._awaited and (
+            plan is None
+            or len(self._awaited) > self.stage.count
+            or any(not touched.isdisjoint(step.plan.rows) for step in self._awaited)
+        ):
+            step = self._awaited.popleft()
+            tokens = torch.empty(step.plan.num_samples, dtype=torch.int32, device=self._stream.device)
+            self.ring.receive(tokens, counts=self.stage.is_first)
+            if self._hands_on:
+                self.ring.send(tokens, counts=False)
+            yield step, tokens

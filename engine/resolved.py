@@ -327,7 +327,7 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
         )
     if speculation.by_model:
         check_draftable(config, model, speculation)
-    speculation = speculation.within(seqs, tokens)
+    speculation = speculation.within(seqs, tokens, max(2, config.pipeline_parallel_size + 1))
     if any(drafts for _, drafts in speculation.depths):
         return speculation
     raise ConfigError(
@@ -342,6 +342,9 @@ def check_draftable(config: EngineConfig, model: ModelConfig, speculation: Specu
     if ranks not in (0, 1, size):
         may = f"{size}, as --tensor-parallel-size is, or 1, and every rank has all of what drafts" if size > 1 else "1"
         raise ConfigError(f"--speculative-config: its draft_tensor_parallel_size is {ranks}: it must be {may}")
+    if config.pipeline_parallel_size > 1:
+        why = f"--pipeline-parallel-size {config.pipeline_parallel_size}: a model drafts beside a whole one only so far"
+        raise ConfigError(f"--speculative-config beside {why}; {instead}")
     if model.foreign is not None:
         why = f"{model.architecture} is computed by transformers' code, beside which no model drafts"
         raise ConfigError(f"--speculative-config: {why}; {instead}")

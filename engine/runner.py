@@ -30,7 +30,7 @@ from .models.model import Model
 from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs
 from .pooling import Pooled, Pooler
 from .prompt_logprobs import PromptScorer, PromptScores
-from .relay import Relay
+from .relay import Awaited, Relay
 from .request import Pooling, SamplingParams
 from .rows import RowTables
 from .sampler import Sampler, Samples
@@ -210,7 +210,8 @@ class ModelRunner:
         stage = model.place.stage
         self.is_last = stage.is_last  # and the other stages take what it has sampled
         ring = stage.ring is not None
-        self.relay = Relay(stage, model.config.hidden_size, model.place.dtype, device) if ring else None
+        drafts, width = self.drafter is not None, model.config.hidden_size
+        self.relay = Relay(stage, width, model.place.dtype, device, drafts) if ring else None
         self._counter, self._experts_read = ExpertCounter(), 0.0
         self.latent_prompts = LatentPrompts.of(model)
         self.make_rows(max_model_len)
@@ -247,8 +248,7 @@ class ModelRunner:
         """Launches the forward pass. `sample` must follow: two calls, so that a mask can be made in between."""
         started, event = time.perf_counter(), self._record()
         builder, relay = self.builder, self.relay
-        if relay is not None and relay.stage.is_first:
-            relay.settle(plan, self.tables)
+        self.settle(plan)
         builder.write_rows(plan)
         num_sampled, num_wanted = plan.num_samples, plan.num_samples + len(plan.pooled)
         wants_all = bool(plan.scored) or self.pooler.needs_all(plan)
@@ -354,22 +354,35 @@ class ModelRunner:
         step, self._launched = self._launched, None
         plan = step.samples.plan
         if not self.is_last:
-            self._go_on(step, postponed)
+            self._go_on(step, postponed, cuts)
             return
         self._logits(step)  # rank 0 needs this rank's part of them
         tokens = torch.empty(plan.num_samples, dtype=torch.int32, device=self.device)
         self._take(step, tokens, postponed, cuts)
 
-    def _go_on(self, step: Launched, postponed: tuple[int, ...]) -> None:
-        """On other stages than the last: how far rows have come is known, their tokens come when they are needed."""
+    def _go_on(self, step: Launched, postponed: tuple[int, ...], cuts: tuple[tuple[int, int], ...]) -> None:
+        """On other stages than the last: tokens come when they are needed, if they are."""
         relay, plan = self.relay, step.samples.plan
         assert relay is not None
+        if relay.awaits:
+            self.builder.advance(plan)
+            if plan.num_samples:
+                relay.expect(Awaited(plan.of_samples(), postponed, cuts))
+            return
         nobody_s = torch.zeros(plan.num_samples, dtype=torch.int32, device=self.device)
         self.builder.commit(step.header, step.shape, nobody_s)
-        if relay.stage.is_first:
-            relay.expect(step.samples, self.tables)
         if postponed:
             self.builder.take_back(plan, postponed, None)
+
+    @torch.inference_mode()
+    def settle(self, plan: StepPlan | None = None) -> None:
+        """On other stages than the last: appends the tokens that have come late and that the plan needs; None: all."""
+        if self.relay is None or not self.relay.awaits:
+            return
+        for late, tokens in self.relay.arrived(plan):
+            shape = Shape.of(late.plan)
+            header = self.builder.header(late.plan, shape).to(self.device, non_blocking=True)
+            self._append(late.plan, header, shape, tokens, late.postponed, late.cuts)
 
     def _logits(self, step: Launched) -> Tensor:
         if self.adapters is None:
@@ -387,19 +400,27 @@ class ModelRunner:
             self.model.place.group.broadcast(tokens)
             if self.relay is not None:
                 self.relay.ring.send(tokens)
-        if cuts:
-            self.builder.cut_drafts(step.samples.plan, cuts, tokens)
-        kept = self.builder.commit(step.header, step.shape, tokens)
-        if postponed:
-            self.builder.take_back(step.samples.plan, postponed, kept)
-        proposed, rows = None, step.shape.rows
-        if self.drafter is not None:
-            proposed = self.drafter.propose(self.tables, step.header[ROWS, :rows], step.header[SAMPLE_INDEX, :rows])
-        elif step.graph is not None and step.graph.drafts is not None:
+        kept, proposed = self._append(step.samples.plan, step.header, step.shape, tokens, postponed, cuts)
+        if step.graph is not None and step.graph.drafts is not None:
             proposed = step.graph.drafts.replay()
         elif self.model_drafter is not None:
             proposed = self._propose(step.batch, step.header, step.shape)
         return Drafts(kept, proposed)
+
+    def _append(
+        self, plan: StepPlan, header: Tensor, shape: Shape, tokens: Tensor, postponed: tuple[int, ...],
+        cuts: tuple[tuple[int, int], ...],
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """→ `kept` and `proposed` of Drafts."""
+        if cuts:
+            self.builder.cut_drafts(plan, cuts, tokens)
+        kept = self.builder.commit(header, shape, tokens)
+        if postponed:
+            self.builder.take_back(plan, postponed, kept)
+        if self.drafter is None:
+            return kept, None
+        rows = shape.rows
+        return kept, self.drafter.propose(self.tables, header[ROWS, :rows], header[SAMPLE_INDEX, :rows])
 
     def _propose(self, batch: Batch, header: Tensor, shape: Shape) -> Tensor:
         assert self.model_drafter is not None
@@ -600,8 +621,7 @@ class ModelRunner:
         if self.is_last:
             return self.sample().wait()
         self.follow()
-        if self.relay is not None:
-            self.relay.settle_all(self.tables)
+        self.settle()
         return StepResult(plan.step, [])
 
     def _make_workspace(self) -> DecodeWorkspace:

@@ -22,7 +22,7 @@ def whose_turn(decodes: list[Request], step: int, num_stages: int, prompts: bool
     most = -(-len(decodes) // num_stages)
     ready = [r for r in decodes if not r.num_in_flight_tokens or step - r.last_sampled >= num_stages]
     if not ready and not prompts:
-        ready = [request for request in decodes if request.num_in_flight_tokens < 2]
+        ready = [r for r in decodes if r.num_in_flight_tokens - r.num_in_flight_drafts < 2]
     return sorted(ready, key=attrgetter("last_sampled"))[:most]
 
 

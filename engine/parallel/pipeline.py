@@ -22,14 +22,14 @@ from .group import ALONE, Group, wrapped
 class Ring:
     """This rank's links: from the one before it in the ring, and to the one behind."""
 
-    num_entered = 0  # of this process: transfers that were begun
+    num_entered = 0  # of this process: transfers that were begun, as many by every stage in a step
 
     def __init__(self, rank: int, size: int, num_stages: int) -> None:
         """Every rank has to call it; group members are numbered as in the world."""
         each = size // num_stages
         self._before, self._behind = (rank - each) % size, (rank + each) % size
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
-        self._most = num_stages + 1
+        self._most = 2 * (num_stages + 1)
         # A group for each link: what is sent one way must not wait for what comes the other way.
         for source in range(size):
             target = (source + each) % size
@@ -39,20 +39,20 @@ class Ring:
             if target == rank:
                 self._in = link
 
-    def send(self, x: Tensor) -> None:
+    def send(self, x: Tensor, counts: bool = True) -> None:
         """To the rank behind, which must receive as many elements; x must not change from here on."""
-        Ring.num_entered += 1
+        Ring.num_entered += counts
         work = dist.isend(x, self._behind, self._out)
         assert work is not None
         self._sends.append((work, x))
-        # No more steps are in flight than this: what was sent before has been received, or will be before its receiver
-        # waits for anything of ours.
+        # No more steps are in flight than half of this, with two transfers at most: what was sent before has been
+        # received, or will be before its receiver waits for anything of ours.
         while len(self._sends) > self._most:
             self._sends.popleft()[0].wait()
 
-    def receive(self, x: Tensor) -> Tensor:
+    def receive(self, x: Tensor, counts: bool = True) -> Tensor:
         """Into x, from the rank before. On a card, the stream waits, not the host."""
-        Ring.num_entered += 1
+        Ring.num_entered += counts
         dist.recv(x, self._before, self._in)
         return x
 

@@ -10,7 +10,7 @@ from ..mask import TokenMask
 from ..plan import StepPlan, StepResult
 from .effort import Effort
 from .hang import step_limit
-from .messages import Execute, Follow
+from .messages import Execute, Follow, Settle
 from .peers import Peers, RankLost
 
 
@@ -18,13 +18,15 @@ class RanksExecutor:
     """Results are rank 0's, which samples. A step that fails on one rank leaves the others in the middle of a
     collective: none can follow it."""
 
-    def __init__(self, mine: ThreadExecutor, peers: Peers, effort: Effort, longest: float = 0.0) -> None:
-        """`mine`: of rank 0, as is `effort`. longest: seconds of the longest step so far."""
+    def __init__(
+        self, mine: ThreadExecutor, peers: Peers, effort: Effort, longest: float = 0.0, stages: bool = False
+    ) -> None:
+        """`mine`: of rank 0, as is `effort`. longest: seconds of the longest step so far. `stages`: there are some."""
         self._mine = mine
         self._peers = peers
         self._executes = False  # the plan executed last has rows, and so went to the others
         self._num_begun = self._num_done = 0
-        self._failed = False
+        self._failed, self._stages = False, stages
         self._longest = longest
         on_cards = mine.asynchronous
         peers.watch_steps(
@@ -62,5 +64,7 @@ class RanksExecutor:
 
     def _ended(self, step: asyncio.Future[StepResult]) -> None:
         self._num_done += 1
+        if self._stages and self._num_done == self._num_begun:
+            self._peers.send(Settle())
         if not step.cancelled() and step.exception() is None:
             self._longest = max(self._longest, step.result().device_seconds)

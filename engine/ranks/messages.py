@@ -43,6 +43,11 @@ class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
     cuts: tuple[tuple[int, int], ...] = ()
 
 
+class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
+    """Every step that was sent is over: stages take the tokens that they have not needed yet. What is sent and not
+    received for long keeps a card busy, and counts as a hang where NCCL watches."""
+
+
 class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="read_adapter"):
     """Into this rank's store, for steps to come; answered by AdapterRead."""
 
@@ -73,5 +78,5 @@ class AdapterRead(msgspec.Struct, frozen=True, array_like=True, tag="adapter_rea
     error: str | None = None
 
 
-ToRank = Join | Execute | Follow | ReadAdapter | ForgetAdapters | Leave
+ToRank = Join | Execute | Follow | Settle | ReadAdapter | ForgetAdapters | Leave
 FromRank = Pulse | AdapterRead | Failure

@@ -22,7 +22,7 @@ from ..process import die_with_parent, dump_stacks_on_signal
 from .channel import Channel
 from .effort import Effort, Starting, stepping
 from .hang import INTERVAL, pulse
-from .messages import Execute, Follow, ForgetAdapters, Join, ReadAdapter, ToRank
+from .messages import Execute, Follow, ForgetAdapters, Join, ReadAdapter, Settle, ToRank
 
 if TYPE_CHECKING:
     from ..runner import ModelRunner
@@ -60,6 +60,8 @@ def follow(channel: Channel, runner: ModelRunner) -> None:
             runner.execute(message.plan)
         elif isinstance(message, Follow):
             runner.follow(message.postponed, message.cuts)
+        elif isinstance(message, Settle):
+            runner.settle()
         elif isinstance(message, ReadAdapter):
             assert store is not None, "rank 0 serves adapters, and this rank does not"
             store.read(message)

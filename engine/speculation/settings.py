@@ -58,11 +58,11 @@ class Speculation:
     def by_model(self) -> bool:
         return self.method != "ngram"
 
-    def within(self, max_num_seqs: int, max_num_batched_tokens: int) -> Speculation:
+    def within(self, max_num_seqs: int, max_num_batched_tokens: int, steps: int = 2) -> Speculation:
         """With depths that a step has room for: where a row of the table asks for more, the requests beyond that room
-        get the next smaller number of the table that fits, or none."""
+        get the next smaller number of the table that fits, or none. `steps`: at once, which share what windows keep."""
         room = max_num_batched_tokens
-        levels = sorted({min(drafts, max(0, room // 2 - 1)) for _, drafts in self.depths} | {0}, reverse=True)
+        levels = sorted({min(drafts, max(0, room // steps - 1)) for _, drafts in self.depths} | {0}, reverse=True)
         depths: list[tuple[int, int]] = []
         last = 0
         for most, asked in self.depths:

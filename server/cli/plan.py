@@ -24,7 +24,7 @@ EXAMPLES = (
 _ENGINE = (
     "model", "revision", "max_model_len", "dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "quantization",
     "kv_cache_dtype", "calculate_kv_scales", "max_num_batched_tokens", "max_num_seqs", "max_mixed_tokens", "block_size",
-    "speculative_config",
+    "speculative_config", "tensor_parallel_size", "pipeline_parallel_size",
 )  # fmt: skip
 BAR = 40
 _VERDICTS = {None: "", True: "met", False: "not met"}
@@ -83,6 +83,11 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
 
     if (card := CARDS.get(arguments.gpu.lower())) is None:
         raise ConfigError(f"--gpu {arguments.gpu}: there are numbers of {', '.join(CARDS)}; choose the nearest")
+    if engine.world_size > 1:
+        raise ConfigError(
+            f"{engine.divided_by}: plans are of copies on one card each, as there are no measured times of what cards "
+            "tell each other: leave it out, and measure a divided model with `vserve bench serve`"
+        )
     if arguments.rate is None and arguments.trace is None and arguments.ttft is None and arguments.tpot is None:
         raise ConfigError("say what is asked: --rate (requests a second), --trace, or --ttft and --tpot for the knee")
     try:

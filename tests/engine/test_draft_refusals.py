@@ -115,6 +115,12 @@ def test_other_models(made: Any, target: Path, tiny_model: Any, tmp_path: Path) 
         found(tiny_model("granite", num_hidden_layers=6), {"model": str(made.eagle3(tmp_path))})
 
 
+def test_no_model_drafts_beside_stages(target: Path) -> None:
+    config = EngineConfig(str(target), speculative_config='{"model": "m"}', pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="beside --pipeline-parallel-size 2: a model drafts beside a whole one only"):
+        resolve(config, ModelConfig.from_folder(target), CPU)
+
+
 @pytest.mark.parametrize(("ranks", "draft_ranks", "may"), [(1, 2, "1"), (4, 2, "4, as --tensor-parallel-size")])
 def test_over_how_many_ranks_a_drafter_is_divided(target: Path, ranks: int, draft_ranks: int, may: str) -> None:
     model = ModelConfig.from_folder(target)

@@ -127,7 +127,9 @@ def test_a_cache_of_8_bits_holds_twice_as_much_and_is_read_faster(setup: Setup) 
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the model does not fit one l4: of 20\.2.*take a larger card"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit one l4: of 20\.2.*a larger card.* over several cards \(-tp, -pp\)"
+    ):
         set_up(0, parse_model_config(LLAMA_8B | {"num_hidden_layers": 64}), EngineConfig("m"), CARDS["l4"])
 
 
@@ -246,6 +248,8 @@ class TestCommand:
         [
             (("--rate", "1", "--gpu", "tpu"), "--gpu tpu: there are numbers of h200, h100,"),
             ((), "say what is asked: --rate"),
+            (("--rate", "1", "-pp", "2"), "--pipeline-parallel-size 2: plans are of copies on one card each"),
+            (("--rate", "1", "-tp", "2", "-pp", "2"), "--tensor-parallel-size 2 --pipeline-parallel-size 2: plans are"),
             (("--rate", "1", "--fit", "http://127.0.0.1:9"), "--fit http://127.0.0.1:9: "),
         ],
     )

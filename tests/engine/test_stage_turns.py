@@ -16,7 +16,7 @@ from vserve.engine.parallel.stages import context_cost, stage_layers
 from vserve.engine.plan import StepPlan, StepResult
 from vserve.engine.request import Request, SamplingParams
 from vserve.engine.scheduler import Scheduler
-from vserve.engine.stage_turns import equal_chunk
+from vserve.engine.stage_turns import equal_chunk, whose_turn
 from vserve.engine.step_model import CARDS, Costs, Shape, StepModel, shape_of
 
 LLAMA_70B = {
@@ -118,6 +118,17 @@ def test_stages_idle_where_one_plan_takes_all(monkeypatch: pytest.MonkeyPatch) -
     idle = clock(2).run(requests(64, 100, 128), 64)
     print(f"all decodes in one plan: idle {idle:.1%}")
     assert idle > 0.4
+
+
+def test_one_alone_waits_on_the_device() -> None:
+    """With drafts, too: it may be in one plan more than the one in flight, and no further."""
+    (alone,) = requests(1, 10, 20)
+    alone.last_sampled = 1
+    for drafts in (0, 3):
+        alone.num_in_flight_tokens, alone.num_in_flight_drafts = 1 + drafts, drafts
+        assert whose_turn([alone], 2, 3, False) == [alone] and not whose_turn([alone], 2, 3, True)
+        alone.num_in_flight_tokens, alone.num_in_flight_drafts = 2 * (1 + drafts), 2 * drafts
+        assert not whose_turn([alone], 2, 3, False)
 
 
 def test_chunks_of_a_long_prompt_take_about_as_long() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.messages import AddGrammar, SetVocabulary
+from vserve.engine.parallel.pipeline import Ring
 from vserve.engine.ranks.hang import HangWatch
 from vserve.engine.ranks.messages import Pulse
 from vserve.engine.ranks.peers import share_of_threads
@@ -28,10 +31,13 @@ from .conftest import Answer, at_rest, collect
 
 PROMPTS = [[(7 * i * i + 3 * j * j + j) % 290 + 5 for j in range(length)] for i, length in enumerate((3, 17, 40, 90))]
 BLOCKS = 30  # of 16 tokens: three long requests do not fit at once
-# Name → (family, keys of config.json, sizes of engines beside the whole one: ranks of a stage × stages)
-MODELS: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
-    "tied": ("llama", {"num_hidden_layers": 4, "tie_word_embeddings": True}, [(1, 2), (1, 3)]),
-    "windows and experts": ("gpt_oss", {"num_local_experts": 4}, [(2, 2)]),
+NGRAMS = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3})
+# Name → (family, keys of config.json, sizes of engines beside the whole one: ranks of a stage × stages, and whether
+# they have drafts, of which those between the first and the last must know as well)
+MODELS: dict[str, tuple[str, dict[str, Any], list[tuple[int, int, bool]]]] = {
+    "tied": ("llama", {"num_hidden_layers": 4, "tie_word_embeddings": True}, [(1, 2, False), (1, 3, True)]),
+    "windows and experts": ("gpt_oss", {"num_local_experts": 4}, [(2, 2, False), (1, 2, True)]),
+    "plain": ("llama", {"num_hidden_layers": 4}, [(1, 3, False), (2, 2, True)]),
 }
 
 
@@ -80,15 +86,19 @@ class Engines:
         return others[-1]
 
 
-@pytest.fixture(scope="module", params=["tied", pytest.param("windows and experts", marks=pytest.mark.slow)])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("windows and experts", "plain")]
+
+
+@pytest.fixture(scope="module", params=["tied", *SLOW])
 def engines(request: pytest.FixtureRequest, tiny_model: Any) -> Iterator[Engines]:
     family, keys, sizes = MODELS[request.param]
     folder = tiny_model(family, **keys)
     blocks = BLOCKS * (2 if "windows" in request.param else 1)
     with asyncio.Runner() as runner:
         clients = [EngineClient(settings(folder, engine_in_process=True, num_gpu_blocks_override=blocks))]
-        for tensor, stages in sizes:
-            size = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+        for tensor, stages, drafts in sizes:
+            size: dict[str, Any] = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+            size |= {"speculative_config": NGRAMS} if drafts else {}
             clients.append(EngineClient(settings(folder, num_gpu_blocks_override=blocks, **size)))
         made = Engines(runner, clients)
 
@@ -111,6 +121,17 @@ def test_greedy_and_in_chunks(engines: Engines) -> None:
 def test_alone(engines: Engines) -> None:
     """A plan waits on the device for the token of the one before."""
     engines.same([(PROMPTS[1], greedy(max_tokens=30))])
+
+
+def test_drafts_hold(engines: Engines) -> None:
+    """Over several tokens a plan: what repeats itself comes in fewer of them."""
+    drafting = [client for client in engines.clients if client.config.speculative_config]
+    before = [(client.stats.num_steps, sum(client.stats.num_accepted_tokens)) for client in drafting]
+    engines.same([(prompt, greedy(max_tokens=60, allowed_token_ids=(7, 8))) for prompt in PROMPTS[:2]])
+    for client, (steps, accepted) in zip(drafting, before, strict=True):
+        assert sum(client.stats.num_accepted_tokens) - accepted > 60
+        assert client.stats.num_steps - steps < 100, "plans of two requests that take 60 each without drafts"
+    assert drafting
 
 
 def test_sampled(engines: Engines) -> None:
@@ -205,6 +226,32 @@ def test_grammars(engines: Engines) -> None:
         assert set(answer.tokens[:6]) <= {*range(10, 28), 83, 150} and answer.tokens[6] == 2
 
 
+def test_nothing_is_left_on_its_way(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At rest, the first stage has taken the tokens that no plan needs: what is sent and not received for minutes, NCCL
+    takes for a hang."""
+    rings: list[Ring] = []
+    send = Ring.send
+
+    def sends(self: Ring, *args: Any, **options: Any) -> None:
+        rings.append(self)
+        send(self, *args, **options)
+
+    monkeypatch.setattr(Ring, "send", sends)
+
+    async def main() -> None:
+        client = EngineClient(settings(tiny_model("llama"), engine_in_process=True, pipeline_parallel_size=2))
+        await client.start()
+        try:
+            await collect(client, PROMPTS[0], greedy())
+            assert rings[-1]._sends
+            for work, _ in rings[-1]._sends:
+                await asyncio.to_thread(work.wait, timedelta(seconds=3))  # raises where nobody receives it
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+
+
 # ---- what ends an engine ----
 
 
@@ -270,10 +317,6 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         ({"pipeline_layer_partition": "3,x"}, "--pipeline-layer-partition is '3,x': it must be the number of layers"),
         ({"pipeline_layer_partition": "3,0"}, "--pipeline-layer-partition is '3,0': it must be the number of layers"),
         ({"pipeline_layer_partition": "3,1"}, "is of 2 stages, and --pipeline-parallel-size is 1"),
-        (
-            {"pipeline_parallel_size": 2, "speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
-            "drafts are not made with --pipeline-parallel-size 2",
-        ),
     ):
         with pytest.raises(ConfigError) as refused:
             EngineConfig("m", **options)  # type: ignore[arg-type]
