@@ -469,11 +469,6 @@ class EngineConfig:
                 f"--pipeline-layer-partition {self.pipeline_layer_partition} is of {len(counts)} stages, and "
                 f"--pipeline-parallel-size is {size}: name the layers of as many"
             )
-        if size > 1 and self.enable_lora:
-            raise ConfigError(
-                f"--enable-lora serves models in one stage, and --pipeline-parallel-size is {size}: divide each layer "
-                "instead (--tensor-parallel-size), or merge one adapter (--merge-lora)"
-            )
         if size > 1 and self.speculative_config:
             raise ConfigError(
                 f"--speculative-config: drafts are not made with --pipeline-parallel-size {size}, whose first stage "

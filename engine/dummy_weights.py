@@ -10,10 +10,10 @@ import torch
 from .layers.experts import Experts
 from .layers.sinks import Sinks
 from .layers.weights import LinearShape, WeightHolder
-from .models.model import Model
+from .models.model import Loadable
 
 
-def fill_with_noise(model: Model, seed: int, progress: Callable[[int, int], None]) -> None:
+def fill_with_noise(model: Loadable, seed: int, progress: Callable[[int, int], None]) -> None:
     """Layer by layer on the device, always in the same order: a seed gives the same weights again."""
     device, group = model.place.device, model.place.group
     alike = torch.Generator(device).manual_seed(seed)  # what every rank has

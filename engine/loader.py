@@ -212,6 +212,17 @@ def load_beside(part: Loadable, checkpoint: Checkpoint) -> None:
         parameter.requires_grad_(False)
 
 
+def make_beside(part: Loadable) -> None:
+    """The same without files: made-up weights."""
+    with torch.no_grad():
+        holders = choose_formats(part)
+        for holder in holders:
+            holder.create()
+        fill_with_noise(part, 0, lambda done, total: None)
+        for holder in holders:
+            holder.finish()
+
+
 def make_model(config: ModelConfig, place: Placement, max_len: int) -> Model:
     """Without weights: a decoder of our own blocks, or of transformers' code."""
     if config.encoder is not None:
@@ -260,6 +271,16 @@ def count_parameters(config: ModelConfig, size: int = 1, whole_experts: bool = F
         return sum(parameter.numel() for parameter in model.parameters())
     expected = (holder.expected(part) for holder, part in model.weight_map().values())
     return sum(prod(stored.shape) for tensors in expected for stored in tensors.values())
+
+
+def whole_of(model: Model) -> Model:
+    """Itself, or where it is a stage the model that it is of. Allocates nothing."""
+    place = model.place
+    if place.stage.count == 1:
+        return model
+    group = SingleGroup(place.tp_rank, place.tp_size)
+    place = dataclasses.replace(place, device=torch.device("meta"), group=group, stage=WHOLE)
+    return make_model(model.config, place, 1)
 
 
 def _by_module(model: Loadable, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:

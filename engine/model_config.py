@@ -109,6 +109,11 @@ class ModelConfig:
         return path
 
 
+def few_layers(config: ModelConfig) -> ModelConfig:
+    """The same with a layer of each kind, and the last one again, which does less than others."""
+    return replace(config, layers=(*dict.fromkeys(config.layers), config.layers[-1]))
+
+
 def check_model(
     folder: Path,
     changes: Mapping[str, Any] = {},

@@ -19,6 +19,7 @@ from .loader import count_parameters
 from .model_config import ModelConfig
 from .resolved import Machine, resolve
 from .simulation import Answer, Ask, Simulation
+from .speculation.settings import Speculation
 from .step_model import Card, Costs, StepModel, shape_of
 from .weight_size import weight_size
 
@@ -38,6 +39,7 @@ class Setup:
     cache_tokens: int
     scheduler: SchedulerConfig
     model: StepModel
+    acceptance: tuple[float, ...] = ()  # assumed, of drafts
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, co
     if not model.causal:
         raise ConfigError(f"{model.architecture} generates no text: only loads of generation are planned")
     machine = Machine(torch.device("cuda"), card.name, card.memory, 1, card.memory)
-    settings = resolve(config, model, machine)
+    settings = resolve(dataclasses.replace(config, load_format="dummy"), model, machine)  # no file is read
+    check_drafts(settings.speculation)
     parameters, dtype = count_parameters(model), settings.dtype
     weights = weight_size(model, parameters, dtype, stored or parameters * dtype.itemsize, on_card=True)
     widest = max(max(layer.attention.width, layer.mlp.width) for layer in model.layers)
@@ -123,6 +126,7 @@ def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, co
         large_mixed_tokens=settings.large_mixed_tokens, backlog_steps=settings.backlog_steps,
         block_size=config.block_size, num_blocks=blocks, windows=layout.windows,
         enable_prefix_caching=config.enable_prefix_caching, enable_chunked_prefill=config.enable_chunked_prefill,
+        max_drafts=max((drafts for _, drafts in settings.draft_depths), default=0), draft_depths=settings.draft_depths,
     )  # fmt: skip
     shape = shape_of(
         model.layers, parameters=parameters, vocab=model.vocab_size, hidden=model.hidden_size,
@@ -130,7 +134,23 @@ def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, co
         kv_item=format.item_bytes(dtype.itemsize),
     )  # fmt: skip
     tokens = (blocks - 1) * length // max(1, layout.request_blocks(length))
-    return Setup(card, weights, cache, tokens, scheduler, StepModel(shape, card, costs))
+    acceptance = settings.speculation.acceptance
+    return Setup(card, weights, cache, tokens, scheduler, StepModel(shape, card, costs), acceptance)
+
+
+def check_drafts(speculation: Speculation) -> None:
+    """Raises ConfigError for what no plan can know of drafts."""
+    if speculation.by_model:
+        raise ConfigError(
+            "--speculative-config: what a model that drafts takes of a step has not been measured, and is not planned; "
+            'say "method": "ngram" for the most that drafts would bring which cost nothing'
+        )
+    if speculation.num_drafts and not speculation.acceptance:
+        raise ConfigError(
+            "--speculative-config: how many drafts hold follows from the texts: assume it, with "
+            '"rejection_sample_method": "synthetic" and "synthetic_acceptance_length", the tokens that a request gets '
+            "in a step, such as 2.5 (`vserve bench serve` shows it of a load); or leave it out"
+        )
 
 
 def steady(
@@ -159,7 +179,7 @@ def replay(setup: Setup, asks: Sequence[Ask], replicas: int = 1, rate: float = 0
     config = setup.scheduler
     if not any(ask.prefix for ask in asks):
         config = dataclasses.replace(config, enable_prefix_caching=False)  # nothing is found: hashing is saved
-    simulation = Simulation(config, setup.model.seconds, replicas)
+    simulation = Simulation(config, setup.model.seconds, replicas, setup.acceptance)
     answers = sorted(simulation.run(asks), key=lambda answer: answer.sent)
     ends = [(answer.last, answer.ask.num_output) for answer in answers]
     return Result(rate, answers[skip:], simulation.num_preemptions, ends)

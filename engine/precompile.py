@@ -22,6 +22,7 @@ from pathlib import Path
 from .config import EngineConfig
 from .kernel_cache import kernel_cache
 from .model_file import ModelError, is_gguf, read_config
+from .speculation.settings import read_speculation
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +105,11 @@ def fingerprint(config: EngineConfig) -> str:
     kernels, tiles = (room.parent / "kernels").glob("*.py"), (room.parent / "configs" / "tiles").glob("*.json")
     for source in [*sorted(kernels), *sorted(tiles), *sorted(room.rglob("*.py"))]:
         digest.update(source.read_bytes())
-    with contextlib.suppress(ModelError):  # the engine will say what is wrong with it
-        described = read_config(Path(config.hf_config_path or config.model).expanduser())
-        digest.update(json.dumps(described, sort_keys=True).encode())
+    speculation = read_speculation(config.speculative_config)
+    for model in (config.hf_config_path or config.model, speculation.model if speculation is not None else ""):
+        with contextlib.suppress(ModelError):  # the engine will say what is wrong with it
+            described = read_config(Path(model).expanduser()) if model else {}
+            digest.update(json.dumps(described, sort_keys=True).encode())
     options = dataclasses.asdict(config)
     for unrelated in (
         "model",
@@ -138,10 +141,12 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     """Runs every `count`-th step of the warm-up, from the `index`-th on."""
     from . import rank
     from .kv_format import planned_format
+    from .model_config import few_layers
     from .overrides import read_model_config
     from .parallel.group import SingleGroup
     from .resolved import resolve
     from .runner import ModelRunner
+    from .speculation.loading import find_draft, load_drafter
 
     machine = rank.open_machine(dataclasses.replace(config, device="cuda"))
     if (index + 1) * HELPER_BYTES > machine.card_bytes:
@@ -150,20 +155,27 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     whole = read_model_config(folder, config)
     if whole.foreign is not None or not whole.causal:
         return  # transformers' code makes all of its layers, or none; what reads whole texts has few kernels of ours
-    layers = (*dict.fromkeys(whole.layers), whole.layers[-1])  # the last layer does less than others
-    few_layers = dataclasses.replace(whole, layers=layers)
     settings = resolve(config, whole, machine)
     context = min(settings.max_model_len, max(LONGEST_CONTEXT, settings.max_num_batched_tokens))
     settings = dataclasses.replace(settings, max_model_len=context, load_format="dummy")
     # Scales are as in the whole model where its configuration says so; else the engine compiles these kernels.
     format = planned_format(settings, whole)
     alone = SingleGroup(0, config.tensor_parallel_size)
-    runner = rank.make_runner(rank.load(folder, few_layers, settings, alone), settings, format)
+    model = rank.load(folder, few_layers(whole), settings, alone)
+    drafter = None
+    if settings.speculation.by_model:
+        draft = find_draft(
+            settings.speculation, folder, whole, config.download_dir, alone.size, config.enable_expert_parallel
+        )
+        drafter = load_drafter(draft, model, context, few=whole)
+    runner = rank.make_runner(model, settings, format, drafter)
     assert isinstance(runner, ModelRunner)
     runner.bind_cache(1, settings.dtype)
     more = rank.expert_steps(runner.model)
     for step in rank.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)[index::count]:
         runner.dummy_step(*step)
+    for drafts in rank.draft_steps(settings.draft_depths, settings.max_num_seqs)[index::count]:
+        runner.dummy_step(*drafts)
 
 
 if __name__ == "__main__":

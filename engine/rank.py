@@ -38,6 +38,7 @@ from .overrides import read_model_config
 from .parallel.divide import check_divides
 from .parallel.group import LOCAL, SYMMETRIC, TIMEOUT, Group, join
 from .parallel.pipeline import WHOLE, Stage, form_ring
+from .parallel.rendezvous import Rendezvous
 from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
 from .quant.packed_experts import PackedExperts
@@ -48,6 +49,7 @@ from .request import SamplingParams
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
 from .shortage import is_out_of_memory, out_of_memory
+from .speculation.draft_size import draft_bytes
 from .speculation.loading import find_draft, load_drafter
 from .speculation.model_drafter import ModelDrafter
 from .weight_size import check_weights
@@ -73,11 +75,13 @@ class Rank:
         self._report = report
         self._config = config
         self._asked: Resolved | None = None
-        self._weights = 0  # bytes
+        self._weights = self._drafts = 0  # bytes; of who drafts, known beforehand
         with self._phase("device"):
             machine = open_machine(config, seat.card)
         config = self._config = eager_across_hosts(config, seat, machine.device)
+        patience = max(timedelta(seconds=config.distributed_timeout_seconds), TIMEOUT)
         with self._phase("config"):
+            rendezvous = find_rendezvous(seat, patience)
             path = resolve_model_path(
                 config.model, config.revision, config.download_dir, config.load_format, config.trust_remote_code
             )
@@ -90,15 +94,23 @@ class Rank:
                 logger.info("%s", limits)
             draft = None
             if asked.speculation.by_model:
-                draft = find_draft(asked.speculation, path, model_config, config.download_dir)
+                draft = find_draft(
+                    asked.speculation, path, model_config, config.download_dir, config.tensor_parallel_size,
+                    config.enable_expert_parallel,
+                )  # fmt: skip
                 asked = dataclasses.replace(asked, speculative_config=told_method(asked, draft.settings.method))
+                self._drafts = draft_bytes(
+                    draft, model_config, asked.dtype, config.tensor_parallel_size, config.enable_expert_parallel,
+                    machine.device.type == "cuda",
+                )  # fmt: skip
             if note := getattr(model_config.quantization, "note", None):
                 logger.warning("--quantization %s: %s", config.quantization, note)
             num_stages = config.pipeline_parallel_size
             check_stages(model_config, num_stages, config.stage_layers)
             check_divides(model_config, seat.size // num_stages, config.enable_expert_parallel)
             symmetric = SYMMETRIC and not config.disable_custom_all_reduce
-            self.world = meet(seat, machine.device, symmetric, num_stages, config.distributed_timeout_seconds)
+            wait_for_ranks(rendezvous, "files")
+            self.world = meet(seat, machine.device, symmetric, num_stages, patience, rendezvous)
             check_equal(self.world, asked)
             layers = stage_layers(model_config, num_stages, config.stage_layers)
             one_host = seat.rendezvous.startswith(LOCAL)
@@ -117,6 +129,7 @@ class Rank:
             self.experts = describe_experts(self.model)
             if self.experts:
                 logger.info("%s", told_of_experts(self.experts))
+            wait_for_ranks(rendezvous, "weights")
         with self._phase("compilation"):
             before_memory()
             gather(self.world, machine.device, [0])  # the others find in the cache what rank 0 has had compiled
@@ -155,7 +168,7 @@ class Rank:
     def _admit(self, model_config: ModelConfig, parameters: int, stored: int) -> None:
         assert self._asked is not None
         self._weights = check_weights(
-            self._config, model_config, self._asked.machine, self._asked.dtype, parameters, stored
+            self._config, model_config, self._asked.machine, self._asked.dtype, parameters, stored, self._drafts
         )
 
     def _explained(self, error: Exception, phase: str) -> str:
@@ -170,11 +183,37 @@ class Rank:
         )  # fmt: skip
 
 
-def meet(seat: Seat, device: torch.device, symmetric: bool, num_stages: int, seconds: float) -> Group:
-    """The group of all ranks. Raises ConfigError where those of other hosts are not found."""
-    patience = max(timedelta(seconds=seconds), TIMEOUT)  # also of each collective, which may be a long prompt's
+def find_rendezvous(seat: Seat, patience: timedelta) -> Rendezvous | None:
+    """Before the model's files are looked for: a network that leads nowhere is said before they are downloaded. Raises
+    ConfigError."""
+    if seat.size == 1:
+        return None
+    with finding(seat):
+        return Rendezvous(seat.rank, seat.size, seat.rendezvous, patience, seat.listener)
+
+
+def wait_for_ranks(rendezvous: Rendezvous | None, what: str) -> None:
+    """Until all have these: how long hosts download or read may differ by more than a collective waits."""
+    if rendezvous is not None:
+        rendezvous.wait_for_all(what, lambda missing: logger.info(
+            "waiting for the model's %s of rank %s of %d", what, ", ".join(map(str, missing)), rendezvous.size
+        ))  # fmt: skip
+
+
+def meet(
+    seat: Seat, device: torch.device, symmetric: bool, num_stages: int, patience: timedelta,
+    rendezvous: Rendezvous | None,
+) -> Group:  # fmt: skip
+    """The group of all ranks. `patience`: also of each collective, which may be a long prompt's. Raises ConfigError
+    where those of other hosts are not found."""
+    with finding(seat):
+        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, patience, rendezvous)
+
+
+@contextmanager
+def finding(seat: Seat) -> Iterator[None]:
     try:
-        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, patience)
+        yield
     except RuntimeError as error:
         if seat.rendezvous.startswith(LOCAL):
             raise
@@ -260,8 +299,9 @@ def make_runner(
             )
     if settings.device.type == "cpu":
         check_rows(
-            model, weight_bytes(model), max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
-            max_num_batched_tokens=settings.max_num_batched_tokens, block_size=settings.block_size,
+            model, weight_bytes(model, drafter), max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len, max_num_batched_tokens=settings.max_num_batched_tokens,
+            block_size=settings.block_size,
         )  # fmt: skip
     return ModelRunner(
         model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,

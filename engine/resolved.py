@@ -338,11 +338,10 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
 def check_draftable(config: EngineConfig, model: ModelConfig, speculation: Speculation) -> None:
     """Raises ConfigError for what a model does not draft beside, so far."""
     instead = 'use {"method": "ngram"}, or leave it out'
-    if config.tensor_parallel_size > 1:
-        why = f"--tensor-parallel-size {config.tensor_parallel_size}: a model drafts on one card only so far"
-        raise ConfigError(f"--speculative-config beside {why}; {instead}")
-    if config.enable_lora:
-        raise ConfigError(f"--speculative-config beside --enable-lora: a model drafts without adapters only; {instead}")
+    ranks, size = speculation.num_ranks, config.tensor_parallel_size
+    if ranks not in (0, 1, size):
+        may = f"{size}, as --tensor-parallel-size is, or 1, and every rank has all of what drafts" if size > 1 else "1"
+        raise ConfigError(f"--speculative-config: its draft_tensor_parallel_size is {ranks}: it must be {may}")
     if model.foreign is not None:
         why = f"{model.architecture} is computed by transformers' code, beside which no model drafts"
         raise ConfigError(f"--speculative-config: {why}; {instead}")

@@ -404,16 +404,18 @@ class ModelRunner:
 
     def forward(self, batch: Batch, wanted: Tensor | None) -> Tensor:
         """Hidden states of the wanted tokens, or of all."""
-        if wanted is not None and self.adapters is not None and self.adapters.step.tokens is not None:
-            # The tiles of adapters are of all tokens, in the last layer too.
-            every = self.model(batch.input_ids, batch.positions, batch.attention)
-            return every.index_select(0, wanted)
+        late: Tensor | None = None
+        if self.adapters is not None and self.adapters.step.tokens is not None:
+            late, wanted = wanted, None  # the tiles of adapters are of all tokens, in the last layer too
         if self.relay is None:
-            return self.model(batch.input_ids, batch.positions, batch.attention, wanted=wanted)
-        residual = self.relay.residual(len(batch.input_ids))
-        embeddings = None if self.relay.stage.is_first else residual
-        hidden = self.model(batch.input_ids, batch.positions, batch.attention, embeddings, wanted)
-        return hidden if self.is_last else residual.copy_(hidden)
+            hidden = self.model(batch.input_ids, batch.positions, batch.attention, wanted=wanted)
+        else:
+            residual = self.relay.residual(len(batch.input_ids))
+            embeddings = None if self.relay.stage.is_first else residual
+            hidden = self.model(batch.input_ids, batch.positions, batch.attention, embeddings, wanted)
+            if not self.is_last:
+                return residual.copy_(hidden)
+        return hidden if late is None else hidden.index_select(0, late)
 
     def _record(self) -> torch.cuda.Event | None:
         if self.copy_stream is None:
@@ -513,11 +515,11 @@ class ModelRunner:
         """For steps with up to this many decodes, or these numbers of tokens in all; `capture_graphs` makes them."""
         decodes = min(max_decodes, self.max_num_seqs)
         drafts = {count: most for most, count in self.draft_depths}
-        if self.adapters is not None:
-            self.adapter_graphs = StepGraphs(
-                None, self._forward_adapted, decodes, max_mixed_tokens, (), drafts, coarse=True
-            )
         propose = self._propose if self.model_drafter is not None else None
+        if self.adapters is not None:  # who drafts has none
+            self.adapter_graphs = StepGraphs(
+                None, self._forward_adapted, decodes, max_mixed_tokens, (), drafts, coarse=True, propose=propose
+            )
         return StepGraphs(None, self.forward, decodes, max_mixed_tokens, large_mixed_tokens, drafts, propose=propose)
 
     @torch.inference_mode()
@@ -529,7 +531,7 @@ class ModelRunner:
             self.model_drafter.reserve(max(shape.tokens for shape in graphs.shapes()))
         every = [graphs] if self.adapter_graphs is None else [graphs, self.adapter_graphs]
         if self.relay is not None:
-            self.relay.reserve(graphs.shapes()[0].tokens)
+            self.relay.reserve(max(shape.tokens for one in every for shape in one.shapes()))
         for one in every:
             one.builder = self.builder
             one.capture()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +49,8 @@ class Engine:
     scheduler: Scheduler
     seconds: Callable[[StepPlan, int], float]
     index: int = 0
+    acceptance: tuple[float, ...] = ()  # how often the drafts up to each hold; (): nobody drafts
+    luck: random.Random = field(default_factory=lambda: random.Random(0))
     plan: StepPlan | None = None
     ends: float = 0.0  # of the step under way
     open: dict[int, Answer] = field(default_factory=dict)
@@ -78,7 +81,7 @@ class Engine:
         assert self.plan is not None
         plan, self.plan = self.plan, None
         over = []
-        for output in self.scheduler.update(StepResult(plan.step, [1] * len(plan.sampled))):
+        for output in self.scheduler.update(self._result(plan)):
             answer = self.open[output.id]
             if output.token_ids:
                 answer.first = answer.first or self.ends
@@ -88,15 +91,27 @@ class Engine:
                 over.append(answer)
         return over
 
+    def _result(self, plan: StepPlan) -> StepResult:
+        """With drafts for every request, of which as many hold as chance will have."""
+        if not self.acceptance:
+            return StepResult(plan.step, [1] * len(plan.sampled))
+        counts = [1] * len(plan.sampled)
+        for place in range(plan.num_decodes if plan.num_drafts else 0):
+            drawn = self.luck.random()
+            counts[place] += sum(drawn < rate for rate in self.acceptance[: plan.num_drafts])
+        drafted = [plan.num_drafts] * plan.num_decodes
+        return StepResult(plan.step, [1] * sum(counts), counts=counts, drafted=drafted, num_proposed=len(counts))
+
 
 class Simulation:
     """Engines alike, behind one address: a request goes to the one with the fewest open, as long as prefixes do not
     matter."""
 
     def __init__(
-        self, config: SchedulerConfig, seconds: Callable[[StepPlan, int], float], num_engines: int = 1
-    ) -> None:
-        self.engines = [Engine(Scheduler(config), seconds, index) for index in range(num_engines)]
+        self, config: SchedulerConfig, seconds: Callable[[StepPlan, int], float], num_engines: int = 1,
+        acceptance: tuple[float, ...] = (),
+    ) -> None:  # fmt: skip
+        self.engines = [Engine(Scheduler(config), seconds, index, acceptance) for index in range(num_engines)]
         self._next_id = 0
         self._seed = 0
 

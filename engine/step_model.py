@@ -121,7 +121,7 @@ class StepModel:
         contexts -= (1 - costs.shared) * self._full * shared  # layers with a window have read few of them
         pairs = sum(self._pairs(count, computed) for count, computed in prompts)
         return (
-            self.product_seconds(tokens, len(plan.sampled))
+            self.product_seconds(tokens, plan.num_samples)
             + costs.cache * contexts * self.shape.kv_bytes / self.card.bandwidth
             + costs.attention * pairs * self.shape.pair_flops / self.card.products
             + costs.step + costs.token * tokens + costs.row * len(plan.rows)

@@ -55,12 +55,13 @@ def _with_codes(config: ModelConfig, parameters: int, dtype: torch.dtype, bytes_
 
 
 def check_weights(
-    config: EngineConfig, model: ModelConfig, machine: Machine, dtype: torch.dtype, parameters: int, stored: int
-) -> int:
-    """→ bytes of the weights; of one rank, as `parameters` and `stored` are. Raises ConfigError where this machine
-    cannot hold them, with what would do."""
+    config: EngineConfig, model: ModelConfig, machine: Machine, dtype: torch.dtype, parameters: int, stored: int,
+    drafts: int = 0,
+) -> int:  # fmt: skip
+    """→ bytes of the weights; of one rank, as `parameters` and `stored` are, and `drafts`, the bytes of who drafts.
+    Raises ConfigError where this machine cannot hold them, with what would do."""
     on_card = machine.device.type == "cuda"
-    size = weight_size(model, parameters, dtype, stored, on_card)
+    size = drafts + weight_size(model, parameters, dtype, stored, on_card)
     share, room, free = config.gpu_memory_utilization, available_bytes() // config.num_ranks, 0
     where = f"the machine has {gib(room)} free of {gib(machine_bytes())}"
     if on_card:
@@ -71,13 +72,16 @@ def check_weights(
     if size <= room:
         return size
     remedies = list(_utilization(machine, share, size)) if on_card else []
+    if drafts and size - drafts <= room:
+        remedies.append("leave --speculative-config out")
     remedies += list(_ranks(config, model, size, room)) if on_card else []
-    remedies += smaller_weights(model, parameters, dtype, room, on_card)
+    remedies += smaller_weights(model, parameters, dtype, room - drafts, on_card)
     remedies += list(_stages(config, model, size, room)) if on_card else []
     more = "a larger card" if on_card else "more memory"
     name = str(dtype).removeprefix("torch.")
+    told = f"{parameters:,} parameters in {name}" + (f", and {gib(drafts)} of who drafts" if drafts else "")
     raise ConfigError(
-        f"the weights take {gib(size)} ({parameters:,} parameters in {name}), and {where}: "
+        f"the weights take {gib(size)} ({told}), and {where}: "
         f"{', or '.join([*remedies, 'serve a smaller model'])}, or take {more}"
     )
 

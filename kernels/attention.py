@@ -188,7 +188,7 @@ def _attend_request(
         result = scaled_dot_product_attention(
             packed, key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0), scale=scale
         )
-        return result.view(1, num_heads, value_size)
+        return result.reshape(1, num_heads, value_size)
     result = scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .kv_fp8 import packs
 from .magnitude import magnitude, of_magnitude
 from .norm import normalize, rms_scale
 from .pdl import pdl_options
@@ -126,7 +127,7 @@ def fp8_rows_triton(
             out.values.view(torch.int16), out.scales, rows, columns, x.stride(0),
             0 if residual is None else residual.stride(0), out.shape[1] // 2, eps,
             SIZE=columns, NORM=weight is not None, ADD=residual is not None, SCALE=scale, BY_GROUP=by_group,
-            BLOCKS=blocks, num_warps=_warps(blocks), **pdl_options(x, rows),
+            BLOCKS=blocks, PACKED=packs(x.device), num_warps=_warps(blocks), **pdl_options(x, rows),
         )  # fmt: skip
     return out
 
@@ -139,14 +140,32 @@ def silu_mul_fp8_triton(y: torch.Tensor | Product, dtype: torch.dtype, by_group:
         _silu_kernel[(rows,)](
             values, y.rows if isinstance(y, Product) else out.scales, y.columns if isinstance(y, Product) else values,
             out.values.view(torch.int16), out.scales, rows, columns, values.stride(0), out.shape[1] // 2,
-            SCALED=isinstance(y, Product), BY_GROUP=by_group, BLOCKS=blocks,
+            SCALED=isinstance(y, Product), BY_GROUP=by_group, BLOCKS=blocks, PACKED=packs(values.device),
             num_warps=_warps(blocks), **pdl_options(values, rows),
         )  # fmt: skip
     return out
 
 
 @triton.jit
-def _write(first, second, words_ptr, scales_ptr, row, rows, columns, BY_GROUP: tl.constexpr, BLOCKS: tl.constexpr):
+def e4m3_words(low, high, PACKED: tl.constexpr):
+    """fp32 numbers → int16 words of their codes, `low` in the low bytes; what is beyond 448 becomes 448.
+
+    PACKED: by the instruction that makes both. It is not for speed: of casts whose bytes are put together afterwards
+    ptxas 12.8 makes code for Hopper that gives every second word another low byte."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+        )
+    low_codes = tl.clamp(low, -448.0, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    high_codes = tl.clamp(high, -448.0, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return low_codes.to(tl.int16) | (high_codes.to(tl.int16) << 8)
+
+
+@triton.jit
+def _write(
+    first, second, words_ptr, scales_ptr, row, rows, columns, BY_GROUP: tl.constexpr, BLOCKS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
     """first and second [BLOCKS, 64], the halves of each 128 columns: bytes of neighbours, one word of both. NaN is in
     the scale, too: what the codes of such a row or group are does not matter."""
     largest = tl.maximum(tl.max(magnitude(first), 1), tl.max(magnitude(second), 1))
@@ -160,9 +179,7 @@ def _write(first, second, words_ptr, scales_ptr, row, rows, columns, BY_GROUP: t
     else:
         tl.store(scales_ptr + row + tl.zeros_like(block), scales, mask=block == 0)
     factor = scales[:, None]
-    low = tl.clamp(tl.div_rn(first, factor), -448.0, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    high = tl.clamp(tl.div_rn(second, factor), -448.0, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    words = low.to(tl.int16) | (high.to(tl.int16) << 8)
+    words = e4m3_words(tl.div_rn(first, factor), tl.div_rn(second, factor), PACKED)
     place = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     tl.store(words_ptr + place, words, mask=exists[:, None])
 
@@ -171,7 +188,7 @@ def _write(first, second, words_ptr, scales_ptr, row, rows, columns, BY_GROUP: t
 def _rows_kernel(
     x_ptr, residual_ptr, weight_ptr, words_ptr, scales_ptr, rows, columns, x_stride, residual_stride, words_stride, eps,
     SIZE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr, BY_GROUP: tl.constexpr,
-    BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -201,13 +218,13 @@ def _rows_kernel(
         scale = rms_scale(tl.sum(tl.sum(a * a + b * b, 1), 0), SIZE, eps)
         a = a * scale * first_gain
         b = b * scale * second_gain
-    _write(a, b, words_ptr + row * words_stride, scales_ptr, row, rows, columns, BY_GROUP, BLOCKS)
+    _write(a, b, words_ptr + row * words_stride, scales_ptr, row, rows, columns, BY_GROUP, BLOCKS, PACKED)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _silu_kernel(
     y_ptr, row_scales_ptr, column_scales_ptr, words_ptr, scales_ptr, rows, columns, y_stride, words_stride,
-    SCALED: tl.constexpr, BY_GROUP: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, BY_GROUP: tl.constexpr, BLOCKS: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -216,7 +233,7 @@ def _silu_kernel(
     first = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 64)[None, :]
     a = _gated(y_ptr, row_scales_ptr, column_scales_ptr, row, first, columns, y_stride, SCALED)
     b = _gated(y_ptr, row_scales_ptr, column_scales_ptr, row, first + 64, columns, y_stride, SCALED)
-    _write(a, b, words_ptr + row * words_stride, scales_ptr, row, rows, columns, BY_GROUP, BLOCKS)
+    _write(a, b, words_ptr + row * words_stride, scales_ptr, row, rows, columns, BY_GROUP, BLOCKS, PACKED)
 
 
 @triton.jit

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from .fp8_linear import MANY, fp8_linear_torch, takes_fp8
-from .fp8_rows import BLOCK, Fp8Rows, fp8_rows, fp8_rows_torch
+from .fp8_rows import BLOCK, Fp8Rows, e4m3_words, fp8_rows, fp8_rows_torch
+from .kv_fp8 import packs
 from .magnitude import magnitude, of_magnitude
 from .moe import gated, sum_of_experts
 from .moe_codes import ExpertCodes, halves, rows_of_tile, with_bias
@@ -161,7 +162,8 @@ def _launch(
         0 if bias is None else bias.stride(0), limit,
         W_GROUP=matrices.group // BLOCK, HAS_BIAS=bias is not None, TOP_K=top_k, GATED=matrices.parts == 2,
         CLAMPED=limit > 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, TILE_ROWS=TILE,
-        SHARING=tile.group, STAGES=tile.stages, num_warps=tile.warps, **pdl_options(out, MANY),
+        SHARING=tile.group, STAGES=tile.stages, PACKED=packs(out.device), num_warps=tile.warps,
+        **pdl_options(out, MANY),
     )  # fmt: skip
 
 
@@ -172,7 +174,7 @@ def _fp8_expert_kernel(
     stride_expert_scales, stride_w_scales, stride_out, stride_out_scales, stride_bias, limit,
     W_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_ROWS: tl.constexpr,
-    SHARING: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SHARING: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """W_GROUP: blocks of columns that share a scale; 0: a row's all. x has a scale each block of columns."""
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -210,12 +212,10 @@ def _fp8_expert_kernel(
         largest = of_magnitude(tl.max(magnitude(values), 0))
         scale = tl.maximum(largest, 1e-10, propagate_nan=tl.PropagateNan.ALL) / 448.0
         tl.store(out_scales_ptr + tile * stride_out_scales + place, scale, mask=row_exists)
-        first, second = halves(tl.clamp(tl.div_rn(values, scale[None, :]), -448.0, 448.0))
-        low = first.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int16)
-        high = second.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int16)
+        low, high = halves(tl.div_rn(values, scale[None, :]))
         word = tile * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
         out_ptrs = out_ptr + place[None, :] * stride_out + word[:, None]
-        tl.store(out_ptrs, low | (high << 8), mask=row_exists[None, :])
+        tl.store(out_ptrs, e4m3_words(low, high, PACKED), mask=row_exists[None, :])
     else:
         out_ptrs = out_ptr + place[None, :] * stride_out + n[:, None]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_exists[None, :] & (n < N)[:, None])

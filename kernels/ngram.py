@@ -43,8 +43,8 @@ def propose_ngrams_torch(
             continue
         length = int(num_computed[row]) + 1
         history = token_ids[row, :length]
-        holds = torch.ones(length - 1, dtype=torch.bool)
-        matched = torch.zeros(length - 1, dtype=torch.int64)
+        holds = torch.ones(length - 1, dtype=torch.bool, device=history.device)
+        matched = torch.zeros(length - 1, dtype=torch.int64, device=history.device)
         for back in range(min(max_ngram, length - 1)):
             holds[back:] &= history[: length - 1 - back] == history[length - 1 - back]
             holds[:back] = False

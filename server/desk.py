@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..engine.config import ConfigError
-from .client.board import SERVES
 from .client.meeting import Meeting, listen
 from .client.replicas import Replicas
 from .client.scaling import ScalingError, scale
@@ -27,12 +28,17 @@ class Desk:
         self._meeting = meeting
         self._front = front
         self.server: ServerState | None = None  # once there is one
+        self._socket: socket.socket | None = None
+
+    def open(self, server: ServerState) -> None:
+        """From now on the others find the socket, and what they say waits there for `serve`."""
+        self.server = server
+        self._socket = listen(self._meeting.api_path(self._meeting.seat))
 
     async def serve(self) -> None:
-        """Until it is cancelled; the others find the socket as soon as this has begun."""
-        sock = listen(self._meeting.api_path(self._meeting.seat))
-        self._meeting.board.set(SERVES, 1)
-        await Server(self, last_bytes=0).serve(sockets=[sock])
+        """Until it is cancelled."""
+        assert self._socket is not None, "it has been opened"
+        await Server(self, last_bytes=0).serve(sockets=[self._socket])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not scope["path"].startswith("/own/"):

@@ -65,6 +65,7 @@ class Operation:
     failure: type[BaseModel] = field(default=responses.Error)
     done: bool = True  # a stream ends with [DONE]
     query: dict[str, dict[str, Any]] = field(default_factory=dict)  # name → schema
+    raw: bool = False  # the answer may be bytes
 
 
 _BODY = (400, 404, 413, 415, 503)
@@ -101,10 +102,10 @@ OPERATIONS = (
     Operation("/v1/messages", MessageObject, body=MessagesRequest, chunk=MessageEvent, errors=_GENERATION,
               failure=AnthropicError, done=False),
     Operation("/v1/messages/count_tokens", TokenCount, body=CountRequest, errors=_BODY, failure=AnthropicError),
-    Operation("/v1/embeddings", responses.EmbeddingList, body=EmbeddingRequest, errors=_GENERATION),
+    Operation("/v1/embeddings", responses.EmbeddingList, body=EmbeddingRequest, errors=_GENERATION, raw=True),
     Operation("/v2/embed", pooled_answers.CohereEmbeddings, body=CohereEmbedRequest, errors=_GENERATION),
     Operation("/classify", pooled_answers.ClassesList, body=ClassifyRequest, errors=_GENERATION),
-    Operation("/pooling", pooled_answers.PooledList, body=PoolingRequest, errors=_GENERATION),
+    Operation("/pooling", pooled_answers.PooledList, body=PoolingRequest, errors=_GENERATION, raw=True),
     *(Operation(path, pooled_answers.ScoreList, body=ScoreRequest, errors=_GENERATION)
       for path in ("/score", "/v1/score")),
     *(Operation(path, pooled_answers.Ranking, body=RerankRequest, errors=_GENERATION)
@@ -113,7 +114,7 @@ OPERATIONS = (
     Operation("/v1/completions/render", rendered.RenderedCompletions, body=CompletionRequest, errors=_BODY),
     Operation("/tokenizer_info", rendered.TokenizerInfo, "get", errors=(503,)),
     Operation("/invocations", InvocationAnswer, body=Invocation, chunk=InvocationChunk,
-              errors=_GENERATION),
+              errors=_GENERATION, raw=True),
     Operation("/v1/engines/{model}/completions", responses.Completion, body=CompletionRequest,
               chunk=responses.CompletionChunk, errors=_GENERATION),
     Operation("/tokenize", responses.Tokens, body=TokenizeRequest, errors=_BODY),
@@ -202,6 +203,8 @@ def _responses(operation: Operation) -> dict[str, Any]:
         content[JSON] = _reference(operation.answer)
     elif operation.text:
         content[operation.text] = {"schema": {"type": "string"}}
+    if operation.raw:
+        content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
     if operation.chunk is not None:
         said = {"anyOf": [_reference(model)["schema"] for model in (operation.chunk, operation.failure)]}
         data = {"type": "string", "contentMediaType": JSON, "contentSchema": said}

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from ..engine.config import EngineConfig
 from .api_processes import ApiProcesses
+from .client.board import SERVES
 from .client.hearts import beat, watch_first
 from .client.mailbox import EngineDeadError
 from .client.meeting import Meeting
@@ -51,27 +52,27 @@ class Team:
 
     async def meet(self, app: FastAPI) -> None:
         """From now on this process can be asked by the others; the first one waits until all serve."""
-        self._desk.server = app.state.server
+        self._desk.open(app.state.server)
         self._tasks.append(asyncio.create_task(self._desk.serve()))
+        if self._others is None and self._engine().enable_lora:
+            try:
+                await self._join(app.state.server)
+            except ColleagueError as error:
+                self._give_up(str(error))
+                return
+        self._meeting.board.set(SERVES, 1)  # nothing is missing here that a request may ask for
         if self._others is not None:
             try:
                 await self._others.ready()
             except EngineDeadError as error:
                 self._give_up(str(error))
             self._tasks.append(asyncio.create_task(self._others.watch()))
-        elif self._engine().enable_lora:
-            await asyncio.sleep(0)  # from now on it is told what changes
-            await self._join(app.state.server)
 
     async def _join(self, server: ServerState) -> None:
-        """Takes over the adapters that the first process has had loaded."""
+        """Takes over the adapters that the first process has had loaded. Raises ColleagueError."""
         assert server.colleagues is not None
-        try:
-            known = await server.colleagues.ask_first("/own/adapters")
-        except ColleagueError as error:
-            self._give_up(str(error))
-        else:
-            server.adapters.join(msgspec.msgpack.decode(known, type=list[Record]))
+        known = await server.colleagues.ask_first("/own/adapters")
+        server.adapters.join(msgspec.msgpack.decode(known, type=list[Record]))
 
     def end(self, number: signal.Signals) -> None:
         """Passes on what this process has been told."""

@@ -43,31 +43,34 @@ class Place:
 class SlotLayout:
     """Of this rank's share of the model. `rank`: of every matrix in a slot, zeros behind an adapter's own."""
 
-    def __init__(self, model: Model, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """`targets`: last names of the modules that may have adapters; empty: all that can. Raises ConfigError for one
-        that the model does not have."""
+    def __init__(self, model: Model, max_rank: int, targets: Sequence[str] = (), whole: Model | None = None) -> None:
+        """`targets`: last names of the modules that may have adapters; empty: all that can. `whole`: what `model` is a
+        stage of; every stage judges an adapter by all of it. Raises ConfigError for a target that it does not have."""
         self.max_rank, self.rank, self.targets = max_rank, padded_rank(max_rank), frozenset(targets)
         self.places: list[Place] = []
         self.parts: dict[str, tuple[Place, str]] = {}  # module path of the checkpoint → its place, as which part
+        self.holders: dict[str, tuple[Linear | Embedding, str]] = {}  # of the whole model: who may have one
         self.others: set[str] = set()  # modules that can have none here
         self.size = 0  # elements of a slot
-        found: dict[int, Place] = {}
-        for path, (holder, part) in model.weight_map().items():
+        names: set[str] = set()
+        for path, (holder, part) in (whole or model).weight_map().items():
             if not isinstance(holder, Linear | Embedding):
                 self.others.add(path)
                 continue
-            if self.targets and path.rpartition(".")[2] not in self.targets:
+            names.add(name := path.rpartition(".")[2])
+            if not self.targets or name in self.targets:
+                self.holders[path] = holder, part
+        if unknown := sorted(self.targets - names):
+            raise ConfigError(f"--lora-target-modules has {unknown[0]!r}: this model has {', '.join(sorted(names))}")
+        found: dict[int, Place] = {}
+        for path, (holder, part) in model.weight_map().items():
+            if path not in self.holders or not isinstance(holder, Linear | Embedding):
                 continue
+            if isinstance(holder, Embedding) and whole is not None and not model.place.stage.is_first:
+                continue  # the last stage may have it for its head alone
             place = found.get(id(holder)) or self._place(holder)
             found[id(holder)] = place
             self.parts[path] = place, part
-        there = {path.rpartition(".")[2] for path in self.parts}
-        if unknown := sorted(self.targets - there):
-            holders = (
-                path for path, (holder, _) in model.weight_map().items() if isinstance(holder, Linear | Embedding)
-            )
-            names = sorted({path.rpartition(".")[2] for path in holders})
-            raise ConfigError(f"--lora-target-modules has {unknown[0]!r}: this model has {', '.join(names)}")
 
     def _place(self, holder: Linear | Embedding) -> Place:
         if isinstance(holder, Embedding):
@@ -88,7 +91,7 @@ class SlotLayout:
     def find(self, module: str) -> str | None:
         """The model's path of a module that an adapter names; adapters are trained with or without a head around."""
         for path in (module, f"model.{module}", module.removeprefix("model.")):
-            if path in self.parts or path in self.others:
+            if path in self.holders or path in self.others:
                 return path
         return None
 
@@ -121,10 +124,10 @@ class SlotLayout:
                     f"{folder} changes {module}, and only {HOLDERS} can have adapters beside others: serve it with "
                     "--merge-lora"
                 )
-            self._check_shapes(adapter, pair, *self.parts[path])
+            self._check_shapes(adapter, pair, *self.holders[path])
             paths[path] = pair
         prefix = next((p for p in ("", "model.") if any(f"{p}{module}" in paths for module in adapter.pairs)), "")
-        names = [path.removeprefix(prefix) for path, (place, _) in self.parts.items() if type(place.holder) is Linear]
+        names = [path.removeprefix(prefix) for path, (holder, _) in self.holders.items() if type(holder) is Linear]
         if lacking := adapter.lacking(names):
             raise AdapterError(
                 f"{folder} lacks the matrices of {lacking[0]}{and_more(lacking)}, which its target_modules name: the "
@@ -132,10 +135,9 @@ class SlotLayout:
             )
         return paths
 
-    def _check_shapes(self, adapter: Adapter, pair: Pair, place: Place, part: str) -> None:
+    def _check_shapes(self, adapter: Adapter, pair: Pair, holder: Linear | Embedding, part: str) -> None:
         headers = adapter.files.headers
         columns, rows = headers[pair.a].shape[1], headers[pair.b].shape[0]
-        holder = place.holder
         if pair.is_embedding != isinstance(holder, Embedding):
             raise AdapterError(
                 f"{adapter.folder}: {pair.module} is an embedding on one side only: it is of another base"
@@ -152,10 +154,12 @@ class SlotLayout:
             )
 
     def pack(self, adapter: Adapter, dtype: torch.dtype, pin: bool) -> Packed:
-        """A slot's content, scales multiplied into B. Raises AdapterError."""
+        """A slot's content, scales multiplied into B; of a stage, its own part. Raises AdapterError."""
         flat = torch.zeros(self.size, dtype=dtype, pin_memory=pin)
         used = torch.zeros(len(self.places), dtype=torch.int32, pin_memory=pin)
         for path, pair in self.check(adapter).items():
+            if path not in self.parts:  # another stage's
+                continue
             place, part = self.parts[path]
             used[place.index] = 1
             a, b = self.view_a(flat, place), self.view_b(flat, place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..loader import whole_of
 from ..models.model import Model
 from ..resolved import Resolved
 from ..scheduler import FEW_DECODES
@@ -16,7 +17,7 @@ def make_tables(model: Model, settings: Resolved, download_dir: str | None) -> A
     """None where no adapter is served. Raises ConfigError for target modules that the model does not have."""
     if not settings.max_loras:
         return None
-    layout = SlotLayout(model, settings.max_lora_rank, settings.lora_target_modules)
+    layout = SlotLayout(model, settings.max_lora_rank, settings.lora_target_modules, whole_of(model))
     device: torch.device = settings.device
     store = AdapterStore(layout, settings.lora_dtype, device.type == "cuda", download_dir)
     return AdapterTables(store, settings.max_loras, device, most_tokens(settings), settings.max_num_seqs)

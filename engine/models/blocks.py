@@ -63,10 +63,10 @@ class DecoderLayer(nn.Module):
         # A product may add to the residual stream itself, where it is no summand of this rank.
         self.adds = not after and scale == 1.0 and place.tp_size == 1
         self.group = place.group if after else ALONE
-        self.attention_norm = norm(first, before, _summands(config, layer - 1, place))
+        self.attention_norm = norm(first, before, summands(config, layer - 1, place))
         self.attention = make_attention(spec.attention, config, layer, rotary, place)
         self.attention_after = _norm(config, place) if after else None
-        self.mlp_norm = None if parallel else norm(first, scale, _summands(config, layer, place))
+        self.mlp_norm = None if parallel else norm(first, scale, summands(config, layer, place))
         self.mlp = make_mlp(spec.mlp, config.hidden_size, place)
         self.mlp_after = _norm(config, place) if after else None
         # Who alone reads what a norm makes.
@@ -127,7 +127,7 @@ def _norm(config: ModelConfig, place: Placement, scale: float = 1.0, group: Grou
     return make_norm(config.frame.norm, (config.hidden_size,), config.norm_eps, place, scale=scale, group=group)
 
 
-def _summands(config: ModelConfig, layer: int, place: Placement) -> Group:
+def summands(config: ModelConfig, layer: int, place: Placement) -> Group:
     """The ranks that each have a summand of what this layer's attention or MLP adds to the residual stream, where it
     has not been normed, and therefore summed, before."""
     return ALONE if config.layers[layer].norms in _AFTER else place.group
@@ -156,11 +156,11 @@ class CausalLM(nn.Module):
             for index, spec in zip(self.indices, specs, strict=True)
         )
         last, scale = self.indices[-1], specs[-1].residual_scale
-        self.norm: Norm | NoNorm = NoNorm(scale, _summands(config, last, place))  # the next stage begins with a norm
+        self.norm: Norm | NoNorm = NoNorm(scale, summands(config, last, place))  # the next stage begins with a norm
         self.lm_head: LMHead | None = None
         self.pooling_head: Head | None = None
         if self.stage.is_last:
-            self.norm = _norm(config, place, scale, _summands(config, last, place))
+            self.norm = _norm(config, place, scale, summands(config, last, place))
             tied = self.embedding if config.tie_word_embeddings else None
             if config.generates:
                 self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied)
@@ -209,6 +209,9 @@ class CausalLM(nn.Module):
         wanted: Tensor | None,
     ) -> Tensor:  # fmt: skip
         for index, layer in enumerate(self._layers):
+            if x is not None and index in features.layers and (group := layer.attention_norm.group).size > 1:
+                residual.add_(group.all_reduce(x))  # of all ranks' summands
+                x = None
             features.before_layer(index, x, residual)
             last = index == len(self._layers) - 1
             x, residual = layer(x, residual, positions, batch, wanted if last and not features.of_end else None)

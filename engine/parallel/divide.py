@@ -26,11 +26,11 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
         _check_foreign(config.foreign, size, expert_parallel)
     if not config.causal:
         _refuse(f"{config.architecture} reads texts both ways, which is not divided over ranks", size)
-    if (fault := _fault(config, size, expert_parallel)) is None:
+    if (why := fault(config, size, expert_parallel)) is None:
         return
     possible = ", ".join(map(str, sizes(config, expert_parallel)))
     raise ModelError(
-        f"--tensor-parallel-size {size}: {fault} cannot be divided over {size} ranks: take one of {possible}, or "
+        f"--tensor-parallel-size {size}: {why} cannot be divided over {size} ranks: take one of {possible}, or "
         f"--data-parallel-size {size} for as many that each hold all of the model; --pipeline-parallel-size deals out "
         "whole layers, to any number of ranks"
     )
@@ -40,7 +40,7 @@ def sizes(config: ModelConfig, expert_parallel: bool = False) -> list[int]:
     """Numbers of ranks that can share the model."""
     if not config.causal or (config.foreign is not None and _undivided(config.foreign)):
         return [1]
-    return [n for n in range(1, MOST + 1) if _fault(config, n, expert_parallel) is None]
+    return [n for n in range(1, MOST + 1) if fault(config, n, expert_parallel) is None]
 
 
 def _check_foreign(foreign: Foreign, size: int, expert_parallel: bool) -> None:
@@ -91,7 +91,7 @@ def whole_experts(num_experts: int, inner: int, size: int, quantised: bool, want
     return bool(wanted or thin)
 
 
-def _fault(config: ModelConfig, size: int, expert_parallel: bool) -> str | None:
+def fault(config: ModelConfig, size: int, expert_parallel: bool) -> str | None:
     """What cannot be divided, for people."""
     if config.vocab_size <= size * (size - 1):
         return f"a vocabulary of {config.vocab_size}"

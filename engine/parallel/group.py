@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ...kernels.norm import add_rms_norm
+from .rendezvous import Rendezvous
 
 TIMEOUT = timedelta(minutes=10)  # of a collective that waits for a rank; whoever watches the processes is faster
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its new name since torch 2.13
@@ -125,24 +126,28 @@ class ProcessGroup:
 
 def join(
     rank: int, size: int, init_method: str, device: torch.device, symmetric: bool = SYMMETRIC, num_stages: int = 1,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta = TIMEOUT, rendezvous: Rendezvous | None = None,
 ) -> Group:  # fmt: skip
-    """The group of `size` ranks, once all have come. Called once in a process. Where they meet by a file, they are of
-    one host, and rank n has its card n.
+    """The group of `size` ranks, once all have come, whenever that is. Called once in a process. Where they meet by a
+    file, they are of one host, and rank n has its card n.
 
     init_method: where they meet, as torch.distributed has it ("file:///…" of a file that is not there yet, "tcp://…").
     symmetric: sums of few rows go through memory that all cards reach, where they do; or NCCL makes them all.
     num_stages: with several, no sums are made over all.
+    timeout: of collectives. rendezvous: that at init_method, where the caller has it.
     """
     if size == 1:
         return ALONE
     if init_method.startswith(LOCAL):  # or libraries may choose an interface that leads nowhere
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
+    if rendezvous is None:
+        rendezvous = Rendezvous(rank, size, init_method, timeout)
+    rendezvous.wait_for_all("group")
     on_card = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if on_card else "gloo", init_method=init_method, rank=rank, world_size=size, timeout=timeout,
-        device_id=device if on_card else None,
+        "nccl" if on_card else "gloo", store=dist.PrefixStore("torch", rendezvous.store), rank=rank, world_size=size,
+        timeout=timeout, device_id=device if on_card else None,
     )  # fmt: skip
     assert dist.group.WORLD is not None
     if num_stages > 1:

@@ -43,7 +43,10 @@ class SymmetricGroup(ProcessGroup):
         self.exchange: Exchange | None = None
 
     def prepare(self, row_bytes: int) -> None:
-        """All ranks come here alike."""
+        """All ranks come here alike. What is loaded later, such as a model that drafts, has this where its rows are as
+        wide."""
+        if self.exchange is not None:
+            return
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of which no use is made
         from torch.distributed import _symmetric_memory as symmetric
 

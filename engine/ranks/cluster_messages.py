@@ -17,7 +17,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
     """Start these ranks, each of which dials in."""
 
     ranks: tuple[int, ...]
-    threads: int = 0  # see place.spawn
+    threads: int = 0  # for nodes that have no options of their own; see place.spawn
 
 
 class Kill(msgspec.Struct, frozen=True, array_like=True, tag="kill"):

@@ -14,8 +14,24 @@ if TYPE_CHECKING:
 
 PAUSE = 1.0  # seconds between two calls, that a thread was seen to wait for a disk in
 MOVED = 1 << 14  # bytes read or written in that time: what a process does beside waiting is less
+BUSY = 0.02  # share of a core: who computes takes more
+# Some effort nothing may come of, and it counts for so many seconds in a row:
+STUCK = 300.0  # a wait for a disk of which nothing is read: a server that is started again has answered by then
+ALONE = 600.0  # computing, at the start, while nothing is read or written: so does who waits for a card in a loop
 
 Effort = Callable[[], float]
+
+
+class Stretch:
+    """Seconds in a row of what counts for a time only."""
+
+    def __init__(self, limit: float) -> None:
+        self._left = self._limit = limit
+
+    def counts(self, goes_on: bool) -> bool:
+        """Once every PAUSE. Whether it goes on, and still counts."""
+        self._left = self._left - PAUSE if goes_on else self._limit
+        return goes_on and self._left >= 0
 
 
 class Starting:
@@ -23,15 +39,19 @@ class Starting:
     downloads. Slow disks and networks leave it waiting for minutes."""
 
     def __init__(self) -> None:
-        self._waited = 0.0
+        self._seconds = self._counted = 0.0
         self._moved = 0
+        self._stuck, self._alone = Stretch(STUCK), Stretch(ALONE)
 
     def __call__(self) -> float:
-        moved = _bytes_moved()
-        if moved - self._moved >= MOVED or _waits_for_disk(_threads()):
-            self._waited += PAUSE
-        self._moved = moved
-        return time.process_time() + self._waited
+        moved, seconds = _bytes_moved(), time.process_time()
+        moves, computed = moved - self._moved >= MOVED, seconds - self._seconds
+        if self._alone.counts(computed > BUSY * PAUSE and not moves) or moves or computed <= BUSY * PAUSE:
+            self._counted += computed
+        if self._stuck.counts(not moves and _waits_for_disk(_threads())) or moves:
+            self._counted += PAUSE
+        self._moved, self._seconds = moved, seconds
+        return self._counted
 
 
 class Computing:
@@ -42,11 +62,14 @@ class Computing:
         self._clock = time.pthread_getcpuclockid(thread.ident)
         self._number = thread.native_id
         self._seconds = self._waited = 0.0
+        self._stuck = Stretch(STUCK)
 
     def __call__(self) -> float:
+        before = self._seconds
         with contextlib.suppress(OSError):  # it has ended
             self._seconds = time.clock_gettime(self._clock)
-        if _waits_for_disk([self._number]):  # its memory was swapped out
+        idle = self._seconds - before <= BUSY * PAUSE
+        if self._stuck.counts(idle and _waits_for_disk([self._number])):  # its memory was swapped out
             self._waited += PAUSE
         return self._seconds + self._waited
 

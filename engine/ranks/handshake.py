@@ -26,6 +26,7 @@ from ..config import ConfigError, EngineConfig, flag
 from ..connection import LENGTH
 
 PATIENCE = 10.0  # seconds for the other end's next word
+NONCE = 16  # bytes
 LONGEST = 1 << 18  # bytes of a message by somebody who has proved nothing yet
 # Options that may differ from host to host, or that the engine's process has filled in for itself; and secrets.
 OWN = frozenset((
@@ -54,6 +55,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     message: str
+    proof: bytes
 
 
 class Stranger(ConnectionError):
@@ -69,14 +71,15 @@ def dial(
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         challenge = receive(sock, Challenge)
-        nonce = secrets.token_bytes(16)
-        mine = msgspec.structs.replace(hello, nonce=nonce)
-        send(sock, msgspec.structs.replace(mine, proof=proof(secret, b"node", challenge.nonce + claims(mine))))
+        mine = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE))
+        said = transcript(challenge.nonce, mine)
+        send(sock, msgspec.structs.replace(mine, proof=proof(secret, b"node", said)))
         answer = receive(sock, Welcome | Refusal)
-        if isinstance(answer, Refusal):
-            raise ConfigError(answer.message)
-        if not hmac.compare_digest(answer.proof, proof(secret, b"engine", nonce)):
+        refused = answer.message if isinstance(answer, Refusal) else None
+        if not hmac.compare_digest(answer.proof, proof(secret, b"engine", said, refused)):
             raise Stranger("it does not know the secret")
+        if refused is not None:
+            raise ConfigError(refused)
         sock.settimeout(None)
         return sock
     except BaseException:
@@ -84,31 +87,46 @@ def dial(
         raise
 
 
-def meet(sock: socket.socket, secret: str) -> Hello:
-    """The first word of who has dialled in and knows the secret. Raises OSError, Stranger among them."""
+@dataclasses.dataclass(frozen=True)
+class Guest:
+    """Who has dialled in and knows the secret, and waits for an answer. Its methods raise OSError."""
+
+    sock: socket.socket
+    hello: Hello
+    _secret: str
+    _said: bytes
+
+    def admit(self) -> None:
+        send(self.sock, Welcome(proof(self._secret, b"engine", self._said)))
+        self.sock.settimeout(None)
+
+    def refuse(self, message: str) -> None:
+        send(self.sock, Refusal(message, proof(self._secret, b"engine", self._said, message)))
+
+
+def meet(sock: socket.socket, secret: str) -> Guest:
+    """Raises OSError, Stranger among them."""
     sock.settimeout(PATIENCE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    nonce = secrets.token_bytes(16)
+    nonce = secrets.token_bytes(NONCE)
     send(sock, Challenge(nonce))
     hello: Hello = receive(sock, Hello)
-    if not hmac.compare_digest(hello.proof, proof(secret, b"node", nonce + claims(hello))):
-        send(sock, Refusal("the secret is another one than node 0's: give VSERVE_CLUSTER_SECRET the same text on all"))
+    guest = Guest(sock, hello, secret, transcript(nonce, hello))
+    if not hmac.compare_digest(hello.proof, proof(secret, b"node", guest._said)):
+        guest.refuse("")  # it cannot check who says so, and says itself what to look at
         raise Stranger("it does not know the secret (VSERVE_CLUSTER_SECRET)")
-    return hello
+    return guest
 
 
-def admit(sock: socket.socket, secret: str, hello: Hello) -> None:
-    send(sock, Welcome(proof(secret, b"engine", hello.nonce)))
-    sock.settimeout(None)
+def proof(secret: str, role: bytes, said: bytes, refusal: str | None = None) -> bytes:
+    """That who says this now, as `role`, knows the secret; `refusal`: what an engine says beside it."""
+    return hmac.digest(secret.encode(), msgspec.msgpack.encode((role, said, refusal)), "sha256")
 
 
-def proof(secret: str, role: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret.encode(), role + nonce, "sha256")
-
-
-def claims(hello: Hello) -> bytes:
-    """What its proof is about: somebody in between cannot let another node in by it."""
-    return hello.nonce + f"{hello.node} {hello.rank} {digest(hello.facts)}".encode()
+def transcript(challenge: bytes, hello: Hello) -> bytes:
+    """What both ends have said, with a nonce of each: all proofs are about it, so that none can be used again, nor for
+    another node by somebody in between."""
+    return msgspec.msgpack.encode((challenge, hello.nonce, hello.node, hello.rank, digest(hello.facts)))
 
 
 def send(sock: socket.socket, message: Any) -> None:

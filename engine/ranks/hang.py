@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from .effort import Effort
+from .effort import BUSY, Effort
 from .messages import Pulse
 
 INTERVAL = 1.0  # seconds between two pulses
 LIMIT = 7.0  # seconds of a step; with what it takes to end everybody, 10 from the hang to the engine's last word
 LONGEST = 4.0  # times the longest step that was seen: on slow cards, that may be more
 START_LIMIT = 180.0  # seconds while an engine starts: it may wait for the processes that compile kernels
-IDLE = 0.02  # share of a core: a rank that computes takes more, one that waits takes less
+IDLE = BUSY  # share of a core: a rank that computes takes more, one that waits takes less
 
 
 def pulse(effort: Effort) -> Pulse:

@@ -21,6 +21,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     size: int = 1
     rendezvous: str = ""
     card: int = 0  # of those that its process sees
+    listener: int = -1  # of rank 0: the descriptor of the socket that listens there, where they meet by one
 
 
 # ---- engine → rank ----

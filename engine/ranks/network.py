@@ -6,11 +6,13 @@ import os
 import socket
 import struct
 from collections.abc import MutableMapping
+from ipaddress import ip_address
 
 from .handshake import is_loopback
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SIOCGIFADDR = 0x8915
+BACKLOG = 4096  # ranks that may knock before rank 0 is ready
 
 
 def interface_of(address: str) -> str | None:
@@ -40,13 +42,33 @@ def use_interface(environment: MutableMapping[str, str], address: str) -> None:
             environment.setdefault(variable, name)
 
 
-def rendezvous(address: str) -> str:
-    """Where ranks meet on this host, which others reach by `address`."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as sock:
-        sock.bind(("", 0))
-        port = sock.getsockname()[1]
-    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+def rendezvous(address: str) -> tuple[str, socket.socket]:
+    """Where ranks meet on this host, which others reach by `address`, and the socket that listens there: whoever keeps
+    it open keeps the port from others until rank 0 has it.
+
+    It has no secret (as little as what ranks tell each other later), so it listens at this address alone where that is
+    a number; what a name means here need not be what it means elsewhere."""
+    if not (found := _listening(address)):
+        found = _listening("::" if ":" in address else "")
+        assert found is not None
+    port = found.getsockname()[1]
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}", found
+
+
+def _listening(host: str) -> socket.socket | None:
+    """At a free port. None where `host` is no address of this machine's."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if host:
+            ip_address(host)
+        sock.bind((host, 0))
+        sock.listen(BACKLOG)
+        return sock
+    except (OSError, ValueError):
+        sock.close()
+        if not host.strip(":"):
+            raise
+        return None
 
 
 def advice() -> str:

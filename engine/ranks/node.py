@@ -20,6 +20,7 @@ from .cluster_messages import BEAT, Beat, DumpStacks, Ended, Goodbye, Kill, Laun
 from .handshake import Hello, Stranger, check_secret, dial, facts
 from .network import use_interface
 from .place import Child, end_of, spawn
+from .placing import threads_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Node:
     host_ip: str | None = None
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of ranks, beside this process's
     before: tuple[str, ...] = ()  # a command that runs them
+    threads: int = 0  # of each rank on the CPU; 0: as node 0 says
 
     def __post_init__(self) -> None:
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
@@ -119,7 +121,7 @@ class Node:
         for rank in message.ranks:
             sock = dial(self.address, self.secret, Hello(b"", b"", self.index, rank), self.host_ip)
             with sock:
-                process = spawn(rank, sock, message.threads, environment, self.before)
+                process = spawn(rank, sock, self.threads or message.threads, environment, self.before)
             self._ranks[rank] = process
             watch = (rank, process, channel, self._over)
             threading.Thread(target=self._await, args=watch, name=f"vserve-rank-{rank}", daemon=True).start()
@@ -156,7 +158,7 @@ def run(config: EngineConfig, patience: float) -> int:
     check_secret(config)
     node = Node(
         config.node_rank, (config.master_addr, config.master_port), config.cluster_secret or "", facts(config),
-        config.distributed_timeout_seconds, config.host_ip,
+        config.distributed_timeout_seconds, config.host_ip, threads=threads_of_rank(config),
     )  # fmt: skip
     asked: list[int] = []
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from ..config import ConfigError, EngineConfig
 from .channel import Channel
 from .cluster_messages import BEAT, SILENCE, Beat, DumpStacks, Ended, FromNode, Goodbye, Kill, Launch, Stopped
-from .handshake import Hello, Refusal, admit, difference, is_loopback, meet, send
+from .handshake import Guest, Hello, difference, is_loopback, meet
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Nodes:
         self.sockets: dict[int, socket.socket] = {}  # to ranks
         self._closed = False
         self._hellos = threading.Semaphore(STRANGERS)
-        self._arrivals: queue.Queue[tuple[Hello, socket.socket, str]] = queue.Queue()
+        self._arrivals: queue.Queue[tuple[Guest, str]] = queue.Queue()
         self._listener = listen(address, port)
         self.address = (address, self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="vserve-nodes", daemon=True).start()
@@ -164,7 +164,7 @@ class Nodes:
             node.close()
         self.nodes.clear()
         while not self._arrivals.empty():
-            self._arrivals.get()[1].close()
+            self._arrivals.get()[0].sock.close()
 
     def no_more(self) -> None:
         """Nobody else is let in."""
@@ -184,16 +184,17 @@ class Nodes:
                 "start the same command there, with its --node-rank and --headless"
             )
         try:
-            hello, sock, host = self._arrivals.get(timeout=BEAT / 2)
+            guest, host = self._arrivals.get(timeout=BEAT / 2)
         except queue.Empty:
             return
+        hello, sock = guest.hello, guest.sock
         try:
             if (problem := self._problem(hello, host)) is not None:
                 logger.warning("refused: %s", problem)
-                send(sock, Refusal(problem))
+                guest.refuse(problem)
                 sock.close()
                 return
-            admit(sock, self._secret, hello)
+            guest.admit()
         except OSError:
             sock.close()
             return
@@ -233,7 +234,7 @@ class Nodes:
     def _meet(self, sock: socket.socket, host: str) -> None:
         """On a thread of its own: who says nothing keeps nobody waiting."""
         try:
-            self._arrivals.put((meet(sock, self._secret), sock, host))
+            self._arrivals.put((meet(sock, self._secret), host))
         except Exception as error:  # whatever a stranger may say
             logger.warning("%s has dialled in, and is not let in: %s", host, error or type(error).__name__)
             sock.close()

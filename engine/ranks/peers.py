@@ -19,19 +19,19 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from .. import logs
-from ..config import EngineConfig, default_cpu_threads
+from ..config import EngineConfig
 from ..connection import Connection
 from ..messages import Failure
 from .adapters import OtherStores
 from .effort import Effort, Starting
 from .hang import IDLE, INTERVAL, START_LIMIT, HangWatch, pulse
 from .messages import AdapterRead, FromRank, Join, Leave, Pulse, Seat, ToRank
-from .place import Place
-from .placing import placing
+from .place import Place, may_follow
+from .placing import placing, threads_of_rank
 
 logger = logging.getLogger(__name__)
 
-BLAME = 1.0  # seconds: that a rank is dead, collectives of others may notice before its process has been seen to end
+BLAME = 2.0  # seconds: that a rank is dead, collectives of others may notice before its process has been seen to end
 LAST_WORDS = 2.0  # seconds for the engine to leave by itself once a rank is lost
 FAREWELL = 3.0  # seconds for the others to leave
 SHOWING = 0.3  # for all of them to write their stacks
@@ -48,8 +48,7 @@ def share_of_threads(config: EngineConfig) -> EngineConfig:
     """As each rank of it gets it."""
     if config.ranks_per_node == 1:
         return config
-    threads = config.cpu_threads or default_cpu_threads()
-    return dataclasses.replace(config, cpu_threads=max(1, threads // config.ranks_per_node))
+    return dataclasses.replace(config, cpu_threads=threads_of_rank(config))
 
 
 class Peers:
@@ -67,6 +66,7 @@ class Peers:
         self.stores = OtherStores(self.send, range(1, config.world_size))
         self._hangs = HangWatch(config.world_size, config.pipeline_parallel_size)
         self._watching: asyncio.Task[None] | None = None
+        self._suspects: dict[int, str] = {}  # by rank: what has become of it, perhaps because of another
         self._ending = False
         self.seat = Seat()
 
@@ -121,6 +121,7 @@ class Peers:
             failed = task.done() and not task.cancelled() and isinstance(task.exception(), RuntimeError)
             if failed and not self._lost.done():
                 await asyncio.wait({self._lost}, timeout=BLAME)
+                self._settle()
             if self._lost.done():
                 self._lost.result()
             return task.result()
@@ -170,21 +171,35 @@ class Peers:
         elif isinstance(message, AdapterRead):
             self.stores.heard(rank, message)
         elif isinstance(message, Failure):
-            self.lose(f"{self._name(rank)}: {message.message}")
+            self._suspect(rank, f"{self._name(rank)}: {message.message}")
 
     def _await_end(self, rank: int) -> None:
         """On a thread of its own: also where the loop's thread waits for a device that waits for this rank."""
         how = self._places[rank].wait()
-        if self._ending:
+        if self._ending or how is None:
             return
-        cause = f"{self._name(rank)} {how}"
+        cause, follows = f"{self._name(rank)} {how}", may_follow(how)
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.lose, cause)
+            if follows:
+                self._loop.call_soon_threadsafe(self._suspect, rank, cause)
+            else:
+                self._loop.call_soon_threadsafe(self.lose, cause)
         if self._config.engine_in_process:
             return
-        time.sleep(BLAME + LAST_WORDS)
+        time.sleep(BLAME + LAST_WORDS + BLAME * follows)
         if not self._ending:
             self._exit(f"{cause}; rank 0 hangs with it, and is ended")
+
+    def _suspect(self, rank: int, cause: str) -> None:
+        """It failed, or left by itself: as all do once one is lost, and that news may take longer. The first of them
+        is blamed where none comes in time."""
+        if not self._suspects:
+            self._loop.call_later(BLAME, self._settle)
+        self._suspects.setdefault(rank, cause)
+
+    def _settle(self) -> None:
+        if self._suspects:
+            self.lose(next(iter(self._suspects.values())))
 
     def lose(self, cause: str) -> None:
         """Ends all of them. The first cause is the one that counts."""

@@ -89,12 +89,14 @@ class Child:
 def spawn(
     rank: int, sock: socket.socket, threads: int, environment: Mapping[str, str] = {}, before: tuple[str, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    """A rank's process, which follows what comes by `sock`. It ends with the thread that calls this. `threads`: of
-    libraries on the CPU, 0: as they like; `before`: a command that runs it, and then is its parent. Raises OSError."""
+    """A rank's process, which follows what comes by `sock`. It ends with the thread that calls this. `threads`: on the
+    CPU, 0: as its options say, and libraries like; `before`: a command that runs it, and then is its parent. Raises
+    OSError."""
     threading = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return subprocess.Popen(
         [*before, sys.executable, "-m", "vserve.engine.ranks.process", "--fd", str(sock.fileno()),
-         "--parent", str(0 if before else os.getpid()), "--rank", str(rank), *logs.arguments()],
+         "--parent", str(0 if before else os.getpid()), "--rank", str(rank),
+         "--cpu-threads", str(threads), *logs.arguments()],
         pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **threading, **environment},
     )  # fmt: skip
 
@@ -105,3 +107,9 @@ def end_of(code: int) -> str:
         return f"exited with code {code}; its last words are above"
     told = f"was killed by signal {-code} ({signal.Signals(-code).name})"
     return f"{told}; out of memory is the usual reason (dmesg tells)" if code == -signal.SIGKILL else told
+
+
+def may_follow(how: str) -> bool:
+    """Whether a rank ends like this where another was lost before it: its collectives break, and it leaves by itself,
+    or NCCL has it abort."""
+    return how.startswith("exited") or "(SIGABRT)" in how

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
+import socket
 from typing import Protocol
 
-from ..config import EngineConfig
+from msgspec.structs import replace
+
+from ..config import EngineConfig, default_cpu_threads
+from ..private_folder import PrivateFolder
 from .handshake import check_secret, facts, is_loopback
 from .messages import Seat
 from .network import rendezvous, use_interface
@@ -41,19 +43,19 @@ class OneHost:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._folder = ""  # where they meet
+        self._folder: PrivateFolder | None = None  # where they meet
 
     async def start(self) -> Placement:
         size = self._config.world_size
         if size == 1:
             return Placement({0: Seat()})
-        self._folder = tempfile.mkdtemp(prefix="vserve-ranks-")
-        meeting = f"file://{self._folder}/store"
+        self._folder = PrivateFolder("ranks")
+        meeting = f"file://{self._folder.path}/store"
         return children(self._config, {rank: Seat(rank, size, meeting, rank) for rank in range(size)})
 
     def close(self, in_order: bool) -> None:
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.close()
 
 
 class SeveralHosts:
@@ -62,6 +64,7 @@ class SeveralHosts:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._nodes: Nodes | None = None
+        self._meeting: socket.socket | None = None
 
     async def start(self) -> Placement:
         config, each = self._config, self._config.ranks_per_node
@@ -73,8 +76,9 @@ class SeveralHosts:
         await asyncio.to_thread(self._nodes.gather)
         self._nodes.no_more()
         use_interface(os.environ, config.host_ip or config.master_addr)
-        meeting = rendezvous("127.0.0.1" if is_loopback(config.master_addr) else config.master_addr)
+        meeting, self._meeting = rendezvous("127.0.0.1" if is_loopback(config.master_addr) else config.master_addr)
         seats = {rank: Seat(rank, config.world_size, meeting, rank % each) for rank in range(config.world_size)}
+        seats[0] = replace(seats[0], listener=self._meeting.fileno())
         found = children(config, {rank: seats[rank] for rank in range(each)})
         found.seats |= seats
         found.sockets |= self._nodes.sockets
@@ -85,6 +89,13 @@ class SeveralHosts:
     def close(self, in_order: bool) -> None:
         if self._nodes is not None:
             self._nodes.close(in_order)
+        if self._meeting is not None:
+            self._meeting.close()
+
+
+def threads_of_rank(config: EngineConfig) -> int:
+    """On this host, of whose threads each of its ranks has an even share."""
+    return max(1, (config.cpu_threads or default_cpu_threads()) // config.ranks_per_node)
 
 
 def children(config: EngineConfig, seats: dict[int, Seat]) -> Placement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -22,12 +23,13 @@ from .channel import Channel
 from .effort import Effort, Starting, stepping
 from .hang import INTERVAL, pulse
 from .messages import Execute, Follow, ForgetAdapters, Join, ReadAdapter, ToRank
-from .peers import LAST_WORDS
 
 if TYPE_CHECKING:
     from ..runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+STAY = 10.0  # seconds that a rank which has failed waits for its end: others would fail when its connections break
 
 
 class Pulses:
@@ -68,12 +70,13 @@ def follow(channel: Channel, runner: ModelRunner) -> None:
             return
 
 
-def run(channel: Channel) -> int:
-    """Returns the exit code."""
+def run(channel: Channel, threads: int = 0) -> int:
+    """Returns the exit code. `threads`: of its host, where that is another than rank 0's; 0: as the options say."""
     try:
         start = channel.receive()
         assert isinstance(start, Join)
         config = EngineConfig(**start.options)
+        config = dataclasses.replace(config, cpu_threads=threads or config.cpu_threads)
         faults.rank = start.seat.rank
         pulses = Pulses(channel)
         use_kernel_cache()
@@ -98,10 +101,9 @@ def run(channel: Channel) -> int:
         if not expected:
             logger.error("the rank failed", exc_info=error)
         message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
-        if expected:
-            time.sleep(LAST_WORDS)  # rank 0 has met the same, as a rule, and says it without naming a rank
         with contextlib.suppress(OSError):
             channel.send(Failure(message))
+            time.sleep(STAY)
         return 1
 
 
@@ -110,6 +112,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--cpu-threads", type=int, default=0)
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args()
@@ -121,7 +124,7 @@ def main() -> None:
     # Rank 0 says what all of them do; of the others only what goes wrong is told.
     level = "DEBUG" if arguments.log_level.upper() == "DEBUG" else "ERROR"
     logs.configure(level, arguments.log_format, f"rank {arguments.rank}")
-    code = run(Channel(socket.socket(fileno=arguments.fd), ToRank))
+    code = run(Channel(socket.socket(fileno=arguments.fd), ToRank), arguments.cpu_threads)
     logs.flush()
     os._exit(code)  # libraries wait at their exit for ranks that are gone
 

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -96,6 +97,7 @@ class RayCluster:
         self._ray: Any = None
         self._group: Any = None
         self._actors: list[Any] = []
+        self._meeting: socket.socket | None = None
 
     async def start(self) -> Placement:
         return await asyncio.to_thread(self._start)
@@ -103,6 +105,8 @@ class RayCluster:
     def close(self, in_order: bool) -> None:
         if self._nodes is not None:
             self._nodes.close(in_order)
+        if self._meeting is not None:
+            self._meeting.close()
         if self._ray is None:
             return
         with contextlib.suppress(Exception):  # the cluster may be gone; it ends our actors when this process ends
@@ -121,8 +125,8 @@ class RayCluster:
         hosts = self._hosts(kind)
         addresses = [address for _, (_, address, _) in hosts]
         single = len(set(addresses)) == 1
-        meeting = rendezvous("127.0.0.1" if single else addresses[0])
-        seats = {0: Seat(0, len(hosts), meeting, card_index(hosts[0][1][2]))}
+        meeting, self._meeting = rendezvous("127.0.0.1" if single else addresses[0])
+        seats = {0: Seat(0, len(hosts), meeting, card_index(hosts[0][1][2]), self._meeting.fileno())}
         for rank, (_, (_, _, card)) in enumerate(hosts[1:], 1):
             seats[rank] = Seat(rank, len(hosts), meeting, int(card) if card.isdigit() else 0)
         if not single:

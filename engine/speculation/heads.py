@@ -11,10 +11,11 @@ from ..layers.embedding import Embedding, LMHead
 from ..layers.linear import Linear
 from ..layers.norm import Norm, make_norm
 from ..layers.rope import RotaryEmbedding
-from ..layers.weights import WeightMap
+from ..layers.weights import Placement, WeightMap
 from ..models.attention_block import AttentionBlock
 from ..models.blocks import CausalLM
 from ..models.mlp import MLP
+from ..parallel.group import ALONE, Group
 from .draft_config import HeadConfig
 from .features import Features
 
@@ -25,17 +26,17 @@ class EagleHead(nn.Module):
     shifted = True
     token_ids: Tensor | None = None  # int64 [draft_vocab]: which tokens of the target its own are; None: the same
 
-    def __init__(self, head: HeadConfig, target: CausalLM, max_len: int) -> None:
+    def __init__(self, head: HeadConfig, target: CausalLM, max_len: int, place: Placement) -> None:
         super().__init__()
-        config, place = head.config, target.place
+        config = head.config
         (spec,) = config.layers
         assert isinstance(spec.attention, AttentionSpec) and isinstance(spec.mlp, MLPSpec)
         self.head, self.config, self.place = head, config, place
         self._target = (target,)  # no module of this one
         hidden = config.hidden_size
 
-        def norm() -> Norm:
-            return make_norm(config.frame.norm, (hidden,), config.norm_eps, place)
+        def norm(group: Group = ALONE) -> Norm:
+            return make_norm(config.frame.norm, (hidden,), config.norm_eps, place, group=group)
 
         self.features = Features(head.taps, head.target_size, place)
         inputs = self.features.width + (0 if head.is_third else hidden)
@@ -46,7 +47,7 @@ class EagleHead(nn.Module):
         self.hidden_norm = norm() if head.is_third else None
         width = 2 * hidden if head.is_third else hidden
         self.attention = AttentionBlock(spec.attention, config, 0, rotary, place, width)
-        self.mlp_norm = norm()
+        self.mlp_norm = norm(place.group)
         self.mlp = MLP(spec.mlp, hidden, place)
         self.norm = norm() if head.is_third else None
         self.lm_head = LMHead(head.draft_vocab, hidden, place) if head.draft_vocab else None
@@ -87,7 +88,7 @@ class EagleHead(nn.Module):
         normed, residual = self.mlp_norm(added, residual)
         y = self.mlp(normed, None)
         assert y is not None
-        return residual.add_(y)
+        return residual.add_(self.place.group.all_reduce(y))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, h] → fp32 [N, vocab of the target]; -inf for tokens that the head does not know."""

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from ..config import ConfigError
-from ..loader import load_beside, load_model, resolve_model_path
-from ..model_config import ModelConfig
+from ..layers.weights import Placement
+from ..loader import load_beside, load_model, make_beside, resolve_model_path
+from ..model_config import ModelConfig, few_layers
 from ..model_file import ModelError, read_config
 from ..models.blocks import CausalLM
 from ..models.model import Model
+from ..parallel.divide import fault
+from ..parallel.group import ALONE
 from .draft_config import HeadConfig, check_draft_model, infer_method, read_head
 from .draft_model import DraftModel
 from .heads import EagleHead
@@ -36,59 +39,112 @@ class Draft:
     folder: Path
     settings: Speculation  # its method is one of settings.MODELS
     described: HeadConfig | ModelConfig | None  # of a head, of a model; None: the target's config.json has it all
+    tensors: dict[str, TensorInfo]  # what is read of it
 
 
-def find_draft(settings: Speculation, path: Path, target: ModelConfig, download_dir: str | None) -> Draft:
-    """path: of the target. Reads headers, no weights. Raises ConfigError, one line, for what cannot draft for it."""
+def find_draft(
+    settings: Speculation, path: Path, target: ModelConfig, download_dir: str | None, num_ranks: int = 1,
+    expert_parallel: bool = False,
+) -> Draft:  # fmt: skip
+    """path: of the target, which so many ranks share. Reads headers, no weights. Raises ConfigError, one line, for what
+    cannot draft for it."""
     try:
         folder = resolve_model_path(settings.model, settings.revision, download_dir) if settings.model else path
-        return _find(folder, settings, target)
+        draft = _find(folder, settings, target)
+        _check_divides(draft, 1 if settings.num_ranks == 1 else num_ranks, expert_parallel)
     except ModelError as error:
         raise ConfigError(f"{NAME}: {error}") from None
+    return draft
+
+
+def _check_divides(draft: Draft, num_ranks: int, expert_parallel: bool) -> None:
+    """Raises ModelError. A layer behind the target's last is as that one is, which has been looked at."""
+    if draft.described is None or num_ranks == 1:
+        return
+    config = draft.described
+    if isinstance(config, HeadConfig):
+        config = replace(config.config, vocab_size=config.draft_vocab or config.config.vocab_size)
+    if why := fault(config, num_ranks, expert_parallel):
+        raise ModelError(
+            f'{draft.folder}: {why} cannot be divided over {num_ranks} ranks: say "draft_tensor_parallel_size": 1, '
+            "and every rank has all of what drafts"
+        )
 
 
 def _find(folder: Path, settings: Speculation, target: ModelConfig) -> Draft:
     raw, headers = read_config(folder), open_checkpoint(folder).headers
     if settings.method == "mtp":
         check_has_layer(folder, headers, target)
-        return Draft(folder, settings, None)
+        prefix = f"model.layers.{len(target.layers)}."
+        return Draft(folder, settings, None, {name: info for name, info in headers.items() if name.startswith(prefix)})
     found = infer_method(folder, raw, headers)
     if settings.method and settings.method != found:
         raise ModelError(f"its method is {settings.method!r}, but {folder} is of the method {found!r}: leave it out")
     settings = replace(settings, method=found)
     if found != "draft_model":
-        return Draft(folder, settings, read_head(folder, headers, found, target, settings.quantization))
+        head = read_head(folder, headers, found, target, settings.quantization)
+        return Draft(folder, settings, head, {name: headers[name] for name in headers.keys() - {"d2t", "t2d"}})
     config = ModelConfig.from_folder(folder, quantization=settings.quantization)
     check_draft_model(folder, config, target)
-    return Draft(folder, replace(settings, max_model_len=settings.max_model_len or config.max_model_len), config)
+    settings = replace(settings, max_model_len=settings.max_model_len or config.max_model_len)
+    return Draft(folder, settings, config, headers)
 
 
-def load_drafter(draft: Draft, target: Model, max_model_len: int) -> ModelDrafter:
-    """max_model_len: of the target. Raises ConfigError where the weights do not fit."""
+def load_drafter(draft: Draft, target: Model, max_model_len: int, few: ModelConfig | None = None) -> ModelDrafter:
+    """max_model_len: of the target. `few`: the target's config where it has but some of its layers, to see what is
+    launched: so has a model that drafts, and weights are made up. Raises ConfigError where the weights do not fit."""
     assert isinstance(target, CausalLM), "resolve() refuses others"
     try:
-        network = _load(draft, target, max_model_len)
+        network = _load(draft, target, max_model_len) if few is None else _make_up(draft, target, max_model_len, few)
     except ModelError as error:
         raise ConfigError(f"{NAME}: {error}") from None
     target.features = network.features
     settings = draft.settings
     logger.info(f"drafts: {_CALLED[settings.method]}, up to %d tokens", draft.folder, settings.num_drafts)
-    return ModelDrafter(network, settings)
+    return ModelDrafter(network, settings, target.place.group)
+
+
+def _place(draft: Draft, target: CausalLM) -> Placement:
+    """Of those who share who drafts."""
+    return replace(target.place, group=ALONE, whole_experts=False) if draft.settings.num_ranks == 1 else target.place
+
+
+def _make_up(draft: Draft, target: CausalLM, max_model_len: int, whole: ModelConfig) -> Network:
+    described, place = draft.described, _place(draft, target)
+    if isinstance(described, ModelConfig):
+        model = load_model(
+            draft.folder, few_layers(described), dtype=place.dtype, device=place.device, load_format="dummy",
+            max_model_len=max_model_len, group=place.group, whole_experts=place.whole_experts,
+        )  # fmt: skip
+        assert isinstance(model, CausalLM)
+        return DraftModel(model)
+    if described is None:
+        layer = MTPHead(whole, target, draft.tensors, place)
+        make_beside(layer)
+        return layer
+    head = EagleHead(described, target, max_model_len, place)
+    make_beside(head)
+    if described.draft_vocab and described.draft_vocab != whole.vocab_size:
+        head.token_ids = torch.arange(described.draft_vocab, device=place.device)
+    return head
 
 
 def _load(draft: Draft, target: CausalLM, max_model_len: int) -> Network:
-    described, place = draft.described, target.place
+    described, place = draft.described, _place(draft, target)
     if isinstance(described, ModelConfig):
-        model = load_model(draft.folder, described, dtype=place.dtype, device=place.device, max_model_len=max_model_len)
+        model = load_model(
+            draft.folder, described, dtype=place.dtype, device=place.device, max_model_len=max_model_len,
+            group=place.group, whole_experts=place.whole_experts,
+        )  # fmt: skip
         assert isinstance(model, CausalLM)
         return DraftModel(model)
     checkpoint = open_checkpoint(draft.folder)
     if described is None:
-        layer = MTPHead(target, checkpoint.headers)
+        layer = MTPHead(target.config, target, checkpoint.headers, place)
         load_beside(layer, checkpoint)
         layer.finish()
         return layer
-    head = EagleHead(described, target, max_model_len)
+    head = EagleHead(described, target, max_model_len, place)
     load_beside(head, checkpoint)
     head.token_ids = _token_ids(checkpoint, head)
     head.finish()

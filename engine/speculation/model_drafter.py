@@ -2,7 +2,8 @@
 
 Everything is on the device and of sizes that follow from the step's padded shape, so that a CUDA graph can be made of
 it. Keys and values of what is known go to the request's own blocks, in layers of the same cache; those of drafts do not
-(scratch.py).
+(scratch.py). Rows of padding get drafts like others, which go to the row that is nobody's: they cost next to nothing
+beside the weights that are read for the rest.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ...kernels.attention import DecodeWorkspace
 from ...kernels.sampling import sample
 from ..batch import QUERY_START, ROWS, SAMPLE_INDEX, Batch, Shape
 from ..layers.attention import Attention, AttentionBatch
+from ..parallel.group import ALONE, Group
 from ..rows import NUM_COLUMNS, SEED, TOP_K, RowTables, aligned
 from .features import Features
 from .scratch import Scratch, pages_for
@@ -55,8 +57,9 @@ class Network(Protocol):
 
 
 class ModelDrafter:
-    def __init__(self, network: Network, settings: Speculation) -> None:
-        self.network, self.settings = network, settings
+    def __init__(self, network: Network, settings: Speculation, group: Group = ALONE) -> None:
+        """group: of the target's ranks, each of which has a drafter with the same of a request's tokens."""
+        self.network, self.settings, self.group = network, settings, group
         self.layers = network.attention_layers()
         self.num_rows = 0  # steps of more requests get no drafts
         self.workspace: DecodeWorkspace | None = None
@@ -106,7 +109,8 @@ class ModelDrafter:
         proposed = torch.zeros_like(rows)
         if count:
             known.clamp_(max=tables.token_ids.shape[1] - 1)  # of who has filled its context
-            drafts = self._draft(tables, rows, sampled, known, hidden, count)
+            # All verify the same: what two ranks have drawn alike, as a rule, they may have rounded otherwise.
+            drafts = self.group.broadcast(self._draft(tables, rows, sampled, known, hidden, count))
             _write(tables, writable, known, drafts)
             proposed += count * (sampled & (known + count < self._limit(tables)))
         tables.num_proposed.index_copy_(0, writable.long(), proposed)

@@ -12,11 +12,11 @@ from ..checkpoint import TensorInfo
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.linear import Linear
-from ..layers.norm import Norm, make_norm
-from ..layers.weights import WeightMap
+from ..layers.norm import NoNorm, Norm, make_norm
+from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
 from ..model_file import ModelError
-from ..models.blocks import CausalLM, DecoderLayer
+from ..models.blocks import CausalLM, DecoderLayer, summands
 from .features import Features
 
 
@@ -26,10 +26,12 @@ class MTPHead(nn.Module):
 
     shifted = True
 
-    def __init__(self, target: CausalLM, headers: Mapping[str, TensorInfo]) -> None:
+    def __init__(
+        self, config: ModelConfig, target: CausalLM, headers: Mapping[str, TensorInfo], place: Placement
+    ) -> None:
+        """config: of the target with all of its layers."""
         super().__init__()
-        self.config, self.place = target.config, target.place
-        config, place = self.config, self.place
+        self.config, self.place = config, place
         self._target = (target,)  # no module of this one
         hidden, spec = config.hidden_size, config.layers[-1]
         self.prefix = f"model.layers.{len(config.layers)}"
@@ -42,6 +44,7 @@ class MTPHead(nn.Module):
         self.join = Linear(2 * hidden, {"out": hidden}, place=place)
         rotary = target.rotary[spec.attention.rope, spec.attention.rotary_dim]
         self.layer = DecoderLayer(spec, config, len(config.layers) - 1, rotary, place)
+        self.end = NoNorm(spec.residual_scale, summands(config, len(config.layers) - 1, place))
         has = {name: f"{self.prefix}.{name}.weight" in headers for name in ("embed_tokens", "shared_head.head")}
         self.embedding = Embedding(config.vocab_size, hidden, place) if has["embed_tokens"] else None
         self.lm_head = LMHead(config.vocab_size, hidden, place) if has["shared_head.head"] else None
@@ -70,7 +73,7 @@ class MTPHead(nn.Module):
         both = (self.embedding_norm(None, embeddings)[0], self.hidden_norm(None, hidden)[0])
         residual = self.join(torch.cat(both, dim=-1))
         x, residual = self.layer(None, residual, positions, batch, wanted)
-        return residual if x is None else residual + x
+        return self.end(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] → fp32 [N, vocab]."""

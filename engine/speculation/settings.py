@@ -52,6 +52,7 @@ class Speculation:
     max_model_len: int = 0  # tokens of a context up to which it drafts; 0: all
     greedy_drafts: bool = False  # the most likely token, not the one that the request's noise draws
     acceptance: tuple[float, ...] = ()  # imposed: how often the drafts up to each hold; (): as many as do
+    num_ranks: int = 0  # that share who drafts: 1, where each has all of it; 0: as many as the target
 
     @property
     def by_model(self) -> bool:
@@ -156,7 +157,6 @@ def _of_model(asked: dict[str, Any], method: str) -> dict[str, Any]:
         if asked.get(key):
             raise ConfigError(f"its {key} is {asked[key]!r}: drafts are made one after the other, of the model's own "
                               "tokens; leave it out")  # fmt: skip
-    _number(asked, "draft_tensor_parallel_size", 1, 1, 1 << 10)
     for key in ("quantization", "revision"):
         if not isinstance(asked.get(key, ""), str):
             raise ConfigError(f"its {key} is {asked[key]!r}: it must be a text")
@@ -165,6 +165,7 @@ def _of_model(asked: dict[str, Any], method: str) -> dict[str, Any]:
         "model": asked.get("model") or "",
         "revision": asked.get("revision"),
         "quantization": asked.get("quantization"),
+        "num_ranks": _number(asked, key, 1, 1, 1 << 10) if (key := "draft_tensor_parallel_size") in asked else 0,
         "max_model_len": _number(asked, "max_model_len", 0, 0, 1 << 30),
         "greedy_drafts": sampled == "greedy",
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from functools import partial
 
-import msgspec
 from fastapi import Request, Response
 
 from ..client.routing import Route
@@ -46,10 +45,7 @@ async def answer(dialect: Dialect) -> Response:
         told = stream(generation, events, first, deltas, request_id)
         return EventStream(told, generation.close, dialect.headers, server.config.sse_ping_interval)
     generation, answers = await unless_disconnected(request.receive, _collect(dialect, ticket, arrival, name))
-    content = await server.tokenise(
-        dialect.slowness(answers), lambda: msgspec.json.encode(dialect.whole(generation, answers, head))
-    )
-    return Response(content, headers=dict(dialect.headers), media_type="application/json")
+    return await server.tokenise(dialect.slowness(answers), partial(dialect.respond, generation, answers, head))
 
 
 async def _admit(dialect: Dialect, arrival: float) -> Ticket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from fastapi import Request, Response
@@ -20,7 +21,7 @@ from ..generation.tasks import CLASSIFY, EMBED, REWARD
 from ..wire.pooled import ClassifyRequest, PoolingRequest
 from .answer import answer
 from .dialect import Head
-from .pooled import InputDialect, encoded, usage, vector_of
+from .pooled import InputDialect, encoded, raw_response, usage, vector_of
 from .read import read_request
 from .route import new_router
 
@@ -99,13 +100,28 @@ class PoolingDialect(InputDialect):
         about = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
         return about | {"data": data, "usage": usage(generation)}
 
+    def respond(self, generation: Generation, answers: Sequence[Answer], head: Head) -> Response:
+        if not self.body.is_raw:
+            return super().respond(generation, answers, head)
+        vectors = [self._in_bytes(vector_of(choice), choice.prompt) for choice in generation.choices]
+        about = {"id": head.id, "created": head.created, "model": head.model, "usage": usage(generation)}
+        return raw_response(vectors, self.body, about, self.headers)
+
     def _entry(self, values: bytes, prompt: Prompt) -> Any:
+        if self.body.encoding_format != "base64":
+            return self._values(values, prompt)
+        return encoded(self._in_bytes(values, prompt)[0], self.body)
+
+    def _in_bytes(self, values: bytes, prompt: Prompt) -> tuple[bytes, tuple[int, ...]]:
+        """(little-endian float32, its shape: rows are tokens)."""
+        found = self._values(values, prompt)
+        if not found or not isinstance(found[0], list):
+            return as_bytes(found), (len(found),)
+        return as_bytes(list(chain.from_iterable(found))), (len(found), len(found[0]))
+
+    def _values(self, values: bytes, prompt: Prompt) -> Any:
         body, defaults = self.body, self.server.model.pooling
-        found = pooled_values(
+        return pooled_values(
             values, prompt.token_ids, self._pooling, self.server.client.info, defaults,
             activate=body.use_activation is not False, normalize=body.normalize,
         )  # fmt: skip
-        if body.encoding_format != "base64":
-            return found
-        flat = [number for row in found for number in (row if isinstance(row, list) else [row])]
-        return encoded(as_bytes(flat), body)

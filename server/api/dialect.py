@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 from fastapi import Request, Response
 
 from ...engine.plan import TokenLogprobs
@@ -110,8 +111,13 @@ class Dialect(ABC):
     def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         """The answer that is not streamed. May be called on a thread."""
 
+    def respond(self, generation: Generation, answers: Sequence[Answer], head: Head) -> Response:
+        """`whole` as it is sent. May be called on a thread."""
+        content = msgspec.json.encode(self.whole(generation, answers, head))
+        return Response(content, headers=dict(self.headers), media_type="application/json")
+
     def slowness(self, answers: Sequence[Answer]) -> int:
-        """Characters of a prompt that are tokenised while `whole` is made and encoded."""
+        """Characters of a prompt that are tokenised while the answer is made and encoded."""
         num_entries = sum(len(answer.logprobs) for answer in answers)
         return SLOW_ENTRY * num_entries + SLOW_CHOICE * (len(answers) - 1)
 

@@ -20,7 +20,7 @@ from ..wire.embeddings import CohereEmbedRequest, EmbeddingRequest
 from .answer import answer
 from .dialect import Head
 from .ignored import ignored_headers
-from .pooled import InputDialect, encoded, usage, vector_of
+from .pooled import InputDialect, encoded, raw_response, usage, vector_of
 from .read import read_request
 from .route import new_router
 
@@ -63,6 +63,13 @@ class Embeddings(InputDialect):
             for index, vector in enumerate(self.vectors(generation))
         ]
         return {"object": "list", "data": data, "model": head.model, "usage": usage(generation)}
+
+    def respond(self, generation: Generation, answers: Sequence[Answer], head: Head) -> Response:
+        if not self.body.is_raw:
+            return super().respond(generation, answers, head)
+        vectors = [(vector, (len(vector) // 4,)) for vector in self.vectors(generation)]
+        about = {"id": head.id, "created": head.created, "model": head.model, "usage": usage(generation)}
+        return raw_response(vectors, self.body, about, self.headers)
 
     def _vector(self, pieces: Sequence[Choice]) -> bytes:
         vectors = [vector_of(piece) for piece in pieces]

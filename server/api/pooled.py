@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
+
+import msgspec
+from fastapi import Response
 
 from ..errors import ApiError
 from ..generation.answer import Answer
@@ -83,12 +87,34 @@ def vector_of(choice: Choice) -> bytes:
 
 
 def encoded(vector: bytes, body: EncodedRequest) -> str | list[float]:
-    """As the body wants it."""
-    if body.encoding_format != "base64":
-        return numbers(vector)
+    """As the body wants it, where the answer is JSON."""
+    return b64encode(in_bytes(vector, body)).decode() if body.encoding_format == "base64" else numbers(vector)
+
+
+def in_bytes(vector: bytes, body: EncodedRequest) -> bytes:
+    """`vector`: little-endian float32."""
     if body.embed_dtype in (None, "float32") and body.endianness != "big":
-        return b64encode(vector).decode()
-    return b64encode(packed(vector, body.embed_dtype or "float32", body.endianness == "big")).decode()
+        return vector
+    return packed(vector, body.embed_dtype or "float32", body.endianness == "big")
+
+
+def raw_response(
+    vectors: Sequence[tuple[bytes, Sequence[int]]], body: EncodedRequest, about: Mapping[str, Any],
+    headers: Mapping[str, str],
+) -> Response:  # fmt: skip
+    """The vectors one behind the other, each given with its shape. Where the body asks for it, the header `metadata`
+    has `about`, and what lies where."""
+    parts = [in_bytes(vector, body) for vector, _ in vectors]
+    own = dict(headers)
+    if body.encoding_format == "bytes":
+        ends = list(accumulate(map(len, parts)))
+        form = {"embed_dtype": body.embed_dtype or "float32", "endianness": body.endianness or "native"}
+        data = [
+            {"index": index, **form, "start": end - len(part), "end": end, "shape": list(shape)}
+            for index, (part, end, (_, shape)) in enumerate(zip(parts, ends, vectors, strict=True))
+        ]
+        own["metadata"] = msgspec.json.encode({**about, "data": data}).decode()
+    return Response(b"".join(parts), headers=own, media_type="application/octet-stream")
 
 
 def usage(generation: Generation) -> dict[str, Any]:

@@ -138,6 +138,12 @@ def read_flags(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfi
     engine, server = EngineConfig(**parts[0]), ServerConfig(**parts[1])
     if server.lora_modules and not engine.enable_lora:
         raise ConfigError("--lora-modules names adapters, which --enable-lora serves: add it, or leave both out")
+    for module in server.modules():  # before a model is loaded for them
+        if not os.path.isdir(os.path.expanduser(module.path)) and not is_hub_name(module.path):
+            raise ConfigError(
+                f"--lora-modules {module.name}={module.path}: there is no such folder; give the one that PEFT's "
+                "save_pretrained has written, or a name on the hub"
+            )
     if not server.served_model_name:
         # The folder's name is what people want to type; the path as given works too.
         path = Path(engine.model)

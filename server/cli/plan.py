@@ -24,6 +24,7 @@ EXAMPLES = (
 _ENGINE = (
     "model", "revision", "max_model_len", "dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "quantization",
     "kv_cache_dtype", "calculate_kv_scales", "max_num_batched_tokens", "max_num_seqs", "max_mixed_tokens", "block_size",
+    "speculative_config",
 )  # fmt: skip
 BAR = 40
 _VERDICTS = {None: "", True: "met", False: "not met"}
@@ -148,8 +149,9 @@ def _search(setup: Setup, wanted: Wanted, arguments: argparse.Namespace) -> tupl
             f"\nwith one of them dead, the load {verdict} meets it: TTFT p95 {left.ttft(0.95) * 1e3:.0f} ms, "
             f"TPOT p95 {left.tpot(0.95) * 1e3:.1f} ms"
         )
+    told = " --spec-method ngram" if setup.acceptance else ""
     if not arguments.replicas:
-        print(f"\nvserve {arguments.model or 'MODEL'}" + (f" -dp {found}" if found > 1 else ""))
+        print(f"\nvserve {arguments.model or 'MODEL'}" + (f" -dp {found}" if found > 1 else "") + told)
     return rows, 0
 
 
@@ -159,6 +161,9 @@ def _head(setup: Setup, architecture: str, name: str) -> None:
         f"{architecture} ({name}) on {setup.card.name} ({known}): weights {gib(setup.weights)}, cache "
         f"{gib(setup.cache)} = {setup.cache_tokens} tokens"
     )
+    if setup.acceptance:
+        most, held = len(setup.acceptance), sum(setup.acceptance)
+        print(f"drafts: up to {most} of every request in a step, of which {held:.3g} are assumed to hold")
 
 
 def _row(replicas: int, result: Result, wanted: Wanted) -> dict[str, Any]:

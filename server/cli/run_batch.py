@@ -139,6 +139,8 @@ def _read(line: bytes, where: str, ids: set[str]) -> Line:
             raise BatchError(f"{where} has 'stream': leave it out, a batch has whole answers")
         if request["body"].get("background"):
             raise BatchError(f"{where} has 'background': leave it out, a batch waits for its answers")
+        if str(request["body"].get("encoding_format")).startswith("bytes"):
+            raise BatchError(f"{where} has 'encoding_format' bytes: take base64, an answer here is a line of JSON")
     except BatchError as error:
         return Line(custom_id, problem=str(error))
     return Line(custom_id, request["url"], request["body"])

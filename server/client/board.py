@@ -11,6 +11,7 @@ import mmap
 import os
 import time
 from collections import defaultdict
+from itertools import accumulate
 from typing import Protocol
 from weakref import WeakSet
 
@@ -37,16 +38,21 @@ class Board:
     def __init__(self, descriptor: int | None, num_seats: int, seat: int) -> None:
         """`descriptor`: of the one that the first process has made; None: this is the first one."""
         self.num_seats, self.seat = num_seats, seat
-        sizes = (8 * num_seats * _FIELDS, 16 * num_seats * MOST_KEYS, 8 + DIGEST * MOST_KEYS)
+        sizes = (
+            8 * num_seats * _FIELDS, 16 * num_seats * MOST_KEYS, 32 * num_seats * MOST_KEYS, 8 + DIGEST * MOST_KEYS
+        )  # fmt: skip
+        starts = list(accumulate(sizes, initial=0))
         if descriptor is None:
             descriptor = os.memfd_create("vserve-board")
             os.ftruncate(descriptor, sum(sizes))  # pages that nobody has written take no memory
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, sum(sizes))
         self._numbers = np.frombuffer(self._memory, np.int64, sizes[0] // 8).reshape(num_seats, _FIELDS)
-        self._used = np.frombuffer(self._memory, np.float64, sizes[1] // 8, sizes[0]).reshape(MOST_KEYS, 2, num_seats)
-        self._count = np.frombuffer(self._memory, np.int64, 1, sizes[0] + sizes[1])
-        self._digests_start = sizes[0] + sizes[1] + 8
+        self._used = np.frombuffer(self._memory, np.float64, sizes[1] // 8, starts[1]).reshape(MOST_KEYS, 2, num_seats)
+        levels = np.frombuffer(self._memory, np.float64, sizes[2] // 8, starts[2])
+        self._levels = levels.reshape(MOST_KEYS, 2, num_seats, 2)  # by whom: for how much a minute, the level at 0
+        self._count = np.frombuffer(self._memory, np.int64, 1, starts[3])
+        self._digests_start = starts[3] + 8
         self.looked = 0.0  # time.monotonic()
         self._sums = np.zeros((MOST_KEYS, 2))  # of what was used, at the last look
         self._listeners: defaultdict[int, WeakSet[Listener]] = defaultdict(WeakSet)
@@ -130,6 +136,19 @@ class Board:
     def used(self, place: int, kind: int) -> float:
         """By all processes, since the server was started."""
         return float(self._used[place, kind].sum())
+
+    def note_level(self, place: int, kind: int, per_minute: int, level: float) -> None:
+        """What this process knows of a bucket, for whoever comes later: see quota.Bucket."""
+        mine = self._levels[place, kind, self.seat]
+        if mine[0] != per_minute:
+            mine[0] = 0  # until the level is that of the new limit
+        mine[1] = level
+        mine[0] = per_minute
+
+    def noted_level(self, place: int, kind: int, per_minute: int) -> float | None:
+        """The lowest that any process has noted of this limit, be it gone or not; None: nobody has."""
+        known = [level for limit, level in self._levels[place, kind].tolist() if limit == per_minute]
+        return min(known, default=None)
 
     def watch(self, place: int, listener: Listener) -> None:
         """It hears at a look that something was used there since the last one."""

@@ -205,6 +205,10 @@ class EngineClient:
         self._process.dump_stacks()
         return True
 
+    def is_suspended(self) -> bool:
+        """Whether a signal has stopped its process, also while it starts."""
+        return self._process is not None and self._process.is_suspended()
+
     def give_up_on_engine(self, cause: str) -> None:
         """Ends an engine that hangs; what happens next is what happens after any death."""
         if self._process is not None:

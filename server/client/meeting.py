@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from ...engine.clients import SHIFT
 from ...engine.config import EngineConfig
 from ...engine.connection import Connection
 from ...engine.messages import FromEngine, Hello
+from ...engine.private_folder import PrivateFolder
 
 if TYPE_CHECKING:
     from .board import Board
@@ -28,6 +27,7 @@ class Meeting:
     seat: int
     client: int  # its number for engines: another one for each process, as many as there may be of one seat
     board: Board
+    _own_folder: PrivateFolder | None = None
     _listeners: dict[int, socket.socket] = field(default_factory=dict)  # of engines
 
     @classmethod
@@ -35,7 +35,8 @@ class Meeting:
         """By the first process, which closes it."""
         from .board import Board  # with numpy, for which one process alone does not wait
 
-        return cls(tempfile.mkdtemp(prefix="vserve-"), FIRST, FIRST, Board(None, num_seats, FIRST))
+        folder = PrivateFolder("api")
+        return cls(folder.path, FIRST, FIRST, Board(None, num_seats, FIRST), folder)
 
     @property
     def is_first(self) -> bool:
@@ -59,7 +60,8 @@ class Meeting:
         return self._listeners[index]
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        assert self._own_folder is not None, "its maker closes it"
+        self._own_folder.close()
 
 
 def listen(path: str) -> socket.socket:
@@ -103,6 +105,8 @@ class EngineLink:
 
     def is_stopped(self) -> bool:
         return False  # as far as this process knows: it is another one's child
+
+    is_suspended = is_stopped
 
     def dump_stacks(self) -> None:
         """The process does that that has started it."""

@@ -79,9 +79,17 @@ class EngineProcess:
 
     def is_stopped(self) -> bool:
         """By SIGSTOP, a debugger or a frozen container: no signal but SIGKILL and SIGCONT means anything to it."""
+        return self._state() in ("T", "t")
+
+    def is_suspended(self) -> bool:
+        """By a signal (SIGSTOP, SIGTSTP). A debugger, which looks at it and has it go on, stops it otherwise."""
+        return self._state() == "T"
+
+    def _state(self) -> str:
+        """As /proc has it; "" where that cannot be read."""
         with contextlib.suppress(OSError, IndexError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-        return False
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return ""
 
     def dump_stacks(self) -> None:
         """Has the process write the stacks of its threads to stderr, whatever it is doing."""

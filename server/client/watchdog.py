@@ -12,6 +12,8 @@ from .engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 
+SUSPENDED = 8.0  # seconds that an engine may be stopped for by a signal
+
 
 class Watchdogs:
     """One for each engine, as they come and go."""
@@ -37,7 +39,8 @@ def interval(stall_timeout: float) -> float:
 
 
 class Watchdog:
-    """It counts its own ticks, not the clock: while this process was stopped or busy, the engine was not silent."""
+    """It counts its own ticks, not the clock: while this process was stopped or busy, the engine was not silent. So a
+    server that is suspended as a whole and goes on has lost nothing."""
 
     def __init__(self, client: EngineClient, *, stall_timeout: float, hang_timeout: float) -> None:
         """Seconds without a sign of life until the engine counts as stalled, and until it is killed (0: never)."""
@@ -48,6 +51,7 @@ class Watchdog:
         self._seen: tuple[object, int, int] = (None, 0, 0)
         self._silent = 0.0  # without a heartbeat
         self._stuck = 0.0  # with work, and without a step
+        self._suspended = 0.0
 
     async def run(self) -> None:
         while True:
@@ -63,6 +67,11 @@ class Watchdog:
         self._silent = 0.0 if beats or not client.ready else self._silent + self.interval
         self._stuck = 0.0 if stepped or not client.num_open or not client.ready else self._stuck + self.interval
         seconds = max(self._silent, self._stuck)
+        self._suspended = self._suspended + self.interval if client.is_suspended() else 0.0
+        if self._hang_timeout and self._suspended >= SUSPENDED:
+            self._suspended = 0.0
+            client.give_up_on_engine(f"the engine process was stopped by a signal (SIGSTOP) for {SUSPENDED:.0f} s")
+            return
         if not client.ready:
             return
         if seconds < self._stall_timeout:

@@ -40,10 +40,21 @@ class Shared:
     def use(self, amount: float) -> None:
         self._board.use(self._place, self._kind, amount)
 
+    def note(self, per_minute: int, level: float) -> None:
+        self._board.note_level(self._place, self._kind, per_minute, level)
+
+    def noted(self, per_minute: int) -> float | None:
+        return self._board.noted_level(self._place, self._kind, per_minute)
+
 
 class Bucket:
     """So much a minute, which flows in evenly; a minute's worth at most waits there. What was known too late to refuse
-    is taken all the same, and then the bucket lacks it."""
+    is taken all the same, and then the bucket lacks it.
+
+    Until a bucket is full, its level is what flows in less what is used, plus a constant: the level at time 0. That is
+    one number, which stays true whatever the others use, and falls when a full bucket flows over. So it is what
+    processes note for each other: one that takes the place of another goes on where that has stopped.
+    """
 
     def __init__(self, per_minute: int, shared: Shared | None = None) -> None:
         """`per_minute`: 0: no limit. `shared`: with other processes."""
@@ -51,7 +62,12 @@ class Bucket:
         self._level = float(per_minute)
         self._last = time.monotonic()
         self._shared = shared
-        self._seen = 0.0 if shared is None else shared.used()  # by all processes, that the level lacks already
+        self._seen = 0.0  # by all processes, that the level lacks already
+        if shared is not None:
+            known = shared.noted(per_minute)
+            self._seen = shared.used()
+            if known is not None:
+                self._level = min(self._level, known + self._flown(self._last) - self._seen)
 
     def wait(self, amount: float) -> float:
         """Seconds until `amount` is there, or the bucket full where it is more than that holds."""
@@ -67,13 +83,16 @@ class Bucket:
             used = self._shared.used()
             self._flow(now, used - self._seen)
             self._seen = used
+            self._shared.note(self.per_minute, self._level - self._flown(now) + used)
         else:
             self._flow(now, 0.0)
 
     def _flow(self, until: float, used: float) -> None:
-        flown = (until - self._last) * self.per_minute / 60
-        self._level = min(self.per_minute, self._level + flown - used)
+        self._level = min(self.per_minute, self._level + self._flown(until - self._last) - used)
         self._last = until
+
+    def _flown(self, seconds: float) -> float:
+        return seconds * self.per_minute / 60
 
     def take(self, amount: float) -> None:
         if self._shared is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..errors import ApiError
 from ..generation.adapters import Adapters
 from ..generation.choice import Prompt
+from ..options.keywords import in_keywords
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ async def with_adapters(
             for release in releases:
                 release()
             if isinstance(error, ApiError):
-                raise ValueError(f"lora_request {request.lora_name!r}: {error.message}") from None
+                raise ValueError(f"lora_request {request.lora_name!r}: {in_keywords(error.message)}") from None
             raise
         releases.append(adapter.use())
         found.append(prompt.with_adapter(adapter.id))

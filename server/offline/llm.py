@@ -171,7 +171,7 @@ class LLM(PooledCalls):
                 # The template writes its own special tokens.
                 pairs.append((unmarked(text), tokenizer.encode_rendered(text, add_special_tokens=False)))
         except ApiError as error:
-            raise ValueError(error.message) from error
+            raise ValueError(in_keywords(error.message)) from error
         return self._run(pairs, sampling_params, use_tqdm, lora_request)
 
     def get_tokenizer(self) -> Any:
@@ -179,7 +179,7 @@ class LLM(PooledCalls):
         try:
             return self.model.tokenizer.hf
         except ApiError as error:
-            raise ValueError(error.message) from None
+            raise ValueError(in_keywords(error.message)) from None
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json sets, and our defaults for the rest."""
@@ -258,7 +258,7 @@ class LLM(PooledCalls):
             try:
                 resolved += resolve(request, [token_ids], self.model, self.info, None)
             except ApiError as error:
-                raise ValueError(f"prompt {i}: {error.message}") from None
+                raise ValueError(f"prompt {i}: {in_keywords(error.message)}") from None
         return resolved
 
     async def _generate(
@@ -296,7 +296,7 @@ class LLM(PooledCalls):
         try:
             keys.append(await self._grammars.acquire(constraint[1], constraint[0]))
         except ApiError as error:
-            raise ValueError(f"prompt {index}: {error.message}") from None
+            raise ValueError(f"prompt {index}: {in_keywords(error.message)}") from None
         return prompt.with_grammar(keys[-1])
 
     @cached_property

@@ -22,6 +22,7 @@ from ..generation.embedding import (
 from ..generation.pooling import pooled_values, pooling_of
 from ..generation.scores import activated, check_scores_pairs, cosine, encode_pair, score
 from ..generation.tasks import CLASSIFY, EMBED, REWARD, check_task
+from ..options.keywords import in_keywords
 from ..text.model import TextModel
 from ..text.pairs import PairEncoder
 from ..wire.scores import ScoreRequest
@@ -239,7 +240,7 @@ class PooledCalls:
         try:
             return work()
         except ApiError as error:
-            raise ValueError(error.message) from None
+            raise ValueError(in_keywords(error.message)) from None
 
 
 def _texts(given: Texts) -> str | list[str]:

@@ -27,11 +27,12 @@ _INTEGERS = ("top_k", "max_new_tokens")
 _STRUCTURED: dict[str, tuple[type, str]] = {
     "disable_any_whitespace": (bool, ""),
     "disable_additional_properties": (bool, ""),
-    "backend": (str, ""),
+    "backend": (str, ""),  # one of _BACKENDS
     "disable_fallback": (bool, ""),
     "reasoning_parser": (str, "use --reasoning-parser"),
     "enable_in_reasoning": (bool, "a grammar begins where the reasoning ends: leave it out"),
 }
+_BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")  # vLLM's; the one that fits is taken
 # Of --pooler-config: vLLM's names, older and present, and what they set.
 _POOLER = {
     "pooling_type": "pooling", "seq_pooling_type": "pooling", "normalize": "normalize", "use_activation": "normalize",
@@ -47,6 +48,10 @@ class TextConfig:
     tokenizer_revision: str | None = option(
         None, "branch, tag or commit of a tokenizer taken from the hub (default: --revision)", group="text"
     )
+    tokenizer_mode: str = option(
+        "auto", "slow: SentencePiece's tokenizer.model, where there is one, comes before tokenizer.json; auto, hf: "
+        "after it", choices=("auto", "hf", "slow"), group="text",
+    )  # fmt: skip
     skip_tokenizer_init: bool = option(
         False, "load no tokenizer: prompts are token ids, and so are answers; there is no chat", group="text"
     )
@@ -187,6 +192,8 @@ class TextConfig:
             kind, remedy = _STRUCTURED[name]
             if not isinstance(value, kind):
                 raise ConfigError(f"{flag} has {name} {value!r:.60}: it must be {_KINDS[kind]}")
+            if name == "backend" and value not in _BACKENDS:
+                raise ConfigError(f"{flag} has backend {value!r:.60}: choose one of {', '.join(_BACKENDS)}")
             if remedy and value:
                 raise ConfigError(f"{flag} has {name} {value!r:.60}: {remedy}")
         return {name: value for name, value in content.items() if isinstance(value, bool)}

@@ -77,7 +77,8 @@ def load_text_model(
     if config.skip_tokenizer_init:
         tokenizer: Tokenizer = NoTokenizer()
     else:
-        tokenizer = _load_tokenizer(source, folder if same else _folder(source, revision, cache))
+        place = folder if same else _folder(source, revision, cache)
+        tokenizer = _load_tokenizer(source, place, config.tokenizer_mode == "slow")
     tokenizer.users_speak_tokens = config.parse_user_special_tokens
     try_out(tokenizer.core)
     _ = tokenizer.largest_id  # no request shall wait for it
@@ -142,8 +143,8 @@ def _formats(tokenizer: Tokenizer, model_type: str | None, config: ServerConfig)
     return formats
 
 
-def _load_tokenizer(source: str, folder: Path) -> Tokenizer:
-    """`folder`: or a GGUF file."""
+def _load_tokenizer(source: str, folder: Path, slow: bool = False) -> Tokenizer:
+    """`folder`: or a GGUF file; `slow`: tokenizer.model comes before tokenizer.json."""
     if is_gguf(folder):
         return _put_together(read_gguf_tokenizer(read_gguf(folder)))
 
@@ -153,10 +154,13 @@ def _load_tokenizer(source: str, folder: Path) -> Tokenizer:
         return AutoTokenizer.from_pretrained(str(folder))
 
     try:
-        files = read_tokenizer(folder)
-        if files is not None:
+        if slow and (files := read_sentencepiece(folder)) is not None:
+            return _put_together(files)
+        if slow:
+            logger.info("--tokenizer-mode slow: the folder has no tokenizer.model; tokenizer.json has the same ids")
+        if (files := read_tokenizer(folder)) is not None:
             return Tokenizer(files.core, files.special_tokens, files.templates, load_hf)
-        if (files := read_sentencepiece(folder)) is not None:
+        if not (folder / "tokenizer.json").exists() and (files := read_sentencepiece(folder)) is not None:
             return _put_together(files)
         if not any(file.name not in _SETTINGS for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
             raise FileNotFoundError(f"there is no tokenizer.json in {folder}: copy it there")

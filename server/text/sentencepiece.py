@@ -102,10 +102,10 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def read_sentencepiece(folder: Path) -> TokenizerFiles | None:
-    """None where there is a tokenizer.json too, or no tokenizer.model of SentencePiece's. Raises OSError, and
-    ValueError for what is not read.
+    """None where there is no tokenizer.model of SentencePiece's. Raises OSError, and ValueError for what is not
+    read.
     """
-    if (folder / "tokenizer.json").exists() or not (folder / FILE).exists():
+    if not (folder / FILE).exists():
         return None
     data = (folder / FILE).read_bytes()
     if not data.startswith(b"\n"):  # a piece; other tokenizers have text in files of this name

@@ -14,6 +14,7 @@ from . import fields
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 MAX_INPUTS = 2048  # in one request; OpenAI's limit
+MAX_DESCRIBED = 256  # in one header of an answer: most clients read 64 KiB
 
 
 class PooledRequest(BaseModel):
@@ -116,26 +117,38 @@ class InputRequest(PooledRequest):
 class EncodedRequest(InputRequest):
     """Whose answer is vectors."""
 
-    encoding_format: Literal["float", "base64"] | None = Field(
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = Field(
         None,
-        description="float: numbers (default); base64: their bytes, little-endian float32 where nothing else is said",
+        description="float: numbers (default); base64: their bytes, little-endian float32 where nothing else is said; "
+        "bytes: the body is nothing but these, and the header `metadata` says what lies where; bytes_only: without it",
     )
     dimensions: int | None = Field(None, ge=1, description="only so many of the leading ones (default: all)")
     embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
-        None, description="of base64 (default float32)"
+        None, description="of base64 and bytes (default float32)"
     )
     endianness: Literal["native", "little", "big"] | None = Field(
-        None, description="of base64 (default native, which is little)"
+        None, description="of base64 and bytes (default native, which is little)"
     )
     normalize: bool | None = Field(None, description="to length 1 (default: what the model's folder says, or true)")
 
     @model_validator(mode="after")
-    def _of_base64(self) -> EncodedRequest:
-        if self.encoding_format != "base64":
+    def _of_bytes(self) -> EncodedRequest:
+        if self.encoding_format in (None, "float"):
             for name, neutral in (("embed_dtype", ("float32",)), ("endianness", ("native", "little"))):
                 if (value := getattr(self, name)) is not None and value not in neutral:
-                    raise bad_request(f"'{name}' {value} is only for 'encoding_format' base64.", name)
+                    raise bad_request(f"'{name}' {value} is only for 'encoding_format' base64 or bytes.", name)
+        if self.encoding_format == "bytes" and self.num_inputs > MAX_DESCRIBED:
+            raise bad_request(
+                f"'encoding_format' bytes says in a header where each input lies, and clients read none that long: "
+                f"it is for {MAX_DESCRIBED} inputs, not {self.num_inputs}; take bytes_only or base64, or send fewer.",
+                "encoding_format",
+            )
         return self
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the answer's body is bytes, and no JSON."""
+        return self.encoding_format in ("bytes", "bytes_only")
 
 
 class ClassifyRequest(InputRequest):

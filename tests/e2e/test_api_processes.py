@@ -23,7 +23,7 @@ KEY = {"authorization": "Bearer me"}
 @pytest.fixture(scope="module")
 def server(serve, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text("me name=me\nfew name=few requests-per-minute=5\n")
+    keys.write_text("me name=me\nfew name=few requests-per-minute=5\nonce name=once tokens-per-minute=1\n")
     with serve(
         "--api-server-count", "3", "--api-key-file", str(keys), "--admin-api-key", "admin", "--max-num-seqs", "4",
         "--max-num-queued-reqs", "6", "--engine-restarts", "20", "--served-model-name", "demo",
@@ -155,6 +155,8 @@ def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -
     expected, before = text(ask(server)), total(server, "vllm:generation_tokens_total")
     pids = guests(server)
     assert len(pids) == 2
+    once = {"authorization": "Bearer once"}
+    assert ask(server, headers=once).status_code == 200  # which it has to make up for in ten minutes
     over, ended = threading.Event(), Counter[str]()
 
     def stream() -> None:
@@ -188,6 +190,7 @@ def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -
     assert {text(ask(server)) for _ in range(6)} == {expected}
     until(lambda: total(server, "vllm:num_requests_running") == 0, 30)
     assert total(server, "vllm:generation_tokens_total") > before, "what was counted stays counted"
+    assert {ask(server, headers=once).status_code for _ in range(24)} == {429}, "the new process knows of it"
 
 
 def test_one_that_hangs_is_replaced(server, until) -> None:

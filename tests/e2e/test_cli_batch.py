@@ -69,8 +69,9 @@ BAD = {
     line("a", url="/v1/images"): "url one of /v1/chat/completions, /v1/chat/completions/batch, /v1/completions",
     line("b", method="GET"): "method must be POST",
     line("c", stream=True): "has 'stream'",
+    line("e", "/v1/embeddings", input="x", encoding_format="bytes"): "has 'encoding_format' bytes: take base64",
     json.dumps({"custom_id": "d", "url": TEXT}): "has no 'body'",
-    line("d", prompt="x", url=TEXT): "line 8 of - has the custom_id 'd' of an earlier line",
+    line("d", prompt="x", url=TEXT): "line 9 of - has the custom_id 'd' of an earlier line",
 }
 
 
@@ -88,10 +89,10 @@ def test_bad_lines_need_no_model(tmp_path: Path, monkeypatch: Any, capsys: Any) 
     text = "\n".join(BAD).encode("latin-1")
     assert batch(text, monkeypatch, "/no/such/model", "-o", str(out)) == 0
     answers = [json.loads(answer) for answer in out.read_text().splitlines()]
-    assert [answer["custom_id"] for answer in answers] == [None, None, None, "a", "b", "c", "d", "d"]
+    assert [answer["custom_id"] for answer in answers] == [None, None, None, "a", "b", "c", "e", "d", "d"]
     for answer, message in zip(answers, BAD.values(), strict=True):
         assert answer["response"] is None and message in answer["error"]["message"]
-    assert capsys.readouterr().err == "8 requests, 8 of them refused or failed\n"
+    assert capsys.readouterr().err == "9 requests, 9 of them refused or failed\n"
 
 
 def test_a_file_of_nothing(monkeypatch: Any, capsys: Any) -> None:

@@ -168,7 +168,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "too many": ({"input": ["a"] * 2049}, "input", "has 2049 entries; at most 2048"),
     "unknown token": ({"input": [5, 300]}, "input", "has the token id 300; the vocabulary ends at 299"),
     "too long": ({"input": [5] * (CONTEXT + 1)}, "input", f"maximum context length is {CONTEXT} tokens"),
-    "format": ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+    "format": ({"input": "a", "encoding_format": "hex"}, "encoding_format", "be 'float', 'base64', 'bytes'"),
     "no dimensions": ({"input": "a", "dimensions": 0}, "dimensions", "must be at least 1"),
     "too many dimensions": ({"input": "a", "dimensions": HIDDEN + 1}, "dimensions", "is 65; this model's embeddings"),
     "truncated to nothing": ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),

@@ -36,7 +36,15 @@ class Hosts:
 
     def start_second(self) -> None:
         self.second = self.e2e.launch(
-            *self.options, "--node-rank", "1", "--headless", "--host-ip", "127.0.0.2", env=SECRET
+            *self.options,
+            "--node-rank",
+            "1",
+            "--headless",
+            "--host-ip",
+            "127.0.0.2",
+            "--cpu-threads",
+            "1",
+            env=SECRET,
         )
 
     def rank_of_second(self) -> int:
@@ -60,7 +68,7 @@ class Hosts:
 def two_hosts(e2e: Any, *options: str) -> Iterator[Hosts]:
     made = Hosts(e2e, [str(e2e.DEMO), *options, "--nnodes", "2", "--master-port", str(free_port())])
     made.start_second()  # it waits
-    made.first = e2e.launch(*made.options, env=SECRET)
+    made.first = e2e.launch(*made.options, "--cpu-threads", "2", env=SECRET)
     try:
         e2e.announced(made.first)
         yield made
@@ -101,6 +109,11 @@ def test_the_same_tokens_as_one_process(hosts: Hosts) -> None:
 
 
 @pytest.mark.slow
+def test_each_node_has_threads_of_its_own(hosts: Hosts) -> None:
+    told = Path(f"/proc/{hosts.rank_of_second()}/environ").read_bytes().split(b"\0")
+    assert b"OMP_NUM_THREADS=1" in told
+
+
 def test_a_rank_of_the_other_node_is_killed(hosts: Hosts) -> None:
     before = answers(hosts.first.url)
     os.kill(hosts.rank_of_second(), signal.SIGKILL)

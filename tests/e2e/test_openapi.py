@@ -232,6 +232,16 @@ def test_other_answers_fit(server: Any, document: dict[str, Any]) -> None:
         check(document, schema_of(document, route, method), answer.json())
 
 
+def test_an_answer_may_be_bytes(server: Any, document: dict[str, Any]) -> None:
+    for path in ("/v1/embeddings", "/pooling", "/invocations"):
+        answer = httpx.post(
+            f"{server.url}{path}", json={"input": "Hello", "encoding_format": "bytes_only"}, timeout=240
+        )
+        kind = answer.headers["content-type"]
+        assert answer.status_code == 200 and kind == "application/octet-stream" and len(answer.content) == 1024
+        assert kind in document["paths"][path]["post"]["responses"]["200"]["content"]
+
+
 def test_errors_fit(server: Any, document: dict[str, Any]) -> None:
     requests: list[tuple[str, str, Any, int]] = [
         ("/v1/chat/completions", "/v1/chat/completions", {"messages": []}, 400),

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 
 import httpx
 import pytest
@@ -170,6 +171,29 @@ def test_a_hanging_engine_is_replaced_after_its_stacks_were_shown(serve, until, 
         stacks = "".join(server.stderr)
         assert "faults.py" in stacks  # where the engine hangs
         assert "watchdog.py" in stacks  # the API process, too
+
+
+@pytest.mark.slow
+def test_row_38_an_engine_that_stays_stopped_is_replaced(supervised, until, is_gone, canary):
+    """Long before it would count as hanging. A server that is suspended as a whole is not touched."""
+    pids, before = (supervised.process.pid, supervised.engine_pid()), len(supervised.stderr)
+    for stopped in (pids[:1], pids):  # as Ctrl-Z does, which the engine does not hear of; and all of it
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(9)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        assert text(supervised) == canary and supervised.engine_pid() == pids[1]
+    assert not [line for line in supervised.stderr[before:] if "starting it again" in line]
+    os.kill(pids[1], signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    response = post(supervised, LONG)
+    assert response.status_code == 503 and time.monotonic() - stopped_at < 14
+    cause = "the engine process was stopped by a signal (SIGSTOP) for 8 s"
+    assert cause in error(response)["message"]
+    until(lambda: supervised.health() == {})
+    assert is_gone(pids[1]) and text(supervised) == canary
+    assert sum(cause in line and "starting it again" in line for line in supervised.stderr) == 1
 
 
 @pytest.mark.slow

@@ -92,6 +92,47 @@ def test_drafts_are_verified_under_the_adapter_of_their_row(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("name", ["model", "eagle"])
+def test_a_model_drafts_without_their_adapters(
+    tiny_model: Any, adapter_files: Any, load_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The base's drafter, for rows of all: a draft model, which is always right of the base, and a head that uses the
+    target's own output matrix, which an adapter changes."""
+    base, num_tokens = tiny_model("llama"), 16
+    made = load_module(Path(__file__).parents[1] / "draft_models.py")
+    drafter = made.eagle(tmp_path / "head") if name == "eagle" else base
+    write_adapter = adapter_files.write_adapter
+    folders = [write_adapter(tmp_path / "a", base, seed=1), write_adapter(tmp_path / "b", base, ["v_proj", "lm_head"])]
+    models = [adapter_files.merged(base, folder) for folder in (None, *folders)]
+    wanted = [[adapter_files.greedy(model, prompt, num_tokens) for prompt in PROMPTS] for model in models]
+    adapted, propose = [], runner.ModelRunner._propose
+
+    def proposed(self: Any, *arguments: Any) -> Tensor:
+        adapted.append(self.model.lm_head.adapter.active or self.model.embedding.adapter.active)
+        return propose(self, *arguments)
+
+    monkeypatch.setattr(runner.ModelRunner, "_propose", proposed)
+
+    async def main() -> None:
+        client = engine(base, max_loras=2, speculative_config=config(3, method=None, model=str(drafter)))
+        await client.start()
+        try:
+            for id, folder in enumerate(folders, 1):
+                assert (await client.load_adapter(LoadAdapter(id, str(folder)))).error is None
+            assert await answers(client, num_tokens, [0, 1, 2]) == wanted
+            assert await answers(client, num_tokens, [2, 1]) == [wanted[2], wanted[1]], "of cached prefixes"
+            assert client.stats.num_drafts > 20
+            before = sum(client.stats.num_accepted_tokens)
+            assert await answers(client, num_tokens, [0]) == wanted[:1]
+            held = sum(client.stats.num_accepted_tokens) - before
+            assert held > len(PROMPTS) * num_tokens // 2 or name == "eagle"
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+    assert len(adapted) > 20 and not any(adapted)
+
+
 def products(folder: Path, adapter: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each product of the model: what it makes of five tokens without the adapter, and with it."""
     model = load_model(

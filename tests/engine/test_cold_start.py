@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import vserve.engine.engine as engine_module
-from vserve.engine import precompile, prefetch, rank
+from vserve.engine import loader, precompile, prefetch, rank
 from vserve.engine.config import EngineConfig
 from vserve.engine.model_config import ModelError
 from vserve.engine.precompile import Precompile
@@ -183,6 +184,54 @@ def test_shares_make_up_the_warm_up_of_a_model_with_few_layers(tiny_model, monke
         precompile.run_share(config, 3, index)
     steps = rank.warm_up_steps(4, 32)
     assert run == [*steps[0::3], *steps[1::3], *steps[2::3]] and asked == ["cuda"] * 4
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "model", "ngram"])
+def test_shares_meet_who_drafts_and_every_step_with_drafts(
+    tiny_model, tiny_models, load_module, tmp_path, monkeypatch, name
+):
+    """Of a model with few layers, without reading weights, on two ranks of which there is but one."""
+    made = load_module(Path(__file__).parents[1] / "draft_models.py")
+    target = tiny_model("llama", num_hidden_layers=6)
+    if name == "mtp":
+        target = tiny_models.tiny_checkpoint(tmp_path / "model", "deepseek_v3", num_hidden_layers=4)
+        made.with_drafting_layer(target, own=True)
+    models = {
+        "eagle3": lambda: made.eagle3(tmp_path / "head", draft_vocab=90),
+        "eagle": lambda: made.eagle(tmp_path / "head"),
+        "model": lambda: tiny_model("qwen3", num_hidden_layers=3),
+    }
+    asked = {"model": str(models[name]())} if name in models else {"method": name}
+    asked["num_speculative_tokens_per_batch_size"] = [[1, 2, 3], [3, 4, 1]]
+    machine = Machine(torch.device("cpu"), "card", 3 * precompile.HELPER_BYTES, 1)
+    monkeypatch.setattr(rank, "open_machine", lambda config: machine)
+    monkeypatch.setattr(loader, "_load", lambda *_: pytest.fail("weights were loaded"))
+    dummy_step, run, layers = ModelRunner.dummy_step, [], []
+
+    def step(runner, *arguments):
+        run.append(arguments)
+        layers.append(len(runner.layers) - len(runner.model.attention_layers()))
+        return dummy_step(runner, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "dummy_step", step)
+    config = EngineConfig(
+        str(target), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, tensor_parallel_size=2,
+        speculative_config=json.dumps(asked),
+    )  # fmt: skip
+    for index in range(2):
+        precompile.run_share(config, 2, index)
+    drafting = rank.draft_steps(((2, 3), (4, 1)), 4)
+    assert len(drafting) > 6 and [found for found in run if len(found) == 4] == [*drafting[0::2], *drafting[1::2]]
+    assert set(layers) == {{"ngram": 0, "model": 2}.get(name, 1)}
+
+
+def test_fingerprint_follows_who_drafts(checkpoint, tmp_path):
+    (drafter := tmp_path / "drafter").mkdir()
+    (drafter / "config.json").write_text("{}")
+    config = EngineConfig(str(checkpoint), speculative_config=json.dumps({"model": str(drafter)}))
+    first = precompile.fingerprint(config)
+    (drafter / "config.json").write_text('{"hidden_size": 64}')
+    assert precompile.fingerprint(config) != first
 
 
 def test_fingerprint_follows_what_decides_on_kernels(checkpoint):

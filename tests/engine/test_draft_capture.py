@@ -42,7 +42,7 @@ def test_no_drafter_waits_for_the_device(
     if name != "model":
         head = made.eagle3(tmp_path, draft_vocab=90) if name == "eagle3" else made.eagle(tmp_path)
         described: Any = find_draft(Speculation(3, 5, 5, (), "", str(head)), folder, config, None).described
-        network = EagleHead(described, target, 128)
+        network = EagleHead(described, target, 128, place)
         network.token_ids = torch.zeros(90, dtype=torch.int64, device=META) if name == "eagle3" else None
     for part in (target, network if name != "model" else network.model):
         for holder in choose_formats(part):

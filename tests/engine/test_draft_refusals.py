@@ -115,19 +115,35 @@ def test_other_models(made: Any, target: Path, tiny_model: Any, tmp_path: Path) 
         found(tiny_model("granite", num_hidden_layers=6), {"model": str(made.eagle3(tmp_path))})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tensor_parallel_size": 2}, "beside --tensor-parallel-size 2: a model drafts on one card only so far"),
-        ({"enable_lora": True}, "beside --enable-lora: a model drafts without adapters only"),
-    ],
-)
-def test_what_no_model_drafts_beside(target: Path, options: dict[str, Any], message: str) -> None:
-    config = EngineConfig(str(target), speculative_config='{"model": "m"}', **options)
+@pytest.mark.parametrize(("ranks", "draft_ranks", "may"), [(1, 2, "1"), (4, 2, "4, as --tensor-parallel-size")])
+def test_over_how_many_ranks_a_drafter_is_divided(target: Path, ranks: int, draft_ranks: int, may: str) -> None:
     model = ModelConfig.from_folder(target)
+
+    def resolved(size: int) -> Any:
+        asked = json.dumps({"model": "m", "draft_tensor_parallel_size": size})
+        return resolve(EngineConfig(str(target), speculative_config=asked, tensor_parallel_size=ranks), model, CPU)
+
+    assert [resolved(size).speculation.num_ranks for size in (1, ranks)] == [1, ranks]
     with pytest.raises(ConfigError) as caught:
-        resolve(config, model, CPU)
-    assert message in str(caught.value)
+        resolved(draft_ranks)
+    assert f"its draft_tensor_parallel_size is {draft_ranks}: it must be {may}" in str(caught.value)
+
+
+def test_drafters_that_cannot_be_divided(made: Any, target: Path, tmp_path: Path, tiny_model: Any) -> None:
+    """The target can, over 4; they may be whole on every rank."""
+    head = made.eagle3(tmp_path, sizes=made.Sizes(inner=98))
+    model = tiny_model("qwen3", intermediate_size=98)
+    config = ModelConfig.from_folder(target)
+    for folder in (head, model):
+        for asked in ({}, {"draft_tensor_parallel_size": 4}):
+            settings = read_speculation(json.dumps({"model": str(folder), **asked}))
+            assert settings is not None
+            assert find_draft(settings, target, config, None).folder == folder
+            with pytest.raises(ConfigError) as caught:
+                find_draft(settings, target, config, None, num_ranks=4)
+            assert f"{folder}: an MLP of 98 cannot be divided over 4 ranks: say " in str(caught.value)
+        whole = dataclasses.replace(settings, num_ranks=1)
+        assert find_draft(whole, target, config, None, num_ranks=4).settings.num_ranks == 1
 
 
 def test_targets_of_transformers(target: Path) -> None:

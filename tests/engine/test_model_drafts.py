@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import vserve.engine.arrivals as arrivals_module
+from vserve.engine.parallel.group import SingleGroup
+from vserve.engine.plan import StepPlan
 from vserve.engine.request import SamplingParams
+from vserve.engine.runner import ModelRunner
 from vserve.engine.speculation.model_drafter import ModelDrafter
 from vserve.kernels.sampling import sample_torch
 
@@ -109,10 +112,17 @@ def draw(sampling: SamplingParams) -> Any:
 
 CHUNKS = {"max_num_batched_tokens": 64, "max_mixed_tokens": 24}
 PREEMPTED = {"num_gpu_blocks_override": 7, "max_model_len": 112}
+RANKS, WHOLE = {"tensor_parallel_size": 2}, {"draft_tensor_parallel_size": 1}  # and every rank has the whole drafter
 CASES = [
     ("eagle3", 3, 1, {}), ("speculators", 2, 1, CHUNKS), ("eagle", 3, 1, {"block_size": 4}),
-    ("eagle3", 4, 1, PREEMPTED | CHUNKS),
+    ("eagle3", 4, 1, PREEMPTED | CHUNKS), ("eagle3", 3, 1, RANKS | CHUNKS), ("eagle", 2, 1, RANKS | WHOLE),
 ]  # fmt: skip
+
+
+def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """→ what goes into --speculative-config, what goes beside it."""
+    asked = {name: value for name, value in options.items() if name in WHOLE}
+    return asked, {name: value for name, value in options.items() if name not in WHOLE}
 
 
 @pytest.mark.parametrize(("name", "count", "depth", "options"), CASES)
@@ -120,9 +130,10 @@ def test_heads_draft_what_plain_code_drafts(
     served: Any, target: Path, heads: Any, plain: Any, proposed: Any, draft_models: Any, name: str, count: int,
     depth: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
+    asked, options = split(options)
     (answers,), stats = served.run(
         requests(),
-        speculative_config=config(heads[name], count),
+        speculative_config=config(heads[name], count, **asked),
         max_num_seqs=8,
         enable_prefix_caching=False,
         **options,
@@ -142,13 +153,15 @@ def test_heads_draft_what_plain_code_drafts(
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
 
 
-def mtp(count: int) -> str:
+def mtp(count: int, **options: Any) -> str:
     table = {"num_speculative_tokens_per_batch_size": [[1, 64, count]]}
-    return json.dumps({"method": "mtp", "num_speculative_tokens": count, **table})
+    return json.dumps({"method": "mtp", "num_speculative_tokens": count, **table, **options})
 
 
 @pytest.mark.parametrize(("family", "own", "options"), [
     ("deepseek_v3", True, CHUNKS), ("glm4_moe", False, {"block_size": 4}),
+    ("deepseek_v3", True, RANKS | {"enable_expert_parallel": True}),
+    pytest.param("glm4_moe", False, RANKS | WHOLE, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_layers_behind_the_last_one_draft_what_plain_code_drafts(
     engine: Any, tiny_models: Any, draft_models: Any, proposed: Any, tmp_path: Path, family: str, own: bool,
@@ -159,8 +172,9 @@ def test_layers_behind_the_last_one_draft_what_plain_code_drafts(
     draft_models.with_drafting_layer(folder, own)
     served, batch = type(engine)(folder), requests()
     (expected,), _ = served.run(batch)
+    asked, options = split(options)
     (answers, again), stats = served.run(
-        batch, batch, speculative_config=mtp(3), max_num_seqs=8, enable_prefix_caching=False, **options
+        batch, batch, speculative_config=mtp(3, **asked), max_num_seqs=8, enable_prefix_caching=False, **options
     )
     same(answers, expected)
     same(again, expected)
@@ -199,7 +213,13 @@ def test_answers_stay_what_they_are(
     assert stats.num_drafts > 40 and stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize(("depth", "options"), [(1, {}), (2, CHUNKS), (2, PREEMPTED | CHUNKS)])
+@pytest.mark.parametrize(
+    ("depth", "options"),
+    [
+        (1, {}), (2, CHUNKS), (2, PREEMPTED | CHUNKS), (1, RANKS | CHUNKS),
+        pytest.param(1, RANKS | WHOLE, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_a_target_that_drafts_for_itself_is_always_right(
     served: Any, target: Path, plain: Any, overlap: Any, depth: int, options: dict[str, Any]
 ) -> None:
@@ -209,7 +229,10 @@ def test_a_target_that_drafts_for_itself_is_always_right(
         overlap(depth)
     batch = [pair for pair in requests() if pair[1].repetition_penalty == 1.0 and not pair[1].stop_token_ids]
     expected = [answer for answer, pair in zip(plain, requests(), strict=True) if pair in batch]
-    (answers, again), stats = served.run(batch, batch, speculative_config=config(target, 4), max_num_seqs=8, **options)
+    asked, options = split(options)
+    (answers, again), stats = served.run(
+        batch, batch, speculative_config=config(target, 4, **asked), max_num_seqs=8, **options
+    )
     same(answers, expected)
     same(again, expected)
     held = sum(stats.num_accepted_tokens) / stats.num_draft_tokens
@@ -269,6 +292,48 @@ def test_contexts_that_are_too_long_for_it_get_no_drafts(served: Any, target: Pa
     (answers,), stats = served.run(last, speculative_config=config(target, 5), max_model_len=100)
     same(answers, expected)
     assert len(answers[0].tokens) == 10 and sum(stats.num_accepted_tokens) > 3
+
+
+def test_depth_follows_the_load_where_there_are_no_graphs(
+    served: Any, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the table that was given, and by the one that holds where none was. Answers end one after the other."""
+    seen: dict[int, set[int]] = {}
+    execute = ModelRunner.execute
+
+    def recorded(self: ModelRunner, plan: StepPlan) -> None:
+        if plan.num_drafts:
+            seen.setdefault(plan.num_decodes, set()).add(plan.num_drafts)
+        execute(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute", recorded)
+    few = [([7 + i] * 9, SamplingParams(max_tokens=10 + 6 * i, temperature=0.0, ignore_eos=True)) for i in range(8)]
+    many = [(prompt, SamplingParams(max_tokens=6 + 2 * i, temperature=0.0)) for i, (prompt, _) in enumerate(few * 2)]
+    asked = {"model": str(target), "num_speculative_tokens": 5}
+    table = {"num_speculative_tokens_per_batch_size": [[1, 2, 5], [3, 5, 2], [6, 8, 1]]}
+    for batch, more, depths in ((few, table, ((2, 5), (5, 2), (8, 1))), (many, {}, ((8, 5), (16, 3)))):
+        seen.clear()
+        (expected,), _ = served.run(batch)
+        (answers,), _ = served.run(batch, speculative_config=json.dumps(asked | more))
+        same(answers, expected)
+        assert {drafts for counts in seen.values() for drafts in counts} == {count for _, count in depths}
+        for decodes, counts in seen.items():
+            allowed = next(count for most, count in depths if decodes <= most)
+            assert max(counts) <= allowed, f"{decodes} requests"
+
+
+def test_all_ranks_verify_the_drafts_of_the_first(
+    served: Any, target: Path, plain: Any, proposed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As seen by a rank that has rounded otherwise, and drawn other tokens."""
+
+    def broadcast(self: Any, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return x.fill_(7) if x.dim() == 2 else x  # drafts, not the tokens that were sampled
+
+    monkeypatch.setattr(SingleGroup, "broadcast", broadcast)
+    (answers,), _ = served.run(requests(), speculative_config=config(target, 3), max_num_seqs=8)
+    same(answers, plain)
+    assert len(proposed) > 60 and all(drafts == [7] * 3 for _, _, drafts in proposed)
 
 
 def test_drafts_may_be_greedy(served: Any, target: Path, proposed: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,10 +16,10 @@ import pytest
 
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.connection import LENGTH
-from vserve.engine.parallel.group import LOCAL
 from vserve.engine.ranks import handshake, network, nodes
 from vserve.engine.ranks.cluster_messages import Beat
 from vserve.engine.ranks.handshake import Hello, Stranger, check_secret, dial, difference, facts
+from vserve.engine.ranks.node import Node
 from vserve.engine.ranks.nodes import Nodes
 
 FACTS = {"torch": "2.13.0", "--max-model-len": "4096"}
@@ -73,27 +75,87 @@ def test_who_knows_the_secret_is_let_in() -> None:
 
 def test_who_does_not_is_refused() -> None:
     with gathering(node1=(1,)) as first:
-        with pytest.raises(ConfigError, match="the secret is another one than node 0's: give VSERVE_CLUSTER_SECRET"):
-            dial(first.nodes.address, "open barley", hello())
-        with pytest.raises(ConfigError, match="the secret is another one"):
-            dial(first.nodes.address, "", hello())
+        for other in ("open barley", ""):
+            with pytest.raises(Stranger, match="it does not know the secret"):
+                dial(first.nodes.address, other, hello())
+        node = Node(1, first.nodes.address, "open barley", FACTS, 5.0)
+        with pytest.raises(ConfigError, match="check --master-port, and that VSERVE_CLUSTER_SECRET is the same on all"):
+            node.serve()
         assert not first.nodes.nodes
 
 
-def test_a_node_trusts_nobody_who_only_says_welcome() -> None:
+@contextmanager
+def impostor(*answers: Any, challenge: bytes = b"n" * 16) -> Iterator[tuple[str, int]]:
+    """Who says these to one node after the other, whatever that says."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def impostor() -> None:
-            sock, _ = listener.accept()
-            with sock:
-                handshake.send(sock, handshake.Challenge(b"n" * 16))
-                handshake.receive(sock, Hello)
-                handshake.send(sock, handshake.Welcome(b"p" * 32))
-                sock.recv(1)
+        def pose() -> None:
+            for answer in answers:
+                sock, _ = listener.accept()
+                with sock:
+                    handshake.send(sock, handshake.Challenge(challenge))
+                    handshake.receive(sock, Hello)
+                    handshake.send(sock, answer)
+                    sock.recv(1)
 
-        threading.Thread(target=impostor, daemon=True).start()
-        with pytest.raises(Stranger, match="it does not know the secret"):
-            dial(listener.getsockname(), "open sesame", hello())
+        threading.Thread(target=pose, daemon=True).start()
+        yield listener.getsockname()
+
+
+@pytest.mark.parametrize(
+    "answer", [handshake.Welcome(b"p" * 32), handshake.Refusal("run this as root", b"p" * 32)], ids=["in", "out"]
+)
+def test_a_node_believes_nobody_who_does_not_know_the_secret(answer: Any) -> None:
+    with impostor(answer) as address, pytest.raises(Stranger, match="it does not know the secret"):
+        dial(address, "open sesame", hello())
+
+
+class Recorded(threading.Thread):
+    """Passes on what a node and node 0 say, and keeps it: (to the node, to node 0)."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        super().__init__(daemon=True)
+        self._target = address
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        self.said: list[Any] = []
+        self.start()
+
+    def run(self) -> None:
+        node, _ = self._listener.accept()
+        with self._listener, node, socket.create_connection(self._target) as engine:
+            for source, target in ((engine, node), (node, engine), (engine, node)):
+                message = handshake.receive(source, handshake.Challenge | Hello | handshake.Welcome | handshake.Refusal)
+                self.said.append(message)
+                handshake.send(target, message)
+
+
+def test_what_was_said_once_proves_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A welcome, a refusal and a hello of an honest start, said again by somebody who has listened. The node's nonce is
+    the same one again: that must not be what everything hangs on."""
+    real = handshake.secrets.token_bytes
+    on_node = threading.current_thread()
+    fixed = SimpleNamespace(
+        token_bytes=lambda size: b"f" * size if threading.current_thread() is on_node else real(size)
+    )
+    monkeypatch.setattr(handshake, "secrets", fixed)
+    with gathering(node1=(1,), node2=(2,)) as first:
+        welcomed, refused = Recorded(first.nodes.address), Recorded(first.nodes.address)
+        with dial(welcomed.address, "open sesame", hello(1)):
+            with pytest.raises(ConfigError, match="node 9 is none of the 3"):
+                dial(refused.address, "open sesame", hello(9))
+            for record, who in ((welcomed, 1), (refused, 9)):
+                challenge, old, answer = record.said
+                with impostor(answer) as address, pytest.raises(Stranger):
+                    dial(address, "open sesame", hello(who))
+                # Only where both nonces are the same, which they never are, is it what was said then.
+                with impostor(answer, challenge=challenge.nonce) as address, contextlib.suppress(ConfigError):
+                    dial(address, "open sesame", hello(who)).close()
+                with socket.create_connection(first.nodes.address) as again:
+                    assert handshake.receive(again, handshake.Challenge) != challenge
+                    handshake.send(again, old)
+                    assert handshake.receive(again, handshake.Refusal).message == ""
+                    assert again.recv(1) == b""
 
 
 @pytest.mark.parametrize(
@@ -144,10 +206,14 @@ def test_who_comes_early_hears_that_node_0_is_there(monkeypatch: pytest.MonkeyPa
             sock.close()
 
 
-def test_a_hello_counts_for_what_it_says_alone() -> None:
-    said = hello(1)
-    assert handshake.claims(said) != handshake.claims(hello(2)) != handshake.claims(hello(2, 2))
-    assert handshake.claims(said) != handshake.claims(hello(1, 0, {"torch": "2.11.0"}))
+def test_a_proof_counts_for_what_was_said_alone() -> None:
+    hellos = [hello(1), hello(2), hello(2, 2), hello(1, 0, {"torch": "2.11.0"}), Hello(b"", b"n", 1, 0, FACTS)]
+    said = {handshake.transcript(challenge, one) for one in hellos for challenge in (b"", b"c")}
+    proofs = {
+        handshake.proof("open sesame", role, one, refusal)
+        for one in said for role in (b"node", b"engine") for refusal in (None, "", "no")
+    }  # fmt: skip
+    assert len(said) == 10 and len(proofs) == 60
 
 
 def test_when_all_are_there_nobody_else_is_let_in() -> None:
@@ -234,10 +300,6 @@ def test_the_interface_is_named_unless_somebody_has(monkeypatch: pytest.MonkeyPa
     environment = {"NCCL_SOCKET_IFNAME": "ib0"}
     network.use_interface(environment, "10.0.0.1")
     assert environment == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth7"}
-
-
-def test_where_ranks_meet() -> None:
-    assert network.rendezvous("127.0.0.1").startswith(LOCAL) and not network.rendezvous("10.0.0.1").startswith(LOCAL)
 
 
 def test_a_port_that_is_taken() -> None:

@@ -161,6 +161,47 @@ def test_steps_of_a_server_correct_the_card(setup: Setup) -> None:
         fit(setup.model, steps[:10], 1100)
 
 
+def drafting(**asked: Any) -> Setup:
+    asked = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "synthetic", **asked}
+    config = EngineConfig("m", speculative_config=json.dumps(asked))
+    return set_up(0, parse_model_config(LLAMA_8B), config, CARDS["h200"])
+
+
+def test_drafts_that_hold_save_steps(setup: Setup) -> None:
+    """As many as is assumed, of one and of few; where many run there are none, and nothing is saved."""
+    (plain,) = replay(setup, [Ask(0, 128, 400)]).answers
+    for length in (1.0, 2.5, 5.0):
+        (answer,) = replay(drafting(synthetic_acceptance_length=length), [Ask(0, 128, 400)]).answers
+        assert plain.tpot / answer.tpot == pytest.approx(length, rel=0.06), "a step of five tokens takes about as long"
+        assert answer.ttft == plain.ttft
+    (answer,) = replay(drafting(synthetic_acceptance_rates=[0.9, 0.5, 0.1, 0]), [Ask(0, 128, 2000)]).answers
+    assert plain.tpot / answer.tpot == pytest.approx(2.5, rel=0.06)
+    gains = []
+    for count in (4, 30, 100):
+        load = [Ask(0, 128, 200)] * count
+        without, with_ = (replay(one, load) for one in (setup, drafting(synthetic_acceptance_length=3.0)))
+        assert len(with_.answers) == count and sum(tokens for _, tokens in with_.ends) == 200 * count
+        gains.append(without.tpot(0.5) / with_.tpot(0.5))
+    assert gains[0] > 2.5 > gains[1] > 1.3 and gains[2] == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"method": "ngram"}, 'how many drafts hold follows from the texts: assume it, with "rejection_sample_method"'),
+        ({"method": "mtp"}, "what a model that drafts takes of a step has not been measured, and is not planned"),
+        (
+            {"model": "m", "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2},
+            "a model that drafts",
+        ),
+    ],
+)
+def test_drafts_of_which_no_plan_can_know(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        set_up(0, parse_model_config(LLAMA_8B), EngineConfig("m", speculative_config=json.dumps(asked)), CARDS["h200"])
+    assert message in str(refused.value) and str(refused.value).startswith("--speculative-config: ")
+
+
 class TestCommand:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> str:
@@ -180,6 +221,15 @@ class TestCommand:
         assert "with one of them dead, the load no longer meets it" in out
         rows = json.loads(file.read_text())["rows"]
         assert [row["met"] for row in rows if "met" in row][-1] is True
+
+    def test_with_drafts(self, capsys: pytest.CaptureFixture[str], folder: str) -> None:
+        assumed = {"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}
+        words = ("--rate", "2", "--out", "32", "--tpot", "3", "--speculative-config")
+        code, out, _ = self.run(capsys, folder, *words, json.dumps(assumed))
+        assert code == 0 and "drafts: up to 7 of every request in a step, of which 2 are assumed to hold" in out
+        assert out.rstrip().endswith(f"vserve {folder} --spec-method ngram")
+        code, _, err = self.run(capsys, folder, *words, '{"method": "ngram"}')
+        assert code == 1 and "how many drafts hold" in err and len(err.splitlines()) == 1
 
     def test_a_trace(self, capsys: pytest.CaptureFixture[str], folder: str, tmp_path: Path) -> None:
         trace = tmp_path / "trace.jsonl"

@@ -1,8 +1,9 @@
-"""Adapters on one engine of two ranks, each with its share: the tokens of merged weights, in float32."""
+"""Adapters on one engine of several ranks, each with its share: the tokens of merged weights, in float32."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
 from collections.abc import Coroutine, Iterator
@@ -53,16 +54,23 @@ class Engine:
         return answer.tokens
 
 
-# Family, its keys of config.json, options of the engine: whole experts are dealt out, and have no adapters.
+# Family, its keys of config.json, options of the engine. Whole experts are dealt out, and have no adapters. Of stages,
+# the first looks tokens up, the last has the head, which may be the same matrix; there are slots for a mixed batch.
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "max_loras": 2, "max_cpu_loras": 2}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "ours": ("llama", {}, {}),
-    "experts": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2}, {"enable_expert_parallel": True}),
-    "transformers": ("llama", {}, {"model_impl": "transformers"}),
-}
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("experts", "transformers")]
+    "ours": ("llama", {}, {"tensor_parallel_size": 2}),
+    "stages": ("llama", {"num_hidden_layers": 3}, STAGES),
+    "tied stages": ("llama", {"tie_word_embeddings": True}, {"tensor_parallel_size": 2, **STAGES}),
+    "experts": (
+        "qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+    "transformers": ("llama", {}, {"tensor_parallel_size": 2, "model_impl": "transformers"}),
+}  # fmt: skip
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("tied stages", "experts", "transformers")]
 
 
-@pytest.fixture(scope="module", params=["ours", *SLOW])
+@pytest.fixture(scope="module", params=["ours", "stages", *SLOW])
 def engine(
     request: pytest.FixtureRequest, tiny_model: Any, adapter_files: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
@@ -75,9 +83,8 @@ def engine(
         for seed, (name, names) in enumerate(NAMES.items())
     }
     config = EngineConfig(
-        str(base), device="cpu", engine_in_process=True, cpu_threads=2, tensor_parallel_size=2, max_model_len=96,
-        max_num_batched_tokens=24, max_num_seqs=8, block_size=4, enable_lora=True, max_loras=1, max_cpu_loras=1,
-        **options,
+        str(base), device="cpu", engine_in_process=True, cpu_threads=2, max_model_len=96, max_num_batched_tokens=24,
+        max_num_seqs=8, block_size=4, enable_lora=True, **{"max_loras": 1, "max_cpu_loras": 1, **options},
     )  # fmt: skip
     with asyncio.Runner() as runner:
         made = Engine(runner, EngineClient(config), base, folders)
@@ -124,8 +131,9 @@ def test_a_folder_that_is_gone_ends_its_own_requests(
         shutil.copytree(engine.folders["rows"], tmp_path / "rows")
         rows, _ = await engine.load(tmp_path / "rows")
         assert await engine.tokens(PROMPTS[0], rows) == wanted["rows"][0]
-        columns, _ = await engine.load(engine.folders["columns"])
-        assert await engine.tokens(PROMPTS[0], columns) == wanted["columns"][0]  # has taken the slot, and the room
+        for _ in range(engine.client.config.max_loras):
+            columns, _ = await engine.load(engine.folders["columns"])
+            assert await engine.tokens(PROMPTS[0], columns) == wanted["columns"][0]  # has taken the slot, and the room
         shutil.rmtree(tmp_path / "rows")
         answer = await collect(engine.client, PROMPTS[0], greedy(rows))
         assert answer.error is not None and "its adapter cannot be used" in answer.error
@@ -150,3 +158,31 @@ def test_experts_adapters_are_refused_by_all(
         assert await engine.tokens(PROMPTS[1], 0) == wanted[""][1]
 
     engine.run(main())
+
+
+def test_an_adapter_of_another_base_is_refused_in_the_same_words(
+    engine: Engine, adapter_files: Any, tiny_model: Any, tmp_path: Path
+) -> None:
+    """Whichever rank has the layer that it does not fit."""
+    wide = tiny_model("llama", intermediate_size=80, num_hidden_layers=len_of(engine.base))
+
+    async def refused(layer: int) -> str:
+        folder = adapter_files.write_adapter(
+            tmp_path / str(layer), wide, ["up_proj"], skip=lambda m: f".{layer}." not in m, target_modules=[]
+        )
+        error = (await engine.load(folder))[1].error
+        assert error is not None
+        return error
+
+    async def main() -> None:
+        for layer in range(len_of(engine.base) if "moe" not in engine.base.name else 0):
+            error = await refused(layer)
+            assert f"model.layers.{layer}.mlp.up_proj maps 64 to 80, and the model's 64 to " in error
+            assert not error.startswith("rank "), "rank 0 judges for all"
+
+    engine.run(main())
+
+
+def len_of(base: Path) -> int:
+    found: int = json.loads((base / "config.json").read_text())["num_hidden_layers"]
+    return found

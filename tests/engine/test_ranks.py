@@ -29,7 +29,8 @@ from vserve.engine.messages import AddGrammar, SetVocabulary
 from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.parallel.divide import check_divides, sizes
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.ranks import effort, hang
+from vserve.engine.private_folder import OWNER
+from vserve.engine.ranks import effort, hang, process
 from vserve.engine.ranks.channel import Channel
 from vserve.engine.ranks.messages import Execute, Follow, Join, Leave, Seat, ToRank
 from vserve.engine.ranks.peers import Peers, RankLost, share_of_threads
@@ -261,7 +262,14 @@ def rank_of(engine: int) -> int:
     return next(int(pid) for pid in children if "engine.ranks.process" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
-def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(tiny_model: Any) -> None:
+def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    left = tmp_path / "vserve-ranks-left"  # of an engine that was killed
+    left.mkdir()
+    (left / OWNER).write_text("1\n")
+
     async def main() -> None:
         client = EngineClient(settings(tiny_model("llama"), tensor_parallel_size=2), restarts=1)
         await client.start()
@@ -282,8 +290,10 @@ def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(tiny_model: An
             assert client._process.pid != first and not Path(f"/proc/{other}").exists()
             assert (await collect(client, [5, 6, 7], greedy())).tokens == expected
             last = rank_of(client._process.pid)
+            assert not left.exists() and len(list(tmp_path.glob("vserve-ranks-*"))) == 1
         finally:
             await client.close()
+        assert not list(tmp_path.glob("vserve-ranks-*"))
         assert not Path(f"/proc/{last}").exists(), "the rank leaves with its engine"
 
     asyncio.run(main())
@@ -425,6 +435,62 @@ def test_who_reads_and_writes_while_it_starts_does_not_hang(tmp_path: Path) -> N
     assert starting() - first < 0.5
 
 
+def looks(each: effort.Effort, count: int) -> int:
+    """How many of so many looks in a row have shown effort."""
+    before, shown = each(), 0
+    for _ in range(count):
+        shown += (now := each()) - before > hang.IDLE * hang.INTERVAL
+        before = now
+    return shown
+
+
+@pytest.fixture
+def system(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the system says of this one; `computes`: seconds more at every look."""
+    told = SimpleNamespace(computes=0.0, seconds=0.0, moved=0, waits=False)
+
+    def seconds(*_: Any) -> float:
+        told.seconds += told.computes
+        return float(told.seconds)
+
+    clock = SimpleNamespace(process_time=seconds, clock_gettime=seconds, pthread_getcpuclockid=lambda _: 0)
+    monkeypatch.setattr(effort, "time", clock)
+    monkeypatch.setattr(effort, "_bytes_moved", lambda: told.moved)
+    monkeypatch.setattr(effort, "_waits_for_disk", lambda _: told.waits)
+    monkeypatch.setattr(effort, "STUCK", 30.0)
+    monkeypatch.setattr(effort, "ALONE", 60.0)
+    return told
+
+
+@pytest.mark.parametrize("make", [effort.Starting, lambda: effort.Computing(threading.current_thread())])
+def test_a_disk_that_never_answers_is_no_effort_for_ever(system: SimpleNamespace, make: Any) -> None:
+    each = make()
+    system.waits = True
+    assert 28 <= looks(each, 100) <= 30
+    system.waits = False
+    assert looks(each, 5) == 0
+    system.waits = True
+    assert looks(each, 20) == 20, "another one"
+
+
+def test_who_waits_for_a_card_in_a_loop_is_not_busy_for_ever(system: SimpleNamespace) -> None:
+    starting = effort.Starting()
+    system.computes = 1.0
+    assert 58 <= looks(starting, 200) <= 60
+    system.moved += effort.MOVED
+    assert 60 <= looks(starting, 100) <= 62, "it has come further"
+    computing = effort.Computing(threading.current_thread())
+    assert looks(computing, 200) == 200, "a step on the CPU takes what it takes"
+
+
+def test_who_computes_and_reads_in_turns_is_busy(system: SimpleNamespace) -> None:
+    starting = effort.Starting()
+    system.computes = 1.0
+    for _ in range(10):
+        assert looks(starting, 50) == 50
+        system.moved += effort.MOVED
+
+
 def test_the_time_of_the_start_is_not_counted_in_steps() -> None:
     async def main() -> None:
         peers = Peers(EngineConfig("m", device="cpu", tensor_parallel_size=2, engine_in_process=True))
@@ -510,17 +576,30 @@ def test_what_reads_both_ways_is_not_divided(tiny_model: Any) -> None:
     assert sizes(config) == [1]
 
 
-def test_adapters_are_served_in_one_stage() -> None:
-    with pytest.raises(ConfigError, match="--enable-lora serves models in one stage, and --pipeline-parallel-size is"):
-        EngineConfig("m", enable_lora=True, pipeline_parallel_size=2)
-
-
 def test_ranks_share_the_threads_and_the_memory() -> None:
     asked = EngineConfig("m", device="cpu", cpu_threads=9, tensor_parallel_size=4, data_parallel_size=2)
     assert share_of_threads(asked).cpu_threads == 2 and asked.num_ranks == 8
     assert share_of_threads(EngineConfig("m", tensor_parallel_size=8, cpu_threads=2)).cpu_threads == 1
     alone = EngineConfig("m")
     assert share_of_threads(alone) is alone
+
+
+@pytest.mark.parametrize(("own", "expected"), [(3, 3), (0, 8)])
+def test_a_rank_of_another_host_has_that_hosts_threads(
+    monkeypatch: pytest.MonkeyPatch, own: int, expected: int
+) -> None:
+    found = []
+
+    def make(config: EngineConfig, *_: Any, **__: Any) -> None:
+        found.append(config.cpu_threads)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr("vserve.engine.rank.Rank", make)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Channel(ours, ToRank).send(Join(dataclasses.asdict(EngineConfig("m", cpu_threads=8)), Seat(1, 2)))
+        assert process.run(Channel(theirs, ToRank), own) == 1
+    assert found == [expected]
 
 
 def test_plans_arrive_in_their_order_whatever_the_socket_takes() -> None:

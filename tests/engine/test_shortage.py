@@ -61,6 +61,22 @@ def test_a_card_takes_what_fits(tiny_model: Any) -> None:
     assert check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, 38 * 10**9, 0) == 76 * 10**9
 
 
+def test_who_drafts_has_weights_too(tiny_model: Any) -> None:
+    """Of a card that would hold the model alone."""
+    model, drafts = eight(tiny_model), 4 * GIB
+    take = 70 * GIB // 2
+    assert check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, take, 0) == 70 * GIB
+    assert check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, take, 0, GIB) == 71 * GIB
+    with pytest.raises(ConfigError) as refused:
+        check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, take, 0, drafts)
+    line = str(refused.value)
+    assert "the weights take 74.00 GiB" in line and "in bfloat16, and 4.00 GiB of who drafts)" in line
+    assert "or leave --speculative-config out, or set --tensor-parallel-size 2" in line and "-q fp8 (3" in line
+    with pytest.raises(ConfigError) as refused:
+        check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, take * 2, 0, drafts)
+    assert "leave --speculative-config out" not in str(refused.value), "it would not do"
+
+
 @pytest.mark.parametrize(
     ("room", "remedies", "not_"),
     [

@@ -362,6 +362,8 @@ def test_an_imposed_acceptance_is_for_random_weights_alone(engine: Any) -> None:
         ({"method": "eagle", "model": "m", "revision": "r", "quantization": "fp8", "max_model_len": 99,
           "draft_sample_method": "greedy", "num_speculative_tokens": 1},
          Speculation(1, 5, 5, ((8, 1), (32, 1), (64, 1)), "eagle", "m", "r", "fp8", 99, True)),
+        ({"model": "m", "draft_tensor_parallel_size": 4},
+         Speculation(3, 5, 5, ((8, 3), (32, 3), (64, 1)), "", "m", num_ranks=4)),
         ({"method": "ngram", "num_speculative_tokens": 0}, None),
         (
             {"method": "ngram", "num_speculative_tokens": 4,

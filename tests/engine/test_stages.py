@@ -271,10 +271,6 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         ({"pipeline_layer_partition": "3,0"}, "--pipeline-layer-partition is '3,0': it must be the number of layers"),
         ({"pipeline_layer_partition": "3,1"}, "is of 2 stages, and --pipeline-parallel-size is 1"),
         (
-            {"pipeline_parallel_size": 2, "enable_lora": True},
-            "--enable-lora serves models in one stage, and --pipeline-parallel-size is 2",
-        ),
-        (
             {"pipeline_parallel_size": 2, "speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
             "drafts are not made with --pipeline-parallel-size 2",
         ),

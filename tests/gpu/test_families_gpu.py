@@ -24,17 +24,22 @@ LATENT: dict[str, Any] = dict(
     v_head_dim=128,
 )  # fmt: skip
 EXPERTS = dict(moe_intermediate_size=256)
+YARN = dict(
+    rope_type="yarn", rope_theta=150000.0, factor=32.0, truncate=False, original_max_position_embeddings=64,
+    beta_fast=32.0, beta_slow=1.0,
+)  # fmt: skip
 # What a family's own models have that the sizes of all do not say.
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {}, "phi3": {}, "glm": {}, "glm4": {}, "granite": {},
-    "cohere": {}, "olmo2": {}, "smollm3": {}, "seed_oss": {}, "mixtral": {}, "olmoe": {},
+    "cohere": {}, "olmo2": {}, "smollm3": {}, "seed_oss": {}, "mixtral": {},
+    "olmoe": dict(head_dim=64),  # its norm is as wide as the model
     "gemma": dict(head_dim=256),
     "gemma2": dict(head_dim=256, sliding_window=WINDOW),
     "gemma3_text": dict(head_dim=256, sliding_window=WINDOW),
     "cohere2": dict(sliding_window=WINDOW),
     "olmo3": dict(sliding_window=WINDOW),
     "exaone4": dict(sliding_window=WINDOW),
-    "gpt_oss": dict(head_dim=64, sliding_window=WINDOW),
+    "gpt_oss": dict(head_dim=64, sliding_window=WINDOW, rope_parameters=YARN),
     "minicpm3": LATENT,
     "deepseek_v2": LATENT | EXPERTS,
     "deepseek_v3": LATENT | EXPERTS,

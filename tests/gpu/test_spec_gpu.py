@@ -38,25 +38,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Told:
-    """Drafts what comes next, as it was told, but for one token in five."""
+    """Drafts what comes next, as it was told, but for one token in five. On the device: it is in the graphs."""
 
     sequences: ClassVar[list[list[int]]] = []
 
     def __init__(self, settings: Speculation) -> None:
-        self.count, self.random = settings.num_drafts, Random(5)
+        self.count = settings.num_drafts
+        longest = max(map(len, self.sequences)) + self.count
+        padded = [tokens + [7] * (longest - len(tokens)) for tokens in self.sequences]
+        self.truth = torch.tensor(padded, dtype=torch.int32, device="cuda")
 
     def propose(self, tables: RowTables, rows: Tensor, sample_index: Tensor) -> Tensor:
-        found = torch.zeros_like(rows)
-        for i, (row, sample) in enumerate(zip(rows.tolist(), sample_index.tolist(), strict=True)):
-            if sample < 0:
-                continue
-            length = int(tables.num_computed[row]) + 1
-            history = tables.token_ids[row, :length].tolist()
-            known = next((tokens[length:] for tokens in self.sequences if tokens[:length] == history), [])
-            drafts = (known + [7] * self.count)[: self.count]
-            drafts = [token if self.random.random() < 0.8 else (token + 1) % 4096 for token in drafts]
-            tables.token_ids[row, length : length + self.count] = torch.tensor(drafts, dtype=torch.int32)
-            found[i] = tables.num_proposed[row] = self.count
+        row, sampled = rows.long(), sample_index >= 0
+        begun = tables.token_ids[row, :5]  # no two prompts begin so
+        which = (begun[:, None] == self.truth[None, :, :5]).all(2).int().argmax(1)
+        place = tables.num_computed[row].long()[:, None] + 1 + torch.arange(self.count, device="cuda")
+        drafts = self.truth[which].gather(1, place.clamp(max=self.truth.shape[1] - 1))
+        drafts = torch.where((place * 7919 + which[:, None] * 31) % 5 > 0, drafts, (drafts + 1) % 4096)
+        before = tables.token_ids[row[:, None], place]
+        tables.token_ids[row[:, None], place] = torch.where(sampled[:, None], drafts, before)
+        found = torch.where(sampled, self.count, 0).int()
+        tables.num_proposed[row] = torch.where(sampled, found, tables.num_proposed[row])
         return found
 
 

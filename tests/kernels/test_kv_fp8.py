@@ -269,7 +269,7 @@ def test_the_public_functions_take_codes(kind: str, paged: Any, rng: torch.Gener
     last = batch.requests.seq_lens.long() - 1
     slots = (table[rows, last // 16] * 16 + last % 16).int()
     new = torch.randn(2, 2, 2, 64, generator=rng).to(device)
-    still = torch.zeros(99, 0, device=device)
+    still = torch.tensor([[1.0, 0.0]], device=device).expand(99, 2)  # turns by nothing
     rope_write_kv(
         batch.query.clone(), new[0], new[1], last.int(), still, cache.keys, cache.values, slots,
         key_scales=cache.key_scales, value_scales=cache.value_scales,

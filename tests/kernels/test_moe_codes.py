@@ -216,8 +216,9 @@ def test_the_warm_up_meets_every_variant(top_k: int, experts: int, kind: str, gr
 
 
 _COMPILE = """
-from vserve.kernels import pdl
+from vserve.kernels import kv_fp8, pdl
 pdl.pdl_available = lambda device: True
+kv_fp8.packs = lambda device: True
 from vserve.kernels.moe_codes import ExpertCodes, experts_codes_triton
 from vserve.kernels.moe_fp8 import experts_fp8_triton
 from vserve.kernels.planes import Packed, pack

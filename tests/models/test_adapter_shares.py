@@ -15,9 +15,13 @@ from vserve.engine.adapters.adapter import Adapter
 from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.store import AdapterStore
 from vserve.engine.adapters.tables import AdapterTables
+from vserve.engine.config import ConfigError
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.weights import Placement
+from vserve.engine.loader import load_model, whole_of
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.group import SingleGroup
+from vserve.engine.parallel.pipeline import WHOLE, Stage
 from vserve.engine.plan import NewRow, StepPlan
 from vserve.engine.request import SamplingParams
 
@@ -59,3 +63,25 @@ def test_shares_of_ranks_are_the_whole(size: int, tiny_model: Any, adapter_files
         mine = [share.split(heads, dim=1)[part] for share, _ in shares]
         distinct = mine if part == 0 or size == 2 else mine[::2]
         torch.testing.assert_close(torch.cat(distinct, dim=1), wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_have_the_places_of_the_whole(tied: bool, tiny_model: Any) -> None:
+    """Each once: the embedding's where tokens are looked up, though the last stage may have it for its head."""
+    base = tiny_model("llama", num_hidden_layers=3, tie_word_embeddings=tied)
+    config, targets = ModelConfig.from_folder(base), ("embed_tokens", "lm_head", "o_proj")
+
+    def layout(stage: Stage) -> SlotLayout:
+        model = load_model(
+            base, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64, stage=stage
+        )  # fmt: skip
+        return SlotLayout(model, 16, targets, whole_of(model))
+
+    whole = layout(WHOLE)
+    stages = [layout(Stage(index, 2, part)) for index, part in enumerate((range(2), range(2, 3)))]
+    assert sum(stage.size for stage in stages) == whole.size
+    assert [list(stage.parts) for stage in stages] == [list(whole.parts)[:3], list(whole.parts)[3:]]
+    assert all(stage.holders.keys() == whole.holders.keys() for stage in stages)
+    with pytest.raises(ConfigError, match="has 'wq': this model has down_proj, embed_tokens, gate_proj, k_proj, lm_"):
+        targets = ("wq",)
+        layout(Stage(0, 2, range(2)))

@@ -239,6 +239,7 @@ def test_a_broken_one_ends_the_start(run: Run, folder: Path) -> None:
     [
         (["--lora-modules", "a=/a"], "--lora-modules names adapters, which --enable-lora serves"),
         (["--enable-lora", "--merge-lora", "/a"], "choose one"),
+        (["--enable-lora", "--lora-modules", "a=/no/where"], "--lora-modules a=/no/where: there is no such folder"),
     ],
 )
 def test_options_that_do_not_go_together(words: list[str], said: str) -> None:

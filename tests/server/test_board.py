@@ -221,3 +221,39 @@ def test_what_is_counted_adds_up() -> None:
 
     (family,) = summed([page(a=1, b=2), [], page(b=5, c=1)])
     assert {sample.labels["reason"]: sample.value for sample in family.samples} == {"a": 1, "b": 7, "c": 1}
+
+
+def test_a_process_that_is_started_again_has_no_fresh_share(boards: list[Board], clock: SimpleNamespace) -> None:
+    """Nor does anybody who reads the keys later; a limit that was changed begins anew."""
+    digest = b"k" * 32
+    first, second = (Quota(60, 600, board, digest) for board in boards[:2])
+    assert all(lets_in(second) for _ in range(50))
+    for board in boards:
+        board.look(clock.now)
+    second.begin(580)
+    boards[0].clear(1)  # it is killed a moment later, with what it has used since the look
+    clock.now += 5
+    again = Quota(60, 600, boards[1], digest)
+    late = Quota(60, 600, boards[2], digest)
+    for key in (again, late, first):
+        key.check(65, lambda reason: None)  # 600 - 580 + 50
+        with pytest.raises(ApiError, match="tokens a minute"):
+            key.check(75, lambda reason: None)
+    assert sum(lets_in(again) for _ in range(100)) == 60 - 51 + 5
+    assert not lets_in(late) and not lets_in(first)
+    assert lets_in(Quota(120, 600, boards[1], digest))
+
+
+def test_who_comes_late_finds_a_bucket_that_has_flown_over_full_at_most(
+    boards: list[Board], clock: SimpleNamespace
+) -> None:
+    first = Quota(60, 0, boards[0], b"k" * 32)
+    assert all(lets_in(first) for _ in range(30))
+    for _ in range(600):
+        clock.now += 1
+        boards[0].look(clock.now)
+    late = Quota(60, 0, boards[1], b"k" * 32)
+    assert sum(lets_in(late) for _ in range(100)) == 60
+    boards[0].look(clock.now)
+    again = Quota(60, 0, boards[1], b"k" * 32)
+    assert not lets_in(again) and not lets_in(first)

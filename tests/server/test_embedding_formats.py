@@ -1,7 +1,8 @@
-"""The bytes of an embedding: float32, float16 and bfloat16, in either order."""
+"""The bytes of an embedding: float32, float16 and bfloat16, in either order, in JSON and alone."""
 
 from __future__ import annotations
 
+import json
 import struct
 from base64 import b64decode
 from typing import Any
@@ -52,3 +53,27 @@ def test_numbers_have_no_bytes(embedding_client: Any, engine: Any) -> None:
 
 def test_what_float16_cannot_hold() -> None:
     assert struct.unpack("<2e", packed(struct.pack("<2f", 1e6, 1.0), "float16", False)) == (float("inf"), 1.0)
+
+
+def test_a_body_of_bytes(embedding_client: Any) -> None:
+    body = {"input": ["a", "b"], "embed_dtype": "float16", "endianness": "big"}
+    wanted = struct.pack(f">{len(VALUES)}e", *VALUES)
+    for path in ("/v1/embeddings", "/pooling"):
+        answer = embedding_client.post(path, body | {"encoding_format": "bytes"})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"] == "application/octet-stream"
+        assert answer.content == wanted + wanted
+        told = json.loads(answer.headers["metadata"])
+        form = {"embed_dtype": "float16", "endianness": "big", "shape": [len(VALUES)]}
+        size = len(wanted)
+        assert told["data"] == [{"index": i, **form, "start": i * size, "end": (i + 1) * size} for i in range(2)]
+        assert told["model"] == "test" and told["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
+        alone = embedding_client.post(path, body | {"encoding_format": "bytes_only"})
+        assert alone.content == wanted + wanted and "metadata" not in alone.headers
+
+
+def test_a_header_has_an_end(embedding_client: Any) -> None:
+    answer = embedding_client.post("/v1/embeddings", {"input": ["a"] * 257, "encoding_format": "bytes"})
+    assert answer.status_code == 400 and "for 256 inputs, not 257" in answer.json()["error"]["message"]
+    answer = embedding_client.post("/v1/embeddings", {"input": ["a"] * 257, "encoding_format": "bytes_only"})
+    assert answer.status_code == 200 and len(answer.content) == 257 * 4 * len(VALUES)

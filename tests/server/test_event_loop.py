@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from vserve.engine.config import EngineConfig
 from vserve.engine.messages import AbortRequests, AddRequest, EngineStats, RequestOutput, StepOutputs, unpack_tokens
 from vserve.engine.plan import TokenLogprobs
+from vserve.engine.request import ALL
 from vserve.server.app import create_app
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.options.config import ServerConfig
@@ -25,6 +27,9 @@ CONTEXT = 32_768
 MAX_NUM_SEQS = 1024
 MOST = 5 * MAX_NUM_SEQS  # choices that may run and wait at once
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HIDDEN_SIZE = 512
+VECTOR = struct.pack(f"<{HIDDEN_SIZE}f", *(1 / (i + 3) for i in range(HIDDEN_SIZE)))
+INPUTS = 2048  # that one request may have
 
 
 class Engine:
@@ -54,6 +59,11 @@ class Engine:
                 entry = self.open[id]
                 left, sampling, prompt = entry
                 first = prompt is not None
+                if sampling.pooling is not None:
+                    num_rows = len(unpack_tokens(prompt)) if sampling.pooling.kind == ALL else 1
+                    outputs.append(RequestOutput(id, [], "stop", embedding=VECTOR * num_rows))
+                    del self.open[id]
+                    continue
                 entry[0], entry[2] = left - 1, None
                 scores = None
                 if first and sampling.prompt_logprobs is not None:
@@ -134,6 +144,21 @@ WORST: dict[str, tuple[str, Callable[[], dict[str, Any]], int]] = {
         },
         MOST,
     ),
+    "vectors": ("/v1/embeddings", lambda: {"input": [[5, 6, 7]] * INPUTS}, INPUTS),
+    "vectors of texts, packed": (
+        "/v1/embeddings",
+        lambda: {"input": ["many words"] * INPUTS, "encoding_format": "base64", "embed_dtype": "bfloat16",
+                 "endianness": "big"},
+        INPUTS,
+    ),
+    "vectors in every form": (
+        "/v2/embed", lambda: {"texts": ["Hi"] * 512, "embedding_types": ["float", "base64", "binary", "ubinary"]}, 512,
+    ),
+    "states of tokens": (
+        "/pooling", lambda: {"input": [long_prompt(500)] * 8, "task": "token_embed", "normalize": True}, 8,
+    ),
+    "scores": ("/score", lambda: {"text_1": "Hi", "text_2": ["many words"] * (INPUTS - 1)}, INPUTS - 1),
+    "a ranking": ("/rerank", lambda: {"query": "Hi", "documents": ["many words"] * (INPUTS - 1)}, INPUTS - 1),
 }  # fmt: skip
 
 
@@ -143,7 +168,12 @@ def ends(answer: bytes) -> list[int]:
         events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
         choices = [choice for event in events for choice in event["choices"]]
     else:
-        choices = json.loads(answer)["choices"]
+        content = json.loads(answer)
+        if isinstance(vectors := content.get("embeddings"), dict):
+            return list(range(*{len(form) for form in vectors.values()}))
+        if (pooled := content.get("data", content.get("results"))) is not None:
+            return sorted(one["index"] for one in pooled)
+        choices = content["choices"]
     return sorted(choice["index"] for choice in choices if choice["finish_reason"])
 
 
@@ -160,10 +190,13 @@ def test_the_loop_is_never_held(engine: Any, text_model: Any, name: str, leaves:
         num_kv_tokens=1_600_000,
         max_logprobs=20,
         max_num_seqs=MAX_NUM_SEQS,
+        hidden_size=HIDDEN_SIZE,
     )
     other = Engine(info)
     app = create_app(other.client, ServerConfig(), text_model)  # type: ignore[arg-type]
-    body = msgspec.json.encode({"temperature": 1, "ignore_eos": True, **fields()})
+    body = msgspec.json.encode(
+        ({"temperature": 1, "ignore_eos": True} if path in (COMPLETIONS, CHAT) else {}) | fields()
+    )
 
     async def main() -> tuple[float, bytes]:
         running = asyncio.create_task(other.run())

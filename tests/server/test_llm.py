@@ -396,6 +396,11 @@ def test_keywords_are_read_as_flags_are(folder, tmp_path):
         LLM(str(folder), device="cpu", engine_in_process=True, generation_config="/no/where")
 
 
+def test_refusals_name_keywords(llm):
+    with pytest.raises(ValueError, match="Another runner or convert at the start"):
+        llm.classify("a")
+
+
 def test_a_model_that_drafts(folder, llm):
     """Named as ever; /server_info would show what it was found to be."""
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)

@@ -83,12 +83,12 @@ def test_the_ids_are_those_of_sentencepiece(name: str) -> None:
             assert core.decode(ids, skip_special_tokens=False) == text.replace("▁", " ")
 
 
-def folder_with(path: Path, file: bytes, **settings: Any) -> Tokenizer:
+def folder_with(path: Path, file: bytes, mode: str = "auto", **settings: Any) -> Tokenizer:
     (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (path / "tokenizer.model").write_bytes(file)
     for name, content in settings.items():
         (path / f"{name}.json").write_text(json.dumps(content))
-    return load_text_model(str(path), ServerConfig()).tokenizer
+    return load_text_model(str(path), ServerConfig(tokenizer_mode=mode)).tokenizer
 
 
 def test_a_folder_with_tokenizer_model_alone_loads(tmp_path: Path) -> None:
@@ -113,6 +113,21 @@ def test_what_the_other_files_say_of_it_counts(tmp_path: Path) -> None:
     assert tokenizer.encode("the cat", True) == [262, 270, size] and tokenizer.eos_token_id == size
     assert tokenizer.encode("the<own>cat", False)[1] == size + 1
     assert tokenizer.render([], {}) == "<s>:"
+
+
+def test_slow_is_the_file_of_sentencepiece(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    other = build(parse(written(UNIGRAM, byte_fallback=False))).to_str()
+    (tmp_path / "tokenizer.json").write_text(other)
+    config = {"tokenizer_class": "TokenizersBackend"}
+    ids = {
+        mode: folder_with(tmp_path, written(BPE), mode, tokenizer_config=config).encode("the cat", False)
+        for mode in ("auto", "hf", "slow")
+    }
+    assert ids["slow"] == [262, 270] and ids["auto"] == ids["hf"] == [6, 14] and not caplog.text
+    (tmp_path / "tokenizer.model").unlink()
+    alone = load_text_model(str(tmp_path), ServerConfig(tokenizer_mode="slow")).tokenizer
+    assert alone.encode("the cat", False) == [6, 14] and "no tokenizer.model" in caplog.text
 
 
 @pytest.mark.parametrize(

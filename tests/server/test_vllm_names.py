@@ -49,7 +49,7 @@ VALUES = {
     "guided-decoding-backend": "auto", "hf-overrides": "{}", "kv-cache-dtype": "auto", "load-format": "auto",
     "model": "/m", "model-impl": "auto", "override-generation-config": "{}", "preemption-mode": "recompute",
     "quantization": "none", "reasoning-parser": "auto", "scheduling-policy": "fcfs", "task": "generate",
-    "tokenizer": ".", "tokenizer-mode": "auto", "worker-cls": "auto", "additional-config": "{}",
+    "tokenizer": ".", "tokenizer-mode": "slow", "worker-cls": "auto", "additional-config": "{}",
     "model-loader-extra-config": "{}", "override-neuron-config": "{}", "otlp-traces-endpoint": "http://localhost:4318",
 }  # fmt: skip
 

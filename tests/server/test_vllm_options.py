@@ -80,11 +80,11 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     assert read("decode-context-parallel-size: 1\nkv_cache_dtype: auto\nmax-model-len: 4k").max_model_len == 4000
     with pytest.raises(ConfigError, match="decode-context-parallel-size 2: a context stays on its cards"):
         read("decode-context-parallel-size: 2")
-    path.write_text("model: /m\nswap-space: 4\ncode_revision: x\npreemption-mode: RECOMPUTE\n")
+    path.write_text("model: /m\nswap-space: 4\ncode_revision: x\npreemption-mode: SWAP\n")
     arguments = parse("--config", str(path))
     assert read_flags(arguments)[0].model == "/m"
     assert [line.split(":")[:2] for line in notices(arguments)[1:]] == [
-        [str(path), " swap-space changes nothing"], [str(path), " code-revision changes nothing"]
+        [str(path), f" {name} changes nothing"] for name in ("swap-space", "code-revision", "preemption-mode")
     ]  # fmt: skip
     path.write_text("model: /m\ndecode-context-parallel-size: 2\n")
     assert read_flags(parse("--config", str(path), "--decode-context-parallel-size", "1"))[0].model == "/m", (
@@ -158,6 +158,7 @@ def test_json_in_a_file(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ('{"any_whitespace": false}', "has 'any_whitespace': it may set disable_any_whitespace, "),
+        ('{"backend": "grammars"}', "has backend 'grammars': choose one of auto, xgrammar, guidance, "),
         ('{"disable_any_whitespace": "yes"}', "has disable_any_whitespace 'yes': it must be true or false"),
         ('{"reasoning_parser": "qwen3"}', "has reasoning_parser 'qwen3': use --reasoning-parser"),
         ('{"enable_in_reasoning": true}', "has enable_in_reasoning True: a grammar begins where the reasoning ends"),

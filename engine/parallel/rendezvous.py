@@ -1,0 +1,68 @@
+"""Where the ranks of a group meet: a store of torch.distributed. They also wait for each other there while they load.
+
+A collective waits for minutes at most. How long a host downloads or reads a model nobody knows, so ranks come together
+here before they call one; whoever watches their processes sees which of them does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from torch import distributed as dist
+
+LOOK_UP = 0.1  # seconds between two looks at who has come
+REMINDER = 30.0  # seconds between two reports of who has not
+FILE = "file://"
+
+
+class Rendezvous:
+    def __init__(self, rank: int, size: int, address: str, timeout: timedelta, listener: int = -1) -> None:
+        """address: as torch.distributed has it, "file:///…" of a file that is not there yet, or "tcp://host:port".
+        timeout: of finding it, and of single calls later. listener: of rank 0, a socket that listens at this port,
+        which stays its caller's; where that closes it, or removes the file's folder, nobody is waited for any more.
+
+        Raises RuntimeError where nobody answers."""
+        self.rank, self.size = rank, size
+        self._folder = Path(address.removeprefix(FILE)).parent if address.startswith(FILE) else None
+        self._listener = listener
+        self._inode = os.fstat(listener).st_ino if listener >= 0 else 0
+        self.store: dist.Store
+        if self._folder is not None:
+            self.store = dist.FileStore(address.removeprefix(FILE), size)
+            self.store.set_timeout(timeout)
+        else:
+            where = urlsplit(address)
+            assert where.hostname is not None and where.port is not None
+            self.store = dist.TCPStore(
+                where.hostname, where.port, size, rank == 0, timeout, wait_for_workers=False,
+                master_listen_fd=os.dup(listener) if listener >= 0 else None,  # which it closes
+            )  # fmt: skip
+
+    def wait_for_all(self, event: str, report: Callable[[list[int]], None] = lambda missing: None) -> None:
+        """Returns when every rank has called this with the same `event`, once each. `report` hears now and then which
+        have not. Raises RuntimeError where that has become pointless."""
+        self.store.set(f"{event}/{self.rank}", "here")
+        missing, reminded = list(range(self.size)), time.monotonic()
+        while True:
+            if self._is_given_up():  # the store itself would look for a file that is gone until its timeout
+                raise RuntimeError("the start was given up")
+            missing = [rank for rank in missing if not self.store.check([f"{event}/{rank}"])]
+            if not missing:
+                return
+            if time.monotonic() - reminded >= REMINDER:
+                reminded = time.monotonic()
+                report(missing)
+            time.sleep(LOOK_UP)
+
+    def _is_given_up(self) -> bool:
+        if self._folder is not None:
+            return not self._folder.exists()
+        try:
+            return self._listener >= 0 and os.fstat(self._listener).st_ino != self._inode
+        except OSError:
+            return True
