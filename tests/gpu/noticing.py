@@ -3,6 +3,7 @@
     python tests/gpu/noticing.py                      # 1, 40, 100, 200, 400 streams; prints a table
     python tests/gpu/noticing.py --soak 480           # so many seconds of all of it, every answer checked
     python tests/gpu/noticing.py --fault cell         # with a planted fault, which has to be noticed: exit code 1
+    python tests/gpu/noticing.py --adapters 40        # each request asks one of so many adapters, or none
     python tests/gpu/noticing.py --device cpu --streams 1,4 --answers 40 --model …         # does it run?
 
 The company: bursts of prompts beside long answers, half of them with a prefix that others have too, some aborted, some
@@ -32,6 +33,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "gpu"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "noticing"))
+import swaps
 import tasks
 from processes import CHECKOUT, Server, VServe
 
@@ -84,19 +86,24 @@ class Score:
 class Company:
     """Questions without end, each with the parameters that it is asked with. The same for the same seed."""
 
-    def __init__(self, seed: int, plain: bool = False) -> None:
+    def __init__(self, seed: int, plain: bool = False, adapters: int = 0) -> None:
         self._random = Random(seed)
         self._plain = plain  # nothing but greedy
+        self._adapters = adapters
         self._shared = [tasks.recall(self._random, size).prompt[:-3] for size in (300, 900, 1500, 1990)]
 
     def __iter__(self) -> Iterator[tuple[tasks.Question, dict[str, Any]]]:
         while True:
             question = self._question()
-            yield question, ({} if self._plain else self._parameters(question))
+            parameters = {} if self._plain else self._parameters(question)
+            if self._adapters and (number := self._random.randint(0, self._adapters)):
+                question, parameters["model"] = swaps.swapped(question, number), adapter_name(number)
+            yield question, parameters
 
     def _question(self) -> tasks.Question:
         random = self._random
-        kind = random.choices(("recall", "first", "copy"), (45, 15, 40))[0]
+        # Of an adapter's answers, those of one word.
+        kind = random.choices(("recall", "first", "copy"), (45, 15, 0 if self._adapters else 40))[0]
         if kind == "copy":
             return tasks.copy(random, random.randint(60, tasks.LONGEST_COPY))
         if kind == "recall" and random.random() < 0.5:
@@ -123,6 +130,10 @@ class Company:
         if chosen < 0.6:
             return {"stream": True, "abort": random.random() < 0.7}
         return {}
+
+
+def adapter_name(number: int) -> str:
+    return f"swaps-{number}"
 
 
 def body(question: tasks.Question, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -231,20 +242,23 @@ async def compare_alone(url: str, score: Score) -> None:
                 score.clear += 1
 
 
-def one_client(url: str, title: str, streams: int, answers: int, seed: int, plain: bool) -> Score:
+def one_client(url: str, title: str, streams: int, answers: int, seed: int, plain: bool, adapters: int) -> Score:
     score = Score(title)
-    asyncio.run(run_setting(url, score, iter(Company(seed, plain)), streams, answers, seed))
+    asyncio.run(run_setting(url, score, iter(Company(seed, plain, adapters)), streams, answers, seed))
     return score
 
 
-def measure(server: Server, title: str, streams: int, answers: int, seed: int, plain: bool = False) -> Score:
+def measure(
+    server: Server, title: str, streams: int, answers: int, seed: int, plain: bool = False, adapters: int = 0
+) -> Score:
     score, url = Score(title), f"http://127.0.0.1:{server.port}"
     before = server.counters()
     clients = min(CLIENTS, streams)  # processes: one alone keeps some fifty requests running
     with ProcessPoolExecutor(clients, multiprocessing.get_context("spawn")) as pool:
         share = streams // clients, answers // clients
         running = [
-            pool.submit(one_client, url, title, *share, 1000 * seed + client, plain) for client in range(clients)
+            pool.submit(one_client, url, title, *share, 1000 * seed + client, plain, adapters)
+            for client in range(clients)
         ]
         for future in running:
             score.add(future.result())
@@ -300,13 +314,17 @@ def memory(server: Server) -> dict[str, float]:
     return found
 
 
-def soak(server: Server, seconds: float, alone: float, most_streams: int) -> tuple[list[Score], list[str]]:
+def soak(
+    server: Server, seconds: float, alone: float, most_streams: int, adapters: int
+) -> tuple[list[Score], list[str]]:
     """Settings one after another until the time is over; memory is compared with that after the first third."""
     until, scores, found, remembered = time.monotonic() + seconds, [], [], {}
     started, number = time.monotonic(), 0
     while time.monotonic() < until:
         streams = (most_streams, most_streams // 4, most_streams // 2, max(1, most_streams // 10))[number % 4]
-        scores.append(measure(server, f"soak {number}: {streams} streams", streams, ANSWERS, 100 + number))
+        scores.append(
+            measure(server, f"soak {number}: {streams} streams", streams, ANSWERS, 100 + number, adapters=adapters)
+        )
         found += faults(scores[-1], alone, small=False)
         number += 1
         if not remembered and time.monotonic() - started > seconds / 3:
@@ -340,6 +358,9 @@ def main() -> int:
     add("--fault", default="", help="plant one: cell, table or stale (faults.py)")
     add("--device", default="auto", help="as of vserve")
     add("--options", default="", help="more options of vserve, in one word")
+    add(
+        "--adapters", type=int, default=0, metavar="N", help="ask so many adapters, five of them at once, and the model"
+    )
     add("--no-small-cache", action="store_true", help="leave out the setting that preempts")
     add("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -354,6 +375,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="vserve-noticing-") as folder:
         vserve = VServe(Path(folder), 300, checkout=args.checkout)
         servers: list[Server] = []
+        if args.adapters:
+            names = {adapter_name(number): number for number in range(1, args.adapters + 1)}
+            folders = [f"{name}={swaps.write_swaps(Path(folder, name), args.model, n)}" for name, n in names.items()]
+            options += ["--enable-lora", "--max-loras=5", "--max-lora-rank=128", "--lora-modules", *folders]
 
         def start(*more: str) -> Server:
             servers.append(Server(vserve, args.model, [*options, *more], fault=args.fault))
@@ -364,23 +389,46 @@ def main() -> int:
             server = start(*room)
             alone = RIGHT_ALONE
             if not args.fault:
-                scores.append(measure(server, "alone", 1, min(FEW_ANSWERS, args.answers), args.seed, plain=True))
+                scores.append(
+                    measure(
+                        server,
+                        "alone",
+                        1,
+                        min(FEW_ANSWERS, args.answers),
+                        args.seed,
+                        plain=True,
+                        adapters=args.adapters,
+                    )
+                )
                 alone = scores[0].share
                 found += [] if alone >= RIGHT_ALONE else [f"alone only {100 * alone:.2f} % are right"]
             if args.soak:
-                more, wrong = soak(server, args.soak, alone, max(counts))
+                more, wrong = soak(server, args.soak, alone, max(counts), args.adapters)
                 scores, found = scores + more, found + wrong
             else:
                 for streams in counts:
                     answers = args.answers if streams > 32 else min(FEW_ANSWERS, args.answers)
-                    scores.append(measure(server, f"{streams} streams", streams, answers, args.seed + streams))
+                    scores.append(
+                        measure(
+                            server, f"{streams} streams", streams, answers, args.seed + streams, adapters=args.adapters
+                        )
+                    )
                     found += faults(scores[-1], alone, small=False)
             server.stop()
             if not args.soak and not args.no_small_cache:
                 # whose queue is as long as it has to be
                 server = start(f"--num-gpu-blocks-override={SMALL_CACHE // 16}", "--max-num-queued-tokens=0")
                 streams = max(counts)
-                scores.append(measure(server, f"{streams} streams, small cache", streams, args.answers, args.seed))
+                scores.append(
+                    measure(
+                        server,
+                        f"{streams} streams, small cache",
+                        streams,
+                        args.answers,
+                        args.seed,
+                        adapters=args.adapters,
+                    )
+                )
                 found += faults(scores[-1], alone, small=True)
         finally:
             for server in servers:

@@ -154,7 +154,10 @@ GROUPS: dict[str, list[list[Part]]] = {
         # drafts, mostly wrong ones, however many run
         [noticing("the same, at every load", f"--options={ALWAYS}", "--streams=20,60,200", "--answers=1200")],
     ],
-    "lora": [[tests("adapters", "tests/kernels/test_lora.py", "tests/gpu/test_lora_gpu.py")]],
+    "lora": [
+        [tests("adapters", "tests/kernels/test_lora.py", "tests/gpu/test_lora_gpu.py")],
+        [noticing("the noticing model, 40 adapters", "--adapters=40", "--streams=1,100,400", "--answers=2000")],
+    ],
     "ranks": [
         [tests("sums over ranks", "tests/gpu/test_ranks_gpu.py")],
         [tests("engines of two ranks", "tests/gpu/test_rank_engines_gpu.py")],
