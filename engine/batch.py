@@ -127,7 +127,7 @@ class BatchBuilder:
         input_ids = torch.empty(shape.tokens, dtype=torch.int32, device=device)
         positions = torch.empty_like(input_ids)
         seq_lens = torch.empty(shape.rows, dtype=torch.int32, device=device)
-        build_inputs(tables.token_ids, tables.num_computed, rows, query_start, input_ids, positions, seq_lens)
+        build_inputs(tables.history, tables.num_computed, rows, query_start, input_ids, positions, seq_lens)
         slots = []
         for table in tables.block_tables:
             slots.append(torch.empty_like(input_ids))
@@ -158,16 +158,16 @@ class BatchBuilder:
             kept = tokens.new_empty(2, first)
             if self.thresholds is not None:
                 impose_acceptance(
-                    tables.token_ids, tables.num_computed, tables.params[:, SEED], rows[:first],
+                    tables.history, tables.num_computed, tables.params[:, SEED], rows[:first],
                     query_start[: first + 1], tokens, index[:first], self.thresholds, shape.num_drafts,
                 )  # fmt: skip
             verify_drafts(
-                tables.token_ids, tables.num_computed, tables.num_proposed, rows[:first], query_start[: first + 1],
+                tables.history, tables.num_computed, tables.num_proposed, rows[:first], query_start[: first + 1],
                 tokens, index[:first], kept, shape.num_drafts,
             )  # fmt: skip
             rows, query_start, index = rows[first:], query_start[first:], index[first:]
         if len(rows):
-            commit_tokens(tables.token_ids, tables.num_computed, rows, query_start, tokens, index)
+            commit_tokens(tables.history, tables.num_computed, rows, query_start, tokens, index)
         return kept
 
     def advance(self, plan: StepPlan) -> None:
@@ -203,7 +203,8 @@ class BatchBuilder:
         upload.add([index * (1 + plan.num_drafts) + most for index, most in cuts])
         rows, places, samples = upload.send(self.tables.device)
         places = places + self.tables.num_computed.index_select(0, rows)
-        self.tables.token_ids[rows, places] = (tokens.index_select(0, samples) == 0).int()
+        recent = self.tables.history.recent
+        recent[rows, places % recent.shape[1]] = (tokens.index_select(0, samples) == 0).int()
 
     def tell_drafts(self, plan: StepPlan, count: int) -> Tensor:
         """Of plan.told: how many drafts were proposed, and `count` tokens that stand there. int32 [T, 1 + count]."""
@@ -213,7 +214,7 @@ class BatchBuilder:
         rows, behind = upload.send(self.tables.device)
         tables = self.tables
         places = tables.num_computed.index_select(0, rows)[:, None] + behind
-        drafts = tables.token_ids[rows[:, None], places.clamp_(max=tables.token_ids.shape[1] - 1)]
+        drafts = tables.history.recent[rows[:, None], places % tables.history.ring]
         return torch.cat((tables.num_proposed.index_select(0, rows)[:, None], drafts), dim=1)
 
 

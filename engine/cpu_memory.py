@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ..kernels.history import ring_for
 from .config import ConfigError
 from .host_memory import GIB, machine_bytes
-from .kv_layout import kv_layout
+from .kv_layout import KVLayout, kv_layout
 from .layer_spec import LayerSpec
 from .model_config import ModelConfig
 from .models.model import Model
@@ -12,7 +13,7 @@ from .rows import NUM_COLUMNS
 
 FLOAT = 4  # bytes: what the CPU computes in
 LOGIT_COPIES = 3  # of the sampler at its most expensive: the raw ones, a copy, what is sorted
-ROW_BYTES = (NUM_COLUMNS + 1) * 4 + 13  # of a row's parameters and counters, on both sides
+ROW_BYTES = (NUM_COLUMNS + 1 + ring_for(0)) * 4 + 13  # of a row's parameters and counters, on both sides
 
 
 def step_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
@@ -27,10 +28,9 @@ def _width(layer: LayerSpec) -> int:
     return max(layer.attention.width, layer.mlp.width)
 
 
-def row_bytes(max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int) -> int:
-    """Of the tables that are as long as rows are many: tokens, blocks, parameters."""
-    width = max_model_len + num_groups * -(-max_model_len // block_size)
-    return (max_num_seqs + 1) * (width * 4 + ROW_BYTES)
+def row_bytes(max_num_seqs: int, max_model_len: int, layout: KVLayout) -> int:
+    """Of the tables that are as long as rows are many: blocks, the newest tokens, parameters."""
+    return (max_num_seqs + 1) * (layout.row_bytes(max_model_len) + ROW_BYTES)
 
 
 def check_rows(
@@ -43,11 +43,11 @@ def check_rows(
     block_size: int,
 ) -> None:
     """Raises ConfigError where rows and steps alone are more than the machine has: before they are made."""
-    groups = len(kv_layout(model, block_size, max_model_len).groups)
+    layout = kv_layout(model, block_size, max_model_len)
 
     def needed(seqs: int) -> tuple[int, int]:
         tokens = seqs if max_num_batched_tokens == max_num_seqs else max_num_batched_tokens  # it may have followed
-        return row_bytes(seqs, max_model_len, block_size, groups), step_bytes(model.config, tokens, seqs)
+        return row_bytes(seqs, max_model_len, layout), step_bytes(model.config, tokens, seqs)
 
     total = machine_bytes()
     rows, step = needed(max_num_seqs)

@@ -108,9 +108,11 @@ class StepGraphs:
     def shapes(self) -> list[Shape]:
         """Largest first."""
         found = [Shape(size, 0, size, 0) for size in self.decodes]
+        few_decodes = _at_least(self.mixed_decodes, FEW_DECODES) or self.mixed_decodes[-1]
         for tokens in self.mixed_tokens:
-            few = tokens > self.max_mixed_tokens  # the scheduler exceeds its limit only beside few decodes
-            rows = [n for n in self.mixed_decodes if n < tokens and (n <= FEW_DECODES or not few)]
+            rows = [n for n in self.mixed_decodes if n < tokens]
+            if tokens > self.max_mixed_tokens:  # beside few decodes alone, and rows that are padded to more than that
+                rows = [n for n in rows if n <= few_decodes or n >= self.max_mixed_tokens]
             found += [Shape(n, MIXED_PREFILL_ROWS, tokens, tokens) for n in rows]
         for tokens in self.many_tokens:
             rows = [n for n in self.large_decodes if n < tokens]

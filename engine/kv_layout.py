@@ -82,6 +82,22 @@ class KVLayout:
         return tuple(group.window for group in self.groups)
 
     @property
+    def history_group(self) -> int | None:
+        """The group with whose blocks the tokens of sequences lie; None: none keeps whole ones."""
+        return self.windows.index(0) if 0 in self.windows else None
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the tokens that lie with a block."""
+        return 0 if self.history_group is None else 4 * self.block_size
+
+    def row_bytes(self, max_model_len: int) -> int:
+        """Of a request's tables that grow with the context: its blocks in each group, and where no group keeps whole
+        sequences its tokens, with a table of their own."""
+        own = 0 if self.page_bytes else 1 + self.block_size
+        return 4 * (len(self.groups) + own) * -(-max_model_len // self.block_size)
+
+    @property
     def places(self) -> list[list[int]]:
         """The layers that share each storage, one of a group at most."""
         most = max(len(group.layers) for group in self.groups)

@@ -41,7 +41,7 @@ class MemoryPlan:
     weights: int
     activations: int  # peak of the largest step, sampling included
     graphs: int  # CUDA graphs, an estimate: they are captured when the cache exists
-    other: int  # context, libraries, what others use of the card; on the CPU, the rows of running requests
+    other: int  # context, libraries, what others use of the card, tokens of the blocks; on the CPU, rows of requests
     cache: int
     num_blocks: int  # the null block included
     max_model_len: int
@@ -115,6 +115,7 @@ def plan_memory(
     those that share the layers. Raises ConfigError when not even a short context fits."""
     layout, chunk = runner.layout, max_num_batched_tokens
     block_bytes = layout.block_bytes(dtype.itemsize)
+    each = block_bytes + layout.page_bytes  # with its tokens, which are counted beside the cache
     weights = weight_bytes(runner.model, runner.model_drafter)
     if runner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -136,25 +137,26 @@ def plan_memory(
     else:
         total = budget = machine_bytes() // config.num_ranks
         activations, graphs = step_bytes(runner.model.config, max_num_batched_tokens, runner.max_num_seqs), 0
-        other = row_bytes(runner.max_num_seqs, runner.max_model_len, config.block_size, len(layout.groups))
+        other = row_bytes(runner.max_num_seqs, runner.max_model_len, layout)
         other += runner.scratch_bytes(dtype.itemsize)
         other += 0 if runner.adapters is None else runner.adapters.num_bytes
         # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.
-        wanted = 2 * runner.max_num_seqs * layout.request_blocks(runner.max_model_len, chunk) * block_bytes
+        wanted = 2 * runner.max_num_seqs * layout.request_blocks(runner.max_model_len, chunk) * each
         available = min(CPU_CACHE_BYTES, wanted, budget - weights - activations - other)
         advice = "raise --kv-cache-memory-bytes"
     if config.kv_cache_memory_bytes is not None:
-        available = config.kv_cache_memory_bytes
+        available, each = config.kv_cache_memory_bytes, block_bytes
         advice = f"raise --kv-cache-memory-bytes (now {config.kv_cache_memory_bytes})"
-    num_blocks = max(0, available) // block_bytes
+    num_blocks = max(0, available) // each
     if runner.device.type == "cuda" and config.fits_cache:
         advice += _ranks(runner, config, weights, available)
-        num_blocks, given_back = _with_narrow_rows(runner, available, num_blocks, block_bytes, chunk)
+        num_blocks, given_back = _with_narrow_rows(runner, available, num_blocks, each, chunk)
         other -= given_back
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override + 1
         advice = f"raise --num-gpu-blocks-override (now {config.num_gpu_blocks_override})"
     cache = num_blocks * block_bytes
+    other += num_blocks * layout.page_bytes
     plan = _tightest(runner, world or runner.model.place.group, MemoryPlan(
         total, budget, weights, activations, graphs, other, cache, num_blocks, runner.max_model_len, layout
     ))  # fmt: skip
@@ -200,7 +202,9 @@ def _tightest(runner: ModelRunner, world: Group, plan: MemoryPlan) -> MemoryPlan
 
 
 def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:
-    blocks = max(0, plan.budget - plan.needed) // block_bytes
+    page_bytes = plan.layout.page_bytes
+    room = plan.budget - plan.needed + plan.num_blocks * page_bytes
+    blocks = max(0, room) // (block_bytes + page_bytes)
     option, most = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", blocks * block_bytes
     if config.num_gpu_blocks_override is not None:
         option, most = f"--num-gpu-blocks-override {config.num_gpu_blocks_override}", blocks - 1
@@ -215,13 +219,11 @@ def _at(plan: MemoryPlan) -> str:
     return f" on {plan.tightest}" if plan.tightest else ""
 
 
-def _with_narrow_rows(
-    runner: ModelRunner, available: int, num_blocks: int, block_bytes: int, chunk: int
-) -> tuple[int, int]:
+def _with_narrow_rows(runner: ModelRunner, available: int, num_blocks: int, each: int, chunk: int) -> tuple[int, int]:
     """(blocks, bytes that the row tables give back to them) where the context has to be cut to what the cache holds.
 
-    The tables are there while memory is planned, as wide as the whole context: 4 GiB for a million tokens and 1,024
-    rows.
+    The tables are there while memory is planned, as wide as the whole context: 256 MiB a group for a million tokens and
+    1,024 rows. `each`: bytes of a block.
     """
     context = runner.max_model_len
     tables = runner.row_bytes(context)
@@ -229,8 +231,8 @@ def _with_narrow_rows(
     def rows(blocks: int) -> int:
         return runner.row_bytes(min(context, runner.layout.longest_request(blocks, chunk, context)))
 
-    more = range(num_blocks + 1, num_blocks + tables // block_bytes + 2)
-    grown = num_blocks + bisect_right(more, available + tables, key=lambda blocks: blocks * block_bytes + rows(blocks))
+    more = range(num_blocks + 1, num_blocks + tables // each + 2)
+    grown = num_blocks + bisect_right(more, available + tables, key=lambda blocks: blocks * each + rows(blocks))
     return (grown, tables - rows(grown)) if grown > num_blocks else (num_blocks, 0)
 
 

@@ -110,7 +110,7 @@ def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, co
     specs, chunk = [layer.attention.kv for layer in model.layers], settings.max_num_batched_tokens
     format = planned_format(settings, model)
     layout = KVLayout.of(specs, config.block_size, settings.max_model_len, format)
-    blocks = max(0, cache) // layout.block_bytes(dtype.itemsize)
+    blocks = max(0, cache) // (layout.block_bytes(dtype.itemsize) + layout.page_bytes)
     longest = layout.longest_request(blocks, chunk, settings.max_model_len) if blocks > 1 else 0
     if longest < min(config.block_size, settings.max_model_len):
         raise ConfigError(

@@ -230,7 +230,10 @@ class ModelRunner:
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.tables = RowTables(self.max_num_seqs, max_model_len, max_blocks, len(self.layout.groups), self.device)
+        self.tables = RowTables(
+            self.max_num_seqs, max_model_len, max_blocks, len(self.layout.groups), self.device, self.block_size,
+            self.layout.history_group, self.num_drafts,
+        )  # fmt: skip
         self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
         self.builder.thresholds = thresholds(self.acceptance, self.device) if self.acceptance else None
         self.sampler = Sampler(self.tables)
@@ -448,7 +451,9 @@ class ModelRunner:
     # ---- cache and warm-up ----
 
     def bind_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
-        """Allocates the paged cache; each layer's comes with the block tables that the rows have now."""
+        """Allocates the paged cache, and pages for the tokens of its blocks; each layer's comes with the block tables
+        that the rows have now."""
+        self.tables.make_pages(num_blocks)
         layers, more = self.layers, self._scratch_blocks()
         caches = allocate(self.layout, num_blocks, dtype, self.device, more)
         scales = self._scales(num_blocks, more)
@@ -520,9 +525,8 @@ class ModelRunner:
         )
 
     def row_bytes(self, max_model_len: int) -> int:
-        """Bytes of the row tables that grow with the context: tokens, and a block table for each KV group."""
-        width = max_model_len + len(self.layout.groups) * -(-max_model_len // self.block_size)
-        return (self.max_num_seqs + 1) * width * 4
+        """Bytes of the row tables that grow with the context."""
+        return (self.max_num_seqs + 1) * self.layout.row_bytes(max_model_len)
 
     def _forward_adapted(self, batch: Batch, wanted: Tensor | None) -> Tensor:
         """While graphs are captured."""

@@ -97,7 +97,7 @@ class Sampler:
                 self._counts = torch.zeros(shape, dtype=torch.int32, device=logits.device)
             (index,) = _upload(logits.device, np.flatnonzero(flags & PENALTIES))
             apply_penalties(
-                logits, self.tables.token_ids, batch.rows, params[PROMPT_LEN], batch.seq_lens,
+                logits, self.tables.history, batch.rows, params[PROMPT_LEN], batch.seq_lens,
                 floats[3], floats[4], floats[5], index, self._counts,
             )  # fmt: skip
         if used & RANDOM:
@@ -186,7 +186,7 @@ class Sampler:
         offsets = np.cumsum(np.concatenate([[0], *lengths]))
         of_words = np.repeat(index, [len(sizes) for sizes in lengths])
         sent = _upload(logits.device, of_words, offsets, np.concatenate(words))
-        apply_bad_words(logits, self.tables.token_ids, batch.rows, prompt_lens, batch.seq_lens, *sent)
+        apply_bad_words(logits, self.tables.history, batch.rows, prompt_lens, batch.seq_lens, *sent)
 
 
 def _upload(device: torch.device, *arrays: np.ndarray | list[int]) -> list[Tensor]:

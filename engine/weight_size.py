@@ -10,6 +10,7 @@ import torch
 from .config import ConfigError, EngineConfig
 from .host_memory import available_bytes, gib, machine_bytes
 from .layer_spec import MoESpec
+from .loader import count_parameters
 from .model_config import ModelConfig
 from .parallel.divide import MOST, sizes
 from .quant.online import OnlineScheme
@@ -22,8 +23,8 @@ STEP_SHARE = 0.02  # of a card, beside the weights, for a step and a little cach
 
 
 def weight_size(config: ModelConfig, parameters: int, dtype: torch.dtype, stored: int, on_card: bool) -> int:
-    """Bytes. Codes stay codes, on a card where activations are not in fp32. `stored`: bytes in the checkpoint;
-    `parameters`: as if not quantised."""
+    """Bytes. Codes stay codes, on a card where activations are not in fp32, but for those of experts whose columns have
+    an order of their own. `stored`: bytes in the checkpoint; `parameters`: as if not quantised."""
     if config.quantization is None or (on_card and dtype.itemsize > 2):
         return parameters * dtype.itemsize
     online = config.quantization if isinstance(config.quantization, OnlineScheme) else None
@@ -31,13 +32,21 @@ def weight_size(config: ModelConfig, parameters: int, dtype: torch.dtype, stored
     if online and online.experts_alone:
         experts = _experts(config)
         return int(experts * bytes_each + (parameters - experts) * dtype.itemsize)
-    return _with_codes(config, parameters, dtype, bytes_each)
+    size = _with_codes(config, parameters, dtype, bytes_each)
+    return size + int(_ordered_experts(config, parameters, on_card) * (dtype.itemsize - bytes_each))
 
 
 def _experts(config: ModelConfig) -> int:
     """Parameters of experts."""
     mixtures = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)]
     return sum(3 * mlp.routing.num_experts * mlp.inner * config.hidden_size for mlp in mixtures)
+
+
+def _ordered_experts(config: ModelConfig, parameters: int, on_card: bool) -> float:
+    """Of a rank's `parameters` those that become numbers on a card, whose kernels take no order of columns."""
+    if not on_card or not getattr(config.quantization, "orders_columns", False):
+        return 0.0
+    return parameters * _experts(config) / count_parameters(config)
 
 
 def _with_codes(config: ModelConfig, parameters: int, dtype: torch.dtype, bytes_each: float) -> int:
@@ -107,6 +116,11 @@ def _stages(config: EngineConfig, model: ModelConfig, size: int, room: int) -> I
 
 def smaller_weights(model: ModelConfig, parameters: int, dtype: torch.dtype, room: int, on_card: bool) -> Iterable[str]:
     """The ways to store them that fit `room` bytes."""
+    if _ordered_experts(model, parameters, on_card):
+        yield (
+            "take a checkpoint without desc_act (actorder group): with it, on a GPU experts are kept as numbers of "
+            f"{8 * dtype.itemsize} bits"
+        )
     if model.quantization is not None:
         return
     if dtype.itemsize > 2 and parameters * 2 <= room:

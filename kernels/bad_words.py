@@ -6,26 +6,28 @@ import torch
 import triton
 import triton.language as tl
 
+from .history import History, page_places
+
 
 def apply_bad_words(
-    logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor, prompt_lens: torch.Tensor,
+    logits: torch.Tensor, history: History, rows: torch.Tensor, prompt_lens: torch.Tensor,
     seq_lens: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, words: torch.Tensor,
 ) -> None:  # fmt: skip
     """Sets to -inf, in place, what would complete a word that the row's output must not contain.
 
-    logits fp32 [S, V], last dimension contiguous. token_ids int32 [R + 1, L]; the history of logits' row i is
-    token_ids[rows[i], :seq_lens[i]], of which the first prompt_lens[i] are prompt: a word that begins there is none;
-    rows, prompt_lens, seq_lens int32 [S]. Word j forbids words[offsets[j] : offsets[j + 1]] to row index[j]; index
-    int32 [N], offsets int32 [N + 1], words int32 [at least offsets[N]]. Empty words, and last tokens outside the
+    logits fp32 [S, V], last dimension contiguous. The history of logits' row i is the first
+    seq_lens[i] tokens of rows[i], all of them in pages, of which prompt_lens[i] are prompt: a word that begins there is
+    none; rows, prompt_lens, seq_lens int32 [S]. Word j forbids words[offsets[j] : offsets[j + 1]] to row index[j];
+    index int32 [N], offsets int32 [N + 1], words int32 [at least offsets[N]]. Empty words, and last tokens outside the
     vocabulary, forbid nothing.
     """
     (apply_bad_words_triton if logits.is_cuda else apply_bad_words_torch)(
-        logits, token_ids, rows, prompt_lens, seq_lens, index, offsets, words
+        logits, history, rows, prompt_lens, seq_lens, index, offsets, words
     )
 
 
 def apply_bad_words_torch(
-    logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor, prompt_lens: torch.Tensor,
+    logits: torch.Tensor, history: History, rows: torch.Tensor, prompt_lens: torch.Tensor,
     seq_lens: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, words: torch.Tensor,
 ) -> None:  # fmt: skip
     length = offsets.diff().long() - 1  # of what must come just before
@@ -38,28 +40,28 @@ def apply_bad_words_torch(
     back = torch.arange(int(length.max()), 0, -1, device=logits.device)  # places before the end
     inside = back <= length.unsqueeze(1)
     wanted = words[(end.unsqueeze(1) - back).clamp(min=0)]
-    history = token_ids[rows[row].long().unsqueeze(1), (seq_len.unsqueeze(1) - back).clamp(min=0)]
+    found = history.computed(rows[row].long().unsqueeze(1), (seq_len.unsqueeze(1) - back).clamp(min=0))
     last = words[end].long()
-    matches = ((wanted == history) | ~inside).all(dim=1) & (last >= 0) & (last < logits.shape[1])
+    matches = ((wanted == found) | ~inside).all(dim=1) & (last >= 0) & (last < logits.shape[1])
     logits[row[matches], last[matches]] = float("-inf")
 
 
 def apply_bad_words_triton(
-    logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor, prompt_lens: torch.Tensor,
+    logits: torch.Tensor, history: History, rows: torch.Tensor, prompt_lens: torch.Tensor,
     seq_lens: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, words: torch.Tensor,
 ) -> None:  # fmt: skip
     num_words = index.shape[0]
     if num_words:
         _bad_words_kernel[(num_words,)](
-            logits, token_ids, rows, prompt_lens, seq_lens, index, offsets, words,
-            logits.stride(0), token_ids.stride(0), logits.shape[1], BLOCK=32, num_warps=1,
+            logits, history.pages, history.table, rows, prompt_lens, seq_lens, index, offsets, words,
+            logits.stride(0), history.table.stride(0), logits.shape[1], PAGE=history.page, BLOCK=32, num_warps=1,
         )  # fmt: skip
 
 
 @triton.jit
 def _bad_words_kernel(
-    logits_ptr, token_ids_ptr, rows_ptr, prompt_lens_ptr, seq_lens_ptr, index_ptr, offsets_ptr, words_ptr,
-    row_stride, token_stride, vocabulary, BLOCK: tl.constexpr,
+    logits_ptr, pages_ptr, table_ptr, rows_ptr, prompt_lens_ptr, seq_lens_ptr, index_ptr, offsets_ptr, words_ptr,
+    row_stride, table_stride, vocabulary, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     word = tl.program_id(0)
     begin, end = tl.load(offsets_ptr + word), tl.load(offsets_ptr + word + 1)
@@ -67,12 +69,14 @@ def _bad_words_kernel(
     length = end - begin - 1
     seq_len = tl.load(seq_lens_ptr + row)
     if (length >= 0) & (length <= seq_len - tl.load(prompt_lens_ptr + row)):
-        history_ptr = token_ids_ptr + tl.load(rows_ptr + row).to(tl.int64) * token_stride + seq_len - length
+        table_ptr += tl.load(rows_ptr + row).to(tl.int64) * table_stride
         different = tl.zeros([BLOCK], tl.int32)
         for start in range(0, length, BLOCK):
             place = start + tl.arange(0, BLOCK)
             wanted = tl.load(words_ptr + begin + place, mask=place < length, other=0)
-            found = tl.load(history_ptr + place, mask=place < length, other=0)
+            inside = place < length
+            page_ptr = pages_ptr + page_places(table_ptr, seq_len - length + place, inside, PAGE)
+            found = tl.load(page_ptr, mask=inside, other=0)
             different += (wanted != found).to(tl.int32)
         last = tl.load(words_ptr + end - 1)
         if (tl.sum(different, axis=0) == 0) & (last >= 0) & (last < vocabulary):

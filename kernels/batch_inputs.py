@@ -1,9 +1,10 @@
 """A step's inputs, gathered on the device from the stable request rows, and the sampled tokens written back to them.
 
-The tables, all int32 on one device: token_ids [R + 1, L] (a request's prompt and output), num_computed [R + 1] (tokens
-whose keys and values are in the cache), block_table [R + 1, max_blocks]. Row R is the dummy that padding points at.
-A step names its requests by rows int32 [B] and query_start int32 [B + 1], non-decreasing: request i computes
-query_start[i + 1] - query_start[i] tokens, none if it is padding. Launch grids depend on B alone (CUDA graphs).
+The tables, all int32 on one device: a History of requests' prompts and output (history.py; L is its max_len),
+num_computed [R + 1] (tokens whose keys and values are in the cache), block_table [R + 1, max_blocks]. Row R is the
+dummy that padding points at. A step names its requests by rows int32 [B] and query_start int32 [B + 1], non-decreasing:
+request i computes query_start[i + 1] - query_start[i] tokens, none if it is padding. Launch grids depend on B alone
+(CUDA graphs).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from .history import History, page_places
 
 _BLOCK = 1024
 
@@ -28,17 +31,17 @@ def scatter_rows(
 
 
 def build_inputs(
-    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    history: History, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor,
 ) -> None:  # fmt: skip
     """Fills input_ids and positions int32 [T] and seq_lens int32 [B], every element.
 
-    Token j of request i is at position num_computed[rows[i]] + j and its id comes from token_ids (0 at positions from L
-    on); seq_lens[i] is the length with this step's tokens, 0 for padding rows. Tokens from query_start[B] on get id and
-    position 0.
+    Token j of request i is at position num_computed[rows[i]] + j and its id comes from the history (0 at positions from
+    L on); seq_lens[i] is the length with this step's tokens, 0 for padding rows. Tokens from query_start[B] on get id
+    and position 0. What comes from a ring goes to its page as well: all of the step's tokens are in pages then.
     """
-    (build_inputs_triton if token_ids.is_cuda else build_inputs_torch)(
-        token_ids, num_computed, rows, query_start, input_ids, positions, seq_lens
+    (build_inputs_triton if history.pages.is_cuda else build_inputs_torch)(
+        history, num_computed, rows, query_start, input_ids, positions, seq_lens
     )
 
 
@@ -56,16 +59,17 @@ def build_slots(
 
 
 def commit_tokens(
-    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    history: History, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
     sampled: torch.Tensor, sample_index: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Ends a step: num_computed[rows[i]] += request i's tokens, then its sample becomes the next token of its row.
+    """Ends a step: num_computed[rows[i]] += request i's tokens, then its sample becomes the next token of its row,
+    in its ring.
 
     sampled int32 [S]; sample_index int32 [B], request i's place in sampled or -1 for none. A sample whose position is L
     or more is dropped. Rows of no tokens change nothing; the other rows must differ from each other.
     """
-    (commit_tokens_triton if token_ids.is_cuda else commit_tokens_torch)(
-        token_ids, num_computed, rows, query_start, sampled, sample_index
+    (commit_tokens_triton if history.pages.is_cuda else commit_tokens_torch)(
+        history, num_computed, rows, query_start, sampled, sample_index
     )
 
 
@@ -78,22 +82,35 @@ def scatter_rows_torch(
 
 
 def build_inputs_torch(
-    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    history: History, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor,
 ) -> None:  # fmt: skip
-    total, limit = int(query_start[-1]), token_ids.shape[1]
+    total, limit = int(query_start[-1]), history.max_len
     if total == len(rows) == len(input_ids) == 1:  # the single-stream decode step
-        row = int(rows)
-        only_position = int(num_computed[row])
-        input_ids.fill_(int(token_ids[row, only_position]) if only_position < limit else 0)
+        only_row = int(rows)
+        only_position = int(num_computed[only_row])
+        if only_position < limit:
+            entry, place = divmod(only_position, history.page)
+            only_page = history.pages[int(history.table[only_row, entry])]
+            if only_position >= int(history.given[only_row]):
+                only_page[place] = history.recent[only_row, only_position % history.ring]
+            input_ids.fill_(int(only_page[place]))
+        else:
+            input_ids.zero_()
         positions.fill_(only_position)
         seq_lens.fill_(only_position + 1)
         return
     computed, lengths = num_computed[rows], query_start.diff()
     request, index = _expand(query_start, total)
     position = index + (computed - query_start[:-1])[request]
-    ids = token_ids[rows[request], position.clamp(max=limit - 1)]
-    input_ids[:total] = ids.masked_fill_(position >= limit, 0)
+    row, inside = rows[request], position < limit
+    entries = torch.div(position, history.page, rounding_mode="floor").clamp_(max=history.table.shape[1] - 1)
+    places = history.table[row, entries].long() * history.page + position % history.page
+    pages, is_new = history.pages.view(-1), position >= history.given[row]
+    ids = torch.where(is_new, history.recent[row, position % history.ring], pages[places])
+    input_ids[:total] = ids.masked_fill_(~inside, 0)
+    new = is_new & inside
+    pages[places[new]] = ids[new]
     input_ids[total:] = 0
     positions[:total] = position
     positions[total:] = 0
@@ -118,7 +135,7 @@ def build_slots_torch(
 
 
 def commit_tokens_torch(
-    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    history: History, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
     sampled: torch.Tensor, sample_index: torch.Tensor,
 ) -> None:  # fmt: skip
     if len(rows) == 1:
@@ -126,14 +143,14 @@ def commit_tokens_torch(
         only_length, only_sample = int(query_start[1] - query_start[0]), int(sample_index)
         only_position = int(num_computed[row]) + only_length
         num_computed[row] = only_position
-        if only_length and only_sample >= 0 and only_position < token_ids.shape[1]:
-            token_ids[row, only_position] = sampled[only_sample]
+        if only_length and only_sample >= 0 and only_position < history.max_len:
+            history.recent[row, only_position % history.ring] = sampled[only_sample]
         return
     lengths = query_start.diff()
     num_computed.index_add_(0, rows, lengths)
     position = num_computed[rows]
-    keep = ((lengths > 0) & (sample_index >= 0) & (position < token_ids.shape[1])).nonzero().squeeze(1)
-    token_ids[rows[keep], position[keep]] = sampled[sample_index[keep]]
+    keep = ((lengths > 0) & (sample_index >= 0) & (position < history.max_len)).nonzero().squeeze(1)
+    history.recent[rows[keep], position[keep] % history.ring] = sampled[sample_index[keep]]
 
 
 def _expand(offsets: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,12 +172,13 @@ def scatter_rows_triton(
 
 
 def build_inputs_triton(
-    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    history: History, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor,
 ) -> None:  # fmt: skip
     _build_inputs_kernel[(rows.shape[0] + 1,)](
-        token_ids, num_computed, rows, query_start, input_ids, positions, seq_lens,
-        token_ids.stride(0), token_ids.shape[1], input_ids.shape[0], BLOCK=_BLOCK, num_warps=4,
+        history.pages, history.table, history.recent, history.given, num_computed, rows, query_start, input_ids,
+        positions, seq_lens, history.table.stride(0), history.given.stride(0), history.max_len, input_ids.shape[0],
+        PAGE=history.page, RING=history.ring, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
 
 
@@ -175,14 +193,14 @@ def build_slots_triton(
 
 
 def commit_tokens_triton(
-    token_ids: torch.Tensor, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
+    history: History, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
     sampled: torch.Tensor, sample_index: torch.Tensor,
 ) -> None:  # fmt: skip
     num_rows = rows.shape[0]
     if num_rows:
         _commit_tokens_kernel[(triton.cdiv(num_rows, 128),)](
-            token_ids, num_computed, rows, query_start, sampled, sample_index,
-            token_ids.stride(0), token_ids.shape[1], num_rows, BLOCK=128, num_warps=4,
+            history.recent, num_computed, rows, query_start, sampled, sample_index,
+            history.max_len, num_rows, RING=history.ring, BLOCK=128, num_warps=4,
         )  # fmt: skip
 
 
@@ -198,8 +216,9 @@ def _scatter_rows_kernel(table_ptr, rows_ptr, starts_ptr, offsets_ptr, values_pt
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _build_inputs_kernel(
-    token_ids_ptr, num_computed_ptr, rows_ptr, query_start_ptr, input_ids_ptr, positions_ptr, seq_lens_ptr,
-    token_stride, max_len, num_tokens, BLOCK: tl.constexpr,
+    pages_ptr, table_ptr, recent_ptr, given_ptr, num_computed_ptr, rows_ptr, query_start_ptr, input_ids_ptr,
+    positions_ptr, seq_lens_ptr, table_stride, given_stride, max_len, num_tokens,
+    PAGE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     num_requests = tl.num_programs(0) - 1
@@ -213,13 +232,17 @@ def _build_inputs_kernel(
         end = tl.load(query_start_ptr + request + 1)
         row = tl.load(rows_ptr + request).to(tl.int64)
         computed = tl.load(num_computed_ptr + row)
+        given = tl.load(given_ptr + row * given_stride)
         tl.store(seq_lens_ptr + request, tl.where(end > begin, computed + end - begin, 0))
         for first in range(begin, end, BLOCK):
             token = first + tl.arange(0, BLOCK)
             position = computed + token - begin
-            ids = tl.load(
-                token_ids_ptr + row * token_stride + position, mask=(token < end) & (position < max_len), other=0
-            )
+            inside = (token < end) & (position < max_len)
+            page_ptr = pages_ptr + page_places(table_ptr + row * table_stride, position, inside, PAGE)
+            is_new = inside & (position >= given)
+            ids = tl.load(page_ptr, mask=inside & (position < given), other=0)
+            ids += tl.load(recent_ptr + row * RING + position % RING, mask=is_new, other=0)  # one of both is 0
+            tl.store(page_ptr, ids, mask=is_new)
             tl.store(input_ids_ptr + token, ids, mask=token < end)
             tl.store(positions_ptr + token, position, mask=token < end)
 
@@ -251,8 +274,8 @@ def _build_slots_kernel(
     do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows_ptr", "query_start_ptr", "sample_index_ptr"]
 )
 def _commit_tokens_kernel(
-    token_ids_ptr, num_computed_ptr, rows_ptr, query_start_ptr, sampled_ptr, sample_index_ptr,
-    token_stride, max_len, num_rows, BLOCK: tl.constexpr,
+    recent_ptr, num_computed_ptr, rows_ptr, query_start_ptr, sampled_ptr, sample_index_ptr,
+    max_len, num_rows, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = request < num_rows
@@ -265,4 +288,4 @@ def _commit_tokens_kernel(
     index = tl.load(sample_index_ptr + request, mask=active, other=-1)
     keep = active & (index >= 0) & (position < max_len)
     token = tl.load(sampled_ptr + index, mask=keep, other=0)
-    tl.store(token_ids_ptr + row * token_stride + position, token, mask=keep)
+    tl.store(recent_ptr + row * RING + position % RING, token, mask=keep)

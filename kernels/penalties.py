@@ -6,20 +6,22 @@ import torch
 import triton
 import triton.language as tl
 
+from .history import History, page_places
+
 # In the Triton path's counts: the bit that says that the prompt holds the token; below it the count in the output.
 _IN_PROMPT = tl.constexpr(1 << 30)
 
 
 def apply_penalties(
-    logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor, prompt_lens: torch.Tensor,
+    logits: torch.Tensor, history: History, rows: torch.Tensor, prompt_lens: torch.Tensor,
     seq_lens: torch.Tensor, repetition: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor,
     index: torch.Tensor, counts: torch.Tensor,
 ) -> None:  # fmt: skip
     """Penalises, in place, the tokens that the requests of some rows have seen.
 
-    logits fp32 [S, V], last dimension contiguous. token_ids int32 [R + 1, L]; the history of logits' row i is
-    token_ids[rows[i], :seq_lens[i]], of which the first prompt_lens[i] are prompt; rows, prompt_lens, seq_lens int32
-    [S]. repetition, presence, frequency fp32 [S]; 1, 0, 0 change nothing. index int32 [G]: the rows of logits that are
+    logits fp32 [S, V], last dimension contiguous. The history of logits' row i is the first seq_lens[i] tokens of
+    rows[i], all of them in pages, of which the first prompt_lens[i] are prompt; rows, prompt_lens, seq_lens int32 [S].
+    repetition, presence, frequency fp32 [S]; 1, 0, 0 change nothing. index int32 [G]: the rows of logits that are
     penalised, each at most once. counts int32 [C, V], of zeros, and of zeros again afterwards: room for C rows at once.
 
     First repetition r (Keskar et al. 2019, arXiv 1909.05858, with Hugging Face's rule for signs): a token of the
@@ -27,7 +29,7 @@ def apply_penalties(
     holds n > 0 times loses presence + n · frequency. Ids outside the vocabulary are skipped.
     """
     (apply_penalties_triton if logits.is_cuda else apply_penalties_torch)(
-        logits, token_ids, rows, prompt_lens, seq_lens, repetition, presence, frequency, index, counts
+        logits, history, rows, prompt_lens, seq_lens, repetition, presence, frequency, index, counts
     )
 
 
@@ -55,7 +57,7 @@ def apply_logit_bias_triton(
 
 
 def apply_penalties_torch(
-    logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor, prompt_lens: torch.Tensor,
+    logits: torch.Tensor, history: History, rows: torch.Tensor, prompt_lens: torch.Tensor,
     seq_lens: torch.Tensor, repetition: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor,
     index: torch.Tensor, counts: torch.Tensor,
 ) -> None:  # fmt: skip
@@ -63,12 +65,12 @@ def apply_penalties_torch(
     if active.numel() == 0:
         return
     vocabulary, num_tokens = logits.shape[1], int(seq_lens[active].max())
-    history = token_ids[rows[active], :num_tokens]
     column = torch.arange(num_tokens, device=logits.device)
-    inside = (column < seq_lens[active].unsqueeze(1)) & (history >= 0) & (history < vocabulary)
+    tokens = history.computed(rows[active].unsqueeze(1), column)
+    inside = (column < seq_lens[active].unsqueeze(1)) & (tokens >= 0) & (tokens < vocabulary)
     is_output = (column >= prompt_lens[active].unsqueeze(1))[inside]
     row, _ = inside.nonzero(as_tuple=True)
-    token = history[inside].long()
+    token = tokens[inside].long()
 
     seen = torch.zeros(active.numel() * vocabulary, dtype=torch.int32, device=logits.device)
     place = row * vocabulary + token
@@ -83,18 +85,18 @@ def apply_penalties_torch(
 
 
 def apply_penalties_triton(
-    logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor, prompt_lens: torch.Tensor,
+    logits: torch.Tensor, history: History, rows: torch.Tensor, prompt_lens: torch.Tensor,
     seq_lens: torch.Tensor, repetition: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor,
     index: torch.Tensor, counts: torch.Tensor,
 ) -> None:  # fmt: skip
     (num_rows, vocabulary), most = (index.shape[0], logits.shape[1]), counts.shape[0]
     assert most % 4 == 0 or num_rows <= most, "every slice of index has to be aligned, as Triton's variant is"
-    sharers = min(16, triton.cdiv(token_ids.shape[1], 1024))
+    sharers = min(16, triton.cdiv(history.max_len, 1024))
     for start in range(0, num_rows, most):
         chosen = index[start : start + most]
         _count_kernel[(chosen.shape[0], sharers)](
-            token_ids, rows, prompt_lens, seq_lens, chosen, counts, token_ids.stride(0), vocabulary, BLOCK=1024,
-            num_warps=4,
+            history.pages, history.table, rows, prompt_lens, seq_lens, chosen, counts, history.table.stride(0),
+            vocabulary, PAGE=history.page, BLOCK=1024, num_warps=4,
         )  # fmt: skip
         _penalize_kernel[(chosen.shape[0], triton.cdiv(vocabulary, 4096))](
             logits, counts, repetition, presence, frequency, chosen, logits.stride(0), vocabulary, BLOCK=4096,
@@ -118,16 +120,17 @@ def _bias_kernel(logits_ptr, rows_ptr, offsets_ptr, entries_ptr, row_stride, BLO
 
 @triton.jit
 def _count_kernel(
-    token_ids_ptr, rows_ptr, prompt_lens_ptr, seq_lens_ptr, index_ptr, counts_ptr, token_stride, vocabulary,
-    BLOCK: tl.constexpr,
+    pages_ptr, table_ptr, rows_ptr, prompt_lens_ptr, seq_lens_ptr, index_ptr, counts_ptr, table_stride, vocabulary,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place, sharer = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(index_ptr + place)
-    history_ptr = token_ids_ptr + tl.load(rows_ptr + row).to(tl.int64) * token_stride
+    table_ptr += tl.load(rows_ptr + row).to(tl.int64) * table_stride
     prompt_len, seq_len = tl.load(prompt_lens_ptr + row), tl.load(seq_lens_ptr + row)
     for start in range(sharer * BLOCK, seq_len, tl.num_programs(1) * BLOCK):
         position = start + tl.arange(0, BLOCK)
-        token = tl.load(history_ptr + position, mask=position < seq_len, other=-1)
+        inside = position < seq_len
+        token = tl.load(pages_ptr + page_places(table_ptr, position, inside, PAGE), mask=inside, other=-1)
         inside = (token >= 0) & (token < vocabulary)
         count_ptr = counts_ptr + place * vocabulary + token
         tl.atomic_or(count_ptr, _IN_PROMPT, mask=inside & (position < prompt_len), sem="relaxed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -23,7 +23,7 @@ from .client.replicas import make_client
 from .client.routing import Load, Router
 from .options.config import ServerConfig
 from .options.keywords import from_keywords
-from .router.asked import Asked, read
+from .router.asked import Ask, Asked, read
 from .router.backend import BYTES_PER_TOKEN
 
 logger = logging.getLogger(__name__)
@@ -35,17 +35,9 @@ CACHE_TOKENS = 1 << 20  # of a replica's prefix cache, about
 HOP = frozenset((b"content-length", b"connection", b"transfer-encoding"))
 
 
-@dataclass
-class Ask:
-    """A request, as routing sees it. The front says when its answer begins: it has the router in its process."""
-
-    asked: Asked
-    num_tokens: int
-    begun: bool = False
-
-
 class Policy(RequestRouter):
-    """Where the first token is expected soonest: see client/routing.py."""
+    """Where the first token is expected soonest: see client/routing.py. Serve pickles all of this file by value for it:
+    classes of this file are others there, so that what it is to recognise stands elsewhere."""
 
     def initialize_state(self, cache_tokens: int = CACHE_TOKENS) -> None:
         self._router = Router(0, cache_tokens)

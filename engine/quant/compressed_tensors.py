@@ -44,6 +44,7 @@ class CompressedTensorsScheme:
             if group.weights is not None:
                 _refuse_weights(group.weights)
         self.ignore = names(config, "ignore")
+        self.orders_columns = any(group.weights is not None and group.weights.ordered for group in self.groups)
 
     def format(self, path: str, stored: Headers | None) -> Format | None:
         group = find_group(path, self.groups, self.ignore)

@@ -25,6 +25,7 @@ class Weights:
     group: int = 0  # columns that share a scale, of the strategies group and tensor_group
     blocks: tuple[int, int] | None = None  # of the strategy block
     symmetric: bool = True
+    ordered: bool = False  # columns are, in an order of their own
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Weights:
@@ -49,7 +50,8 @@ class Weights:
                 f"{', '.join(_STRATEGIES)}: correct config.json"
             )
         blocks = pair(values.get("block_structure"), "block_structure") if strategy == "block" else None
-        return cls(bits, kind, strategy, max(size or 0, 0), blocks, values.get("symmetric") is not False)
+        ordered = values.get("actorder") in (True, "group", "dynamic")  # "weight" and "static" leave them as they lie
+        return cls(bits, kind, strategy, max(size or 0, 0), blocks, values.get("symmetric") is not False, ordered)
 
     @property
     def block(self) -> tuple[int, int]:

@@ -94,7 +94,8 @@ class GptqScheme:
         self.borrows = "gptqmodel" in str(value(config, "meta", default="")).lower()
         self.base = self._read(config)
         self.lm_head = flag(config, "lm_head", False)
-        flag(config, "desc_act", False)  # g_idx says it, module by module
+        # g_idx says it, module by module; this is for who has to know before. One group has no order.
+        self.orders_columns = flag(config, "desc_act", False) and self.base.group is not None
         self.modules = names(config, "modules_in_block_to_quantize")
         self.kept = names(config, "modules_to_not_convert")
         # Ordered: the first that matches the start of a module's path counts. "-:": what it matches is not quantised.

@@ -14,8 +14,8 @@ from .settings import Speculation
 class Drafter(Protocol):
     def propose(self, tables: RowTables, rows: Tensor, sample_index: Tensor) -> Tensor:
         """After the step's tokens have been appended. For the rows that sampled (sample_index ≥ 0), both int32 [B]:
-        drafts into token_ids behind the last token, any valid ids where there is none; how many are meant goes to
-        num_proposed, and, 0 for the others, into the result, int32 [B]."""
+        drafts into the history's rings, behind the last token, any valid ids where there is none; how many are meant
+        goes to num_proposed, and, 0 for the others, into the result, int32 [B]."""
         ...
 
 
@@ -29,7 +29,7 @@ class NgramDrafter:
         found = rows.new_empty(len(rows))
         settings = self.settings
         propose_ngrams(
-            tables.token_ids, tables.num_computed, rows, sample_index, tables.num_proposed, found,
+            tables.history, tables.num_computed, rows, sample_index, tables.num_proposed, found,
             settings.min_ngram, settings.max_ngram, settings.num_drafts,
         )  # fmt: skip
         return found

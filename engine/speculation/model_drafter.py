@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...kernels.argmax import argmax
 from ...kernels.attention import DecodeWorkspace
+from ...kernels.history import read_tokens
 from ...kernels.sampling import sample
 from ..batch import QUERY_START, ROWS, SAMPLE_INDEX, Batch, Shape
 from ..layers.attention import Attention, AttentionBatch
@@ -108,7 +109,7 @@ class ModelDrafter:
         writable = torch.where(sampled, rows, tables.dummy_row)
         proposed = torch.zeros_like(rows)
         if count:
-            known.clamp_(max=tables.token_ids.shape[1] - 1)  # of who has filled its context
+            known.clamp_(max=tables.history.max_len - 1)  # of who has filled its context
             # All verify the same: what two ranks have drawn alike, as a rule, they may have rounded otherwise.
             drafts = self.group.broadcast(self._draft(tables, rows, sampled, known, hidden, count))
             _write(tables, writable, known, drafts)
@@ -118,7 +119,7 @@ class ModelDrafter:
 
     def _limit(self, tables: RowTables) -> int:
         """Tokens of a context, beyond which it says nothing that is worth verifying."""
-        return min(tables.token_ids.shape[1], self.settings.max_model_len or tables.token_ids.shape[1])
+        return min(tables.history.max_len, self.settings.max_model_len or tables.history.max_len)
 
     def _read(
         self, tables: RowTables, batch: Batch, rows: Tensor, query_start: Tensor, known: Tensor, first: Tensor
@@ -134,8 +135,7 @@ class ModelDrafter:
             return network(batch.input_ids, None, positions, attention, last)
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=positions.device)
         request = torch.searchsorted(query_start[1:], tokens, right=True).clamp_(max=len(rows) - 1)
-        behind = (positions + 1).clamp_(max=tables.token_ids.shape[1] - 1)
-        input_ids = tables.token_ids[rows[request], behind]
+        input_ids = read_tokens(tables.history, rows, known, request, positions + 1)
         assert network.features is not None
         hidden = network.read_features(network.features.of_step(num_tokens))
         return network(input_ids, hidden, positions, attention, last)
@@ -148,14 +148,14 @@ class ModelDrafter:
         params = tables.params.new_empty(NUM_COLUMNS, aligned(num_rows))[:, :num_rows]
         params.copy_(tables.params.index_select(0, rows).t())
         ahead = torch.arange(count, device=rows.device)[:, None] + known
-        positions = ahead.clamp(max=tables.token_ids.shape[1] - 1)
+        positions = ahead.clamp(max=tables.history.max_len - 1)
         batches = self._batches(rows, sampled, known, positions)
         drafts = []
         if network.shifted:
             token = self._draw(network.logits(hidden), params, known + 1)
             drafts.append(token)
         else:
-            token = tables.token_ids[rows, known]
+            token = tables.history.recent[rows, known % tables.history.ring]
         for step in range(count - len(drafts)):
             hidden = network(token, hidden, positions[step].int(), batches[step])
             token = self._draw(network.logits(hidden), params, known + 1 + len(drafts))
@@ -192,9 +192,7 @@ class ModelDrafter:
 
 
 def _write(tables: RowTables, rows: Tensor, known: Tensor, drafts: Tensor) -> None:
-    """Drafts [B, K] behind the last tokens; what does not fit goes to the row that is nobody's."""
-    width = tables.token_ids.shape[1]
+    """Drafts [B, K] behind the last tokens, in the rows' rings."""
     columns = known[:, None] + 1 + torch.arange(drafts.shape[1], dtype=torch.int32, device=drafts.device)
-    fits = columns < width
-    rows = torch.where(fits, rows[:, None], tables.dummy_row)
-    tables.token_ids.index_put_((rows.long().flatten(), (columns * fits).long().flatten()), drafts.flatten())
+    places = rows.long()[:, None], (columns % tables.history.ring).long()
+    tables.history.recent.index_put_(places, drafts)

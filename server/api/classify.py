@@ -21,7 +21,7 @@ from ..generation.tasks import CLASSIFY, EMBED, REWARD
 from ..wire.pooled import ClassifyRequest, PoolingRequest
 from .answer import answer
 from .dialect import Head
-from .pooled import InputDialect, encoded, raw_response, usage, vector_of
+from .pooled import InputDialect, encoded, listed, raw_response, usage, vector_of
 from .read import read_request
 from .route import new_router
 
@@ -109,7 +109,8 @@ class PoolingDialect(InputDialect):
 
     def _entry(self, values: bytes, prompt: Prompt) -> Any:
         if self.body.encoding_format != "base64":
-            return self._values(values, prompt)
+            found = self._values(values, prompt)
+            return [listed(row) for row in found] if found and isinstance(found[0], list) else listed(found)
         return encoded(self._in_bytes(values, prompt)[0], self.body)
 
     def _in_bytes(self, values: bytes, prompt: Prompt) -> tuple[bytes, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from ..wire.embeddings import CohereEmbedRequest, EmbeddingRequest
 from .answer import answer
 from .dialect import Head
 from .ignored import ignored_headers
-from .pooled import InputDialect, encoded, raw_response, usage, vector_of
+from .pooled import InputDialect, encoded, listed, raw_response, usage, vector_of
 from .read import read_request
 from .route import new_router
 
@@ -106,7 +106,7 @@ class CohereEmbed(Embeddings):
 
 
 _FORMS: dict[str, Callable[[bytes], Any]] = {
-    "float": numbers,
+    "float": lambda vector: listed(numbers(vector)),
     "base64": lambda vector: b64encode(vector).decode(),
     "binary": partial(bits, signed=True),
     "ubinary": partial(bits, signed=False),

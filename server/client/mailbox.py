@@ -119,8 +119,13 @@ class Mailboxes:
     def __init__(self, mailboxes: Sequence[MailboxLike]) -> None:
         self._ready: deque[int] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        for index, mailbox in enumerate(mailboxes):
-            mailbox.watch(partial(self.put_back, index))
+        self._num_known = 0
+        for mailbox in mailboxes:
+            self.add(mailbox)
+
+    def add(self, mailbox: MailboxLike) -> None:
+        mailbox.watch(partial(self.put_back, self._num_known))
+        self._num_known += 1
 
     async def next(self) -> int:
         """Waits for news. Returns the index of the mailbox, where `take` may find nothing all the same."""

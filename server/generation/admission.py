@@ -259,7 +259,7 @@ class Ticket:
     def _too_long(self, generation: Generation) -> None:
         error = took_too_long(self._admission.request_timeout)
         self._admission.timed_out("request")
-        generation.abort_reason = "timeout"
+        generation.abort_reason, generation.ended = "timeout", error
         mailboxes = generation.awaited
         self._admission.client.abort(mailboxes)  # a slow reader may be long in hearing of it
         for mailbox in mailboxes:

@@ -29,10 +29,15 @@ class Collected:
     """The answers of some choices, as their deltas come."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
-        self._answers = [Answer(choice) for choice in choices]
-        self._texts: list[list[str]] = [[] for _ in choices]
+        """`choices`: more may be appended later."""
+        self._choices = choices
+        self._answers: list[Answer] = []
+        self._texts: list[list[str]] = []
 
     def add(self, choice: Choice, delta: Delta) -> None:
+        for other in self._choices[len(self._answers) : choice.index + 1]:
+            self._answers.append(Answer(other))
+            self._texts.append([])
         answer = self._answers[choice.index]
         self._texts[choice.index].append(delta.text)
         answer.token_ids += delta.token_ids

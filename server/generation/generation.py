@@ -18,6 +18,7 @@ from ..text.tokenizer import Tokenizer
 from .choice import Choice, Delta, Prompt, TextOptions
 
 PLAIN = TextOptions()
+STEPS_AHEAD = 4  # of inputs that are with an engine, where vectors are made of them
 _numbers = itertools.count()
 
 
@@ -72,8 +73,11 @@ class Generation:
         if len(prompts) > 1 and prompts[0].sampling.pooling is None and route == ANYWHERE:
             route = Route(session=f"request {next(_numbers)}")  # to one engine: its time limits hold for all together
         self._route = route
+        self._num_sent = 0  # of the prompts
+        self._num_open = self._open_tokens = 0  # prompts that are with the engine, and their tokens
         self._closed = False
         self._cancelled = False
+        self.ended: ApiError | None = None  # what is not sent yet is not sent any more: why
         self._unfinished = [n] * len(prompts)  # choices of each prompt
         # Tokens so far, summed up as they come: a stream may tell them with each event, of any number of choices.
         self._num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
@@ -83,11 +87,15 @@ class Generation:
         self.on_abort: Callable[[], ApiError] | None = None  # what to answer when the engine aborts a choice
 
     async def submit(self) -> None:
-        """In turns: there may be thousands. Raises EngineDeadError; whatever it raises, this is closed then."""
+        """In turns: there may be thousands. Of inputs for vectors as many as keep the engine busy: whoever comes later
+        must not wait for all of them, and `deltas` sends the others.
+
+        Raises EngineDeadError; whatever it raises, this is closed then.
+        """
         pace = Pace()
         mailboxes: Sequence[MailboxLike] = ()
         try:
-            for prompt in self.prompts:
+            while (prompt := self._next()) is not None:
                 mailboxes = self._client.submit_choices(
                     self.n, prompt.token_ids, prompt.sampling, priority=self._priority, cache_salt=self._cache_salt,
                     route=self._route,
@@ -100,6 +108,22 @@ class Generation:
             self._client.abort(mailboxes)  # of which not all have a choice
             raise
 
+    def _next(self) -> Prompt | None:
+        """What is to be sent now. Raises ApiError where there would be more, and nobody wants it."""
+        if self._num_sent == len(self.prompts):
+            return None
+        if self.ended is not None:
+            raise self.ended
+        prompt = self.prompts[self._num_sent]
+        if prompt.sampling.pooling is not None and self._num_open:
+            info, ahead = self._client.info, STEPS_AHEAD * len(self._client.engines)
+            if self._num_open >= ahead * info.max_num_seqs or self._open_tokens >= ahead * info.max_num_batched_tokens:
+                return None
+        self._num_sent += 1
+        self._num_open += 1
+        self._open_tokens += len(prompt.token_ids)
+        return prompt
+
     @property
     def scores_prompts(self) -> bool:
         """Whether `prompt_logprobs` get filled."""
@@ -107,7 +131,7 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """What the engine says, as it comes, until every choice is finished. Raises ApiError and EngineDeadError."""
-        if len(self.choices) == 1:
+        if len(self.prompts) * self.n == 1:
             (choice,) = self.choices
             mailbox = choice.mailbox
             while choice.finish_reason is None:
@@ -120,7 +144,7 @@ class Generation:
         news = Mailboxes([choice.mailbox for choice in self.choices])
         # The first choice of a prompt brings its log-probabilities; the others, here in the order of their news, wait.
         early: dict[int, list[int]] = {i: [] for i in range(len(self.prompts))} if self.scores_prompts else {}
-        unfinished, pace = len(self.choices), Pace()
+        unfinished, pace = len(self.prompts) * self.n, Pace()
         while unfinished:
             index = await news.next()
             choice, prompt = self.choices[index], index // self.n
@@ -136,6 +160,11 @@ class Generation:
                 news.put_back(waiting)
             unfinished -= delta.finish_reason is not None
             yield choice, delta
+            if self._num_sent < len(self.prompts):
+                known = len(self.choices)
+                await self.submit()
+                for other in self.choices[known:]:
+                    news.add(other.mailbox)
             await pace.rest()
 
     def _feed(self, choice: Choice, output: RequestOutput) -> Delta:
@@ -197,6 +226,7 @@ class Generation:
         Idempotent. What the engine has finished keeps its end, also where nobody has read it yet.
         """
         self._cancelled = True
+        self.ended = ApiError(400, "The request was cancelled.", code="cancelled")
         self.abort_reason = "cancel"
         mailboxes = self.awaited
         self._client.abort(mailboxes)
@@ -215,8 +245,12 @@ class Generation:
 
     def _finish(self, choice: Choice, reason: str) -> None:
         choice.finish_reason = reason
-        self._unfinished[choice.index // self.n] -= 1
-        self._observer.finished(self, choice, last_of_prompt=self._unfinished[choice.index // self.n] == 0)
+        prompt = choice.index // self.n
+        self._unfinished[prompt] -= 1
+        if not self._unfinished[prompt]:
+            self._num_open -= 1
+            self._open_tokens -= len(choice.prompt.token_ids)
+        self._observer.finished(self, choice, last_of_prompt=self._unfinished[prompt] == 0)
 
     @property
     def closed(self) -> bool:

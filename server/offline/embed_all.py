@@ -9,14 +9,13 @@ from typing import TypeVar
 from ..client.client import Client
 from ..generation.choice import Prompt
 from ..generation.embedding import EmbeddingChoice, EmbeddingOptions, numbers
+from ..generation.generation import STEPS_AHEAD
 from ..text.tokenizer import Tokenizer
 from .outputs import EmbeddingOutput, EmbeddingRequestOutput
 from .patient import PatientGeneration
 from .progress_bar import Progress
 
 Output = TypeVar("Output")
-
-STEPS_AHEAD = 4  # of prompts that are with the engine
 
 
 def embedded(id: str, choice: EmbeddingChoice, vector: bytes) -> EmbeddingRequestOutput:

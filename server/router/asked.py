@@ -24,6 +24,16 @@ class Asked:
     ids: tuple[str, ...] = field(default=())  # what it goes on from or is about: only who made that knows it
 
 
+@dataclass
+class Ask:
+    """A request on its way over Ray Serve (ray_serve.py), as routing sees it. The front says when its answer begins: it
+    has the router in its process."""
+
+    asked: Asked
+    num_tokens: int
+    begun: bool = False
+
+
 def read(body: bytes) -> Asked:
     """Whatever is wrong with a body is for the server to say."""
     try:

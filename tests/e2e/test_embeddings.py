@@ -306,6 +306,6 @@ def test_a_refusal_names_the_module_and_the_remedy(folder: Path, tmp_path: Path)
     shutil.copytree(folder, tmp_path / "model")
     as_sentence_transformers(tmp_path / "model", "Transformer", "Pooling", "LSTM", **LASTTOKEN)
     with LLM(str(tmp_path / "model"), device="cpu", cpu_threads=1, engine_in_process=True) as llm:
-        with pytest.raises(ValueError, match="module 'LSTM', which is not supported; --pooling overrides it"):
+        with pytest.raises(ValueError, match="module 'LSTM', which is not supported; pooling overrides it"):
             llm.embed("a")
         assert llm.generate("a", use_tqdm=False)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -22,7 +25,14 @@ PROMPTS = ["What is 12 + 30?", "The capital of France is", "Once upon a time", "
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def options() -> dict[str, Any]:
+    return {"model": str(DEMO), "served_model_name": "demo", "device": "cpu", "cpu_threads": 1, "warm_grammars": False,
+            "min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 2, "upscale_delay_s": 0.5,
+            "downscale_delay_s": 3, "look_back_period_s": 1}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def url(options: dict[str, Any]) -> Iterator[str]:
     import ray
     from ray.cluster_utils import Cluster
 
@@ -43,10 +53,6 @@ def url() -> Iterator[str]:
             from vserve.server import ray_serve
 
             serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-            options = {"model": str(DEMO), "served_model_name": "demo", "device": "cpu",
-                       "cpu_threads": 1, "warm_grammars": False,
-                       "min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 2, "upscale_delay_s": 0.5,
-                       "downscale_delay_s": 3, "look_back_period_s": 1}  # fmt: skip
             serve.run(ray_serve.build(options))
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -114,5 +120,61 @@ def test_from_one_to_three_and_back(url: str) -> None:
         busy = False
         await asyncio.gather(*clients)
         assert most == 3 and answered >= 36
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(not os.environ.get("VSERVE_TEST_LONG"), reason="a minute: VSERVE_TEST_LONG=1 runs it")
+def test_a_session_stays_with_its_replica(url: str, options: dict[str, Any]) -> None:
+    """Until that replica is gone. What tells two apart is a request that one of them has refused."""
+    from vserve.server import ray_serve
+
+    serve.run(ray_serve.build(options | {"min_replicas": 2, "max_replicas": 2}))
+    deadline = time.monotonic() + 180
+    while replicas() != 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+
+            async def completes(session: str, prompt: str, max_tokens: int = 8, status: int = 200) -> None:
+                body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+                answer = await http.post("/v1/completions", json=body, headers={"x-session-id": session})
+                assert answer.status_code == status, answer.text
+
+            async def replica_of(session: str) -> tuple[float, float]:
+                """Requests that it has refused, and answered."""
+                page = (await http.get("/metrics", headers={"x-session-id": session})).text
+                counts = re.findall(r'^http_requests_total\{handler="/v1/completions",.*"(\d)xx"\} (\S+)$', page, re.M)
+                found = {status: float(count) for status, count in counts}
+                return found.get("4", 0.0), found.get("2", 0.0)
+
+            sessions = [f"chat-{index}" for index in range(8)]
+            for session in sessions:  # prompts that have nothing in common
+                await completes(session, f"{session} and so on " * 40)
+            await completes(sessions[0], "x", -1, 400)
+            homes = {session: (await replica_of(session))[0] for session in sessions}
+            assert set(homes.values()) == {0.0, 1.0}, "both have some"
+            for turn in range(4):
+                others = (completes(f"other-{turn}-{index}", f"{turn} {index} " * 99) for index in range(4))
+                asking = (completes(session, f"{turn} {session} says {PROMPTS[turn]}") for session in sessions)
+                await asyncio.gather(*asking, *others)
+                assert {session: (await replica_of(session))[0] for session in sessions} == homes
+            before = {homes[session]: (await replica_of(session))[1] for session in sessions}
+            for _ in range(4):
+                await asyncio.gather(*(completes(session, PROMPTS[0]) for session in sessions))
+            after = {homes[session]: (await replica_of(session))[1] for session in sessions}
+            asked = Counter(homes[session] for session in sessions for _ in range(4))
+            assert {home: after[home] - before[home] for home in before} == asked
+
+            serve.run(ray_serve.build(options | {"min_replicas": 1, "max_replicas": 1}))
+            deadline = time.monotonic() + 120
+            while await asyncio.to_thread(replicas) != 1:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.2)
+            for session in sessions:  # who has lost its replica is answered by the one that is left
+                await completes(session, f"{session} goes on")
+            assert len({await replica_of(session) for session in sessions}) == 1
 
     asyncio.run(main())

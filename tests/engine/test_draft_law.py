@@ -33,7 +33,8 @@ class Biased:
             if sample >= 0:
                 length = int(tables.num_computed[row]) + 1
                 drafts = torch.tensor((ALLOWED[:2] * self.count)[: self.count], dtype=torch.int32)
-                tables.token_ids[row, length : length + self.count] = drafts
+                places = torch.arange(length, length + self.count) % tables.history.ring
+                tables.history.recent[row, places] = drafts
                 tables.num_proposed[row] = self.count
         return torch.where(sample_index >= 0, self.count, 0).int()
 

@@ -47,7 +47,8 @@ class Watch:
     def everything(self) -> dict[str, Tensor]:
         tables = self.runner.tables
         found = {
-            "token_ids": tables.token_ids, "num_proposed": tables.num_proposed, "num_computed": tables.num_computed,
+            "recent": tables.history.recent, "pages": tables.history.pages,
+            "num_proposed": tables.num_proposed, "num_computed": tables.num_computed,
             "params": tables.params, **{f"blocks {i}": table for i, table in enumerate(tables.block_tables)},
         }  # fmt: skip
         for number, layer in enumerate(self.runner.layers):
@@ -69,12 +70,13 @@ class Watch:
             if row == tables.dummy_row or sample < 0:
                 continue
             known, count = int(tables.num_computed[row]), self.runner.num_drafts
-            tokens = behind["token_ids"][row]
+            places = torch.arange(known + 1, known + 1 + count) % tables.history.ring
+            drafts = behind["recent"][row, places]
             if proposed[index]:
-                self.drafts.append((tokens[: known + 1].tolist(), tokens[known + 1 : known + 1 + count].tolist()))
-            before["token_ids"][row, known + 1 : known + 1 + count] = tokens[known + 1 : known + 1 + count]
+                self.drafts.append((tables.history.tokens(row, known + 1, known).tolist(), drafts.tolist()))
+            before["recent"][row, places] = drafts
             before["num_proposed"][row] = proposed[index]
-        for table in (before["token_ids"], behind["token_ids"]):
+        for table in (before["recent"], behind["recent"]):
             table[tables.dummy_row] = 0  # where drafts of nobody go
         slots = {slot for group in batch.attention.slots for slot in group.tolist() if slot >= 0}
         places = torch.tensor(sorted(slots))

@@ -22,6 +22,7 @@ from vserve.engine.runner import ModelRunner
 
 GIB = 1 << 30
 BLOCK = 16 * 128 * 1024  # bytes: 16 tokens of an 8B model
+TOKENS = 16 * 4  # bytes beside a block
 
 
 class Card:
@@ -67,11 +68,11 @@ def test_a_context_that_is_cut_gives_back_its_rows(monkeypatch) -> None:
     plan = planned(card)
     room = int(80 * GIB * 0.9) - 2 * GIB - 20 * GIB
     assert plan.max_model_len == (plan.num_blocks - 1) * 16 < 1 << 20
-    needed = plan.num_blocks * BLOCK + card.row_bytes(plan.max_model_len)
-    assert needed <= room < needed + BLOCK + card.row_bytes(16)
+    needed = plan.num_blocks * (BLOCK + TOKENS) + card.row_bytes(plan.max_model_len)
+    assert needed <= room < needed + BLOCK + TOKENS + card.row_bytes(16)
     assert plan.num_blocks * BLOCK + plan.needed == needed + 22 * GIB, "the table of the plan adds up"
-    fixed = (room - card.row_bytes(1 << 20)) // BLOCK
-    assert plan.num_blocks > fixed + 1000, "GiB of it"
+    fixed = (room - card.row_bytes(1 << 20)) // (BLOCK + TOKENS)
+    assert plan.num_blocks > fixed + 50, "MiB of it"
     with pytest.raises(ConfigError, match=f"set --max-model-len {plan.max_model_len} or less"):
         planned(card, max_model_len=1 << 20)
 
@@ -82,7 +83,7 @@ def test_a_context_that_fits_is_left_as_it_is(monkeypatch, context) -> None:
     plan = planned(card)
     assert plan.max_model_len == context and not plan.notices
     room = int(80 * GIB * 0.9) - 2 * GIB - 20 * GIB - card.row_bytes(context)
-    assert plan.num_blocks == room // BLOCK
+    assert plan.num_blocks == room // (BLOCK + TOKENS)
 
 
 def test_what_is_named_is_taken_at_its_word(monkeypatch) -> None:
@@ -109,8 +110,7 @@ def test_old_rows_are_gone_before_new_ones_are_made(tiny_model, monkeypatch) -> 
     monkeypatch.setattr(runner_module, "RowTables", make)
     runner.make_rows(64)
     assert made == [True] and graphs.shapes()
-    tables = [runner.tables.token_ids, *runner.tables.block_tables]
-    assert sum(t.numel() * t.element_size() for t in tables) == runner.row_bytes(64)
+    assert sum(t.numel() * t.element_size() for t in runner.tables.block_tables) == runner.row_bytes(64)
 
 
 def on_cpu(folder, **options) -> Engine:
@@ -147,7 +147,8 @@ def test_the_remedy_for_too_many_rows_fits(tiny_model, monkeypatch) -> None:
 def test_the_plan_on_the_cpu_counts_rows_and_steps(tiny_model) -> None:
     engine = on_cpu(tiny_model("llama"), max_num_seqs=5000, max_model_len=256, num_gpu_blocks_override=64)
     tables, memory = engine.rank.runner.tables, engine.info.memory
-    made = [tables.token_ids, tables.num_computed, tables.params, *tables.block_tables]
+    history, counts = tables.history, [tables.num_computed, tables.num_proposed]
+    made = [history.pages, history.recent, tables.params, *counts, *tables.block_tables]
     rows = sum(t.numel() * t.element_size() for t in made)
     assert rows <= memory["other"] <= rows * 1.05
     logits = 5000 * engine.rank.runner.model.config.vocab_size * 4

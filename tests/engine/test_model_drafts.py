@@ -91,7 +91,7 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], SamplingP
         for row, sample, count in zip(header[0].tolist(), header[2].tolist(), found.tolist(), strict=False):
             if sample >= 0 and count:
                 length = int(tables.num_computed[row]) + 1
-                tokens = tables.token_ids[row, : length + count].tolist()
+                tokens = tables.history.tokens(row, length + count, length - 1).tolist()
                 seen.append((tokens[:length], tables.sampling[row], tokens[length:]))
         return found
 

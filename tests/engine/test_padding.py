@@ -111,6 +111,24 @@ def test_every_small_step_finds_the_smallest_graph_that_holds_it(graphs):
             assert shape.tokens <= max(128, 2 * max(total, shape.decode_rows + 1) - 1)
 
 
+@pytest.mark.parametrize("max_decodes", [8, 64, 100, 512])
+@pytest.mark.parametrize("limit", [512, 1024, 3000])
+def test_coarse_graphs_hold_every_small_step_too(limit, max_decodes):
+    """As many as the scheduler makes: it exceeds its limit by few decodes."""
+    table = StepGraphs(None, None, max_decodes, limit, (), coarse=True)  # type: ignore[arg-type]
+    table._graphs = {shape: shape for shape in table.shapes()}  # type: ignore[misc]
+    for decodes in (0, 1, 8, 15, 16, 17, 63, 64, 65, 100, 300, 512):
+        for queries in ((1,), (60,), (500,), (limit - 1,), (limit,), (limit - decodes,), (3,) * 16, (5,) * 17):
+            step, most = plan(decodes, *queries), limit + (decodes if decodes <= FEW_DECODES else 0)
+            if decodes > max_decodes or queries[0] < 1 or step.total_tokens > min(most, 1024 + FEW_DECODES):
+                continue
+            if len(queries) > MIXED_PREFILL_ROWS >= max_decodes or not table.expects(step):
+                continue
+            shape = table.find(step)
+            assert shape is not None, (decodes, queries)
+            assert decodes <= shape.decode_rows and step.total_tokens <= shape.tokens
+
+
 def test_a_burst_of_short_prompts_finds_one(graphs):
     for decodes in (0, 1, 16, 65, 256):
         for queries in ((5,) * (MIXED_PREFILL_ROWS + 1), (2,) * MANY_PREFILL_ROWS, (20,) * 38):

@@ -51,7 +51,7 @@ class Rows:
         self.logits = torch.empty_like(mine)
         self.logits[rows] = mine
         for row in rows:
-            self.tables.token_ids[row, len(self.histories[row])] = 7
+            self.tables.history.pages.view(len(self.params) + 1, -1)[row, len(self.histories[row])] = 7
             self.histories[row].append(7)
 
 

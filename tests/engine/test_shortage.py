@@ -17,6 +17,7 @@ from vserve.engine.engine import Engine
 from vserve.engine.loader import count_parameters
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.quant.online import OnlineScheme
+from vserve.engine.quant.scheme import make_scheme
 from vserve.engine.resolved import Machine
 from vserve.engine.shortage import is_out_of_memory, killed
 from vserve.engine.weight_size import check_weights
@@ -132,6 +133,47 @@ def test_experts_keep_their_codes_on_a_card(tiny_model: Any) -> None:
     size = weight_size.weight_size(model, parameters, torch.bfloat16, 0, on_card=True)
     experts = 3 * 64 * sum(spec.mlp.routing.num_experts * spec.mlp.inner for spec in model.layers)
     assert model.hidden_size == 64 and size == pytest.approx(1.03 * experts + 2 * (parameters - experts), abs=2)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "numbers"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, True),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}, False),
+        ("group", True),
+        ("weight", False),
+        (None, False),
+    ],
+)
+def test_experts_with_an_order_of_columns_are_numbers_on_a_card(
+    tiny_model: Any, quantization: dict[str, Any] | str | None, numbers: bool
+) -> None:
+    """Of two ranks, half of them on each; a CPU multiplies by their codes."""
+    if not isinstance(quantization, dict):
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "actorder": quantization}
+        quantization = {
+            "quant_method": "compressed-tensors", "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        }  # fmt: skip
+    plain = ModelConfig.from_folder(tiny_model("mixtral"))
+    model = dataclasses.replace(plain, quantization=make_scheme(quantization, None))
+    every = count_parameters(plain)
+    experts = 3 * 64 * sum(spec.mlp.routing.num_experts * spec.mlp.inner for spec in plain.layers)
+    outside = 2 * plain.vocab_size * 64
+    for ranks in (1, 2):
+        parameters, stored = every // ranks, int(0.6 * every) // ranks
+        kept = parameters - (experts / ranks if numbers else 0) - outside
+        wanted = 0.6 * kept + 2 * (parameters - kept)
+        for on_card in (True, False):
+            size = weight_size.weight_size(model, parameters, torch.bfloat16, stored, on_card)
+            codes = 0.6 * (parameters - outside) + 2 * outside
+            assert size == pytest.approx(wanted if on_card else codes, rel=1e-4)
+    if numbers:
+        with pytest.raises(
+            ConfigError, match=r"take a checkpoint without desc_act \(actorder group\): with it, on a GPU"
+        ):
+            check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, 70 * 10**9, 40 * 10**9)
 
 
 ERRORS = [

@@ -50,13 +50,13 @@ class Told:
             if sample < 0:
                 continue
             length = int(tables.num_computed[row]) + 1
-            history = tables.token_ids[row, :length].tolist()
+            history = tables.history.tokens(row, length, length - 1).tolist()
             known = [tokens[length:] for tokens in self.sequences if tokens[:length] == history]
             drafts = (known[0] if known else [])[: self.count]
             drafts += [7] * (self.count - len(drafts))
             drafts = [token if self.rng.random() < self.share else (token + 1) % 290 for token in drafts]
-            room = tables.token_ids[row, length : length + self.count]
-            room[:] = torch.tensor(drafts[: len(room)], dtype=torch.int32)
+            room = torch.arange(length, length + self.count) % tables.history.ring
+            tables.history.recent[row, room] = torch.tensor(drafts, dtype=torch.int32)
             found[i] = tables.num_proposed[row] = self.count if row % 4 != 3 else 0
             Told.made += 1
         return found
@@ -84,9 +84,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         bind(self, *arguments)
         runners[:] = [self]
 
-    def verify_drafts(token_ids, num_computed, num_proposed, rows, *others) -> None:
+    def verify_drafts(history, num_computed, num_proposed, rows, *others) -> None:
         before = {row: int(num_computed[row]) for row in rows.tolist()}
-        verify(token_ids, num_computed, num_proposed, rows, *others)
+        verify(history, num_computed, num_proposed, rows, *others)
         (runner,), num_drafts = runners, others[-1]
         layers, size = runner.model.attention_layers(), runner.block_size
         for row, count in before.items():

@@ -276,7 +276,7 @@ class Steps:
         if not torch.equal(runner.tables.num_computed[rows].long(), ends):
             self._fail(step, "the rows' counts of computed tokens are not those after the step")
         sampled = torch.tensor(plan.sampled, device=self.device)
-        held = runner.tables.token_ids[rows[sampled], ends[sampled]]
+        held = runner.tables.history.recent[rows[sampled], ends[sampled] % runner.tables.history.ring]
         if not torch.equal(held.long(), tokens):
             self._fail(step, "the rows do not hold the tokens that were sampled")
 

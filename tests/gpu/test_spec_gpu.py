@@ -49,14 +49,14 @@ class Told:
         self.truth = torch.tensor(padded, dtype=torch.int32, device="cuda")
 
     def propose(self, tables: RowTables, rows: Tensor, sample_index: Tensor) -> Tensor:
-        row, sampled = rows.long(), sample_index >= 0
-        begun = tables.token_ids[row, :5]  # no two prompts begin so
+        row, sampled, history = rows.long(), sample_index >= 0, tables.history
+        begun = history.computed(row[:, None], torch.arange(5, device="cuda"))  # no two prompts begin so
         which = (begun[:, None] == self.truth[None, :, :5]).all(2).int().argmax(1)
         place = tables.num_computed[row].long()[:, None] + 1 + torch.arange(self.count, device="cuda")
         drafts = self.truth[which].gather(1, place.clamp(max=self.truth.shape[1] - 1))
         drafts = torch.where((place * 7919 + which[:, None] * 31) % 5 > 0, drafts, (drafts + 1) % 4096)
-        before = tables.token_ids[row[:, None], place]
-        tables.token_ids[row[:, None], place] = torch.where(sampled[:, None], drafts, before)
+        before = history.recent[row[:, None], place % history.ring]
+        history.recent[row[:, None], place % history.ring] = torch.where(sampled[:, None], drafts, before)
         found = torch.where(sampled, self.count, 0).int()
         tables.num_proposed[row] = torch.where(sampled, found, tables.num_proposed[row])
         return found

@@ -125,23 +125,27 @@ def launch_dependent_kernels() -> None:
 
 
 def launch_other_kernels() -> None:
-    from vserve.kernels import batch_inputs, penalties, sampling, verify
+    from vserve.kernels import bad_words, batch_inputs, history, ngram, penalties, sampling, verify
 
-    token_ids, block_table = i32(5, 4096), i32(5, 256)
-    batch_inputs.scatter_rows_triton(token_ids, i32(2), i32(2), i32(3), i32(9))
-    batch_inputs.build_inputs_triton(token_ids, i32(5), i32(4), i32(5), i32(9), i32(9), i32(4))
+    block_table = i32(5, 256)
+    tokens = history.History(i32(100, 16), block_table, i32(5, 16), i32(5, 12)[:, 10], 4096)
+    batch_inputs.scatter_rows_triton(tokens.pages, i32(2), i32(2), i32(3), i32(9))
+    batch_inputs.build_inputs_triton(tokens, i32(5), i32(4), i32(5), i32(9), i32(9), i32(4))
     batch_inputs.build_slots_triton(block_table, i32(4), i32(5), i32(9), i32(9), 16)
-    batch_inputs.commit_tokens_triton(token_ids, i32(5), i32(4), i32(5), i32(4), i32(4))
-    verify.verify_drafts_triton(token_ids, i32(5), i32(5), i32(4), i32(5), i32(16), i32(4), i32(2, 4), 3)
+    batch_inputs.commit_tokens_triton(tokens, i32(5), i32(4), i32(5), i32(4), i32(4))
+    verify.verify_drafts_triton(tokens, i32(5), i32(5), i32(4), i32(5), i32(16), i32(4), i32(2, 4), 3)
     rates = torch.zeros(3, dtype=torch.int64)
-    verify.impose_acceptance_triton(token_ids, i32(5), i32(5, 12)[:, 8], i32(4), i32(5), i32(16), i32(4), rates, 3)
+    verify.impose_acceptance_triton(tokens, i32(5), i32(5, 12)[:, 8], i32(4), i32(5), i32(16), i32(4), rates, 3)
 
     one, zero = torch.ones(2), torch.zeros(2, dtype=torch.int64)
     for vocabulary in (512, 50257, 128256):
         logits = torch.zeros(2, vocabulary)
         sampling.sample_triton(logits, one, i32(2), one, one, zero, zero)
     counts = i32(64, vocabulary)
-    penalties.apply_penalties_triton(logits, token_ids, i32(2), i32(2), i32(2), one, one, one, i32(2), counts)
+    history.read_tokens_triton(tokens, i32(4), i32(4), i32(9), i32(9))
+    ngram.propose_ngrams_triton(tokens, i32(5), i32(4), i32(4), i32(5), i32(4), 2, 4, 3)
+    bad_words.apply_bad_words_triton(logits, tokens, i32(2), i32(2), i32(2), i32(3), i32(4), i32(9))
+    penalties.apply_penalties_triton(logits, tokens, i32(2), i32(2), i32(2), one, one, one, i32(2), counts)
     penalties.apply_logit_bias_triton(logits, i32(2), i32(3), i32(600, 2))
 
 

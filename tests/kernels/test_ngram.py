@@ -10,6 +10,8 @@ import torch
 
 from vserve.kernels import ngram
 
+from .histories import history_of, paged
+
 PATHS = ["torch", "triton", "public"]
 
 
@@ -46,13 +48,15 @@ def test_drafts(path: str, least: int, most: int, count: int, device: str) -> No
     samples = [*range(len(lengths)), -1, -1]  # of a prompt that goes on, and padding
     before = [9] * len(table)
 
-    token_ids, proposed = ints(table, device), ints(before, device)
+    computed = [min(count, limit) for count in computed]
+    history, proposed = history_of(ints([row[:limit] for row in table], device), computed), ints(before, device)
+    pages, recent = [paged(history, row, limit) for row in range(len(table))], history.recent.tolist()
     found = torch.full((len(rows),), -77, dtype=torch.int32).to(device)
     function(path)(
-        token_ids[:, :limit], ints(computed, device), ints(rows, device), ints(samples, device), proposed, found,
+        history, ints(computed, device), ints(rows, device), ints(samples, device), proposed, found,
         least, most, count,
     )  # fmt: skip
-    expected, wanted = [list(row) for row in table], []
+    wanted = []
     for row, sample in zip(rows, samples, strict=True):
         if sample < 0:
             wanted.append(0)
@@ -62,7 +66,8 @@ def test_drafts(path: str, least: int, most: int, count: int, device: str) -> No
         wanted.append(count if drafts else 0)
         before[row] = wanted[-1]
         drafts = (drafts or [table[row][length - 1]] * count)[: limit - length]
-        expected[row][length : length + len(drafts)] = drafts
+        for place, draft in enumerate(drafts):
+            recent[row][(length + place) % history.ring] = draft
     assert found.tolist() == wanted and proposed.tolist() == before
-    assert token_ids.tolist() == expected
+    assert history.recent.tolist() == recent and [paged(history, row, limit) for row in range(len(table))] == pages
     assert 0 < sum(number > 0 for number in wanted) < len(wanted), "all, or none: nothing was tried"

@@ -9,6 +9,8 @@ import torch
 
 from vserve.kernels import penalties
 
+from .histories import history_of
+
 
 @pytest.fixture(params=["torch", "triton", "public"])
 def path(request: pytest.FixtureRequest) -> str:
@@ -33,7 +35,8 @@ def apply(
     chosen = torch.tensor(range(len(logits)) if index is None else index, dtype=torch.int32)
     counts = torch.zeros(4, logits.shape[1], dtype=torch.int32, device=where)
     tensors.append(chosen)
-    assert getattr(penalties, name)(result, token_ids.to(where), *(x.to(where) for x in tensors), counts) is None
+    history = history_of(token_ids.to(where))
+    assert getattr(penalties, name)(result, history, *(x.to(where) for x in tensors), counts) is None
     assert not counts.any(), "the next rows would be penalised for these"
     return result.cpu()
 
@@ -94,7 +97,7 @@ def test_rows_of_a_wider_buffer(path: str, device: str) -> None:
     function = getattr(penalties, "apply_penalties" if path == "public" else f"apply_penalties_{path}")
     index = torch.tensor([1, 0], dtype=torch.int32, device=where)
     counts = torch.zeros(2, 8, dtype=torch.int32, device=where)
-    function(buffer[:, 2:10], token_ids, *integers, one * 2, one * 0.5, one * 0.25, index, counts)
+    function(buffer[:, 2:10], history_of(token_ids), *integers, one * 2, one * 0.5, one * 0.25, index, counts)
     assert buffer.tolist() == [
         [7, 7, 7, 3.5 - 0.75, 3.5 - 0.75, 7, 7, 3.5 - 0.75, 7, 7, 7, 7],
         [7, 7, 7, 3.5, 3.5 - 0.75, 7, 7, 7, 7, 7, 7, 7],

@@ -10,6 +10,8 @@ import torch
 
 from vserve.kernels import verify
 
+from .histories import history_of
+
 PATHS = ["torch", "triton", "public"]
 
 
@@ -29,7 +31,7 @@ def test_drafts_hold_up_to_the_first_that_was_not_sampled(
 ) -> None:
     rng = random.Random(num_rows + num_drafts)
     limit, padding = 40, 2
-    table = [[rng.randrange(1, 9) for _ in range(limit + 3)] for _ in range(num_rows + 3)]
+    table = [[rng.randrange(1, 9) for _ in range(limit)] for _ in range(num_rows + 3)]
     computed = [rng.randrange(limit - 1) for _ in table]
     computed[0] = limit - 2  # of its drafts one lies within the row, and what follows nowhere
     proposed = [rng.randrange(num_drafts + 2) for _ in table]
@@ -41,7 +43,8 @@ def test_drafts_hold_up_to_the_first_that_was_not_sampled(
         for place in range(num_drafts):
             if rng.random() < 0.7 and computed[row] + 1 + place < limit:
                 sampled[order[i] * query_len + place] = table[row][computed[row] + 1 + place]
-    expected, counts, kept = [list(row) for row in table], list(computed), []
+    history = history_of(ints(table, device), computed)
+    expected, counts, kept = history.recent.tolist(), list(computed), []
     for i, row in enumerate(rows):
         samples = sampled[order[i] * query_len :][:query_len]
         drafts = table[row][computed[row] + 1 : limit][:num_drafts]
@@ -50,21 +53,20 @@ def test_drafts_hold_up_to_the_first_that_was_not_sampled(
             right += 1
         counts[row] += 1 + right
         if counts[row] < limit:
-            expected[row][counts[row]] = samples[right]
+            expected[row][counts[row] % history.ring] = samples[right]
         kept.append(1 + right)
 
-    token_ids = ints(table, device)
     device_computed, out = (
         ints(computed, device),
         torch.full((2, num_rows + padding), -77, dtype=torch.int32).to(device),
     )
     query_start = [*range(0, num_rows * query_len + 1, query_len), *[num_rows * query_len] * padding]
     function(path)(
-        token_ids[:, :limit], device_computed, ints(proposed, device), ints([*rows, *[num_rows + 2] * padding], device),
+        history, device_computed, ints(proposed, device), ints([*rows, *[num_rows + 2] * padding], device),
         ints(query_start, device), ints(sampled, device),
         ints([place * query_len for place in order] + [0] * padding, device), out, num_drafts,
     )  # fmt: skip
-    assert token_ids.tolist() == expected
+    assert history.recent.tolist() == expected
     assert device_computed.tolist() == counts
     assert out.tolist() == [[*kept, 0, 0], [*(proposed[row] for row in rows), 0, 0]]
     assert len(set(kept)) > 1 or num_rows == 1, "the same for all: nothing was tried"
@@ -82,20 +84,21 @@ def test_an_imposed_acceptance_is_what_was_asked_for_whatever_was_sampled(path: 
     thresholds = torch.tensor([round(rate * (1 << 32)) for rate in rates], dtype=torch.int64).to(device)
     found = []
     for how in ("torch", path):
-        token_ids, sampled = ints(table, device), ints(samples, device)
+        history, sampled = history_of(ints(table, device), computed), ints(samples, device)
         rows, index = ints([*range(num_rows), num_rows], device), ints([*range(0, 5 * num_rows, 5), 0], device)
         start = ints([*range(0, 5 * num_rows + 1, 5), 5 * num_rows], device)  # the last is padding
         params = ints([[seed, 0, 0] for seed in seeds], device)
         counts, proposed = ints(computed, device), ints([0] * len(table), device)
         getattr(verify, f"impose_acceptance_{how}")(
-            token_ids, counts, params[:, 0], rows, start, sampled, index, thresholds, num_drafts
+            history, counts, params[:, 0], rows, start, sampled, index, thresholds, num_drafts
         )
         kept = ints([[0] * (num_rows + 1)] * 2, device)
-        verify.verify_drafts_torch(token_ids, counts, proposed, rows, start, sampled, index, kept, num_drafts)
-        found.append((token_ids.tolist(), sampled.tolist(), counts.tolist(), kept[0].tolist()))
+        verify.verify_drafts_torch(history, counts, proposed, rows, start, sampled, index, kept, num_drafts)
+        now = [history.tokens(row, min(limit, computed[row] + 16), computed[row]).tolist() for row in range(len(table))]
+        found.append((now, sampled.tolist(), counts.tolist(), kept[0].tolist()))
     assert found[0] == found[1]
     table_now, samples_now, _, kept_now = found[1]
-    assert table_now[num_rows] == table[num_rows] and kept_now[-1] == 0
+    assert table_now[num_rows] == table[num_rows][: len(table_now[num_rows])] and kept_now[-1] == 0
     whole = [kept_now[row] - 1 for row in range(num_rows) if computed[row] + 1 + num_drafts < limit]
     for place, rate in enumerate(rates):
         assert sum(right > place for right in whole) / len(whole) == pytest.approx(rate, abs=0.1), place

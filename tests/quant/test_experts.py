@@ -15,6 +15,7 @@ from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.quant.described import describe
+from vserve.engine.weight_size import weight_size
 
 from .checkpoints import KINDS, write
 
@@ -76,6 +77,27 @@ def test_experts_on_a_gpu_keep_their_codes(
     assert experts.method.plain is None and "codes: experts' kernels" in str(describe(model)["products"])
     kept = sum(w.numel() * w.element_size() for w in experts.parameters())
     assert kept < 3 * 4 * 64 * 128 * 1.5  # half of 16 bits, of rows and columns filled up to whole blocks
+
+
+@pytest.mark.parametrize("kind", ["gptq", "packed", "awq"])
+def test_the_size_is_what_is_held(
+    kind: str, tiny_model: Callable[..., Path], tmp_path: Path, as_on_a_gpu: None
+) -> None:
+    """Known before they are loaded: 16 bits an element of experts whose columns have an order of their own, else the
+    file's codes."""
+    sizes = {**SIZES, "moe_intermediate_size": 512, "hidden_size": 256, "num_experts": 8, "num_hidden_layers": 2}
+    folder = write(tiny_model("qwen2_moe", **sizes), tmp_path, kind) / "quantized"
+    config, found = ModelConfig.from_folder(folder), []
+
+    def admit(parameters: int, stored: int) -> None:
+        found.append(weight_size(config, parameters, torch.bfloat16, stored, on_card=True))
+
+    model = load(folder, dtype=torch.bfloat16, admit=admit)
+    experts = sum(w.numel() * w.element_size() for layer in model.layers for w in layer.mlp.experts.parameters())
+    every = sum(w.numel() * w.element_size() for w in model.parameters())
+    numbers = 2 * 2 * 8 * 3 * 512 * 256
+    assert experts == numbers if kind == "gptq" else experts < 0.4 * numbers
+    assert every * 0.8 < found[0] < every * 1.25
 
 
 def test_the_start_names_what_experts_run_with(

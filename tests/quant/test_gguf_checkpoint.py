@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vserve.engine.gguf_checkpoint import GGUFCheckpoint
 from vserve.engine.gguf_config import eos_token_ids, read_config, read_generation_config
+from vserve.engine.gguf_families import FAMILIES as architectures
 from vserve.engine.gguf_file import Strings, read_gguf
 from vserve.engine.model_config import parse_model_config
 from vserve.engine.model_file import ModelError
@@ -461,6 +463,14 @@ def test_a_file_that_shrank_meanwhile(gguf_models: Any, tiny_model: Any, tmp_pat
     last = max(checkpoint.tensors, key=lambda name: checkpoint.tensors[name].start)
     with pytest.raises(ModelError, match=r"m\.gguf is truncated: tensor .* has 0 of \d+ bytes: download it again"):
         checkpoint.read(last)
+
+
+def test_the_page_lists_what_is_read() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "running" / "quantization.md").read_text()
+    listed = re.search(r"of the architectures (.*?): configuration", page, re.DOTALL)
+    assert listed is not None
+    words = re.split(r",\s+|\s+and\s+", re.sub(r"\s+\([^)]*\)", "", listed[1]))
+    assert {word.strip() for word in words} == set(architectures)
 
 
 def test_looked_at_without_torch(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:

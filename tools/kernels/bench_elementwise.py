@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from vserve.kernels import activation, batch_inputs, norm, penalties, rope_kv, sampling
+from vserve.kernels.history import History
 
 Case = tuple[str, Callable[[], object], int]
 
@@ -85,9 +86,10 @@ def activation_cases() -> Iterator[Case]:
 
 def batch_cases() -> Iterator[Case]:
     max_len, page = 32768, 16
-    token_ids = i32(torch.randint(0, 128000, (1025, max_len)))
     block_table = i32(torch.randint(0, 100000, (1025, max_len // page)))
+    pages, recent = (i32(torch.randint(0, 128000, shape)) for shape in ((100000, page), (1025, 16)))
     computed = i32(torch.randint(0, 20000, (1025,)))
+    tokens = History(pages, block_table, recent, computed.clone(), max_len)  # what decodes is not given
     for name, lengths in (("decode", [1] * 256), ("decode", [1] * 1024), ("prefill", [1] * 63 + [8129])):
         num_rows, num_tokens = len(lengths), sum(lengths)
         rows, start = i32(torch.randperm(1024)[:num_rows]), i32([0, *torch.tensor(lengths).cumsum(0).tolist()])
@@ -98,7 +100,7 @@ def batch_cases() -> Iterator[Case]:
             rows: torch.Tensor = rows, start: torch.Tensor = start, ids: torch.Tensor = ids,
             positions: torch.Tensor = positions, slots: torch.Tensor = slots, seq_lens: torch.Tensor = seq_lens,
         ) -> None:  # fmt: skip
-            batch_inputs.build_inputs(token_ids, computed, rows, start, ids, positions, seq_lens)
+            batch_inputs.build_inputs(tokens, computed, rows, start, ids, positions, seq_lens)
             batch_inputs.build_slots(block_table, rows, start, positions, slots, page)
 
         yield f"build_inputs+build_slots {name} B={num_rows} T={num_tokens}", build, num_tokens * 24 + num_rows * 20
@@ -127,7 +129,9 @@ def sampling_cases() -> Iterator[Case]:
                 lambda a=arguments, g=name == "greedy": sampling.sample(*a, all_greedy=g),
                 logits.nbytes,
             )
-        history = i32(torch.randint(0, vocabulary, (num_rows, 8192)))
+        blocks = i32(torch.randperm(num_rows * 512)).view(num_rows, 512)
+        pages = i32(torch.randint(0, vocabulary, (num_rows * 512, 16)))
+        history = History(pages, blocks, blocks[:, :16].contiguous(), blocks[:, 0], 8192)
         rows, lengths = i32(torch.arange(num_rows)), i32(one * 4096)
         counts = torch.zeros(64, vocabulary, dtype=torch.int32, device="cuda")
         yield (
