@@ -60,7 +60,10 @@ STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "max_loras": 2, "max_cpu_
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ours": ("llama", {}, {"tensor_parallel_size": 2}),
     "stages": ("llama", {"num_hidden_layers": 3}, STAGES),
-    "tied stages": ("llama", {"tie_word_embeddings": True}, {"tensor_parallel_size": 2, **STAGES}),
+    "tied stages": (
+        "llama", {"tie_word_embeddings": True},
+        {"tensor_parallel_size": 2, "speculative_config": '{"method": "ngram", "prompt_lookup_max": 1}', **STAGES},
+    ),
     "experts": (
         "qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2},
         {"tensor_parallel_size": 2, "enable_expert_parallel": True},
