@@ -2,148 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-
-class ConfigError(ValueError):
-    """A setting that cannot work. The message names the value, the limit and the remedy in one line."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Of a number. `zero`: what 0 means; `unit`, `note`: what an error message says beside them."""
-
-    at_least: float | None = None
-    at_most: float | None = None
-    above: float | None = None
-    zero: str = ""
-    unit: str = ""
-    note: str = ""
-
-    def problem(self, value: float) -> str | None:
-        """What is wrong with a value."""
-        least, most, above = self.at_least, self.at_most, self.above
-        # `value < least` would let NaN pass
-        if (least is None or value >= least) and (above is None or value > above) and (most is None or value <= most):
-            return None
-        low = f"0 ({self.zero})" if self.zero else least
-        if above is not None:
-            bounds = f"above {above}" + ("" if most is None else f" and at most {most}")
-        elif most is not None:
-            bounds = f"from {low} to {most}"
-        else:
-            bounds = f"{low} or more" if least == 0 else f"at least {low}"
-        return f"it must be {bounds}{self.unit and f' {self.unit}'}{self.note and f'; {self.note}'}"
-
-
-POSITIVE = Bounds(1)
-PORT = Bounds(1, 65535)
-FITTING = -1  # of --max-model-len: what fits
-UNLIMITED = Bounds(0, zero="no limit")
-SECONDS = Bounds(0.1, 86_400, unit="seconds")
-SECONDS_OR_NONE = Bounds(0, 86_400, zero="no limit", unit="seconds")
-
-
-def option(
-    default: Any, help: str, *, choices: tuple[str, ...] = (), bounds: Bounds | None = None,
-    problem: Callable[[Any], str | None] | None = None, group: str = "engine", secret: bool = False,
-    is_json: bool = False, short: str = "",
-) -> Any:  # fmt: skip
-    """A dataclass field that is also a command-line flag, `--field-name`, with this help text.
-
-    `problem`: what is wrong with a value beside its bounds, in words. Secrets stay hidden. `is_json`: the text of a
-    JSON object, which may also be given key by key, `--field-name.key value`. `short`: another flag, with one hyphen.
-    """
-    metadata = {
-        "help": help, "choices": choices, "bounds": bounds, "problem": problem, "group": group, "secret": secret,
-        "is_json": is_json, "short": short,
-    }  # fmt: skip
-    return field(default=default, repr=not secret, metadata=metadata)
-
-
-def check_options(config: Any) -> None:
-    """Raises ConfigError for the first option of a dataclass that is not as it was declared; None is always allowed."""
-    for spec in dataclasses.fields(config):
-        value = getattr(config, spec.name)
-        if value is not None and (problem := _problem(spec.metadata, value)):
-            shown = "" if spec.metadata["secret"] else f" is {value!r}"
-            raise ConfigError(f"{flag(spec.name)}{shown}: {problem}")
-
-
-def _problem(declared: Mapping[str, Any], value: Any) -> str | None:
-    choices, bounds, problem = declared["choices"], declared["bounds"], declared["problem"]
-    if choices and value not in choices:
-        return f"choose one of {', '.join(choices)}"
-    if bounds is not None and (found := bounds.problem(value)):
-        return str(found)
-    return problem(value) if problem is not None else None
-
-
-def _power_of_two(number: int) -> str | None:
-    return "it must be a power of two" if number & (number - 1) else None
-
-
-def json_object(text: str) -> str | None:
-    """What is wrong with the text of a JSON object."""
-    try:
-        return None if isinstance(json.loads(text), dict) else "it must be a JSON object"
-    except ValueError as error:
-        return f"it is no JSON ({error}): give an object such as '{{\"rope_theta\": 1000000}}'"
-
-
-def _overrides(text: str) -> str | None:
-    from .overrides import unknown_key  # it reads EngineConfig
-
-    return json_object(text) or unknown_key(json.loads(text))
-
-
-def _rope_scaling(text: str) -> str | None:
-    if problem := json_object(text):
-        return problem
-    if {"rope_type", "type"} & json.loads(text).keys():
-        return None
-    return 'its "rope_type" is missing, as in \'{"rope_type": "yarn", "factor": 4.0}\''
-
-
-def _kv_events(text: str) -> str | None:
-    from .kv_events import problem
-
-    return problem(text)
-
-
-def _speculation(text: str) -> str | None:
-    from .speculation.settings import problem
-
-    return problem(text)
-
-
-def _partition(text: str) -> str | None:
-    words = text.split(",")
-    right = all(word.strip().isdecimal() and int(word) for word in words)
-    return None if right else "it must be the number of layers of each stage, such as 12,10,10"
-
-
-def _no_text(text: str) -> str | None:
-    return None if text else "it is empty: give it a text, or leave it out"
-
-
-def _no_file(path: str) -> str | None:
-    return "it is a file, give a folder" if os.path.isfile(os.path.expanduser(path)) else None
-
-
-def _model(name: str) -> str | None:
-    from .model_path import find_model
-
-    try:
-        find_model(name)
-    except ConfigError as error:
-        return str(error)
-    return None
+from . import config_checks
+from . import option_values as values
+from .option import FITTING as FITTING
+from .option import PORT, POSITIVE, UNLIMITED, Bounds, check_options, option
+from .option import ConfigError as ConfigError
+from .option import flag as flag
 
 
 @dataclass(frozen=True)
@@ -154,7 +21,7 @@ class EngineConfig:
     revision: str | None = option(None, "branch, tag or commit of a model taken from the hub", group="model")
     download_dir: str | None = option(
         None, "folder for what is taken from the hub (default: the hub's own cache, HF_HOME)", group="model",
-        problem=_no_file,
+        problem=values.no_file,
     )  # fmt: skip
     model_impl: str = option(
         "auto",
@@ -209,11 +76,11 @@ class EngineConfig:
         bounds=Bounds(1, note="auto or -1 take what fits"),
     )
     hf_config_path: str | None = option(
-        None, "folder or hub name whose config.json is read instead of the model's", group="model", problem=_model
+        None, "folder or hub name whose config.json is read instead of the model's", group="model", problem=values.model
     )
     hf_overrides: str | None = option(
         None, "JSON object with values that come before those of config.json, such as '{\"rope_theta\": 1000000}'",
-        group="model", problem=_overrides, is_json=True,
+        group="model", problem=values.overrides, is_json=True,
     )  # fmt: skip
     rope_theta: float | None = option(
         None, "base of the rotary embedding, instead of config.json's", group="model", bounds=Bounds(above=0)
@@ -221,7 +88,7 @@ class EngineConfig:
     rope_scaling: str | None = option(
         None, "JSON object that stretches the rotary embedding, instead of config.json's, such as "
         '\'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}\'',
-        group="model", problem=_rope_scaling, is_json=True,
+        group="model", problem=values.rope_scaling, is_json=True,
     )  # fmt: skip
     disable_sliding_window: bool = option(
         False, "every layer sees the whole context, which is then no longer than the model's window", group="model"
@@ -232,7 +99,7 @@ class EngineConfig:
         None, "threads of the engine when it runs on the CPU (default: cores - 1)", bounds=POSITIVE
     )
     block_size: int = option(
-        16, "tokens in a block of the KV cache", group="cache", bounds=Bounds(1, 256), problem=_power_of_two
+        16, "tokens in a block of the KV cache", group="cache", bounds=Bounds(1, 256), problem=values.power_of_two
     )
     gpu_memory_utilization: float = option(
         0.9,
@@ -267,18 +134,18 @@ class EngineConfig:
     prefix_cache_seed: str | None = option(
         None, "text that the keys of cached prefixes are made from: engines with the same one name equal blocks alike; "
         "keep it secret, who knows it can compute keys (default: random)",
-        group="cache", secret=True, problem=_no_text,
+        group="cache", secret=True, problem=values.no_text,
     )  # fmt: skip
     kv_events_config: str | None = option(
         None, "what of the prefix cache is told to routers, as JSON: {\"enable_kv_cache_events\": true, \"endpoint\": "
-        "\"tcp://*:5557\"} publishes vLLM's events over ZeroMQ", group="cache", is_json=True, problem=_kv_events,
+        "\"tcp://*:5557\"} publishes vLLM's events over ZeroMQ", group="cache", is_json=True, problem=values.kv_events,
     )  # fmt: skip
     enable_lora: bool = option(
         False, "serve adapters (LoRA) beside the model: each request names one, or none", group="adapters"
     )
     merge_lora: str | None = option(
         None, "folder of one adapter that is merged into the model as it is loaded: served alone, at no cost a token",
-        group="adapters", problem=_no_file,
+        group="adapters", problem=values.no_file,
     )  # fmt: skip
     qlora_adapter_name_or_path: str | None = option(None, "an older name of merge_lora", group="adapters")
     max_loras: int = option(
@@ -314,7 +181,7 @@ class EngineConfig:
     )  # fmt: skip
     pipeline_layer_partition: str | None = option(
         None, "layers of each stage, such as 12,10,10 (default: so that stages take about as much memory and time as "
-        "each other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel", problem=_partition,
+        "each other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel", problem=values.partition,
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "ranks hold whole experts of a mixture, not a slice of each", group="parallel", short="ep"
@@ -336,16 +203,16 @@ class EngineConfig:
         group="parallel", bounds=Bounds(0, 63), short="r",
     )  # fmt: skip
     master_addr: str = option(
-        "127.0.0.1", "address of node 0, where the others dial in", group="parallel", problem=_no_text
+        "127.0.0.1", "address of node 0, where the others dial in", group="parallel", problem=values.no_text
     )
     master_port: int = option(29501, "port of node 0, where the others dial in", group="parallel", bounds=PORT)
     host_ip: str | None = option(
         None, "own address of this host among the nodes; its interface is the one that NCCL and gloo use (default: "
-        "what reaches node 0)", group="parallel", problem=_no_text,
+        "what reaches node 0)", group="parallel", problem=values.no_text,
     )  # fmt: skip
     cluster_secret: str | None = option(
         None, "text that nodes must share to be let in; needed where node 0 can be reached from other hosts, best as "
-        "VSERVE_CLUSTER_SECRET", group="parallel", secret=True, problem=_no_text,
+        "VSERVE_CLUSTER_SECRET", group="parallel", secret=True, problem=values.no_text,
     )  # fmt: skip
     distributed_timeout_seconds: int = option(
         600, "seconds to wait for other nodes, a Ray cluster or another rank", group="parallel",
@@ -397,7 +264,7 @@ class EngineConfig:
     speculative_config: str | None = option(
         None, "JSON object that turns drafts on, such as '{\"method\": \"ngram\", \"num_speculative_tokens\": 7}': "
         "answers stay the same, and come faster where they repeat what stood before, or \"model\": who drafts",
-        group="scheduler", problem=_speculation, is_json=True, short="sc",
+        group="scheduler", problem=values.speculation, is_json=True, short="sc",
     )  # fmt: skip
     scheduling_policy: str = option(
         "fcfs",
@@ -418,13 +285,13 @@ class EngineConfig:
         if self.max_model_len == FITTING:
             object.__setattr__(self, "max_model_len", None)
         check_options(self)
-        self._check_batch()
-        self._check_partial_prefills()
-        self._check_purpose()
-        self._check_events()
-        self._check_adapters()
-        self._check_stages()
-        self._check_nodes()
+        config_checks.check_batch(self)
+        config_checks.check_partial_prefills(self)
+        config_checks.check_purpose(self)
+        config_checks.check_events(self)
+        config_checks.check_adapters(self)
+        config_checks.check_stages(self)
+        config_checks.check_nodes(self)
         if self.engine_in_process and self.data_parallel_size > 1:
             raise ConfigError(
                 f"--engine-in-process has room for one engine, and --data-parallel-size is {self.data_parallel_size}: "
@@ -461,103 +328,6 @@ class EngineConfig:
     def stage_layers(self) -> tuple[int, ...]:
         """How many layers each stage has; empty: nobody has said so."""
         return tuple(map(int, (self.pipeline_layer_partition or "").replace(",", " ").split()))
-
-    def _check_stages(self) -> None:
-        size, counts = self.pipeline_parallel_size, self.stage_layers
-        if counts and len(counts) != size:
-            raise ConfigError(
-                f"--pipeline-layer-partition {self.pipeline_layer_partition} is of {len(counts)} stages, and "
-                f"--pipeline-parallel-size is {size}: name the layers of as many"
-            )
-
-    def _check_nodes(self) -> None:
-        backend, world, nodes = self.distributed_executor_backend, self.world_size, self.nnodes
-        if backend == "uni" and world > 1:
-            raise ConfigError(
-                f"--distributed-executor-backend uni is for one rank, and {self.divided_by} makes {world}: take mp"
-            )
-        if backend == "external_launcher":
-            raise ConfigError(
-                "--distributed-executor-backend external_launcher: torchrun is not needed here, rank 0 starts the "
-                "others and plans for them: leave it out and start one process, on further hosts with --nnodes and "
-                "--headless"
-            )
-        if backend == "ray" and self.engine_in_process:
-            raise ConfigError("--engine-in-process is for ranks of this host: leave it out, or ray")
-        if self.node_rank >= nodes:
-            raise ConfigError(f"--node-rank {self.node_rank}: --nnodes is {nodes}, and the first node is 0")
-        if nodes == 1:
-            return
-        if backend not in (None, "mp"):
-            raise ConfigError(f"--nnodes {nodes} is for --distributed-executor-backend mp, and it is {backend}: leave "
-                              "one of them out")  # fmt: skip
-        if self.data_parallel_size > 1:
-            raise ConfigError(
-                f"--nnodes {nodes} divides one engine, and --data-parallel-size is {self.data_parallel_size}: start "
-                "each replica on hosts of its own, and `vserve router` before them"
-            )
-        if world % nodes:
-            raise ConfigError(
-                f"--nnodes {nodes}: {world} ranks ({self.divided_by or 'nothing divides the model'}) cannot be dealt "
-                "evenly to so many hosts"
-            )
-
-    def _check_events(self) -> None:
-        from .kv_events import settings
-
-        if self.kv_events_config and not self.enable_prefix_caching and settings(self.kv_events_config) is not None:
-            raise ConfigError("--kv-events-config: a prefix cache that is off has no events; leave one of them out")
-
-    def _check_purpose(self) -> None:
-        from .purpose import purpose_of  # it reads EngineConfig
-
-        purpose_of(self)
-
-    def _check_adapters(self) -> None:
-        if (old := self.qlora_adapter_name_or_path) is not None:
-            if self.merge_lora not in (None, old):
-                raise ConfigError("--merge-lora and --qlora-adapter-name-or-path are one option: leave one out")
-            object.__setattr__(self, "merge_lora", old)
-        if self.enable_lora and self.merge_lora is not None:
-            raise ConfigError(
-                "--merge-lora makes one model of two, and --enable-lora serves adapters beside: choose one"
-            )
-        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ConfigError(
-                f"--max-cpu-loras is {self.max_cpu_loras}: it must be at least --max-loras ({self.max_loras}), whose "
-                "adapters are kept on the host too"
-            )
-        if self.merge_lora is not None and self.load_format == "dummy":
-            raise ConfigError("--merge-lora has nothing to merge into with --load-format dummy: leave one of them out")
-
-    def _check_batch(self) -> None:
-        """Here, where both were said: no model has to be read to know that they contradict each other."""
-        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
-        if tokens and seqs and tokens < seqs:
-            raise ConfigError(
-                f"--max-num-batched-tokens {tokens} is below --max-num-seqs {seqs}: every running request needs one "
-                f"token a step; raise the first to {seqs} or lower the second to {tokens}"
-            )
-
-    def _check_partial_prefills(self) -> None:
-        most, longs = self.max_num_partial_prefills, self.max_long_partial_prefills
-        if most and longs and longs > most:
-            raise ConfigError(
-                f"--max-long-partial-prefills is {longs}: it must be at most --max-num-partial-prefills ({most})"
-            )
-        threshold = self.long_prefill_token_threshold
-        if self.max_model_len and threshold > self.max_model_len:
-            raise ConfigError(
-                f"--long-prefill-token-threshold is {threshold}: it must be at most --max-model-len "
-                f"({self.max_model_len}), no prompt is longer"
-            )
-        if not self.enable_chunked_prefill and (threshold or longs or (most or 1) > 1):
-            name = "long-prefill-token-threshold" if threshold else f"max-{'long' if longs else 'num'}-partial-prefills"
-            raise ConfigError(f"--{name} needs chunked prefill: leave out one of it and --no-enable-chunked-prefill")
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Launching a step's kernels one by one takes the host some 20 ms; replaying a gra
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from .batch import WANTED, Batch, BatchBuilder, Shape, header_width
 from .plan import StepPlan
 from .scheduler import BESIDE_DRAFTS, FEW_DECODES
 
+LOGIT_ROWS = 32
 MIXED_TOKENS = (128, 256, 512, 768, 1024)
 MIXED_DECODE_ROWS = (0, 16, 32, 64, 128, 256, 512)
 MIXED_PREFILL_ROWS = 16
@@ -72,6 +73,24 @@ def mixed_sizes(max_mixed_tokens: int, large_mixed_tokens: tuple[int, ...]) -> t
 def draft_sizes(most: int) -> list[int]:
     """As decode_sizes, up to what has graphs for some number of drafts; coarser, for each has its own."""
     return sorted({*(size for size in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256) if size <= most), most})
+
+
+def padded_logits(num_sampled: int, num_rows: int) -> int:
+    """Of how many of the rows behind a graph logits are computed: of few different numbers, all met at the start.
+
+    cuBLAS has a kernel for every few rows, and the driver waits for the device to be idle when it loads one.
+    """
+    if num_sampled < LOGIT_ROWS:
+        rounded = 1 << (num_sampled - 1).bit_length() if num_sampled else 0
+    else:
+        rounded = -(-num_sampled // LOGIT_ROWS) * LOGIT_ROWS
+    return min(rounded, num_rows)
+
+
+def most_drafting_rows(depths: Sequence[tuple[int, int]]) -> int:
+    """Requests, padding included, of the largest step behind which a model drafts."""
+    most = max((count for count, _ in depths), default=0)
+    return next((rows for rows in MIXED_DECODE_ROWS if rows >= most), most) + MIXED_PREFILL_ROWS
 
 
 class StepGraphs:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from ..kernels.kv_unpack import PromptPages
 from .adapters.tables import AdapterTables
 from .batch import ROWS, SAMPLE_INDEX, WANTED, Batch, BatchBuilder, SampleBatch, Shape
 from .compilations import LateCompilations
-from .graphs import MIXED_DECODE_ROWS, MIXED_PREFILL_ROWS, StepGraph, StepGraphs
+from .graphs import StepGraph, StepGraphs, most_drafting_rows, padded_logits
 from .kv_format import NUMBERS, KVFormat
 from .kv_layout import kv_layout
 from .kv_storage import allocate, allocate_scales
@@ -27,13 +25,14 @@ from .latent_prompts import LatentPrompts
 from .layers.expert_load import ExpertCounter, ExpertLoad
 from .mask import TokenMask
 from .models.model import Model
-from .plan import NOT_FINITE, NOTHING_ALLOWED, NewRow, StepPlan, StepResult, TokenLogprobs
+from .pending import Drafts, Pending
+from .plan import NewRow, StepPlan, StepResult
 from .pooling import Pooled, Pooler
 from .prompt_logprobs import PromptScorer, PromptScores
 from .relay import Awaited, Relay
 from .request import Pooling, SamplingParams
 from .rows import RowTables
-from .sampler import Sampler, Samples
+from .sampler import Sampler
 from .scheduler import BESIDE_DRAFTS
 from .speculation.drafter import Drafter, NgramDrafter
 from .speculation.model_drafter import ModelDrafter
@@ -42,114 +41,9 @@ from .speculation.synthetic import Always, thresholds
 
 logger = logging.getLogger(__name__)
 
-LOGIT_ROWS = 32
 PROMPT_PAGE_TOKENS = 1 << 17
 EXPERT_SECONDS = 1.0  # between two looks at the load of experts
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True))
-
-
-@dataclass
-class Drafts:
-    kept: Tensor | None  # of BatchBuilder.commit, where drafts were verified
-    proposed: Tensor | None  # int32 [rows], of a Drafter
-    told: Tensor | None = None  # of BatchBuilder.tell_drafts, where the plan wants that
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.kept, self.proposed, self.told) if tensor is not None]
-
-
-@dataclass
-class Pending:
-    """A step on its way. The device tensors are held until the copies out of them have been made."""
-
-    plan: StepPlan
-    host: list[Tensor]
-    samples: Samples
-    drafts: Drafts
-    scores: PromptScores | None
-    pooled: Pooled | None
-    started: float
-    events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None = None  # start, end, copied
-    held: list[Tensor] | None = None
-    experts: Tensor | None = None  # ExpertLoad.counts, on the host
-    counter: ExpertCounter | None = None
-
-    def wait(self) -> StepResult:
-        """Blocks (without the GIL) until the step is over. May be called on any thread."""
-        if self.events is not None:
-            self.events[2].synchronize()
-            seconds = self.events[0].elapsed_time(self.events[1]) / 1e3
-        else:
-            seconds = time.perf_counter() - self.started
-        host = iter(self.host)
-        tokens, finite = next(host).tolist(), next(host).numpy()
-        ours = self.drafts
-        kept, proposed, told = (
-            next(host).numpy() if tensor is not None else None for tensor in (ours.kept, ours.proposed, ours.told)
-        )
-        errors = {}
-        if self.samples.possible is not None:
-            errors = dict.fromkeys(np.flatnonzero(~next(host).numpy()).tolist(), NOTHING_ALLOWED)
-        if not finite.all():
-            for i in np.flatnonzero(~finite):
-                errors[int(i)] = NOT_FINITE
-        embeddings = self.pooled.embeddings(next(host)) if self.pooled is not None else []
-        logprobs: list[TokenLogprobs | None] | None = None
-        if self.samples.logprob_rows is not None:
-            logprobs = [None] * len(tokens)
-            values, ranks, ids, tops = (next(host).tolist() for _ in range(4))
-            for j, i in enumerate(self.samples.logprob_rows):
-                logprobs[i] = TokenLogprobs(values[j], ranks[j], ids[j], tops[j])
-        scores = self.scores.lists(*host) if self.scores is not None else []
-        result = StepResult(self.plan.step, tokens, logprobs, errors, seconds, scores, embeddings)
-        if self.experts is not None and self.counter is not None:
-            tokens_of_experts, imbalance = self.counter.take(self.experts)
-            result = msgspec.structs.replace(
-                result, expert_tokens=tokens_of_experts, expert_imbalance=imbalance
-            )  # fmt: skip
-        if proposed is not None:
-            result = msgspec.structs.replace(result, num_proposed=int(np.count_nonzero(proposed)))
-        if told is not None:
-            result = msgspec.structs.replace(result, drafts=[row[1 : 1 + row[0]].tolist() for row in told])
-        return result if kept is None else keep(result, self.plan, kept)
-
-
-def keep(result: StepResult, plan: StepPlan, kept: np.ndarray) -> StepResult:
-    """A step's result without what was sampled behind wrong drafts. kept: int32 [2, ≥ num_decodes], tokens that each
-    row keeps, and drafts that had been proposed to it."""
-    decodes, query_len = plan.num_decodes, 1 + plan.num_drafts
-    counts = np.ones(len(plan.sampled), dtype=np.int64)
-    counts[:decodes] = kept[0, :decodes]
-    starts = np.arange(len(counts)) + np.minimum(np.arange(len(counts)), decodes) * plan.num_drafts
-    places = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
-    found = {place: new for new, place in enumerate(places.tolist())}
-    return msgspec.structs.replace(
-        result,
-        token_ids=[result.token_ids[place] for place in found],
-        logprobs=result.logprobs and [result.logprobs[place] for place in found],
-        errors={found[place]: error for place, error in result.errors.items() if place in found},
-        counts=counts.tolist(),
-        drafted=np.minimum(kept[1, :decodes], query_len - 1).tolist(),
-    )
-
-
-def padded_logits(num_sampled: int, num_rows: int) -> int:
-    """Of how many of the rows behind a graph logits are computed: of few different numbers, all met at the start.
-
-    cuBLAS has a kernel for every few rows, and the driver waits for the device to be idle when it loads one.
-    """
-    if num_sampled < LOGIT_ROWS:
-        rounded = 1 << (num_sampled - 1).bit_length() if num_sampled else 0
-    else:
-        rounded = -(-num_sampled // LOGIT_ROWS) * LOGIT_ROWS
-    return min(rounded, num_rows)
-
-
-def most_drafting_rows(depths: Sequence[tuple[int, int]]) -> int:
-    """Requests, padding included, of the largest step behind which a model drafts."""
-    most = max((count for count, _ in depths), default=0)
-    return next((rows for rows in MIXED_DECODE_ROWS if rows >= most), most) + MIXED_PREFILL_ROWS
 
 
 @dataclass

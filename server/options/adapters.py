@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ...engine.config import ConfigError, option
+from ...engine.option import ConfigError, option
 
 EXAMPLE = 'give name=path, or {"name": "sql", "path": "/adapters/sql"}'
 

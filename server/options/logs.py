@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from ...engine.config import SECONDS, Bounds, ConfigError, option
 from ...engine.logs import FORMATS
+from ...engine.option import SECONDS, Bounds, ConfigError, option
 
 OPENTELEMETRY = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...engine.config import ConfigError, option
 from ...engine.model_file import is_gguf
 from ...engine.model_path import is_hub_name
+from ...engine.option import ConfigError, option
 from ...engine.request import POOLINGS
 
 # Defaults that count, with what they may be: (lowest, highest, lowest itself allowed).

@@ -10,12 +10,18 @@ from torch import Tensor
 
 from vserve.engine import sampler
 from vserve.engine.batch import BatchBuilder, Shape
-from vserve.engine.graphs import MANY_PREFILL_ROWS, MIXED_PREFILL_ROWS, StepGraphs, decode_sizes, mixed_sizes
+from vserve.engine.graphs import (
+    MANY_PREFILL_ROWS,
+    MIXED_PREFILL_ROWS,
+    StepGraphs,
+    decode_sizes,
+    mixed_sizes,
+    padded_logits,
+)
 from vserve.engine.layers import attention
 from vserve.engine.memory import WORST_SAMPLING
 from vserve.engine.plan import StepPlan
 from vserve.engine.request import SamplingParams
-from vserve.engine.runner import padded_logits
 from vserve.engine.scheduler import FEW_DECODES
 from vserve.kernels.attention import decode_attention, prefill_attention
 
