@@ -18,25 +18,21 @@ import torch
 
 from .adapters.adapter import Adapter
 from .adapters.merged import MergedCheckpoint
-from .checkpoint import PICKLED, Checkpoint, TensorInfo, open_checkpoint
-from .config import EngineConfig
+from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from .dummy_weights import fill_with_noise
 from .encoders.decoder import attend_both_ways
 from .encoders.model import Encoder
 from .foreign.modules import Plain
-from .hub_gguf import hub_gguf, split_name
 from .layers.norm import Norm
 from .layers.weights import Placement, WeightHolder
 from .model_config import ModelConfig
-from .model_file import ModelError, and_more, one_line
-from .model_path import cache_folder, find_model
+from .model_file import ModelError, and_more
 from .models.blocks import CausalLM
 from .models.mixture import has_experts, with_stored_experts
 from .models.model import Loadable, Model
 from .parallel.divide import check_divides
 from .parallel.group import ALONE, Group, SingleGroup
 from .parallel.pipeline import WHOLE, Stage
-from .pickled import PATTERNS
 from .quant.format import FLOATS, Format, Scheme, Stored
 from .quant.headers import named
 from .quant.kv_scales import read_cache_scales
@@ -49,67 +45,6 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 _LOADER_THREADS = 4  # reading and copying overlap; more only fight over the disk
 # Scales of a quantised cache and of attention's inputs, under all of the names that they have had: no module's tensors.
 _CACHE_SCALE = re.compile(r"\.(q|k|v|kv|prob|prob_output|output)_(scale|zero_point)$")
-_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
-_HUB_WEIGHTS = ["*.safetensors"]
-_CODE = "*.py"
-_HUB_SKIP = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights in other formats
-
-
-def resolve_model_path(
-    name: str,
-    revision: str | None = None,
-    download_dir: str | None = None,
-    load_format: str = "auto",
-    with_code: bool = False,
-) -> Path:
-    """A folder as it is; else a model of the Hugging Face hub, downloaded (or found in its cache, HF_HUB_OFFLINE=1): a
-    GGUF file where the name says which, or where the repository has nothing else.
-
-    `download_dir`: where that cache is, None where the hub's library has it. `with_code`: its own code is wanted too.
-    """
-    if (folder := find_model(name)) is not None:
-        return folder
-    cache = cache_folder(download_dir)
-    if split_name(name)[1]:
-        file = hub_gguf(name, revision, cache)
-        assert file is not None
-        return file
-    files = [*_HUB_FILES, _CODE] if with_code else _HUB_FILES
-    if load_format == "dummy":
-        return from_hub(name, revision, files, download_dir)
-    if load_format not in PICKLED:
-        folder = from_hub(name, revision, [*files, *_HUB_WEIGHTS], download_dir)
-        if load_format != "auto" or any(folder.glob("*.safetensors")):
-            return folder
-    folder = from_hub(name, revision, [*files, *_HUB_WEIGHTS, *PATTERNS], download_dir)
-    if load_format == "auto" and not any(next(folder.glob(pattern), None) for pattern in PATTERNS):
-        return hub_gguf(name, revision, cache) or folder
-    return folder
-
-
-def from_hub(name: str, revision: str | None, files: list[str], download_dir: str | None) -> Path:
-    """Raises ModelError."""
-    import huggingface_hub  # slow, and not needed for a folder
-
-    try:
-        cache = cache_folder(download_dir)
-        path = huggingface_hub.snapshot_download(
-            name, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=_HUB_SKIP
-        )
-        return Path(path)
-    except Exception as error:  # one line whatever went wrong: network, name, licence, disk
-        wanted = f"{name} (revision {revision})" if revision else name
-        raise ModelError(
-            f"cannot get {wanted} from the hub ({type(error).__name__}: {one_line(error)}): check name, network and "
-            "HF_TOKEN, or pass a folder"
-        ) from error
-
-
-def resolve_config_path(config: EngineConfig) -> Path:
-    """The folder that --hf-config-path names, or what the hub has of it."""
-    name = str(config.hf_config_path)
-    folder = find_model(name)
-    return folder if folder is not None else from_hub(name, None, ["config.json"], config.download_dir)
 
 
 def load_model(

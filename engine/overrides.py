@@ -96,8 +96,8 @@ def _merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
     """Of the model in `folder`. Raises ModelError as `ModelConfig.from_folder`, and for what the options make of it."""
-    from .loader import resolve_config_path
     from .model_config import ModelConfig
+    from .model_source import resolve_config_path
 
     changes = overrides(config)
     source = folder if config.hf_config_path is None else resolve_config_path(config)

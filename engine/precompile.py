@@ -139,7 +139,7 @@ def fingerprint(config: EngineConfig) -> str:
 
 def run_share(config: EngineConfig, count: int, index: int) -> None:
     """Runs every `count`-th step of the warm-up, from the `index`-th on."""
-    from . import rank
+    from . import rank, warm_steps
     from .kv_format import planned_format
     from .model_config import few_layers
     from .overrides import read_model_config
@@ -171,10 +171,10 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     runner = rank.make_runner(model, settings, format, drafter)
     assert isinstance(runner, ModelRunner)
     runner.bind_cache(1, settings.dtype)
-    more = rank.expert_steps(runner.model)
-    for step in rank.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)[index::count]:
+    more = warm_steps.expert_steps(runner.model)
+    for step in warm_steps.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)[index::count]:
         runner.dummy_step(*step)
-    for drafts in rank.draft_steps(settings.draft_depths, settings.max_num_seqs)[index::count]:
+    for drafts in warm_steps.draft_steps(settings.draft_depths, settings.max_num_seqs)[index::count]:
         runner.dummy_step(*drafts)
 
 

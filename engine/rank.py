@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +14,6 @@ from pathlib import Path
 import torch
 
 from ..kernels.cublaslt import accumulate_in_fp32
-from ..kernels.lora import FEW_TOKENS
-from ..kernels.moe_codes import tokens_of_codes
-from ..kernels.moe_triton import tokens_of_tiles
 from .adapters.adapter import Adapter
 from .adapters.make import make_tables
 from .adapters.store import find_adapter
@@ -25,14 +22,14 @@ from .cpu_memory import check_rows
 from .encoders.limits import plan_encoder
 from .encoders.runner import EncoderRunner
 from .expert_info import describe_experts, told_of_experts
-from .graphs import MIXED_DECODE_ROWS, StepGraphs, draft_sizes
+from .graphs import StepGraphs
 from .host_memory import available_bytes, machine_bytes
 from .kv_format import KVFormat, loaded_format
-from .layer_spec import MoESpec
-from .loader import load_model, resolve_model_path
+from .loader import load_model
 from .memory import WORST_SAMPLING, plan_memory, weight_bytes
 from .messages import Progress
 from .model_config import ModelConfig
+from .model_source import resolve_model_path
 from .models.model import Model
 from .overrides import read_model_config
 from .parallel.divide import check_divides
@@ -41,23 +38,21 @@ from .parallel.pipeline import WHOLE, Stage, form_ring
 from .parallel.rendezvous import Rendezvous
 from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
-from .quant.packed_experts import PackedExperts
 from .ranks.agreement import check_equal, gather
 from .ranks.messages import Seat
 from .ranks.network import advice
-from .request import SamplingParams
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
 from .shortage import is_out_of_memory, out_of_memory
 from .speculation.draft_size import draft_bytes
 from .speculation.loading import find_draft, load_drafter
 from .speculation.model_drafter import ModelDrafter
+from .warm_steps import GREEDY, adapter_steps, draft_steps, expert_steps, warm_up_steps
 from .weight_size import check_weights
 
 logger = logging.getLogger(__name__)
 ALONE = Seat()
 GRAPHS_ACROSS_HOSTS = (2, 30, 4)  # NCCL's version
-GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class Rank:
@@ -372,59 +367,3 @@ def told_method(settings: Resolved, method: str) -> str:
 def _warn(notices: tuple[str, ...]) -> None:
     for notice in notices:
         logger.warning(notice)
-
-
-def expert_steps(model: Model) -> list[int]:
-    """Numbers of tokens that meet every tile of the experts' products."""
-    routings = [layer.mlp.routing for layer in model.config.layers if isinstance(layer.mlp, MoESpec)]
-    sizes = {(how.top_k, how.num_experts) for how in routings} | getattr(model, "experts", set())
-    found = {tokens for size in sizes for tokens in tokens_of_tiles(*size)}
-    if kinds := {kind for part in model.modules() if isinstance(part, PackedExperts) for kind in part.kinds}:
-        found |= {tokens for top_k, experts in sizes for tokens in tokens_of_codes(top_k, experts, kinds)}
-    return sorted(found)
-
-
-def draft_steps(depths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[tuple[int, int, SamplingParams, int]]:
-    """Arguments of dummy_step with drafts: of every size that gets a graph, and as many as there may be beside a
-    prompt."""
-    beside = [
-        (rows, rows * (1 + drafts) + 2, GREEDY, drafts)
-        for most, drafts in depths
-        if drafts and (rows := min(most, max_num_seqs - 1))
-    ]
-    return beside + [
-        (rows, rows * (1 + drafts), kind, drafts)
-        for most, drafts in depths
-        if drafts
-        for rows in draft_sizes(most)
-        for kind in ((GREEDY, WORST_SAMPLING) if rows in (1, most) else (GREEDY,))
-    ]
-
-
-def adapter_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[int, int]]:
-    """(requests, tokens) that meet every variant of the kernels of adapters."""
-    steps = [(1, 1), (16, 16), (17, 17), (1, FEW_TOKENS), (1, FEW_TOKENS + 1), (1, max_num_batched_tokens)]
-    steps.append((FEW_TOKENS + 1, FEW_TOKENS + 1))  # of the head
-    return [step for step in steps if step[0] <= max_num_seqs and step[1] <= max_num_batched_tokens]
-
-
-def warm_up_steps(
-    max_num_seqs: int, max_num_batched_tokens: int, more: Sequence[int] = ()
-) -> list[tuple[int, int, SamplingParams]]:
-    """Arguments of dummy_step (requests, tokens, sampling) that together meet every variant of every kernel.
-
-    more: tokens of further prompts.
-    """
-    # decodes beside a prompt, as many as the graphs of such steps have
-    beside = [(rows + 1, rows + 2, GREEDY) for rows in MIXED_DECODE_ROWS if rows < max_num_seqs]
-    # With precompile.py, each of the first steps has a process of its own. The kernels that take longest to compile
-    # (prefill attention, the same beside decodes, sampling) are therefore met in one of these each; other steps that
-    # need them come when they are ready.
-    steps = [(1, max_num_batched_tokens, GREEDY), beside[-1], (64, 64, WORST_SAMPLING)]
-    # The splits of decode attention and the tile of a product depend on how many decode.
-    decodes = [(num_seqs, num_seqs) for num_seqs in (max_num_seqs, 128, 64, 1, 2, 96, 4, 8, 16, 17, 32)]
-    prompts = [(4, 2048), (1, 16), (1, 17), (2, 256), *((num, max_num_batched_tokens) for num in (1, max_num_seqs))]
-    others = [(*size, kind) for sizes in (decodes, prompts) for kind in (GREEDY, WORST_SAMPLING) for size in sizes]
-    others += [(1, tokens, GREEDY) for tokens in more]
-    steps += [step for step in others + beside if step not in steps]
-    return [step for step in steps if step[1] <= max_num_batched_tokens]

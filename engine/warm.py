@@ -38,7 +38,7 @@ def warm(config: EngineConfig, report: Callable[[Progress], None]) -> Warmed:
     import torch
 
     from .engine import Engine
-    from .loader import resolve_model_path
+    from .model_source import resolve_model_path
 
     if not torch.cuda.is_available():
         raise ConfigError(

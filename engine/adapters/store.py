@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from ..loader import from_hub
 from ..model_path import is_hub_name
+from ..model_source import from_hub
 from .adapter import WEIGHTS_FILE, Adapter
 from .layout import Packed, SlotLayout
 from .peft_config import CONFIG_FILE, AdapterError

@@ -11,9 +11,10 @@ import torch
 from ..checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from ..config import ConfigError
 from ..layers.weights import Placement
-from ..loader import load_beside, load_model, make_beside, resolve_model_path
+from ..loader import load_beside, load_model, make_beside
 from ..model_config import ModelConfig, few_layers
 from ..model_file import ModelError, read_config
+from ..model_source import resolve_model_path
 from ..models.blocks import CausalLM
 from ..models.model import Model
 from ..parallel.divide import fault

@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
-    from ...engine.loader import resolve_model_path
     from ...engine.model_file import ModelError
+    from ...engine.model_source import resolve_model_path
     from ...engine.overrides import read_model_config
     from ...engine.planning import Wanted, replay, set_up, stored_bytes
     from ...engine.step_model import CARDS

@@ -15,9 +15,9 @@ import pytest
 
 from vserve.engine.config import EngineConfig
 from vserve.engine.hub_gguf import choose, hub_gguf
-from vserve.engine.loader import resolve_model_path
 from vserve.engine.model_file import ModelError
 from vserve.engine.model_path import find_model
+from vserve.engine.model_source import resolve_model_path
 from vserve.server.cli import model_finding
 from vserve.server.cli.machine import Torch
 from vserve.server.offline.llm import LLM

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vserve.engine.engine as engine_module
-from vserve.engine import loader, precompile, prefetch, rank
+from vserve.engine import loader, precompile, prefetch, rank, warm_steps
 from vserve.engine.config import EngineConfig
 from vserve.engine.model_config import ModelError
 from vserve.engine.precompile import Precompile
@@ -145,14 +145,14 @@ def test_no_helpers_where_all_is_compiled(checkpoint, tmp_path, monkeypatch):
 
 def test_first_steps_meet_the_slowest_kernels_one_by_one():
     """Those of prefill attention, of the same beside decodes, and of sampling: each helper begins with at most one."""
-    steps = rank.warm_up_steps(1024, 8192)
+    steps = warm_steps.warm_up_steps(1024, 8192)
     assert all(num_seqs <= tokens <= 8192 for num_seqs, tokens, _ in steps)
     assert all(step not in steps[:i] for i, step in enumerate(steps)), "nothing is warmed up twice"
     alone, beside, sampled, *others = steps[:8]
     assert alone[0] == 1 < alone[1] and beside[1] == beside[0] + 1 and sampled[0] == sampled[1]
     assert [step[2].temperature > 0 for step in (alone, beside, sampled)] == [False, False, True]
     assert all(num_seqs == tokens and not sampling.temperature for num_seqs, tokens, sampling in others)
-    assert rank.warm_up_steps(1, 16)[0][:2] == (1, 16), "fewer rows than the steps are made for"
+    assert warm_steps.warm_up_steps(1, 16)[0][:2] == (1, 16), "fewer rows than the steps are made for"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_shares_make_up_the_warm_up_of_a_model_with_few_layers(tiny_model, monke
     config = EngineConfig(str(folder), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
     for index in range(4):  # for the fourth, the card has no memory
         precompile.run_share(config, 3, index)
-    steps = rank.warm_up_steps(4, 32)
+    steps = warm_steps.warm_up_steps(4, 32)
     assert run == [*steps[0::3], *steps[1::3], *steps[2::3]] and asked == ["cuda"] * 4
 
 
@@ -220,7 +220,7 @@ def test_shares_meet_who_drafts_and_every_step_with_drafts(
     )  # fmt: skip
     for index in range(2):
         precompile.run_share(config, 2, index)
-    drafting = rank.draft_steps(((2, 3), (4, 1)), 4)
+    drafting = warm_steps.draft_steps(((2, 3), (4, 1)), 4)
     assert len(drafting) > 6 and [found for found in run if len(found) == 4] == [*drafting[0::2], *drafting[1::2]]
     assert set(layers) == {{"ngram": 0, "model": 2}.get(name, 1)}
 

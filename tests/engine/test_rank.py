@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine import rank
+from vserve.engine import rank, warm_steps
 from vserve.engine.config import EngineConfig
 from vserve.engine.engine import Engine
 from vserve.engine.kv_layout import KVLayout
@@ -85,7 +85,7 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
         "before_memory", "memory", "runner", *([] if eager else [("plan_graphs", 512, 1024, (2048, 4224))]),
         ("plan_memory", config, half, 8192, () if eager else ["shape"], made.rank.world), ("make_rows", 32),
         ("bind_cache", 3, half),
-        "warm-up", *(("dummy_step", *step) for step in rank.warm_up_steps(1024, 8192)),
+        "warm-up", *(("dummy_step", *step) for step in warm_steps.warm_up_steps(1024, 8192)),
         *([] if eager else ["graphs", *graphs, ("dummy_step", 1024, 8192, worst)]), ("count_compilations",),
     ]  # fmt: skip
     assert made.rank.num_threads is None and made.scheduler_config.depth == 2 and made.info.fitted == ("max_model_len",)
@@ -93,12 +93,13 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
 
 def test_a_mixture_warms_the_tiles_of_its_experts_up(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = SimpleNamespace(config=ModelConfig.from_folder(tiny_model("mixtral")), modules=lambda: [])
-    tokens = rank.expert_steps(model)
+    tokens = warm_steps.expert_steps(model)
     assert tokens and tokens == sorted(set(tokens))
     packed = PackedExperts(4, 4, Placement(torch.bfloat16, torch.device("cpu")), 0.0, lambda: None)
     packed._codes["down"] = SimpleNamespace(kind="e4m3")
     model.modules = lambda: [packed]
-    monkeypatch.setattr(rank, "tokens_of_codes", lambda top_k, experts, kinds: [7777] if kinds == {"e4m3"} else [])
-    assert rank.expert_steps(model) == [*tokens, 7777]
-    met = {step[1] for step in rank.warm_up_steps(1024, 8192, tokens)}
+    sizes = {"e4m3": [7777]}
+    monkeypatch.setattr(warm_steps, "tokens_of_codes", lambda top_k, experts, kinds: sizes.get(*kinds, []))
+    assert warm_steps.expert_steps(model) == [*tokens, 7777]
+    met = {step[1] for step in warm_steps.warm_up_steps(1024, 8192, tokens)}
     assert {count for count in tokens if count <= 8192} <= met

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import vserve.engine.engine as engine_module
-from vserve.engine import kernel_cache, loader, logs, precompile, warm
+from vserve.engine import kernel_cache, logs, model_source, precompile, warm
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.kernel_cache import CacheSize, use_kernel_cache
 from vserve.engine.precompile import fingerprint
@@ -102,8 +102,8 @@ def test_a_start_on_made_up_weights_fills_the_cache(
 
 def test_made_up_weights_are_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(loader, "from_hub", lambda name, revision, files, where: asked.append(files) or tmp_path)
-    assert loader.resolve_model_path("org/model", load_format="dummy") == tmp_path
+    monkeypatch.setattr(model_source, "from_hub", lambda name, revision, files, where: asked.append(files) or tmp_path)
+    assert model_source.resolve_model_path("org/model", load_format="dummy") == tmp_path
     (files,) = asked
     assert "*.json" in files and not any("safetensors" in pattern or "bin" in pattern for pattern in files)
 

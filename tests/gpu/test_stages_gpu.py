@@ -17,10 +17,10 @@ from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.pipeline import WHOLE, Stage
 from vserve.engine.parallel.stages import stage_layers
 from vserve.engine.pending import Pending
-from vserve.engine.rank import warm_up_steps
 from vserve.engine.request import Request, SamplingParams
 from vserve.engine.runner import ModelRunner
 from vserve.engine.scheduler import Scheduler
+from vserve.engine.warm_steps import warm_up_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

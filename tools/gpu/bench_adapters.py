@@ -32,8 +32,8 @@ from vserve.engine.loader import load_model
 from vserve.engine.messages import pack_tokens
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.rank import adapter_steps, warm_up_steps
 from vserve.engine.runner import ModelRunner
+from vserve.engine.warm_steps import adapter_steps, warm_up_steps
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

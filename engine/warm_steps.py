@@ -1,0 +1,74 @@
+"""Steps that a start makes up, so that every kernel a request can meet has been compiled: sizes and ways of sampling,
+as arguments of ModelRunner.dummy_step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..kernels.lora import FEW_TOKENS
+from ..kernels.moe_codes import tokens_of_codes
+from ..kernels.moe_triton import tokens_of_tiles
+from .graphs import MIXED_DECODE_ROWS, draft_sizes
+from .layer_spec import MoESpec
+from .memory import WORST_SAMPLING
+from .models.model import Model
+from .quant.packed_experts import PackedExperts
+from .request import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def expert_steps(model: Model) -> list[int]:
+    """Numbers of tokens that meet every tile of the experts' products."""
+    routings = [layer.mlp.routing for layer in model.config.layers if isinstance(layer.mlp, MoESpec)]
+    sizes = {(how.top_k, how.num_experts) for how in routings} | getattr(model, "experts", set())
+    found = {tokens for size in sizes for tokens in tokens_of_tiles(*size)}
+    if kinds := {kind for part in model.modules() if isinstance(part, PackedExperts) for kind in part.kinds}:
+        found |= {tokens for top_k, experts in sizes for tokens in tokens_of_codes(top_k, experts, kinds)}
+    return sorted(found)
+
+
+def draft_steps(depths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[tuple[int, int, SamplingParams, int]]:
+    """Arguments of dummy_step with drafts: of every size that gets a graph, and as many as there may be beside a
+    prompt."""
+    beside = [
+        (rows, rows * (1 + drafts) + 2, GREEDY, drafts)
+        for most, drafts in depths
+        if drafts and (rows := min(most, max_num_seqs - 1))
+    ]
+    return beside + [
+        (rows, rows * (1 + drafts), kind, drafts)
+        for most, drafts in depths
+        if drafts
+        for rows in draft_sizes(most)
+        for kind in ((GREEDY, WORST_SAMPLING) if rows in (1, most) else (GREEDY,))
+    ]
+
+
+def adapter_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[int, int]]:
+    """(requests, tokens) that meet every variant of the kernels of adapters."""
+    steps = [(1, 1), (16, 16), (17, 17), (1, FEW_TOKENS), (1, FEW_TOKENS + 1), (1, max_num_batched_tokens)]
+    steps.append((FEW_TOKENS + 1, FEW_TOKENS + 1))  # of the head
+    return [step for step in steps if step[0] <= max_num_seqs and step[1] <= max_num_batched_tokens]
+
+
+def warm_up_steps(
+    max_num_seqs: int, max_num_batched_tokens: int, more: Sequence[int] = ()
+) -> list[tuple[int, int, SamplingParams]]:
+    """Arguments of dummy_step (requests, tokens, sampling) that together meet every variant of every kernel.
+
+    more: tokens of further prompts.
+    """
+    # decodes beside a prompt, as many as the graphs of such steps have
+    beside = [(rows + 1, rows + 2, GREEDY) for rows in MIXED_DECODE_ROWS if rows < max_num_seqs]
+    # With precompile.py, each of the first steps has a process of its own. The kernels that take longest to compile
+    # (prefill attention, the same beside decodes, sampling) are therefore met in one of these each; other steps that
+    # need them come when they are ready.
+    steps = [(1, max_num_batched_tokens, GREEDY), beside[-1], (64, 64, WORST_SAMPLING)]
+    # The splits of decode attention and the tile of a product depend on how many decode.
+    decodes = [(num_seqs, num_seqs) for num_seqs in (max_num_seqs, 128, 64, 1, 2, 96, 4, 8, 16, 17, 32)]
+    prompts = [(4, 2048), (1, 16), (1, 17), (2, 256), *((num, max_num_batched_tokens) for num in (1, max_num_seqs))]
+    others = [(*size, kind) for sizes in (decodes, prompts) for kind in (GREEDY, WORST_SAMPLING) for size in sizes]
+    others += [(1, tokens, GREEDY) for tokens in more]
+    steps += [step for step in others + beside if step not in steps]
+    return [step for step in steps if step[1] <= max_num_batched_tokens]
