@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .parallel.pipeline import Stage
+from .parallel.pipeline import Ring, Stage
 from .plan import StepPlan
 
 
@@ -53,13 +53,21 @@ class Relay:
 
     def take_in(self, num_tokens: int) -> None:
         self.reserve(num_tokens)
+        Ring.half_steps += 1
         if not self.stage.is_first:
             self.ring.receive(self.residual(num_tokens))
 
     def hand_over(self, num_tokens: int) -> None:
+        Ring.half_steps += 1
         self.ring.send(self.residual(num_tokens).clone())  # the next step may be faster than the ring
 
     # ---- tokens ----
+
+    def hand_round(self, tokens: Tensor) -> None:
+        """Of the last stage, when a step is over: what it has sampled, if anything."""
+        Ring.half_steps += 1
+        if len(tokens):
+            self.ring.send(tokens)
 
     def expect(self, step: Awaited) -> None:
         """When a step is over that has sampled: its tokens will come."""
@@ -77,7 +85,7 @@ class Relay:
         ):
             step = self._awaited.popleft()
             tokens = torch.empty(step.plan.num_samples, dtype=torch.int32, device=self._stream.device)
-            self.ring.receive(tokens, counts=self.stage.is_first)
+            self.ring.receive(tokens)
             if self._hands_on:
-                self.ring.send(tokens, counts=False)
+                self.ring.send(tokens)
             yield step, tokens

@@ -292,8 +292,8 @@ class ModelRunner:
         """On every rank: the tokens of rank 0 into the rows, and drafts of what may follow."""
         if step.samples.plan.num_samples:
             self.model.place.group.broadcast(tokens)
-            if self.relay is not None:
-                self.relay.ring.send(tokens)
+        if self.relay is not None:
+            self.relay.hand_round(tokens)
         kept, proposed = self._append(step.samples.plan, step.header, step.shape, tokens, postponed, cuts)
         if step.graph is not None and step.graph.drafts is not None:
             proposed = step.graph.drafts.replay()

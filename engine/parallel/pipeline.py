@@ -22,7 +22,8 @@ from .group import ALONE, Group, wrapped
 class Ring:
     """This rank's links: from the one before it in the ring, and to the one behind."""
 
-    num_entered = 0  # of this process: transfers that were begun, as many by every stage in a step
+    # Of steps, that this process has begun: one with what comes in, one with what goes out; in every stage two a step.
+    half_steps = 0
 
     def __init__(self, rank: int, size: int, num_stages: int) -> None:
         """Every rank has to call it; group members are numbered as in the world."""
@@ -39,9 +40,8 @@ class Ring:
             if target == rank:
                 self._in = link
 
-    def send(self, x: Tensor, counts: bool = True) -> None:
+    def send(self, x: Tensor) -> None:
         """To the rank behind, which must receive as many elements; x must not change from here on."""
-        Ring.num_entered += counts
         work = dist.isend(x, self._behind, self._out)
         assert work is not None
         self._sends.append((work, x))
@@ -50,9 +50,8 @@ class Ring:
         while len(self._sends) > self._most:
             self._sends.popleft()[0].wait()
 
-    def receive(self, x: Tensor, counts: bool = True) -> Tensor:
+    def receive(self, x: Tensor) -> Tensor:
         """Into x, from the rank before. On a card, the stream waits, not the host."""
-        Ring.num_entered += counts
         dist.recv(x, self._before, self._in)
         return x
 

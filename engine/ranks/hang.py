@@ -18,13 +18,14 @@ def pulse(effort: Effort) -> Pulse:
     """Of this process. Once every INTERVAL."""
     dist = sys.modules.get("torch.distributed")  # importing it takes seconds, and there may be none yet
     joined = getattr(dist, "is_initialized", bool)()
-    count = 0
+    count = common = 0
     if dist is not None and joined:
         groups = tuple(dist.distributed_c10d._world.pg_map)  # of this rank: all, and those that share its stage
         from ..parallel.pipeline import Ring  # it imports torch, which is there by now
 
-        count = sum(group._get_sequence_number_for_group() for group in groups) + Ring.num_entered
-    return Pulse(count, effort())
+        count = sum(group._get_sequence_number_for_group() for group in groups)
+        common = dist.group.WORLD._get_sequence_number_for_group() + Ring.half_steps
+    return Pulse(count, effort(), common)
 
 
 def step_limit(longest: float) -> float:
@@ -67,6 +68,7 @@ class HangWatch:
             return longest, f"has been silent for {self._silent[longest]:.0f} s"
         if self._waiting < limit:
             return None
-        # Whoever waits for a stage has come as far as that, and is behind it.
-        reached = [(pulse.collectives, stage) for pulse, stage in zip(self._pulses, self._stages, strict=True)]
+        # Whoever waits for a stage has come as far as that, and is behind it. Collectives tell ranks of a stage apart:
+        # another one has more of them in a step, or fewer, by its layers.
+        reached = [(p.common, stage, p.collectives) for p, stage in zip(self._pulses, self._stages, strict=True)]
         return min(range(len(reached)), key=reached.__getitem__), f"has not gone on for {self._waiting:.0f} s"

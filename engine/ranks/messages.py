@@ -71,6 +71,7 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
 
     collectives: int = 0  # entered, but for those of CUDA graphs
     effort: float = 0.0  # seconds of its own work: see effort.py
+    common: int = 0  # of what every rank does as often, stages too: collectives of all ranks, and halves of steps
 
 
 class AdapterRead(msgspec.Struct, frozen=True, array_like=True, tag="adapter_read"):

@@ -11,17 +11,20 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.messages import AddGrammar, SetVocabulary
-from vserve.engine.parallel.pipeline import Ring
+from vserve.engine.parallel.pipeline import Ring, Stage
+from vserve.engine.plan import StepPlan
 from vserve.engine.ranks.hang import HangWatch
 from vserve.engine.ranks.messages import Pulse
 from vserve.engine.ranks.peers import share_of_threads
+from vserve.engine.relay import Awaited, Relay
 from vserve.engine.request import Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
@@ -283,23 +286,50 @@ def test_a_stage_that_is_lost_ends_its_engine(engines: Engines) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_the_stage_that_hangs_is_named(rank: int) -> None:
-    """Of two ranks each: those behind it wait for the same step, those before it are ahead, or wait for tokens."""
-    stage = (rank // 2 - 1) % 2
+    """Of two ranks each: those behind it wait for the same step, those before it are ahead, or wait for tokens. The
+    first stage has fewer layers, and so fewer sums."""
+    stages = [(other // 2 - 1) % 2 for other in range(4)]
     watch = HangWatch(4, 2)
-    pulses = [Pulse(20 if (other // 2 - 1) % 2 >= stage else 23, 1.0) for other in range(4)]
-    pulses[rank] = Pulse(19, 1.0)  # who shares its stage waits in a sum
+    pulses = [Pulse(9000 if stage else 5000, 1.0, 20 if stage >= stages[rank] else 23) for stage in stages]
+    pulses[rank] = Pulse(pulses[rank].collectives - 1, 1.0, 20)  # who shares its stage waits in a sum
     found = None
     for _ in range(12):
         for other in range(1, 4):
             watch.heard(other, pulses[other])
         found = found or watch.tick(pulses[0], True, 5, 5.0)
     assert found is not None and found[0] == rank
-    if rank in (0, 2):  # and where no sum tells
-        watch = HangWatch(2, 2)
-        for _ in range(12):
-            watch.heard(1, Pulse(20 if rank == 2 else 23, 1.0))
-            found = watch.tick(Pulse(20, 1.0), True, 5, 5.0) or found
-        assert found[0] == rank // 2
+
+
+class Nowhere:
+    """A ring whose transfers are over at once."""
+
+    def send(self, x: torch.Tensor) -> None:
+        pass
+
+    def receive(self, x: torch.Tensor) -> None:
+        x.zero_()
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_all_stages_count_the_same_steps(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a step samples or not, and whoever is sent its tokens: who has counted less is behind."""
+    counted = []
+    for index in range(3):
+        monkeypatch.setattr(Ring, "half_steps", 0)
+        relay = Relay(Stage(index, 3, None, cast(Ring, Nowhere())), 8, torch.float32, torch.device("cpu"), drafts)
+        for step in range(6):
+            sampled = [0] if step % 2 else []  # the others are chunks of a prompt
+            plan = StepPlan(step, [0], [4], [0], sampled, 0, [], [])
+            list(relay.arrived(plan))
+            relay.take_in(4)
+            if index == 2:
+                relay.hand_round(torch.zeros(len(sampled), dtype=torch.int32))
+                continue
+            relay.hand_over(4)
+            if relay.awaits and sampled:
+                relay.expect(Awaited(plan.of_samples(), (), ()))
+        counted.append(Ring.half_steps)
+    assert counted == [12, 12, 12]
 
 
 def rank_of(engine: int, rank: int) -> int:

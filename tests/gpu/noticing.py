@@ -165,7 +165,7 @@ async def ask(client: httpx.AsyncClient, url: str, question: tasks.Question, par
                 raise RuntimeError(str(event["error"]))
             for choice in event["choices"]:
                 tokens += choice.get("token_ids") or []
-            if parameters["abort"] and len(tokens) > 2:
+            if parameters["abort"] and len(tokens) >= min(3, len(question.answer) - 1):  # before it has all
                 raise asyncio.CancelledError
     return tokens
 

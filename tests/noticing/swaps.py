@@ -1,9 +1,10 @@
 """Adapters of the noticing model, each of which says another value for every value: no training, a matrix of swaps.
 
 What swaps two rows of the output matrix has rank one: (e_a - e_b) of the difference of both. So an adapter of rank 120
-on it swaps all 240 values in pairs, and an answer made with another adapter, or with none, is wrong. The seven other
-matrices of each layer get factors whose halves cancel: whoever takes a half of another adapter's, or cuts a rank short,
-spoils all that follows.
+on it swaps all 240 values in pairs, and an answer that is a value, made with another adapter or with none, is wrong.
+The seven other matrices of each layer get factors whose halves cancel, the second half in an order of the adapter's
+own: whoever takes one of the two factors, or a part of one, of another adapter, or cuts a rank short, spoils all that
+follows.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def write_swaps(folder: Path, model: Path, number: int) -> Path:
     up = torch.zeros(len(head), RANK)
     for place, (a, b) in enumerate(pairs(number)):
         up[a, place], up[b, place] = 1, -1
+    order = torch.randperm(OTHERS // 2, generator=generator)
     tensors = {"lm_head.lora_A.weight": down, "lm_head.lora_B.weight": up}
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
@@ -50,8 +52,8 @@ def write_swaps(folder: Path, model: Path, number: int) -> Path:
             continue
         half_down = torch.randn(OTHERS // 2, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
         half_up = torch.randn(weight.shape[0], OTHERS // 2, generator=generator)
-        tensors[f"{module}.lora_A.weight"] = torch.cat((half_down, half_down))
-        tensors[f"{module}.lora_B.weight"] = torch.cat((half_up, -half_up), dim=1)
+        tensors[f"{module}.lora_A.weight"] = torch.cat((half_down, half_down[order]))
+        tensors[f"{module}.lora_B.weight"] = torch.cat((half_up, -half_up[:, order]), dim=1)
     folder.mkdir(parents=True)
     save_file(
         {f"base_model.model.{name}": value for name, value in tensors.items()}, folder / "adapter_model.safetensors"
