@@ -177,6 +177,8 @@ def test_experts_with_an_order_of_columns_are_numbers_on_a_card(
             ConfigError, match=r"take a checkpoint without desc_act \(actorder group\): with it, on a GPU"
         ):
             check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, 70 * 10**9, 40 * 10**9)
+        with pytest.raises(ConfigError, match=r"^((?!desc_act).)*$"):  # whose codes would not fit either
+            check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, 70 * 10**9, 90 * 10**9)
 
 
 ERRORS = [
