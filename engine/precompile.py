@@ -22,6 +22,7 @@ from pathlib import Path
 from .config import EngineConfig
 from .kernel_cache import kernel_cache
 from .model_file import ModelError, is_gguf, read_config
+from .model_path import find_model
 from .speculation.settings import read_speculation
 
 logger = logging.getLogger(__name__)
@@ -163,10 +164,10 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     alone = SingleGroup(0, config.tensor_parallel_size)
     model = rank.load(folder, few_layers(whole), settings, alone)
     drafter = None
-    if settings.speculation.by_model:
-        draft = find_draft(
-            settings.speculation, folder, whole, config.download_dir, alone.size, config.enable_expert_parallel
-        )
+    speculation = settings.speculation
+    # What would have to be downloaded the engine gets alone, and compiles for.
+    if speculation.by_model and (not speculation.model or find_model(speculation.model) is not None):
+        draft = find_draft(speculation, folder, whole, config.download_dir, alone.size, config.enable_expert_parallel)
         drafter = load_drafter(draft, model, context, few=whole)
     runner = rank.make_runner(model, settings, format, drafter)
     assert isinstance(runner, ModelRunner)

@@ -42,9 +42,14 @@ def _experts(config: ModelConfig) -> int:
     return sum(3 * mlp.routing.num_experts * mlp.inner * config.hidden_size for mlp in mixtures)
 
 
+def orders_experts(config: ModelConfig, on_card: bool) -> bool:
+    """Whether codes of experts become numbers on a card, whose kernels take no order of columns."""
+    return on_card and _experts(config) > 0 and bool(getattr(config.quantization, "orders_columns", False))
+
+
 def _ordered_experts(config: ModelConfig, parameters: int, on_card: bool) -> float:
-    """Of a rank's `parameters` those that become numbers on a card, whose kernels take no order of columns."""
-    if not on_card or not getattr(config.quantization, "orders_columns", False):
+    """Those of a rank's `parameters`."""
+    if not orders_experts(config, on_card):
         return 0.0
     return parameters * _experts(config) / count_parameters(config)
 
@@ -75,7 +80,7 @@ def check_weights(
     if drafts and size - drafts <= room:
         remedies.append("leave --speculative-config out")
     remedies += list(_ranks(config, model, size, room)) if on_card else []
-    remedies += smaller_weights(model, parameters, dtype, room - drafts, on_card)
+    remedies += smaller_weights(model, parameters, dtype, stored, room - drafts, on_card)
     remedies += list(_stages(config, model, size, room)) if on_card else []
     more = "a larger card" if on_card else "more memory"
     name = str(dtype).removeprefix("torch.")
@@ -114,9 +119,11 @@ def _stages(config: EngineConfig, model: ModelConfig, size: int, room: int) -> I
                 return
 
 
-def smaller_weights(model: ModelConfig, parameters: int, dtype: torch.dtype, room: int, on_card: bool) -> Iterable[str]:
-    """The ways to store them that fit `room` bytes."""
-    if _ordered_experts(model, parameters, on_card):
+def smaller_weights(
+    model: ModelConfig, parameters: int, dtype: torch.dtype, stored: int, room: int, on_card: bool
+) -> Iterable[str]:
+    """The ways to store them that fit `room` bytes. `stored`: bytes in the checkpoint."""
+    if orders_experts(model, on_card) and _with_codes(model, parameters, dtype, stored / parameters) <= room:
         yield (
             "take a checkpoint without desc_act (actorder group): with it, on a GPU experts are kept as numbers of "
             f"{8 * dtype.itemsize} bits"

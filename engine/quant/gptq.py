@@ -94,8 +94,12 @@ class GptqScheme:
         self.borrows = "gptqmodel" in str(value(config, "meta", default="")).lower()
         self.base = self._read(config)
         self.lm_head = flag(config, "lm_head", False)
-        # g_idx says it, module by module; this is for who has to know before. One group has no order.
-        self.orders_columns = flag(config, "desc_act", False) and self.base.group is not None
+        # g_idx says it, module by module; this is for who has to know before. One group has no order, and of groups
+        # that were chosen beforehand (static_groups) the columns lie in theirs again.
+        meta = value(config, "meta", default={})
+        places = (config, meta) if isinstance(meta, Mapping) else (config,)
+        static = any(place.get("static_groups") is True for place in places)
+        self.orders_columns = flag(config, "desc_act", False) and self.base.group is not None and not static
         self.modules = names(config, "modules_in_block_to_quantize")
         self.kept = names(config, "modules_to_not_convert")
         # Ordered: the first that matches the start of a module's path counts. "-:": what it matches is not quantised.

@@ -55,7 +55,7 @@ def _fit(
     from ...engine.memory import CPU_CACHE_BYTES
     from ...engine.overrides import read_model_config
     from ...engine.resolved import choose_dtype, choose_max_model_len, default_limits
-    from ...engine.weight_size import smaller_weights, weight_size
+    from ...engine.weight_size import orders_experts, smaller_weights, weight_size
 
     config = read_model_config(folder, engine)
     size = checkpoint_bytes(folder) if size is None else size
@@ -77,7 +77,7 @@ def _fit(
         text += f", quantization {config.quantization.method}"
     mixture = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)), None)
     if mixture is not None:
-        codes = config.quantization is not None and (not on_card or item == 2)
+        codes = config.quantization is not None and (not on_card or item == 2) and not orders_experts(config, on_card)
         text += f", {mixture.routing.num_experts} experts of which a token has {mixture.routing.top_k}"
         text += " (their codes are kept)" if codes else f" (in {str(dtype).removeprefix('torch.')})"
     if config.foreign is not None:
@@ -87,7 +87,7 @@ def _fit(
     else:
         room, where = machine.memory()[0], "memory"
     if weights > room:
-        remedies = [*smaller_weights(config, parameters, dtype, room, on_card), "choose a smaller model"]
+        remedies = [*smaller_weights(config, parameters, dtype, size, room, on_card), "choose a smaller model"]
         return Finding(FAIL, "model", text, f"the weights take {gib(weights)}, and {where} has {gib(room)} for vserve: "
                        f"{', or '.join(remedies)}, or take a larger machine")  # fmt: skip
     if not config.causal:

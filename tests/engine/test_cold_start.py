@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vserve.engine.engine as engine_module
-from vserve.engine import loader, precompile, prefetch, rank, warm_steps
+from vserve.engine import loader, model_source, precompile, prefetch, rank, warm_steps
 from vserve.engine.config import EngineConfig
 from vserve.engine.model_config import ModelError
 from vserve.engine.precompile import Precompile
@@ -223,6 +223,20 @@ def test_shares_meet_who_drafts_and_every_step_with_drafts(
     drafting = warm_steps.draft_steps(((2, 3), (4, 1)), 4)
     assert len(drafting) > 6 and [found for found in run if len(found) == 4] == [*drafting[0::2], *drafting[1::2]]
     assert set(layers) == {{"ngram": 0, "model": 2}.get(name, 1)}
+
+
+def test_helpers_download_nobody_who_drafts(tiny_model, monkeypatch):
+    """The engine does, once."""
+    machine, run = Machine(torch.device("cpu"), "card", precompile.HELPER_BYTES, 1), []
+    monkeypatch.setattr(rank, "open_machine", lambda config: machine)
+    monkeypatch.setattr(model_source, "from_hub", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(ModelRunner, "dummy_step", lambda runner, *step: run.append(runner.model_drafter))
+    config = EngineConfig(
+        str(tiny_model("llama")), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32,
+        speculative_config='{"model": "nobody/drafts", "method": "draft_model"}',
+    )  # fmt: skip
+    precompile.run_share(config, 1, 0)
+    assert len(run) > 10 and set(run) == {None}
 
 
 def test_fingerprint_follows_who_drafts(checkpoint, tmp_path):

@@ -141,6 +141,9 @@ def test_experts_keep_their_codes_on_a_card(tiny_model: Any) -> None:
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, True),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, False),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "static_groups": True}, False),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True, "meta": {"static_groups": True}}, False),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True, "meta": {"static_groups": False}}, True),
         ("group", True),
         ("weight", False),
         (None, False),
@@ -174,6 +177,8 @@ def test_experts_with_an_order_of_columns_are_numbers_on_a_card(
             ConfigError, match=r"take a checkpoint without desc_act \(actorder group\): with it, on a GPU"
         ):
             check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, 70 * 10**9, 40 * 10**9)
+        with pytest.raises(ConfigError, match=r"^((?!desc_act).)*$"):  # whose codes would not fit either
+            check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, 70 * 10**9, 90 * 10**9)
 
 
 ERRORS = [

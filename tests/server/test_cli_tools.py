@@ -64,6 +64,19 @@ def test_a_mixture_is_named_with_its_experts(healthy: Any, tiny_model: Any) -> N
     assert ", quantization int8, 5 experts of which a token has 3 (their codes are kept)" in quantised
 
 
+@pytest.mark.parametrize(("ordered", "told"), [(True, "(in bfloat16)"), (False, "(their codes are kept)")])
+def test_experts_whose_columns_have_an_order_are_no_codes_on_a_card(
+    healthy: Any, tiny_models: Any, tmp_path: Path, ordered: bool, told: str
+) -> None:
+    folder = tiny_models.tiny_checkpoint(tmp_path / "model", "mixtral")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": ordered}
+    (folder / "config.json").write_text(json.dumps(raw))
+    healthy("probe_torch", ON_CARD)
+    healthy("nvidia_smi", [{"driver_version": "580.1", "name": "H200"}])
+    assert told in examine(folder, dtype="bfloat16")["model"].text
+
+
 def test_a_card(healthy: Any) -> None:
     healthy("probe_torch", ON_CARD)
     healthy("nvidia_smi", [{"driver_version": "580.1", "name": "H200"}])
