@@ -19,7 +19,8 @@ NUM_INPUTS = 400
 
 @pytest.fixture
 def embeds(engine: Any) -> dict[str, int]:
-    """The most inputs that are open at once, and the most tokens of them. Its engine says the first token of each."""
+    """The most inputs that are open at once, and the most tokens of them. Its engine says the first token of each, once
+    it is sent no more."""
     most, submit, lengths = {"inputs": 0, "tokens": 0}, engine.submit, {}
 
     def watched(token_ids: list[int], *arguments: Any, **options: Any) -> Any:
@@ -30,7 +31,10 @@ def embeds(engine: Any) -> dict[str, int]:
         return mailbox
 
     async def embed(request: Any, mailbox: Any) -> None:
-        await asyncio.sleep(0.002)
+        num_sent = 0
+        while num_sent != len(engine.submitted):
+            num_sent = len(engine.submitted)
+            await asyncio.sleep(0.002)
         if request.id in engine._open:
             engine._put(
                 mailbox, RequestOutput(request.id, [], "stop", embedding=struct.pack("<f", request.token_ids[0]))
@@ -47,7 +51,7 @@ def ask(engine: Any, model: Any, inputs: list[list[int]], meanwhile: Callable[[A
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as http:
             asking = asyncio.create_task(http.post("/v1/embeddings", json={"input": inputs, "normalize": False}))
-            while len(engine.submitted) < NUM_INPUTS // 8:
+            while len(engine.submitted) < NUM_INPUTS // 8 and not asking.done():
                 await asyncio.sleep(0)
             meanwhile(app.state.server)
             return await asking
