@@ -23,7 +23,10 @@ class PrivateFolder:
             _remove_left(left)
         self.path = tempfile.mkdtemp(prefix=prefix)
         self._lock = _open(self.path)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError:  # NFS locks no folders, others nothing at all: only what is left behind stays there
+            return
         Path(self.path, OWNER).write_text(f"{os.getpid()}\n")  # only now: without a lock it would look left behind
 
     def close(self) -> None:

@@ -46,11 +46,13 @@ class Rendezvous:
     def wait_for_all(self, event: str, report: Callable[[list[int]], None] = lambda missing: None) -> None:
         """Returns when every rank has called this with the same `event`, once each. `report` hears now and then which
         have not. Raises RuntimeError where that has become pointless."""
-        self.store.set(f"{event}/{self.rank}", "here")
-        missing, reminded = list(range(self.size)), time.monotonic()
+        missing, reminded, told = list(range(self.size)), time.monotonic(), False
         while True:
             if self._is_given_up():  # the store itself would look for a file that is gone until its timeout
                 raise RuntimeError("the start was given up")
+            if not told:
+                self.store.set(f"{event}/{self.rank}", "here")
+                told = True
             missing = [rank for rank in missing if not self.store.check([f"{event}/{rank}"])]
             if not missing:
                 return

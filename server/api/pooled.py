@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -118,7 +119,7 @@ def raw_response(
             {"index": index, **form, "start": end - len(part), "end": end, "shape": list(shape)}
             for index, (part, end, (_, shape)) in enumerate(zip(parts, ends, vectors, strict=True))
         ]
-        own["metadata"] = msgspec.json.encode({**about, "data": data}).decode()
+        own["metadata"] = json.dumps({**about, "data": data}, separators=(",", ":"))  # ASCII, as headers are
     return Response(b"".join(parts), headers=own, media_type="application/octet-stream")
 
 

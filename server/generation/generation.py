@@ -116,7 +116,8 @@ class Generation:
             raise self.ended
         prompt = self.prompts[self._num_sent]
         if prompt.sampling.pooling is not None and self._num_open:
-            info, ahead = self._client.info, STEPS_AHEAD * len(self._client.engines)
+            info = self._client.info  # one engine has all of them where the request is for that one, or of a session
+            ahead = STEPS_AHEAD * (len(self._client.engines) if self._route == ANYWHERE else 1)
             if self._num_open >= ahead * info.max_num_seqs or self._open_tokens >= ahead * info.max_num_batched_tokens:
                 return None
         self._num_sent += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -58,3 +60,16 @@ def test_what_only_has_the_name_stays(room: Path) -> None:
     (room / "vserve-ranks-link").symlink_to(elsewhere)
     PrivateFolder("ranks").close()
     assert len(list(room.iterdir())) == 4 and (elsewhere / OWNER).exists()
+
+
+def test_it_is_made_where_nothing_can_be_locked(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: int) -> None:
+        raise OSError(errno.EBADF, "as NFS says")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        folder = PrivateFolder("ranks")
+    PrivateFolder("ranks").close()
+    assert Path(folder.path).exists(), "nobody can tell that it was left"
+    folder.close()
+    assert not list(room.iterdir())

@@ -31,7 +31,7 @@ from vserve.server.client.mailbox import EngineDeadError
 from .conftest import collect
 
 BROKEN = "RuntimeError: Connection closed by peer"
-BLAME = 0.5
+LATER = 0.25  # seconds after the others are heard
 
 
 def process() -> tuple[subprocess.Popen[bytes], Child]:
@@ -52,7 +52,7 @@ def on_another(explained: str | None = None) -> tuple[Place, Callable[[], None]]
     node = Node(1, "10.0.0.2", ours)
 
     def explain() -> str | None:
-        time.sleep(BLAME / 5)
+        time.sleep(LATER / 2)
         return explained
 
     node.explain = explain
@@ -100,14 +100,14 @@ async def blamed(place: Place, happens: Callable[[Peers, subprocess.Popen[bytes]
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("first", ["failure", "exit", "abort", "rank 0"])
 def test_the_death_is_named_though_it_is_told_last(monkeypatch: pytest.MonkeyPatch, where: str, first: str) -> None:
-    monkeypatch.setattr(peers_module, "BLAME", BLAME)
+    monkeypatch.setattr(peers_module, "BLAME", 8.0)  # nobody waits for its end, however late a busy machine tells
     make, said = PLACES[where]
 
     async def main() -> str:
         place, die = make()
 
         def happens(peers: Peers, other: subprocess.Popen[bytes]) -> str | None:
-            asyncio.get_running_loop().call_later(BLAME / 2, die)
+            asyncio.get_running_loop().call_later(LATER, die)
             if first == "failure":
                 peers._receive(1, Failure(BROKEN))
             elif first == "exit":
@@ -126,16 +126,18 @@ def test_the_death_is_named_though_it_is_told_last(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("own", [None, BROKEN])
 def test_who_fails_alone_is_blamed_in_time(monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
     """Nobody has died: then the first that has failed, and not rank 0, whose collectives break with it."""
-    monkeypatch.setattr(peers_module, "BLAME", BLAME)
+    monkeypatch.setattr(peers_module, "BLAME", 0.5)
+    begun = 0.0
 
     def happens(peers: Peers, other: subprocess.Popen[bytes]) -> str | None:
+        nonlocal begun
+        begun = time.monotonic()
         peers._receive(1, Failure("OutOfMemoryError"))
         peers._receive(2, Failure(BROKEN))
         return own
 
-    begun = time.monotonic()
     assert asyncio.run(blamed(process()[1], happens)) == "rank 1 of 3 (cpu): OutOfMemoryError"
-    assert BLAME * 0.9 < time.monotonic() - begun < BLAME + 2
+    assert time.monotonic() - begun > 0.45
 
 
 def test_what_may_be_a_consequence() -> None:
@@ -147,6 +149,7 @@ def test_what_may_be_a_consequence() -> None:
 @pytest.mark.slow
 def test_ranks_that_see_a_death_before_their_engine(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of them, and the news is held back: three collectives break meanwhile."""
+    monkeypatch.setattr(peers_module, "BLAME", 8.0)
     wait = Child.wait
 
     def waits(self: Child, seconds: float | None = None) -> str | None:

@@ -595,6 +595,7 @@ def test_a_rank_of_another_host_has_that_hosts_threads(
         raise RuntimeError("seen")
 
     monkeypatch.setattr("vserve.engine.rank.Rank", make)
+    monkeypatch.setattr(process, "STAY", 0.0)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         Channel(ours, ToRank).send(Join(dataclasses.asdict(EngineConfig("m", cpu_threads=8)), Seat(1, 2)))

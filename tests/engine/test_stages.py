@@ -248,7 +248,7 @@ def test_nothing_is_left_on_its_way(tiny_model: Any, monkeypatch: pytest.MonkeyP
             await collect(client, PROMPTS[0], greedy())
             assert rings[-1]._sends
             for work, _ in rings[-1]._sends:
-                await asyncio.to_thread(work.wait, timedelta(seconds=3))  # raises where nobody receives it
+                await asyncio.to_thread(work.wait, timedelta(seconds=20))  # raises where nobody receives it
         finally:
             await client.close()
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from vserve.engine.messages import RequestOutput
+from vserve.server.api.pooled import raw_response
 from vserve.server.generation.embedding import packed
+from vserve.server.wire.pooled import EncodedRequest
 
 VALUES = [0.0, -0.5, 1 / 3, -2.7182817, 1e-3, 65504.0, 1.00390625, 1.01171875]  # the last two lie between two bfloat16
 
@@ -70,6 +72,13 @@ def test_a_body_of_bytes(embedding_client: Any) -> None:
         assert told["model"] == "test" and told["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
         alone = embedding_client.post(path, body | {"encoding_format": "bytes_only"})
         assert alone.content == wanted + wanted and "metadata" not in alone.headers
+
+
+def test_a_header_is_ascii_whatever_a_model_is_called() -> None:
+    body = EncodedRequest(input="a", encoding_format="bytes")
+    answer = raw_response([(bytes(4), (1,))], body, {"model": "é 模型"}, {})
+    told = dict(answer.raw_headers)[b"metadata"]
+    assert told.isascii() and json.loads(told)["model"] == "é 模型"
 
 
 def test_a_header_has_an_end(embedding_client: Any) -> None:

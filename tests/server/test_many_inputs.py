@@ -19,7 +19,8 @@ NUM_INPUTS = 400
 
 @pytest.fixture
 def embeds(engine: Any) -> dict[str, int]:
-    """The most inputs that are open at once, and the most tokens of them. Its engine says the first token of each."""
+    """The most inputs that are open at once, and the most tokens of them. Its engine says the first token of each, once
+    it is sent no more."""
     most, submit, lengths = {"inputs": 0, "tokens": 0}, engine.submit, {}
 
     def watched(token_ids: list[int], *arguments: Any, **options: Any) -> Any:
@@ -30,7 +31,10 @@ def embeds(engine: Any) -> dict[str, int]:
         return mailbox
 
     async def embed(request: Any, mailbox: Any) -> None:
-        await asyncio.sleep(0.002)
+        num_sent = 0
+        while num_sent != len(engine.submitted):
+            num_sent = len(engine.submitted)
+            await asyncio.sleep(0.002)
         if request.id in engine._open:
             engine._put(
                 mailbox, RequestOutput(request.id, [], "stop", embedding=struct.pack("<f", request.token_ids[0]))
@@ -40,14 +44,18 @@ def embeds(engine: Any) -> dict[str, int]:
     return most
 
 
-def ask(engine: Any, model: Any, inputs: list[list[int]], meanwhile: Callable[[Any], None], **options: Any) -> Any:
+def ask(
+    engine: Any, model: Any, inputs: list[list[int]], meanwhile: Callable[[Any], None],
+    headers: dict[str, str] | None = None, **options: Any,
+) -> Any:  # fmt: skip
     app = create_app(engine, ServerConfig(**options), model)
 
     async def main() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as http:
-            asking = asyncio.create_task(http.post("/v1/embeddings", json={"input": inputs, "normalize": False}))
-            while len(engine.submitted) < NUM_INPUTS // 8:
+            body = {"input": inputs, "normalize": False}
+            asking = asyncio.create_task(http.post("/v1/embeddings", json=body, headers=headers))
+            while len(engine.submitted) < NUM_INPUTS // 8 and not asking.done():
                 await asyncio.sleep(0)
             meanwhile(app.state.server)
             return await asking
@@ -69,6 +77,19 @@ def test_a_few_steps_are_with_the_engine(
     assert [one["index"] for one in answer.json()["data"]] == list(range(NUM_INPUTS))
     assert answer.json()["usage"]["prompt_tokens"] == NUM_INPUTS * length
     assert embeds["inputs"] == most and embeds["tokens"] < 4 * 512 + length
+
+
+@pytest.mark.parametrize(
+    ("headers", "most"), [({}, 41), ({"x-session-id": "s"}, 21), ({"x-data-parallel-rank": "1"}, 21)]
+)
+def test_each_engine_has_as_many(
+    embeds: dict[str, int], engine: Any, text_model: Any, headers: dict[str, str], most: int,
+) -> None:  # fmt: skip
+    """Of two; what is for one of them is not with that one for twice as long."""
+    engine.engines = [engine, engine]
+    inputs = [[3 + i % 300] * 100 for i in range(NUM_INPUTS)]
+    assert ask(engine, text_model, inputs, lambda server: None, headers).status_code == 200
+    assert embeds["inputs"] == most
 
 
 def test_what_is_cancelled_sends_no_more(embeds: dict[str, int], engine: Any, text_model: Any) -> None:

@@ -27,7 +27,8 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineClient]:
     monkeypatch.setattr(module, "SUSPENDED", 2.0)
     client = EngineClient(EngineConfig("m"))
     process = EngineProcess(lambda message: None, lambda cause: None, lambda: "")
-    process._process = subprocess.Popen(["sleep", "60"])
+    # Of a group that its parent is not in: SIGTSTP stops nobody in a group without a shell, as a service of CI has.
+    process._process = subprocess.Popen(["sleep", "60"], process_group=0)
     client._process = process
     client.ready = True
     client._started = asyncio.Future(loop=asyncio.new_event_loop())
