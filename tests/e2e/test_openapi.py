@@ -309,7 +309,7 @@ def thin_out(case: Any, document: dict[str, Any], data: st.DataObject) -> None:
         body["prompt"] = [p % 1000 if isinstance(p, int) else p for p in several]
     if not body.get("prompt", "x") or (case.operation.path == "/tokenize" and "messages" not in body):
         body["prompt"] = body.get("prompt") or "Hello"
-    if case.operation.path in ("/v1/responses", "/v1/responses/input_tokens"):
+    if case.operation.path in ("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"):
         body["input"] = "Hello"
         body.pop("previous_response_id", None)
     if case.operation.path in INPUTS and body.get("messages") and not body.get("input"):
