@@ -15,6 +15,7 @@ from .api import (
     adapters,
     chat,
     classify,
+    compact,
     completions,
     control,
     embeddings,
@@ -121,8 +122,8 @@ def create_app(
     )  # fmt: skip
     app.state.server = state
     for api in (
-        chat, completions, responses, messages, embeddings, classify, scores, other_names, models, health, operations,
-        tokens, render, stored_chats, control, scale, adapters,
+        chat, completions, responses, compact, messages, embeddings, classify, scores, other_names, models, health,
+        operations, tokens, render, stored_chats, control, scale, adapters,
     ):  # fmt: skip
         app.router.routes.extend(api.router.routes)
     if config.ui:

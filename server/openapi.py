@@ -17,8 +17,16 @@ from starlette.routing import Route
 from ..engine.messages import HISTORY
 from .dialects.messages.request import CountRequest, MessagesRequest
 from .dialects.messages.schemas import AnthropicError, MessageEvent, MessageObject, TokenCount
+from .dialects.responses.compact_request import CompactRequest
 from .dialects.responses.request import ResponsesRequest
-from .dialects.responses.schemas import DeletedResponse, InputItems, InputTokens, ResponseEvent, ResponseObject
+from .dialects.responses.schemas import (
+    CompactedResponse,
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponseEvent,
+    ResponseObject,
+)
 from .http.docs_page import SECURITY_POLICY, docs_page
 from .wire import answers as responses
 from .wire import pooled_answers, rendered
@@ -45,6 +53,7 @@ _MEANINGS = {
     409: "Something else is under way.",
     413: "The body is too large.",
     415: "The body is no JSON.",
+    422: "What the model wrote cannot be used; the message says why.",
     429: "Too many requests wait; the header Retry-After says when to come back.",
     500: "The server is at fault.",
     503: "The engine cannot serve now; the header Retry-After says when to come back.",
@@ -97,7 +106,7 @@ OPERATIONS = (
     Operation("/v1/responses/{response_id}", DeletedResponse, "delete", errors=(400, 404)),
     Operation("/v1/responses/{response_id}/input_items", InputItems, "get", errors=(400, 404), query=_PAGE),
     Operation("/v1/responses/input_tokens", InputTokens, body=ResponsesRequest, errors=_BODY),
-    Operation("/v1/responses/compact", None, errors=(400,), text=""),
+    Operation("/v1/responses/compact", CompactedResponse, body=CompactRequest, errors=(*_GENERATION, 422)),
     Operation("/v1/responses/{response_id}/cancel", ResponseObject, errors=(400, 404)),
     Operation("/v1/messages", MessageObject, body=MessagesRequest, chunk=MessageEvent, errors=_GENERATION,
               failure=AnthropicError, done=False),

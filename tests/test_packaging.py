@@ -70,6 +70,11 @@ def test_the_wheel_says_its_version_in_a_fresh_environment(published: Path, tmp_
         [python.parent / "vserve", "version"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == f"vserve {vserve.__version__}\n", done.stderr
+    command = [python, "-m", "vserve"]
+    done = subprocess.run([*command, "version"], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"vserve {vserve.__version__}\n", done.stderr
+    done = subprocess.run([*command, "sevre"], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "did you mean serve?" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ..dialects.responses.listed import input_items
 from ..dialects.responses.log import EventLog, retold
 from ..dialects.responses.request import NAMES, ResponsesRequest
 from ..dialects.store import Stored
-from ..errors import ApiError, bad_request, shorten, unsupported
+from ..errors import ApiError, bad_request, shorten
 from ..generation.admission import Ticket
 from ..generation.answer import Answer
 from ..generation.generation import Generation
@@ -43,7 +43,7 @@ router = new_router()
 async def create_response(request: Request) -> Response:
     """An answer to items: text, reasoning and function calls."""
     body = await read_request(ResponsesRequest, request)
-    previous = _previous(ServerState.of(request), body, owner_of(request.scope))
+    previous = previous_response(request, body.previous_response_id)
     messages, chat = await work_on_body(request, lambda: _chat(body, previous))
     with speaking_of(NAMES):
         return await answer(ResponseToItems(request, body, chat, messages, previous))
@@ -110,7 +110,7 @@ class ResponseToItems(Chatting):
 
     def _keep(self, response: dict[str, Any], events: bytes = b"") -> None:
         said = item_messages(response["output"], "output")
-        items = _items(self._previous)
+        items = items_of(self._previous)
         items += input_items(self._asked.input, self.id, len(items))
         self.server.responses.put(self.id, self._owner, response, [*self._messages, *said], items, events)
 
@@ -152,19 +152,13 @@ async def count_input_tokens(request: Request) -> Response:
     server = ServerState.of(request)
     server.model_name(body.model)
     server.engine_info()
-    previous = _previous(server, body, owner_of(request.scope))
+    previous = previous_response(request, body.previous_response_id)
     _, chat = await work_on_body(request, lambda: _chat(body, previous))
     with speaking_of(NAMES):
         work = chat_tokens(request, chat, chat.messages, fits=False)
         _, token_ids = await unless_disconnected(request.receive, work)
     content = msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(token_ids)})
     return Response(content, headers=ignored_headers(body.ignored), media_type="application/json")
-
-
-@router.post("/v1/responses/compact", response_class=Response)
-async def compact(request: Request) -> Response:
-    """Always a 400: no model here writes the encrypted summary that this gives at OpenAI."""
-    raise unsupported("compact", "Compaction (send fewer items, or 'truncation': 'auto')")
 
 
 def _streamed(request: Request, server: ServerState, id: str, owner: str) -> Response:
@@ -213,12 +207,11 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     return _json(stored.answer)
 
 
-def _previous(server: ServerState, body: ResponsesRequest, owner: str) -> Stored | None:
-    """The response that the request goes on from."""
-    id = body.previous_response_id
+def previous_response(request: Request, id: str | None) -> Stored | None:
+    """The one that a request goes on from. Raises ApiError (400)."""
     if id is None:
         return None
-    if (stored := server.responses.get(id, owner)) is None:
+    if (stored := ServerState.of(request).responses.get(id, owner_of(request.scope))) is None:
         raise bad_request(
             f"There is no stored response `{shorten(id)}`; send the conversation itself as 'input'.",
             "previous_response_id",
@@ -227,7 +220,7 @@ def _previous(server: ServerState, body: ResponsesRequest, owner: str) -> Stored
     return stored
 
 
-def _items(previous: Stored | None) -> list[dict[str, Any]]:
+def items_of(previous: Stored | None) -> list[dict[str, Any]]:
     """Those that a response had, then those that it said."""
     if previous is None:
         return []

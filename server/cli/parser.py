@@ -17,7 +17,7 @@ _SLIPS = {
     "--ctx-size": "--max-model-len", "--context-length": "--max-model-len", "-a": "--served-model-name",
     "--alias": "--served-model-name", "-t": "--cpu-threads", "--threads": "--cpu-threads", "-d": "--device",
     "-np": "--max-num-seqs", "--parallel": "--max-num-seqs", "--max-running-requests": "--max-num-seqs",
-    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--mem-fraction-static": "--gpu-memory-utilization", "--url": "--base-url", "--base-url": "--url",
 }  # fmt: skip
 
 

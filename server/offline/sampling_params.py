@@ -5,16 +5,27 @@ from __future__ import annotations
 import dataclasses
 import enum
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from ..errors import ApiError
+from ..options.hint import did_you_mean
 from ..wire.embeddings import EmbeddingRequest
 from ..wire.requests import CompletionRequest
 from ..wire.validation import first_error
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Params:
+    """Of their dataclasses, a keyword that is no field is told which one is nearest."""
+
+    def __new__(cls, *values: Any, **keywords: Any) -> Self:
+        fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        for name in keywords.keys() - fields:
+            raise TypeError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, fields)}")
+        return super().__new__(cls)
 
 
 class RequestOutputKind(enum.Enum):
@@ -24,7 +35,7 @@ class RequestOutputKind(enum.Enum):
 
 
 @dataclass
-class StructuredOutputsParams:
+class StructuredOutputsParams(_Params):
     """The form of an answer: one of the first six."""
 
     json: dict[str, Any] | str | None = None
@@ -42,7 +53,7 @@ GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
 
 
 @dataclass
-class RepetitionDetectionParams:
+class RepetitionDetectionParams(_Params):
     """Ends an answer whose last tokens are one pattern, `min_count` times in a row."""
 
     max_pattern_size: int = 0  # tokens; 0 = off
@@ -51,7 +62,7 @@ class RepetitionDetectionParams:
 
 
 @dataclass
-class SamplingParams:
+class SamplingParams(_Params):
     """How to choose tokens. Raises ValueError for values that cannot be, and for fields that are not supported yet.
 
     None is the default of any field; max_tokens=None means what is left of the context.
@@ -132,7 +143,7 @@ class SamplingParams:
 
 
 @dataclass
-class PoolingParams:
+class PoolingParams(_Params):
     """What an embedding, classes or scores are to be like. Raises ValueError for values that cannot be."""
 
     truncate_prompt_tokens: int | None = None  # keep the last ones; -1 = as many as the context holds

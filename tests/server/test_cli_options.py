@@ -314,6 +314,8 @@ def test_help_on_a_word(capsys: Any, words: list[str], shown: str, hidden: str) 
         (["serve", "--port", "x"], "argument --port: 'x': it must be an integer such as"),
         (["serve", "--request-timeout", "1m"], "argument --request-timeout: '1m': it must be a number such as"),
         (["bench", "serve", "--num-promts", "1"], "did you mean --num-prompts?"),
+        (["bench", "serve", "--url", "http://h"], "unknown option --url; did you mean --base-url?"),
+        (["chat", "--base-url", "http://h"], "unknown option --base-url; did you mean --url?"),
         (
             ["bench", "startup", "--num-iters", "1"],
             "vserve bench startup: unknown option --num-iters; did you mean --num-iters-",

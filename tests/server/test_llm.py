@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 import vserve
-from vserve import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from vserve import LLM, LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.messages import RequestOutput
 from vserve.server.client.engine_client import EngineDeadError
@@ -314,6 +316,23 @@ def test_params_that_cannot_be(values, message):
     with pytest.raises(ValueError) as error:
         SamplingParams(**values)
     assert str(error.value).startswith(f"SamplingParams: {message}")
+
+
+@pytest.mark.parametrize(
+    "kind, name, message",
+    [
+        (SamplingParams, "tempratur", "SamplingParams has no field 'tempratur'; did you mean temperature?"),
+        (SamplingParams, "xyz", "SamplingParams has no field 'xyz'"),
+        (PoolingParams, "normalise", "PoolingParams has no field 'normalise'; did you mean normalize?"),
+        (StructuredOutputsParams, "choices", "StructuredOutputsParams has no field 'choices'; did you mean choice?"),
+    ],
+)
+def test_a_misspelt_keyword_names_the_nearest(kind: Any, name: str, message: str) -> None:
+    with pytest.raises(TypeError) as error:
+        kind(**{name: 1})
+    assert str(error.value) == message
+    params = kind()
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
 
 
 def test_params_that_this_model_cannot_do(llm):

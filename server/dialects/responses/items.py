@@ -6,6 +6,7 @@ from typing import Any
 
 from ...errors import bad_request, shorten, unsupported
 from ..as_chat import objects, string, text_of
+from .compaction import compaction_message
 
 ROLES = ("system", "developer", "user", "assistant")
 _SPOKEN = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -41,6 +42,9 @@ def item_messages(items: list[dict[str, Any]], where: str) -> list[dict[str, Any
         elif kind == "function_call_output":
             content = text_of(item.get("output"), f"{place}.output", _RESULT)
             messages.append({"role": "tool", "tool_call_id": string(item, "call_id", place), "content": content})
+        elif kind == "compaction":
+            _join_users(messages)
+            messages.append(compaction_message(item, place))
         elif kind == "item_reference":
             raise unsupported(f"{place}.type", "An item_reference (send the item itself, or previous_response_id)")
         else:
@@ -59,6 +63,15 @@ def _message(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -
         _assistant(messages, "content", "tool_calls")["content"] = content
     else:
         messages.append({"role": role, "content": content})
+
+
+def _join_users(messages: list[dict[str, Any]]) -> None:
+    """Those at the end become one, as no answers are left between them: some templates want the roles to alternate."""
+    first = len(messages)
+    while first and messages[first - 1]["role"] == "user":
+        first -= 1
+    if users := messages[first:]:
+        messages[first:] = [{"role": "user", "content": "\n\n".join(message["content"] for message in users)}]
 
 
 def _assistant(messages: list[dict[str, Any]], *without: str) -> dict[str, Any]:

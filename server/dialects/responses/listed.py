@@ -15,7 +15,7 @@ def input_items(value: str | list[dict[str, Any]], response_id: str, first: int)
 
 def _item(item: dict[str, Any], response: str, place: int) -> dict[str, Any]:
     kind = item.get("type") or "message"
-    prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}.get(kind, "fco")
+    prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc", "compaction": "cmp"}.get(kind, "fco")
     shown = {**item, "type": kind, "id": f"{prefix}_{response}_in{place}", "status": "completed"}
     if kind == "message" and isinstance(content := item.get("content"), str):
         part = "output_text" if item["role"] == "assistant" else "input_text"

@@ -64,7 +64,12 @@ class ReasoningItem(TypedDict, total=False):
     summary: list[ThoughtPart]
 
 
-InputItem = InputMessage | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+class CompactionInput(TypedDict, total=False):
+    type: Required[Literal["compaction"]]
+    encrypted_content: Required[str]  # as /v1/responses/compact gave it
+
+
+InputItem = InputMessage | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | CompactionInput
 
 
 class FunctionTool(TypedDict, total=False):

@@ -195,6 +195,32 @@ class InputTokens(Schema):
     input_tokens: int
 
 
+class UserMessage(BaseModel):
+    """As the request had it, with parts."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["message"]
+    id: str
+    status: Status
+    role: Literal["user"]
+    content: list[dict[str, Any]] = Field(description="parts: input_text")
+
+
+class CompactionItem(Schema):
+    type: Literal["compaction"]
+    id: str
+    encrypted_content: str = Field(description="the summary, for an input of /v1/responses: base64, and no secret")
+
+
+class CompactedResponse(Schema):
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int = Field(description="Unix time")
+    output: list[UserMessage | CompactionItem] = Field(description="the user's messages, then the summary")
+    usage: ResponseUsage
+
+
 class ReasoningDelta(InItem):
     type: Literal["response.reasoning_text.delta"]
     content_index: int
