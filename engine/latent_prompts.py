@@ -11,15 +11,14 @@ from .layer_spec import LatentAttentionSpec
 from .models.model import Model
 from .plan import StepPlan
 
-WORKSPACE_BYTES = (
-    1 << 29
-)  # of DeepSeek V3 on eight cards: 47,000 tokens of context with all heads, or 128,000 with four
+# Of DeepSeek V3 on eight cards: 47,000 tokens of context with all heads, or 128,000 with four.
+WORKSPACE_BYTES = 1 << 29
 FULL_REQUESTS = 8  # of which there is no need for more: further ones take their turn
 # Products of a rank's layer that a GPU makes while the host launches its kernels, some 0.3 ms that a CUDA graph saves:
 # steps that have a graph expand where they spare more, the rest as soon as they spare any.
 LAUNCHING_PRODUCTS = 1 << 35
 # Of the warm-up's steps, one prompt of more tokens than this is expanded and all others are not: both are compiled.
-DUMMY_TOKENS = 256
+DUMMY_TOKENS = 64
 
 
 class LatentPrompts:

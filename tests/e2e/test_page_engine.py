@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import threading
 import time
@@ -167,6 +168,7 @@ def watching(url: str) -> Iterator[None]:
 
 
 @pytest.mark.alone
+@pytest.mark.skipif(not os.environ.get("VSERVE_TEST_LONG"), reason="a minute: VSERVE_TEST_LONG=1 runs it")
 def test_watching_costs_less_than_five_percent(demo_server: Any) -> None:
     """Three hundredths of a processor in the server's process, two in the engine's. Pairs of the same work, watched and
     not, in turns.
