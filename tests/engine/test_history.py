@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from typing import ClassVar
+from collections import Counter, deque
+from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar, cast
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.mask import TokenMask
 from vserve.engine.messages import unpack_tokens
+from vserve.engine.parallel.pipeline import Ring, Stage
 from vserve.engine.plan import StepPlan, StepResult
+from vserve.engine.relay import Relay
 from vserve.engine.rows import RowTables
+from vserve.engine.runner import Launched, ModelRunner
 
 from .test_scheduler_properties import VOCAB, Device, Simulation
 
@@ -83,14 +88,22 @@ class Paged(Device):
                 self.texts[plan.rows[plan.sampled[index]]] += tokens
             self.seen["wrong draft"] += drafting and len(tokens) <= plan.num_drafts
         sampled = torch.tensor(samples, dtype=torch.int32)
+        self.seen["cut"] += len(cuts)
+        self.seen["late mask"] += len(postponed)
+        self.append(plan, sampled, postponed, cuts, [len(tokens) for tokens in kept[: plan.num_decodes]])
+        return None if fails else result
+
+    def append(
+        self, plan: StepPlan, sampled: torch.Tensor, postponed: tuple[int, ...], cuts: tuple[tuple[int, int], ...],
+        counts: list[int],
+    ) -> None:  # fmt: skip
+        """counts: of those that decode, if there are drafts."""
         if cuts:
             self.builder.cut_drafts(plan, cuts, sampled)
-            self.seen["cut"] += 1
         found = self.builder.commit(self.header, self.shape, sampled)
-        assert found is None or found[0].tolist() == [len(tokens) for tokens in kept[: plan.num_decodes]]
+        assert found is None or found[0].tolist() == counts
         if postponed:
             self.builder.take_back(plan, postponed, found)
-            self.seen["late mask"] += 1
         for row, state in zip(plan.rows, self.batch, strict=True):
             computed = int(self.tables.num_computed[row])
             assert computed == state.computed
@@ -98,11 +111,48 @@ class Paged(Device):
             if computed < min(len(text), self.config.max_model_len):  # the next one is where heads and n-grams look
                 known = history.tokens(row, computed + 1, computed).tolist()
                 assert state.tainted or known == text[: computed + 1]
-        return None if fails else result
+
+
+class Queue:
+    """A ring where what the last stage has sampled waits for the first."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[torch.Tensor] = deque()
+
+    def receive(self, x: torch.Tensor) -> None:
+        x.copy_(self.waiting.popleft())
+
+
+class Late(Paged):
+    """The first of several stages: takes a step's tokens when a plan needs them, some plans later."""
+
+    def __init__(self, config: SchedulerConfig, salts: dict[int, str | None]) -> None:
+        super().__init__(config, salts)
+        self.queue = Queue()
+        stage = Stage(0, config.num_stages, None, cast(Ring, self.queue))
+        self.relay, self.device, self.drafter = Relay(stage, 1, torch.float32, CPU), CPU, None
+        self._append = partial(ModelRunner._append, cast(ModelRunner, self))
+
+    def execute(self, plan: StepPlan, fails: bool) -> None:
+        ModelRunner.settle(cast(ModelRunner, self), plan)
+        self.seen["late"] += len(self.queue.waiting)
+        for row in {*plan.rows} - {new.row for new in plan.new_rows}:
+            assert int(self.tables.num_computed[row]) == self.rows[row].computed
+        super().execute(plan, fails)
+
+    def append(
+        self, plan: StepPlan, sampled: torch.Tensor, postponed: tuple[int, ...], cuts: tuple[tuple[int, int], ...],
+        counts: list[int],
+    ) -> None:  # fmt: skip
+        if len(sampled):
+            self.queue.waiting.append(sampled)
+        step = SimpleNamespace(samples=SimpleNamespace(plan=plan), header=self.header, shape=self.shape)
+        ModelRunner._go_on(cast(ModelRunner, self), cast(Launched, step), postponed, cuts)
 
 
 KINDS = {"plain": {}, "windows": {"windowed": True}, "drafts": {"drafts": True}, "stages": {"stages": True}}
 KINDS["drafts and windows"] = KINDS["drafts"] | KINDS["windows"]
+KINDS |= {"stages, late tokens": KINDS["stages"], "drafts and stages, late tokens": KINDS["drafts"] | KINDS["stages"]}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,10 +162,11 @@ def test_every_token_is_where_it_is_looked_for(kind: str, monkeypatch: pytest.Mo
     seed = random.randrange(1 << 30)
     for number in range(10):
         print(f"seed {seed + number}")
-        simulation = Simulation(seed + number, device=Paged, check=False, **KINDS[kind])
+        simulation = Simulation(seed + number, device=Late if "late" in kind else Paged, check=False, **KINDS[kind])
         simulation.run(120)
     assert Paged.seen["read"] > 5000 and Paged.seen["chunk"] and Paged.seen["hit"], Paged.seen
-    assert "drafts" not in kind or Paged.seen["wrong draft"], Paged.seen
+    assert "drafts" not in kind or all(Paged.seen[way] for way in ("wrong draft", "cut", "late mask")), Paged.seen
+    assert "late" not in kind or Paged.seen["late"], Paged.seen
 
 
 def test_histories_take_what_the_cache_holds() -> None:
