@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import Request, Response
 
 from ..dialects.as_chat import speaking_of
-from ..dialects.chat import message
 from ..dialects.responses.compact_request import CompactRequest
 from ..dialects.responses.compaction import compaction_item, user_items
 from ..dialects.responses.events import usage
@@ -62,7 +61,7 @@ class Compaction(Chatting):
 
     def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         (said,) = answers
-        summary = (message(said)["content"] or "").strip()
+        summary = said.text.strip()  # without what it thought
         if not summary or said.choice.stop_reason == "abort":
             why = "The summary was cancelled" if summary else "The model wrote no summary"
             raise ApiError(422, f"{why}: go on with the conversation as it is, or ask again.", code="no_summary")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from typing import Any
 
+import httpx
 import msgspec
 import openai
 import pytest
@@ -116,6 +118,28 @@ def test_only_what_is_said_is_the_summary(thinking: Any) -> None:
     thinking.says("\n ")
     failed = thinking.client.post("/v1/responses/compact", {"input": TALK})
     assert failed.status_code == 422 and "wrote no summary" in failed.json()["error"]["message"]
+
+
+def test_a_summary_that_was_cancelled_is_none(new_thinking: Any, serve: Any) -> None:
+    thinking = new_thinking()
+    thinking.says("and so on " * 500)
+    thinking.engine.delay = 0.005
+
+    async def test(port: int) -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1") as http:
+            asking = asyncio.create_task(
+                http.post("/responses/compact", json={"input": TALK}, headers={"x-request-id": "mine"})
+            )
+            while thinking.engine.num_outputs < 8:
+                await asyncio.sleep(0.005)
+            assert (await http.post("/requests/mine/cancel")).status_code == 200
+            error = (await asking).json()["error"]
+            assert (asking.result().status_code, error["code"]) == (422, "no_summary") and "cancelled" in error[
+                "message"
+            ]
+        assert thinking.engine.num_open == 0
+
+    serve(test, thinking.app)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def compaction_message(item: dict[str, Any], place: str) -> dict[str, Any]:
     where = f"{place}.encrypted_content"
     remedy = "send the item as /v1/responses/compact gave it, or the conversation itself."
     try:
-        carried = msgspec.json.decode(base64.b64decode(string(item, "encrypted_content", place), b"-_", validate=True))
+        carried = msgspec.json.decode(base64.urlsafe_b64decode(string(item, "encrypted_content", place)))
         version = carried["version"]
         summary = carried["summary"]
         if version == VERSION and (not isinstance(summary, str) or carried["sha256"] != _digest(summary)):
