@@ -293,7 +293,8 @@ class ModelRunner:
         if step.samples.plan.num_samples:
             self.model.place.group.broadcast(tokens)
         if self.relay is not None:
-            self.relay.hand_round(tokens)
+            # Who imposes what holds writes into them, also while they are on their way.
+            self.relay.hand_round(tokens if self.builder.thresholds is None else tokens.clone())
         kept, proposed = self._append(step.samples.plan, step.header, step.shape, tokens, postponed, cuts)
         if step.graph is not None and step.graph.drafts is not None:
             proposed = step.graph.drafts.replay()
