@@ -89,7 +89,9 @@ class Engines:
         return others[-1]
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("windows and experts", "plain")]
+SLOW = [pytest.param("windows and experts", marks=pytest.mark.slow)]
+if os.environ.get("VSERVE_TEST_LONG"):  # seven processes: a minute
+    SLOW.append(pytest.param("plain", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module", params=["tied", *SLOW])
