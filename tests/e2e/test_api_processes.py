@@ -193,6 +193,7 @@ def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -
     assert {ask(server, headers=once).status_code for _ in range(24)} == {429}, "the new process knows of it"
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_replaced(server, until) -> None:
     """Whom it has accepted nobody else can answer: its end is what they hear of it. The others go on meanwhile."""
     expected, pids = text(ask(server)), guests(server)

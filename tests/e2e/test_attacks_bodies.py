@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 MOST = 256 << 20  # bytes, as server/http/body_limit.py has it
 KEPT = 64 << 20  # bytes of buffers, and of what allocators keep
@@ -22,6 +23,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.slow
 def test_large_bodies_that_never_end_have_a_bound_together(
     serve: Any, api_servers: tuple[str, ...], attacks: Any
 ) -> None:

@@ -114,6 +114,7 @@ def test_each_node_has_threads_of_its_own(hosts: Hosts) -> None:
     assert b"OMP_NUM_THREADS=1" in told
 
 
+@pytest.mark.slow
 def test_a_rank_of_the_other_node_is_killed(hosts: Hosts) -> None:
     before = answers(hosts.first.url)
     os.kill(hosts.rank_of_second(), signal.SIGKILL)

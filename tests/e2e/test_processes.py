@@ -89,6 +89,7 @@ def test_settings_that_cannot_work_are_one_line(arguments, words):
         assert word in last, last
 
 
+@pytest.mark.slow
 def test_row_45_of_two_servers_that_start_at_once_one_gets_the_port(launch_server, reserve_port, until):
     port = reserve_port()
     servers = [launch_server(port=port) for _ in range(2)]
@@ -144,6 +145,7 @@ def test_a_port_in_use_is_said_at_once(demo_server):
     assert done.returncode == 2 and f":{port}" in done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_context_shrinks_to_what_fits(serve):
     with serve("--num-gpu-blocks-override", "8") as server:
         assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 128

@@ -165,6 +165,7 @@ def _engine_of_rank(server, pids: list[int], rank: int) -> int:
     raise AssertionError("no engine")
 
 
+@pytest.mark.slow
 def test_offline(tiny_model):
     prompts = [f"the answer to {index} is" for index in range(8)]
     params = SamplingParams(temperature=0, max_tokens=8)
@@ -174,6 +175,7 @@ def test_offline(tiny_model):
         assert [output.outputs[0].token_ids for output in two.generate(prompts, params)] == expected
 
 
+@pytest.mark.slow
 def test_scaled_under_load_nothing_is_lost(replicas, canary_of):
     """One engine leaves and another comes while requests are answered: each gets its whole answer, once."""
     expected, over = canary_of(replicas), threading.Event()

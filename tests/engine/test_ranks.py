@@ -262,6 +262,7 @@ def rank_of(engine: int) -> int:
     return next(int(pid) for pid in children if "engine.ranks.process" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(
     tiny_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -299,11 +300,12 @@ def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
         ("step:20:hang:1", "rank 1 of 2 (cpu) has not gone on for"),
-        pytest.param("schedule:20:hang", "the engine process exited with code 1;", marks=pytest.mark.slow),
+        ("schedule:20:hang", "the engine process exited with code 1;"),
     ],
 )
 def test_a_rank_that_hangs_while_clients_go_on_asking(
@@ -345,6 +347,7 @@ def test_a_rank_that_hangs_while_clients_go_on_asking(
     assert seconds < 10
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_while_it_starts(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VSERVE_FAULT", "phase:memory:exit:1")
     monkeypatch.setenv("VSERVE_ALLOW_FAULTS", "1")

@@ -32,6 +32,7 @@ print(group.all_reduce(torch.tensor([rank + 1])).item())
 """
 
 
+@pytest.mark.slow
 def test_a_group_waits_longer_than_its_collectives_do(tmp_path: Path) -> None:
     address = f"file://{tmp_path}/store"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

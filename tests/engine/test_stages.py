@@ -89,12 +89,12 @@ class Engines:
         return others[-1]
 
 
-SLOW = [pytest.param("windows and experts", marks=pytest.mark.slow)]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "windows and experts")]
 if os.environ.get("VSERVE_TEST_LONG"):  # seven processes: a minute
     SLOW.append(pytest.param("plain", marks=pytest.mark.slow))
 
 
-@pytest.fixture(scope="module", params=["tied", *SLOW])
+@pytest.fixture(scope="module", params=SLOW)
 def engines(request: pytest.FixtureRequest, tiny_model: Any) -> Iterator[Engines]:
     family, keys, sizes = MODELS[request.param]
     folder = tiny_model(family, **keys)

@@ -178,6 +178,7 @@ print(json.dumps(report))
 
 
 @pytest.mark.skipif(CUDA, reason="the other tests compile for this GPU")
+@pytest.mark.slow
 def test_compiles_for_hopper(run_for_hopper: Callable[..., Any]) -> None:
     """Nothing spills; codes go from shared memory to the tensor cores' registers in one move, rows add no variants."""
     if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():
