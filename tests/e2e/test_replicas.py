@@ -103,6 +103,7 @@ def test_structured_output_on_every_engine(replicas):
         assert text(answer) in ("yes", "no")
 
 
+@pytest.mark.slow
 def test_a_death_takes_only_what_had_begun(replicas, until, canary_of):
     """Of one engine's requests, those that wait go on elsewhere; other engines' go on; it comes back by itself."""
     expected = canary_of(replicas)

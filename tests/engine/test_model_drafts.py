@@ -163,6 +163,7 @@ def mtp(count: int, **options: Any) -> str:
     ("deepseek_v3", True, RANKS | {"enable_expert_parallel": True}),
     pytest.param("glm4_moe", False, RANKS | WHOLE, marks=pytest.mark.slow),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_layers_behind_the_last_one_draft_what_plain_code_drafts(
     engine: Any, tiny_models: Any, draft_models: Any, proposed: Any, tmp_path: Path, family: str, own: bool,
     options: dict[str, Any],
@@ -220,6 +221,7 @@ def test_answers_stay_what_they_are(
         pytest.param(1, RANKS | WHOLE, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_target_that_drafts_for_itself_is_always_right(
     served: Any, target: Path, plain: Any, overlap: Any, depth: int, options: dict[str, Any]
 ) -> None:

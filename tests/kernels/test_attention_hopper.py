@@ -258,6 +258,7 @@ print(json.dumps([report(name, kernel) for name, kernel in kernels.values()]))
         pytest.param(128, "bfloat16", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_compiles_for_hopper(heads: int, dtype: str, tmp_path: Path, run_for_hopper: Callable[..., Any]) -> None:
     """Fits shared memory and registers, keeps its products asynchronous, and is compiled once for all batch sizes."""
     report = run_for_hopper(_COMPILE, str(heads), dtype, str(tmp_path / "kernel"))

@@ -200,6 +200,7 @@ print(json.dumps(report))
         pytest.param("4096 14336 8 2", "1,16,64,128,2048", marks=pytest.mark.slow),  # Mixtral 8x7B
     ],
 )
+@pytest.mark.slow
 def test_compiles_for_hopper(shape: str, rows: str, run_for_hopper: Callable[..., Any]) -> None:
     """With the tensor cores of Hopper, loads that run ahead, and no spilt register; few rows as dependent launches."""
     if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():

@@ -275,6 +275,7 @@ print(json.dumps(report))
         pytest.param("2048 768 128 8 32", "int4", "1,64,256,512,2048", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_compiles_for_hopper(shape: str, kind: str, rows: str, run_for_hopper: Callable[..., Any]) -> None:
     """With the tensor cores of Hopper, loads that run ahead, and no spilt register."""
     if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():
