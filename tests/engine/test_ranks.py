@@ -229,7 +229,6 @@ def test_grammars(pair: Pair) -> None:
 # ---- what ends an engine ----
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_its_engine(pair: Pair) -> None:
     """The last of the tests with this pair."""
 
