@@ -203,8 +203,8 @@ class BatchBuilder:
         upload.add([index * (1 + plan.num_drafts) + most for index, most in cuts])
         rows, places, samples = upload.send(self.tables.device)
         places = places + self.tables.num_computed.index_select(0, rows)
-        recent = self.tables.history.recent
-        recent[rows, places % recent.shape[1]] = (tokens.index_select(0, samples) == 0).int()
+        history = self.tables.history
+        history.recent[rows, places % history.ring] = (tokens.index_select(0, samples) == 0).int()
 
     def tell_drafts(self, plan: StepPlan, count: int) -> Tensor:
         """Of plan.told: how many drafts were proposed, and `count` tokens that stand there. int32 [T, 1 + count]."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -72,3 +73,9 @@ class Scoring:
     window: int = 0
     soft_cap: float = 0.0
     sinks: Tensor | None = None
+
+
+def neighbouring_pages(count: int, device: torch.device | str) -> Tensor:
+    """A block table, int32 [count, count], of requests whose pages are neighbours: row r is r, r + 1, r + 2, …, and a
+    request's row is its first page."""
+    return torch.arange(2 * count, dtype=torch.int32, device=device).as_strided((count, count), (1, 1))

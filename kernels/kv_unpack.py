@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_inputs import PagedCache, RaggedBatch, Scoring
+from .attention_inputs import PagedCache, RaggedBatch, Scoring, neighbouring_pages
 from .attention_prefill import prefill_attention_triton
 from .kv_fp8 import decode
 from .prefill_work import PrefillWork
@@ -32,7 +32,7 @@ class PromptPages:
     numbers: Tensor  # flat
     page: int
     num_blocks: int
-    table: Tensor  # int32: row r is r, r + 1, r + 2, …: a request's pages are neighbours, and its row is its first one
+    table: Tensor  # neighbouring_pages
 
     @classmethod
     def create(
@@ -41,8 +41,7 @@ class PromptPages:
         """token_elements: of keys and values of a token, in the layer that has the most."""
         blocks = -(-num_tokens // page)
         numbers = torch.empty(blocks * page * token_elements, dtype=dtype, device=device)
-        table = torch.arange(2 * blocks, dtype=torch.int32, device=device).as_strided((blocks, blocks), (1, 1))
-        return cls(numbers, page, blocks, table)
+        return cls(numbers, page, blocks, neighbouring_pages(blocks, device))
 
     def like(self, cache: PagedCache) -> PagedCache:
         """The pages of a layer with this cache, which every layer overwrites."""

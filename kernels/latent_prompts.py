@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .attention import prefill_attention_torch
-from .attention_inputs import PagedCache, RaggedBatch, Scoring
+from .attention_inputs import PagedCache, RaggedBatch, Scoring, neighbouring_pages
 from .attention_prefill import PrefillTile, prefill_attention_triton, prefill_tile
 
 MOST_REQUESTS = 16  # of a piece: prefill attention's kernel has another variant for more
@@ -66,7 +66,7 @@ class Piece:
     """Some neighbouring requests of a step's prompts, and how many heads fit at a time."""
 
     prompts: RaggedBatch  # whose rows are those of `table`
-    table: Tensor  # int32: row r is r, r + 1, r + 2, …: a request's pages in the workspace are neighbours
+    table: Tensor  # neighbouring_pages, of the workspace
     places: Tensor  # int64 [2, P]: row and column in the cache's block table of each page
     heads: int
 
@@ -107,8 +107,7 @@ class ExpandedPrompts:
             prompts.query_start[first : last + 1],
             prompts.max_query_len,
         )
-        table = torch.arange(2 * count, dtype=torch.int32, device=device).as_strided((count, count), (1, 1))
-        return Piece(piece, table, _sent(places, device), heads)
+        return Piece(piece, neighbouring_pages(count, device), _sent(places, device), heads)
 
 
 def _sent(values: np.ndarray, device: torch.device) -> Tensor:

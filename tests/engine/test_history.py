@@ -159,14 +159,16 @@ KINDS |= {"stages, late tokens": KINDS["stages"], "drafts and stages, late token
 def test_every_token_is_where_it_is_looked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is cached, shared, preempted, aborted, failed, drafted or postponed."""
     monkeypatch.setattr(Paged, "seen", Counter())
+    wanted = ["read", "chunk", "hit", *(["late"] if "late" in kind else [])]
+    wanted += ["wrong draft", "cut", "late mask"] if "drafts" in kind else []
     seed = random.randrange(1 << 30)
-    for number in range(10):
+    for number in range(200):  # some of it is rare: ten of them may not meet it
+        if number >= 10 and all(Paged.seen[way] for way in wanted):
+            break
         print(f"seed {seed + number}")
         simulation = Simulation(seed + number, device=Late if "late" in kind else Paged, check=False, **KINDS[kind])
         simulation.run(120)
-    assert Paged.seen["read"] > 5000 and Paged.seen["chunk"] and Paged.seen["hit"], Paged.seen
-    assert "drafts" not in kind or all(Paged.seen[way] for way in ("wrong draft", "cut", "late mask")), Paged.seen
-    assert "late" not in kind or Paged.seen["late"], Paged.seen
+    assert Paged.seen["read"] > 5000 and all(Paged.seen[way] for way in wanted), Paged.seen
 
 
 def test_histories_take_what_the_cache_holds() -> None:
