@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from .grammar import GrammarError, Matcher
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # CPU seconds that the masks and tokens of one request may take: so many at once, and so many more for each token. Usual
 # is 10 µs a token; an ambiguous grammar takes more with every token, and its client has to mend it.
@@ -95,8 +97,9 @@ class Guide:
         try:
             drafts = self.drafts
             rows = np.empty((1 + len(drafts), self._num_words), dtype=np.int32)
-            self._timed(lambda: self._matcher.fill(rows[0]), is_mask=True)
-            self._look_ahead(rows, drafts)
+            self._timed(self._matcher.fill, rows[0], is_mask=True)
+            if drafts or self._masked:
+                self._look_ahead(rows, drafts)
             self.mask = rows[: 1 + len(self._masked)]
         except BaseException as error:  # a panic of llguidance's is no Exception; the thread has to go on
             self.error = _failure(error)
@@ -132,7 +135,7 @@ class Guide:
         self.mask = None
         self._num_tokens += 1
         try:
-            if self._timed(lambda: self._matcher.accept(token_id), is_mask=False):
+            if self._timed(self._matcher.accept, token_id, is_mask=False):
                 return ""
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -140,9 +143,9 @@ class Guide:
             return _failure(error)
         return f"the grammar of this request does not allow the token {token_id} that was sampled"
 
-    def _timed(self, work: Callable[[], bool | None], is_mask: bool) -> bool | None:
+    def _timed(self, work: Callable[[T], bool | None], argument: T, is_mask: bool) -> bool | None:
         started = time.thread_time()
-        result = work()
+        result = work(argument)
         seconds = time.thread_time() - started
         self._spent += seconds
         if is_mask:

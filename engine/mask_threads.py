@@ -12,6 +12,7 @@ from queue import SimpleQueue
 
 from .guide import Guide
 
+TELLING = 2e-3  # seconds of many masks, after which the event loop is told that there are some
 LONGEST = 0.25  # seconds that a step waits though nobody in it can go on: who arrives meanwhile can
 
 
@@ -82,9 +83,14 @@ class MaskThreads:
 
     def _run(self, number: int) -> None:
         assert self._loop is not None
-        lane = self._lanes[number]
+        lane, begun = self._lanes[number], 0.0
         while (guide := lane.get()) is not None:
+            begun = begun or time.monotonic()
             guide.fill()
+            # To be told costs the event loop more than a quick mask costs: of many it is told at the end.
+            if not lane.empty() and time.monotonic() < begun + TELLING:
+                continue
+            begun = 0.0
             if not self._telling:
                 self._telling = True
                 try:
