@@ -147,7 +147,9 @@ class ModelRunner:
         num_sampled, num_wanted = plan.num_samples, plan.num_samples + len(plan.pooled)
         wants_all = bool(plan.scored) or self.pooler.needs_all(plan)
         adapters = self.adapters if self.adapters is not None and self.adapters.begin(plan) else None
-        graphs = self.graphs if adapters is None else self.adapter_graphs
+        graphs = self.graphs  # None until they are captured: what warms up misses none
+        if graphs is not None and adapters is not None:
+            graphs = self.adapter_graphs
         graph = graphs.find(plan) if graphs is not None and not wants_all else None
         expanded = None  # latents of prompts: not in a graph, for how long contexts are, the host has to know
         if self.latent_prompts is not None and self.latent_prompts.expands(plan, graph is not None):

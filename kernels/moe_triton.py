@@ -40,12 +40,12 @@ def gate_up_tile(num_tokens: int, top_k: int, num_experts: int, itemsize: int) -
     if itemsize > 2:  # fp32 has no tensor cores
         return MoeTile(16, 32, 32, 4, 2)
     if rows <= ROWS[0]:
-        return MoeTile(16, 64, 128, 4, 3)
+        return MoeTile(16, 64, 128, 4, 4)
     if rows <= ROWS[1]:
         return MoeTile(32, 64, 64, 4, 4)
     if rows <= ROWS[2]:
         return MoeTile(64, 64, 64, 4, 4)
-    return MoeTile(128, 128, 64, 8, 3, group=8)
+    return MoeTile(128, 128, 64, 8, 4, group=8)
 
 
 def down_tile(num_tokens: int, top_k: int, num_experts: int, itemsize: int) -> MoeTile:

@@ -189,3 +189,26 @@ def test_who_waited_for_a_grammar_hears_that_the_adapter_is_gone() -> None:
     asyncio.run(main())
     (output,) = ended
     assert (output.id, output.error) == (7, "its adapter is not loaded") and not scheduler.has_unfinished()
+
+
+def test_what_warms_up_misses_no_graph(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with adapters before their graphs are captured; afterwards a missed one counts."""
+    dummy_step, runners = ModelRunner.dummy_step, []
+
+    def step(runner: ModelRunner, *arguments: Any, **more: Any) -> Any:
+        runners.append(runner)
+        return dummy_step(runner, *arguments, **more)
+
+    monkeypatch.setattr(ModelRunner, "dummy_step", step)
+
+    async def run() -> tuple[int, int]:
+        async with running(base, adapter):
+            runner = runners[0]
+            graphs = runner.plan_graphs(8, 64, ())
+            dummy_step(runner, 2, 8, greedy(4), adapted=True)
+            before, runner.graphs = runner.num_graph_misses, graphs
+            dummy_step(runner, 2, 8, greedy(4), adapted=True)
+            runner.graphs = runner.adapter_graphs = None
+            return before, runner.num_graph_misses
+
+    assert asyncio.run(run()) == (0, 1)
