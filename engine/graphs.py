@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .batch import WANTED, Batch, BatchBuilder, Shape, header_width
 from .plan import StepPlan
-from .scheduler import BESIDE_DRAFTS, FEW_DECODES
+from .planner import BESIDE_DRAFTS, FEW_DECODES
 
 LOGIT_ROWS = 32
 MIXED_TOKENS = (128, 256, 512, 768, 1024)

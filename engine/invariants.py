@@ -38,7 +38,7 @@ def check_scheduler(scheduler: Scheduler, thorough: bool) -> None:
         require(computed < request.target + pooled, f"{request}: nothing left")
         require(not request.num_in_flight_tokens or computed == request.target - 1, f"{request}: not one behind")
     live = scheduler.roster.find(scheduler.roster.entries)
-    require(scheduler.num_constrained == sum(r.grammar is not None for r in live), "grammars miscounted")
+    require(scheduler.roster.num_constrained == sum(r.grammar is not None for r in live), "grammars miscounted")
     scheduler.prompt_results.check(live)
     for request in live:
         counted = (request.num_in_flight_steps, request.num_in_flight_tokens, request.num_in_flight_drafts)

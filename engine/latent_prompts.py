@@ -8,6 +8,7 @@ from torch import Tensor
 from ..kernels.attention_inputs import RaggedBatch
 from ..kernels.latent_prompts import ExpandedPrompts, LatentSizes
 from .layer_spec import LatentAttentionSpec
+from .model_config import ModelConfig
 from .models.model import Model
 from .plan import StepPlan
 
@@ -26,6 +27,17 @@ class LatentPrompts:
         """sizes: of this rank's heads."""
         self.sizes = sizes
         self.numbers: Tensor | None = None
+
+    @classmethod
+    def planned(cls, config: ModelConfig) -> LatentPrompts | None:
+        """Of a card that has all heads, before there is a model; None for one without latent attention."""
+        specs = (layer.attention for layer in config.layers)
+        sizes = {
+            LatentSizes(spec.kv_rank, spec.rope_dim, spec.nope_dim, spec.value_dim, spec.num_heads)
+            for spec in specs
+            if isinstance(spec, LatentAttentionSpec)
+        }
+        return cls(*sizes) if sizes else None
 
     @classmethod
     def of(cls, model: Model) -> LatentPrompts | None:

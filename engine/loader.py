@@ -23,6 +23,7 @@ from .dummy_weights import fill_with_noise
 from .encoders.decoder import attend_both_ways
 from .encoders.model import Encoder
 from .foreign.modules import Plain
+from .layers.experts import Experts
 from .layers.norm import Norm
 from .layers.weights import Placement, WeightHolder
 from .model_config import ModelConfig
@@ -206,6 +207,22 @@ def count_parameters(config: ModelConfig, size: int = 1, whole_experts: bool = F
         return sum(parameter.numel() for parameter in model.parameters())
     expected = (holder.expected(part) for holder, part in model.weight_map().values())
     return sum(prod(stored.shape) for tensors in expected for stored in tensors.values())
+
+
+def count_ordered_experts(config: ModelConfig) -> int:
+    """Parameters of layers of experts of which some have columns in an order of their own: by the configuration, before
+    there are files. Allocates nothing."""
+    scheme = config.quantization
+    if not getattr(scheme, "orders_columns", False):
+        return 0
+    place = Placement(config.dtype, torch.device("meta"), SingleGroup(0, 1), False, WHOLE)
+    model = make_model(dataclasses.replace(config, quantization=None), place, 1)
+    holders = {
+        id(holder): holder
+        for path, (holder, _) in model.weight_map().items()
+        if isinstance(holder, Experts) and scheme.orders(path)  # type: ignore[union-attr]
+    }
+    return sum(3 * holder.num_experts * holder.spec.inner * holder.hidden for holder in holders.values())
 
 
 def whole_of(model: Model) -> Model:

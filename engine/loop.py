@@ -238,7 +238,7 @@ class EngineLoop:
             if plan is None:
                 return
             constrained = self.scheduler.in_flight[-1].constrained
-            if self.scheduler.num_constrained and plan.new_rows:
+            if self.scheduler.roster.num_constrained and plan.new_rows:
                 for guide in guides(list(self.scheduler.in_flight[-1].admitted)):
                     if guide.binds(0):  # the first mask of a grammar is the longest one: it is made while prompts run
                         self.masks.begin(guide)
@@ -303,7 +303,7 @@ class EngineLoop:
             self._expert_tokens, self._expert_imbalance = result.expert_tokens, result.expert_imbalance
         sampled = self.scheduler.in_flight[0].sampled
         outputs = self.scheduler.update(result)
-        if self.scheduler.num_constrained:
+        if self.scheduler.roster.num_constrained:
             for guide in guides(sampled):
                 if guide.slow and guide.binds(0):  # it is in no step until its mask is there
                     self.masks.begin(guide)
@@ -357,5 +357,6 @@ class EngineLoop:
             expert_tokens=self._expert_tokens,
             expert_imbalance=self._expert_imbalance,
         )
-        preempted, self.scheduler.preempted = self.scheduler.preempted, []
+        planner = self.scheduler.planner
+        preempted, planner.preempted = planner.preempted, []
         self._send(StepOutputs(outputs, stats, preempted))

@@ -15,6 +15,7 @@ from .cpu_memory import LOGIT_COPIES
 from .host_memory import GIB, gib
 from .kv_format import planned_format
 from .kv_layout import KVLayout
+from .latent_prompts import LatentPrompts
 from .loader import count_parameters
 from .model_config import ModelConfig
 from .resolved import Machine, resolve
@@ -103,6 +104,9 @@ def set_up(stored: int, model: ModelConfig, config: EngineConfig, card: Card, co
     widest = max(max(layer.attention.width, layer.mlp.width) for layer in model.layers)
     step = dtype.itemsize * settings.max_num_batched_tokens * (2 * model.hidden_size + widest)
     step += 4 * LOGIT_COPIES * settings.max_num_seqs * model.vocab_size // 2
+    if (latents := LatentPrompts.planned(model)) is not None:
+        longest = -(-settings.max_model_len // config.block_size) * config.block_size
+        step += latents.elements(settings.max_num_seqs, longest, dtype.itemsize) * dtype.itemsize
     budget = int(card.memory * config.gpu_memory_utilization)
     cache = budget - weights - step - GRAPHS - OTHER
     if config.kv_cache_memory_bytes is not None:

@@ -19,6 +19,7 @@ class Roster:
         self.waiting: list[Entry] = []  # sorted; a preempted request sorts before all that came after it
         self.running: dict[int, Request] = {}  # in the order of admission
         self.free_rows = list(range(num_rows - 1, -1, -1))
+        self.num_constrained = 0  # with a grammar
         self.num_waiting_tokens = 0  # of the queue, as long as each request was when it joined
         self._num_rows = num_rows
         self._by_priority = by_priority
@@ -32,6 +33,7 @@ class Roster:
         entry = (*rank, self._num_added, request)
         self._num_added += 1
         self.entries[request.id] = entry
+        self.num_constrained += request.grammar is not None
         self._enqueue(entry)
 
     def find(self, ids: Iterable[int]) -> list[Request]:
@@ -60,6 +62,7 @@ class Roster:
             del self.waiting[bisect_left(self.waiting, self.entries[request.id])]
             self._uncount(request)
         del self.entries[request.id]
+        self.num_constrained -= request.grammar is not None
         request.status = Status.FINISHED
 
     def least_important(self) -> Request:

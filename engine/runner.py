@@ -27,13 +27,13 @@ from .mask import TokenMask
 from .models.model import Model
 from .pending import Drafts, Pending
 from .plan import NewRow, StepPlan, StepResult
+from .planner import BESIDE_DRAFTS
 from .pooling import Pooled, Pooler
 from .prompt_logprobs import PromptScorer, PromptScores
 from .relay import Awaited, Relay
 from .request import Pooling, SamplingParams
 from .rows import RowTables
 from .sampler import Sampler
-from .scheduler import BESIDE_DRAFTS
 from .speculation.drafter import Drafter, NgramDrafter
 from .speculation.model_drafter import ModelDrafter
 from .speculation.settings import NO_DRAFTS, Speculation

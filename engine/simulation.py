@@ -145,7 +145,7 @@ class Simulation:
 
     @property
     def num_preemptions(self) -> int:
-        return sum(engine.scheduler.num_preemptions for engine in self.engines)
+        return sum(engine.scheduler.planner.num_preemptions for engine in self.engines)
 
     def _send(self, ask: Ask, now: float) -> None:
         engine = min(self.engines, key=lambda engine: len(engine.open))

@@ -10,7 +10,7 @@ import torch
 from .config import ConfigError, EngineConfig
 from .host_memory import available_bytes, gib, machine_bytes
 from .layer_spec import MoESpec
-from .loader import count_parameters
+from .loader import count_ordered_experts, count_parameters
 from .model_config import ModelConfig
 from .parallel.divide import MOST, sizes
 from .quant.online import OnlineScheme
@@ -44,14 +44,14 @@ def _experts(config: ModelConfig) -> int:
 
 def orders_experts(config: ModelConfig, on_card: bool) -> bool:
     """Whether codes of experts become numbers on a card, whose kernels take no order of columns."""
-    return on_card and _experts(config) > 0 and bool(getattr(config.quantization, "orders_columns", False))
+    return on_card and count_ordered_experts(config) > 0
 
 
 def _ordered_experts(config: ModelConfig, parameters: int, on_card: bool) -> float:
     """Those of a rank's `parameters`."""
     if not orders_experts(config, on_card):
         return 0.0
-    return parameters * _experts(config) / count_parameters(config)
+    return parameters * count_ordered_experts(config) / count_parameters(config)
 
 
 def _with_codes(config: ModelConfig, parameters: int, dtype: torch.dtype, bytes_each: float) -> int:

@@ -8,10 +8,11 @@ attention_prefill_hopper.py, others to the twins below, the CPU path. attention_
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .attention_decode import DecodeWorkspace, decode_attention_triton
+from .attention_decode import decode_attention_triton
 from .attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from .attention_prefill import prefill_attention_triton
 from .attention_prefill_hopper import prefill_attention_hopper, supports
+from .attention_splits import DecodeWorkspace
 from .kv_fp8 import decode
 from .prefill_work import PrefillWork
 

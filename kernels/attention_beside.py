@@ -15,9 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention_decode import DecodeWorkspace, decode_attention_triton
+from .attention_decode import decode_attention_triton
 from .attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from .attention_prefill_hopper import num_processors, prefill_attention_hopper
+from .attention_splits import DecodeWorkspace
 from .pdl import next_launch_is_plain
 from .prefill_work import PrefillWork
 

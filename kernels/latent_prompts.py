@@ -183,6 +183,6 @@ def _attend(query: Tensor, cache: PagedCache, prompts: RaggedBatch, scoring: Sco
 
 @lru_cache
 def expanded_tile(dtype: torch.dtype, key_size: int) -> PrefillTile:
-    """That of the longest prompts, which of keys up to 128 + 64 takes more at a time without spilling."""
+    """That of the longest prompts, which of keys of 128 + 64 takes more at a time without spilling."""
     tile = prefill_tile(dtype, key_size, 1 << 30)
-    return replace(tile, block_n=64) if dtype.itemsize == 2 and key_size <= 192 else tile
+    return replace(tile, block_n=64) if dtype.itemsize == 2 and 128 < key_size <= 192 else tile

@@ -6,8 +6,8 @@ import torch
 
 from ..loader import whole_of
 from ..models.model import Model
+from ..planner import FEW_DECODES
 from ..resolved import Resolved
-from ..scheduler import FEW_DECODES
 from .layout import SlotLayout
 from .store import AdapterStore
 from .tables import AdapterTables

@@ -46,6 +46,11 @@ class CompressedTensorsScheme:
         self.ignore = names(config, "ignore")
         self.orders_columns = any(group.weights is not None and group.weights.ordered for group in self.groups)
 
+    def orders(self, path: str) -> bool:
+        """Whether the module's columns were quantised in an order of their own."""
+        group = find_group(path, self.groups, self.ignore)
+        return group is not None and group.weights is not None and group.weights.ordered
+
     def format(self, path: str, stored: Headers | None) -> Format | None:
         group = find_group(path, self.groups, self.ignore)
         weights = None if group is None else group.weights

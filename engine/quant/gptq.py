@@ -94,12 +94,6 @@ class GptqScheme:
         self.borrows = "gptqmodel" in str(value(config, "meta", default="")).lower()
         self.base = self._read(config)
         self.lm_head = flag(config, "lm_head", False)
-        # g_idx says it, module by module; this is for who has to know before. One group has no order, and of groups
-        # that were chosen beforehand (static_groups) the columns lie in theirs again.
-        meta = value(config, "meta", default={})
-        places = (config, meta) if isinstance(meta, Mapping) else (config,)
-        static = any(place.get("static_groups") is True for place in places)
-        self.orders_columns = flag(config, "desc_act", False) and self.base.group is not None and not static
         self.modules = names(config, "modules_in_block_to_quantize")
         self.kept = names(config, "modules_to_not_convert")
         # Ordered: the first that matches the start of a module's path counts. "-:": what it matches is not quantised.
@@ -107,12 +101,21 @@ class GptqScheme:
             (
                 expression(pattern.removeprefix("-:").removeprefix("+:"), "dynamic"),
                 self._override(config, pattern, entry),
+                _orders({**config, **entry}),
             )
             for pattern, entry in entries(config, "dynamic").items()
         ]
+        self._orders_others = _orders(config)
+        self.orders_columns = self._orders_others or any(ordered for *_, ordered in self.dynamic)
+
+    def orders(self, path: str) -> bool:
+        """Whether the configuration says that the module's columns have an order. g_idx, in its files, decides: this is
+        for who has to know before."""
+        ordered = next((ordered for pattern, _, ordered in self.dynamic if pattern.match(path)), self._orders_others)
+        return ordered and self.format(path, None) is not None
 
     def format(self, path: str, stored: Headers | None) -> Gptq | None:
-        matched = [override for pattern, override in self.dynamic if pattern.match(path)]
+        matched = [override for pattern, override, _ in self.dynamic if pattern.match(path)]
         found = matched[0] if matched else self.base
         if stored is None:
             return found if self._quantised(path, bool(matched)) else None
@@ -137,3 +140,12 @@ class GptqScheme:
         if any(name in path for name in self.kept):
             return False
         return not self.modules or any(path.endswith(name) for name in self.modules)
+
+
+def _orders(config: Mapping[str, Any]) -> bool:
+    """One group has no order, and of groups that were chosen beforehand (static_groups) the columns lie in theirs."""
+    meta = value(config, "meta", default={})
+    places = (config, meta) if isinstance(meta, Mapping) else (config,)
+    if any(place.get("static_groups") is True for place in places):
+        return False
+    return flag(config, "desc_act", False) and group_size(config, "group_size", default=128) is not None

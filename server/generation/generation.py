@@ -16,9 +16,9 @@ from ..errors import ApiError
 from ..pace import Pace
 from ..text.tokenizer import Tokenizer
 from .choice import Choice, Delta, Prompt, TextOptions
+from .window import Window
 
 PLAIN = TextOptions()
-STEPS_AHEAD = 4  # of inputs that are with an engine, where vectors are made of them
 _numbers = itertools.count()
 
 
@@ -74,7 +74,8 @@ class Generation:
             route = Route(session=f"request {next(_numbers)}")  # to one engine: its time limits hold for all together
         self._route = route
         self._num_sent = 0  # of the prompts
-        self._num_open = self._open_tokens = 0  # prompts that are with the engine, and their tokens
+        # One engine has all of them where the request is for that one, or of a session.
+        self._window = Window(client, one_engine=route != ANYWHERE)
         self._closed = False
         self._cancelled = False
         self.ended: ApiError | None = None  # what is not sent yet is not sent any more: why
@@ -115,14 +116,10 @@ class Generation:
         if self.ended is not None:
             raise self.ended
         prompt = self.prompts[self._num_sent]
-        if prompt.sampling.pooling is not None and self._num_open:
-            info = self._client.info  # one engine has all of them where the request is for that one, or of a session
-            ahead = STEPS_AHEAD * (len(self._client.engines) if self._route == ANYWHERE else 1)
-            if self._num_open >= ahead * info.max_num_seqs or self._open_tokens >= ahead * info.max_num_batched_tokens:
-                return None
+        if prompt.sampling.pooling is not None and self._window.is_full():
+            return None
         self._num_sent += 1
-        self._num_open += 1
-        self._open_tokens += len(prompt.token_ids)
+        self._window.opened(len(prompt.token_ids))
         return prompt
 
     @property
@@ -249,8 +246,7 @@ class Generation:
         prompt = choice.index // self.n
         self._unfinished[prompt] -= 1
         if not self._unfinished[prompt]:
-            self._num_open -= 1
-            self._open_tokens -= len(choice.prompt.token_ids)
+            self._window.closed(len(choice.prompt.token_ids))
         self._observer.finished(self, choice, last_of_prompt=self._unfinished[prompt] == 0)
 
     @property

@@ -9,7 +9,7 @@ from typing import TypeVar
 from ..client.client import Client
 from ..generation.choice import Prompt
 from ..generation.embedding import EmbeddingChoice, EmbeddingOptions, numbers
-from ..generation.generation import STEPS_AHEAD
+from ..generation.window import Window
 from ..text.tokenizer import Tokenizer
 from .outputs import EmbeddingOutput, EmbeddingRequestOutput
 from .patient import PatientGeneration
@@ -30,26 +30,25 @@ async def embed_all(
 ) -> list[Output]:  # fmt: skip
     """`output`: what becomes of the vector of a prompt's id.
 
-    Keeps the engine busy for some steps, not with all prompts at once: they would be copied to it for nothing.
-
     Raises RuntimeError, and ends the others, when the engine fails on one.
     """
-    most, most_tokens = STEPS_AHEAD * client.info.max_num_seqs, STEPS_AHEAD * client.info.max_num_batched_tokens
+    window = Window(client, one_engine=False)
     begun: deque[PatientGeneration] = deque()
-    num_sent = num_tokens = 0  # prompts so far; tokens of those that are open
+    num_sent = 0
     outputs: list[Output] = []
     try:
         for prompt in prompts:
-            while num_sent < len(prompts) and (not begun or (len(begun) < most and num_tokens < most_tokens)):
+            while num_sent < len(prompts) and not window.is_full():
                 sent = prompts[num_sent]
                 begun.append(PatientGeneration(client, tokenizer, ids[num_sent], sent, EmbeddingOptions()))
                 await begun[-1].submit()
-                num_sent, num_tokens = num_sent + 1, num_tokens + len(sent.token_ids)
+                window.opened(len(sent.token_ids))
+                num_sent += 1
             generation = begun[0]
             async for _ in generation.deltas():
                 pass
             begun.popleft()
-            num_tokens -= len(prompt.token_ids)
+            window.closed(len(prompt.token_ids))
             (choice,) = generation.choices
             assert isinstance(choice, EmbeddingChoice)
             if choice.embedding is None:

@@ -25,8 +25,8 @@ def scheduler_of(num_blocks: int, drafts: int = 3) -> Scheduler:
             max_drafts=drafts, draft_depths=((4, drafts),),
         )
     )  # fmt: skip
-    assert scheduler.drafting is not None
-    scheduler.drafting.depth = lambda num_running: drafts  # type: ignore[method-assign]
+    assert scheduler.planner.drafting is not None
+    scheduler.planner.drafting.depth = lambda num_running: drafts  # type: ignore[method-assign]
     return scheduler
 
 
@@ -54,7 +54,7 @@ def test_nobody_is_preempted_for_drafts() -> None:
     step(scheduler)
     plan = step(scheduler)
     assert plan.num_drafts == 0 and plan.num_tokens == [1, 1], "six tokens, the drafts need a ninth place"
-    assert scheduler.num_preemptions == 0 and all(request.status is Status.RUNNING for request in requests)
+    assert scheduler.planner.num_preemptions == 0 and all(request.status is Status.RUNNING for request in requests)
 
 
 def test_who_has_room_drafts_and_who_has_none_goes_on_without() -> None:
@@ -64,7 +64,7 @@ def test_who_has_room_drafts_and_who_has_none_goes_on_without() -> None:
     plan = step(scheduler)
     rows = dict(zip(plan.rows, plan.num_tokens, strict=True))
     assert (rows[short.row], rows[long.row]) == (4, 1), "eight places hold five tokens and drafts, not seven and drafts"
-    assert scheduler.num_preemptions == 0
+    assert scheduler.planner.num_preemptions == 0
 
 
 def test_a_sure_token_comes_before_the_drafts_of_others() -> None:
@@ -73,7 +73,7 @@ def test_a_sure_token_comes_before_the_drafts_of_others() -> None:
     step(scheduler)
     plan = step(scheduler)
     rows = dict(zip(plan.rows, plan.num_tokens, strict=True))
-    assert scheduler.num_preemptions == 0 and rows[first.row] == 1 and rows[second.row] == 4
+    assert scheduler.planner.num_preemptions == 0 and rows[first.row] == 1 and rows[second.row] == 4
 
 
 # ---- tables of depths ----

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from vserve.engine import latent_prompts
-from vserve.engine.latent_prompts import DUMMY_TOKENS, LatentPrompts
+from vserve.engine.config import EngineConfig
+from vserve.engine.latent_prompts import DUMMY_TOKENS, FULL_REQUESTS, LatentPrompts
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.models import latent_attention
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
+from vserve.engine.planning import set_up
 from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.step_model import CARDS
 from vserve.kernels.latent_prompts import LatentSizes
 
 CPU, GREEDY = torch.device("cpu"), SamplingParams(max_tokens=9, temperature=0.0)
@@ -73,6 +76,20 @@ def test_the_workspace_is_planned(folder, monkeypatch: pytest.MonkeyPatch) -> No
         assert runner.latent_prompts.numbers.nbytes == planned
         row, head = 32 + 8, 16 + 8 + 12
         assert planned == 4 * max(128 * (row + head), min(3 * 128 * (row + 4 * head), limit // 4))
+
+
+def test_vserve_plan_counts_the_workspace(folder, tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_folder(folder)
+    planned, made = LatentPrompts.planned(config), LatentPrompts.of(runner_of(folder).model)
+    assert planned is not None and made is not None and planned.sizes == made.sizes
+    assert LatentPrompts.planned(ModelConfig.from_folder(tiny_model("llama"))) is None
+    engine = EngineConfig("m", max_model_len=120, block_size=16)
+    caches = []
+    for limit in (1 << 29, 1 << 15):
+        monkeypatch.setattr(latent_prompts, "WORKSPACE_BYTES", limit)
+        caches.append(set_up(0, config, engine, CARDS["h200"]).cache)
+    whole = 2 * FULL_REQUESTS * 128 * (40 + 4 * 36)  # in bfloat16, as a card serves it
+    assert caches[1] - caches[0] == whole - (1 << 15)
 
 
 def test_models_without_latents_have_none(tiny_model) -> None:

@@ -14,9 +14,10 @@ import pytest
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.messages import RequestOutput, unpack_tokens
 from vserve.engine.plan import BlockWrite, StepPlan, StepResult, TokenLogprobs
+from vserve.engine.planner import FEW_DECODES
 from vserve.engine.request import FinishReason, Request, SamplingParams, Status
 from vserve.engine.resolved import large_mixed_tokens
-from vserve.engine.scheduler import FEW_DECODES, Scheduler
+from vserve.engine.scheduler import Scheduler
 
 
 class Engine:
@@ -141,7 +142,7 @@ def test_waiting_tokens_of_who_was_preempted() -> None:
     """It grows by the samples in flight while it waits, and is taken off as it was put on."""
     engine = Engine(max_num_batched_tokens=64, num_blocks=9, max_model_len=32, depth=2)
     requests = [engine.add(1, range(15)), engine.add(2, range(50, 63))]
-    while not engine.scheduler.num_preemptions:
+    while not engine.scheduler.planner.num_preemptions:
         engine.schedule()
         if len(engine.in_flight) == 2:
             engine.update()
@@ -291,7 +292,7 @@ def test_prefills_never_promise_the_same_blocks_twice() -> None:
         assert by_id(engine.schedule(), a, b) == {1: 8}
         engine.update()
     assert by_id(engine.schedule(), a, b) == {1: 1}, "the second would overcommit: it stays in the queue"
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.planner.num_preemptions == 0
 
 
 def test_without_chunked_prefill_a_prompt_is_not_cut() -> None:
@@ -830,4 +831,4 @@ def test_blocks_of_prompts_in_progress_are_not_promised_twice() -> None:
     for _ in range(7):
         engine.update()
         assert by_id(engine.schedule(), a, b) == {1: 8}
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.planner.num_preemptions == 0

@@ -23,6 +23,7 @@ import vserve.engine.guide as guide_module
 import vserve.engine.kv_cache as kv_cache_module
 import vserve.engine.kv_group as kv_group_module
 import vserve.engine.mask as mask_module
+import vserve.engine.planner as planner_module
 import vserve.engine.prompt_results as prompt_results_module
 import vserve.engine.request as request_module
 import vserve.engine.roster as roster_module
@@ -45,6 +46,7 @@ PARTS = 5
 ROOMS = {
     "guide": guide_module,
     "mask": mask_module,
+    "planner": planner_module,
     "scheduler": scheduler_module,
     "kv_cache": kv_cache_module,
     "kv_group": kv_group_module,
@@ -529,7 +531,7 @@ class Simulation:
         self.left_out: Counter[Request] = Counter()  # plans, of those who could decode
         self.scheduler = Scheduler(config)
         if drafts:
-            self.scheduler.drafting = RandomDepth(config.max_drafts, random.Random(seed + 4))
+            self.scheduler.planner.drafting = RandomDepth(config.max_drafts, random.Random(seed + 4))
         self.capacity = capacity_of(config)
         self.check = check
         self.salts: dict[int, str | None] = {}
@@ -660,7 +662,7 @@ class Simulation:
         small = self.config.max_mixed_tokens
         self.seen["large step"] += 0 < plan.num_decodes < plan.total_tokens - small and small > 0  # decodes are few
         self.seen["overlapped decode"] += len(self.results) > 0 and plan.num_decodes > 0
-        self.seen["shared step"] += scheduler.sharing is not None and sum(n > 1 for n in plan.num_tokens) > 1
+        self.seen["shared step"] += scheduler.planner.sharing is not None and sum(n > 1 for n in plan.num_tokens) > 1
         self.seen["drafts"] += plan.num_decode_tokens - plan.num_decodes
         self.seen["without drafts beside drafts"] += plan.num_drafts > 0 and 1 in plan.num_tokens
         self.seen["drafts on drafts"] += plan.num_drafts > 0 and any(
@@ -981,14 +983,14 @@ MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
     "registered beyond what is computed": ("kv_cache", REGISTRABLE, "len(hashes)"),
     "content forgotten too late": ("block_pool", FORGET, FORGET.replace(KEYED, "False")),
     "shared blocks freed by one": ("block_pool", "            if refs[block]:\n", "            if refs[block] < 0:\n"),
-    "registered before preemption is over": ("scheduler", "if request in step.scheduled:\n", "if True:\n"),
+    "registered before preemption is over": ("planner", "if request in step.scheduled:\n", "if True:\n"),
     "late keys not revoked": ("scheduler", "for planned in (failed, *later):", "for planned in (failed,):"),
     "built on a failed step": ("scheduler", "if num_hit_tokens and not request.finished:", "if False:"),
     "thrown-away samples kept": ("scheduler", "[None if sampled is request else sampled for", "[sampled for"),
-    "resumed with a sample in flight": ("scheduler", "if request.num_in_flight_steps:", "if False:"),
-    "plan of a victim kept": ("scheduler", "step.scheduled.pop(victim, 0)", "0"),
-    "blocks of a victim kept": ("scheduler", "step.appended.pop(victim, None)", "pass"),
-    "not started over": ("scheduler", "        request.num_computed_tokens = 0\n", ""),
+    "resumed with a sample in flight": ("planner", "if request.num_in_flight_steps:", "if False:"),
+    "plan of a victim kept": ("planner", "step.scheduled.pop(victim, 0)", "0"),
+    "blocks of a victim kept": ("planner", "step.appended.pop(victim, None)", "pass"),
+    "not started over": ("planner", "        request.num_computed_tokens = 0\n", ""),
     "past a sure end": ("scheduler", ", self.stop + 1)", ", 1 << 30)"),
     "past max_tokens": ("scheduler", "min(request.num_prompt_tokens + request.sampling.max_tokens, ", "max(0, "),
     "tokens of finished requests": ("scheduler", "if request.status is FINISHED:", "if False:"),
@@ -1000,7 +1002,7 @@ MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
     "pooled before its end": ("prompt_results", "if request.num_computed_tokens == request.num_prompt_tokens:\n", ALL),
     "pooled and sampled": ("step", " and request not in pooling:", ":"),
     "embeddings of finished requests": ("scheduler", "if pooled and not pooled.finished:", "if pooled:"),
-    "the end of a full context left out": ("scheduler", "request not in pooling  #", "True  #"),
+    "the end of a full context left out": ("planner", "request not in pooling  #", "True  #"),
     "scores taken in twice": ("prompt_results", "entries[len(known) - start :]", "entries"),
     "scores sent twice": ("scheduler", "scores, request.prompt_logprobs = request.prompt_logprobs, None", KEPT),
     "scores of too few steps": ("prompt_results", "computed < request.num_prompt_tokens - 1:", "computed == 0:"),
@@ -1013,14 +1015,14 @@ EXTENDED = "and self._extend(step, request, end)"
 DRAFTING = {  # of steps with drafts
     "wrong drafts counted as computed": ("scheduler", "request.num_computed_tokens -= wrong", "pass"),
     "wrong drafts counted as in flight": ("scheduler", "request.num_in_flight_tokens -= wrong", "pass"),
-    "no blocks for drafts": ("scheduler", EXTENDED, ""),
-    "drafts beyond the context": ("scheduler", "if total > self.stop or request in", "if request in"),
+    "no blocks for drafts": ("planner", EXTENDED, ""),
+    "drafts beyond the context": ("planner", "if total > self.stop or request in", "if request in"),
     "masks behind other drafts": ("guide", "if draft != masked:", "if False:"),
     "drafts not taken back from the grammar": ("guide", "matcher.rollback(accepted)", "pass"),
     "no mask behind a draft that may hold": ("mask", "if most < num_drafts:", "if False:"),
     "masks of the wrong samples": ("mask", "min(index, step.num_drafting) * step.num_drafts", "0"),
     "drafts of who waits for its mask": ("scheduler", "_computed_tokens -= 1 + num_drafts", "_computed_tokens -= 1"),
-    "a full context not waited for": ("scheduler", "and (total > stop or not", "and (not"),
+    "a full context not waited for": ("planner", "and (total > stop or not", "and (not"),
     "windows that count on drafts": ("kv_cache", "- request.num_in_flight_drafts  # at least", ""),
     "registered without a step in flight": ("scheduler", ".registered if self.in_flight else []", ".registered"),
     "errors of the wrong token": ("scheduler", "result, end - count + len(known) - before)", "result, end)"),
@@ -1045,6 +1047,8 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
     exec(compile(source.replace(right, wrong), f"broken {room}.py", "exec"), broken.__dict__)
     if room == "scheduler":
         monkeypatch.setitem(globals(), "Scheduler", broken.Scheduler)
+    elif room == "planner":
+        monkeypatch.setattr(scheduler_module, "Planner", broken.Planner)
     elif room == "guide":
         monkeypatch.setitem(globals(), "Guide", broken.Guide)
     elif room == "mask":
@@ -1054,7 +1058,7 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
     elif room == "step":
         monkeypatch.setattr(scheduler_module, "Step", broken.Step)
     elif room == "stage_turns":
-        monkeypatch.setattr(scheduler_module, "whose_turn", broken.whose_turn)
+        monkeypatch.setattr(planner_module, "whose_turn", broken.whose_turn)
     elif room == "request":
         monkeypatch.setattr(scheduler_module, "ending", broken.ending)
     elif room == "roster":

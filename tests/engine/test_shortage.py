@@ -181,6 +181,30 @@ def test_experts_with_an_order_of_columns_are_numbers_on_a_card(
             check_weights(EngineConfig("m"), model, card(80, 79), torch.bfloat16, 70 * 10**9, 90 * 10**9)
 
 
+@pytest.mark.parametrize(
+    ("desc_act", "dynamic", "layers"),
+    [
+        (False, {r".*\.layers\.1\..*": {"desc_act": True}}, 1),
+        (False, {r"+:.*\.experts\.2\.": {"desc_act": True}}, 2),  # one of a layer's experts: all become numbers
+        (False, {r".*self_attn.*": {"desc_act": True}}, 0),
+        (False, {r".*\.layers\.1\..*": {"desc_act": True, "group_size": -1}}, 0),
+        (True, {r".*\.layers\.0\..*": {"desc_act": False}}, 1),
+        (True, {r"-:.*\.layers\.0\..*": {}}, 1),
+    ],
+)
+def test_an_order_of_some_modules_alone(tiny_model: Any, desc_act: bool, dynamic: dict[str, Any], layers: int) -> None:
+    """GPTQModel's `dynamic` may say it."""
+    plain = ModelConfig.from_folder(tiny_model("mixtral"))
+    written = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": desc_act, "dynamic": dynamic}
+    model = dataclasses.replace(plain, quantization=make_scheme(written, None))
+    parameters = count_parameters(plain)
+    stored = int(0.6 * parameters)
+    each = 3 * 64 * plain.layers[0].mlp.routing.num_experts * plain.layers[0].mlp.inner
+    codes = weight_size.weight_size(model, parameters, torch.bfloat16, stored, on_card=False)
+    size = weight_size.weight_size(model, parameters, torch.bfloat16, stored, on_card=True)
+    assert len(plain.layers) == 2 and size - codes == pytest.approx(1.4 * each * layers, rel=1e-3)
+
+
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"),
     MemoryError(),

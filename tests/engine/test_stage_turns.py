@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import vserve.engine.scheduler as scheduler_module
+from vserve.engine import planner
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.model_config import ModelConfig, parse_model_config
 from vserve.engine.parallel.stages import context_cost, stage_layers
@@ -114,7 +114,7 @@ def test_stages_seldom_idle_with_64_streams(num_stages: int, prompt: int, output
 
 def test_stages_idle_where_one_plan_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """What turns are for: else all but one stage wait."""
-    monkeypatch.setattr(scheduler_module, "whose_turn", lambda decodes, *_: decodes)
+    monkeypatch.setattr(planner, "whose_turn", lambda decodes, *_: decodes)
     idle = clock(2).run(requests(64, 100, 128), 64)
     print(f"all decodes in one plan: idle {idle:.1%}")
     assert idle > 0.4

@@ -16,9 +16,10 @@ from vserve.kernels.attention import (
     prefill_attention,
     prefill_attention_torch,
 )
-from vserve.kernels.attention_decode import choose_splits, decode_attention_triton, decode_tile
+from vserve.kernels.attention_decode import decode_attention_triton, decode_tile
 from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.attention_prefill import prefill_attention_triton
+from vserve.kernels.attention_splits import choose_splits
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])  # the interpreter's bf16 dot is wrong

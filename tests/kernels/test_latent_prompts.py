@@ -13,8 +13,14 @@ import torch
 from vserve.kernels import latent_prompts
 from vserve.kernels.attention import prefill_attention_torch
 from vserve.kernels.attention_inputs import PagedCache
-from vserve.kernels.attention_prefill import prefill_attention_triton
-from vserve.kernels.latent_prompts import ExpandedPrompts, LatentSizes, expanded_attention, split
+from vserve.kernels.attention_prefill import prefill_attention_triton, prefill_tile
+from vserve.kernels.latent_prompts import (
+    ExpandedPrompts,
+    LatentSizes,
+    expanded_attention,
+    expanded_tile,
+    split,
+)
 
 SIZES = LatentSizes(rank=32, rope=8, nope=16, value=16, heads=5)
 ROW, HEAD, PAGE = SIZES.row, SIZES.head, 16
@@ -170,6 +176,12 @@ def test_products_that_expansion_spares() -> None:
         assert sizes.saved([query_len], [context]) == absorbed - expanded
     assert sizes.saved([170], [90_000]) < 0 < sizes.saved([172], [90_000])
     assert sizes.saved([3, 5], [3, 9]) == sizes.saved([3], [3]) + sizes.saved([5], [9])
+
+
+def test_only_keys_beyond_128_have_a_tile_of_their_own() -> None:
+    """DeepSeek's, which share a row of the table with those of 256; MiniCPM3's of 96 are as those of 128."""
+    for dtype, size, usual in ((torch.bfloat16, 192, False), (torch.bfloat16, 96, True), (torch.float32, 192, True)):
+        assert (expanded_tile(dtype, size) == prefill_tile(dtype, size, 1 << 30)) is usual
 
 
 _COMPILE = """

@@ -21,7 +21,8 @@ class Engine:
 
     ready = True
 
-    def __init__(self) -> None:
+    def __init__(self, num_engines: int = 1) -> None:
+        self.engines = [self] * num_engines
         self.info = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64)
         self.waiting: list[tuple[Mailbox, int]] = []
         self.most = self.most_tokens = 0
@@ -65,6 +66,12 @@ def test_a_few_steps_are_with_the_engine_and_no_more(length: int, most: int) -> 
     engine = Engine()
     assert embed(engine, [length] * 200) == list(range(200))
     assert engine.most == most and engine.most_tokens < 4 * 64 + length
+
+
+def test_several_engines_have_enough_to_do() -> None:
+    engine = Engine(num_engines=2)
+    assert embed(engine, [1] * 200) == list(range(200))
+    assert engine.most == 2 * 32
 
 
 def test_one_that_fails_ends_the_others() -> None:

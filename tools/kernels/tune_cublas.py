@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from vserve.engine.graphs import decode_sizes
-from vserve.engine.scheduler import FEW_DECODES
+from vserve.engine.planner import FEW_DECODES
 from vserve.kernels import cublaslt
 from vserve.kernels.cublaslt import Algorithm, Candidate, measured_linear
 from vserve.kernels.tiles import tile_table
