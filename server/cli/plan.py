@@ -56,7 +56,7 @@ def _above(kind: type) -> Any:
     def read(text: str) -> float:
         value = kind(text)
         if not 0 < value < 1e9:
-            raise argparse.ArgumentTypeError(f"{text}: a number above 0 belongs here")
+            raise argparse.ArgumentTypeError(f"{text}: a number above 0 and below 1e9 belongs here")
         return float(value) if kind is float else value
 
     read.__name__ = "number"

@@ -24,6 +24,9 @@ class MailboxLike(Protocol):
     num_preemptions: int
     finished: bool  # the engine has said its last word
 
+    @property
+    def lost(self) -> bool: ...
+
     async def get(self) -> RequestOutput: ...
 
     def news(self) -> asyncio.Future[None]: ...
@@ -59,6 +62,11 @@ class Mailbox:
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._on_news: Callable[[], None] | None = None
+
+    @property
+    def lost(self) -> bool:
+        """The engine that had it has died."""
+        return isinstance(self._error, EngineDeadError) and not isinstance(self._error, ShuttingDownError)
 
     async def get(self) -> RequestOutput:
         """Waits for news. Raises EngineDeadError when none will come, or what `fail` was given."""

@@ -263,8 +263,10 @@ class Generation:
         open_choices = [choice for choice in self.choices if choice.finish_reason is None]
         if open_choices:
             self._client.abort([choice.mailbox for choice in open_choices])
+            if any(choice.mailbox.lost for choice in open_choices):
+                self.abort_reason = "error"  # of what other engines have
             for choice in open_choices:
-                self._finish(choice, "abort" if self._client.ready else "error")
+                self._finish(choice, "error" if choice.mailbox.lost else "abort")
 
     def usage(self) -> dict[str, Any]:
         """So far, over all choices. Costs the same however many there are."""

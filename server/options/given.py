@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.config import ConfigError
+from .fleet import with_fleet
 from .hint import did_you_mean
 from .parts import put
 from .reading import is_json, negated, options, read
@@ -35,7 +36,7 @@ def with_files(above: dict[str, Given]) -> dict[str, Given]:
         above = _file(above["config"]) | above
     if "performance_mode" in above:
         above = _preset(above["performance_mode"]) | above
-    return with_speculation({name: one for name, one in above.items() if name not in META})
+    return with_fleet(with_speculation({name: one for name, one in above.items() if name not in META}))
 
 
 def judge(merged: dict[str, Given]) -> list[str]:

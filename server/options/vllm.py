@@ -15,7 +15,10 @@ _JSON = frozenset((
     "default-mm-loras", "tokenizer-pool-extra-config", "additional-config", "override-neuron-config",
 ))  # fmt: skip
 OFF = "off"  # of a switch
+HERE = "here"  # says how many engines are this server's (fleet.py); the reason says what follows
 READ = "read"  # as a key of --speculative-config, which is the reason (speculation.py)
+_ONE_HOST = "a server's engines are processes of its own host"
+_ONE_OF_SEVERAL = "one engine runs here, and whoever is before the servers chooses"
 _PROMPT_ADAPTERS = "prompt adapters are not served, only LoRA is: --enable-lora"
 _IMAGES = "models here read text only"
 _PLUGIN = "vserve loads no code of others: leave it out"
@@ -25,6 +28,15 @@ _TYPICAL = "only typical acceptance has it, which changes answers and is refused
 # name, short name | takes a value, or is a switch | values that mean what vserve does anyway, or ANY | the reason
 _ROWS = (
     # ---- several GPUs ----
+    ("data-parallel-size-local", "dpl", True, HERE, "so many engines run here"),
+    ("data-parallel-rank", "dpn", True, HERE, _ONE_OF_SEVERAL),
+    ("data-parallel-external-lb", "dpe", False, HERE, _ONE_OF_SEVERAL),
+    ("data-parallel-hybrid-lb", "dph", False, HERE, "this server chooses among the engines that run here"),
+    ("data-parallel-start-rank", "dpr", True, ANY, "a server's engines are numbered from 0"),
+    ("data-parallel-address", "dpa", True, ANY, _ONE_HOST),
+    ("data-parallel-rpc-port", "dpp", True, ANY, _ONE_HOST),
+    ("data-parallel-backend", "dpb", True, "mp", f"{_ONE_HOST}; start a server on each host, and `vserve router` "
+     "before them"),
     ("decode-context-parallel-size", "dcp", True, "1", "a context stays on its cards: leave it out"),
     # ---- the model ----
     ("code-revision", "", True, ANY, "a model's code is that of its own --revision"),
@@ -153,6 +165,8 @@ class VllmOption:
         """
         if self.accepted == READ:
             return f"{where} is read as --speculative-config.{self.reason}"
+        if self.accepted == HERE:
+            return f"{where} is read: {self.reason}" if given is not False else None
         if self.accepted == ANY:
             return f"{where} changes nothing: {self.reason}"
         if given is False or str(given).lower() in self.accepted.split():

@@ -274,10 +274,14 @@ def test_aborted_by_reason_adds_up(client: Any, engine: Any, app: Any, say: Any)
     client.run(give_up(lambda generation: None))
     client.run(give_up(lambda generation: generation.cancel()))
     client.run(give_up(lambda generation: setattr(generation, "abort_reason", "timeout")))
+    # Their engine died, and others serve; of the last two, one was elsewhere.
+    client.run(give_up(lambda generation: [choice.mailbox.fail("gone") for choice in generation.choices]))
+    client.run(give_up(lambda generation: generation.choices[1].mailbox.fail("gone")))
     samples = scrape(client)
-    for reason in ("disconnect", "cancel", "timeout"):
-        assert value(samples, "vllm:requests_aborted_total", reason=reason) == 2
-    assert value(samples, "vllm:request_success_total", finished_reason="abort") == 6
+    for reason, count in {"disconnect": 2, "cancel": 2, "timeout": 2, "error": 1}.items():
+        assert value(samples, "vllm:requests_aborted_total", reason=reason) == count
+    assert value(samples, "vllm:request_success_total", finished_reason="abort") == 7
+    assert value(samples, "vllm:request_success_total", finished_reason="error") == 3
     assert value(samples, "vllm:request_success_total", finished_reason="stop") == 0
 
 

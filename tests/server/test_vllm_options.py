@@ -45,6 +45,43 @@ def test_a_usual_command_line_is_served(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "engines"),
+    [
+        ("-dp 4 --data-parallel-size-local 4", 4),
+        ("-dpl 2 --data-parallel-backend mp", 2),
+        ("-dp 4 -dpl 2 --data-parallel-hybrid-lb --data-parallel-start-rank 2 --data-parallel-address 10.0.0.1", 2),
+        ("-dp 4 --data-parallel-rank 3", 1),
+        ("-dp 4 --data-parallel-external-lb --data-parallel-rank 0 -dpl 1 --data-parallel-rpc-port 13345", 1),
+    ],
+)
+def test_engines_of_several_servers(words: str, engines: int) -> None:
+    arguments = parse("/m", *words.split())
+    assert read_flags(arguments)[0].data_parallel_size == engines
+    assert notices(arguments), "told of"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-dp 4 -dpl 2", "all on its own host. Start one on each host, with --data-parallel-size 2"),
+        ("-dp 2 -dpl 4 --data-parallel-hybrid-lb", "--data-parallel-size-local is 4, and --data-parallel-size is 2: "),
+        ("-dp 2 -dpl x", "--data-parallel-size-local is 'x': it must be an integer of at least 1"),
+        ("-dp 2 -dpl 0", "--data-parallel-size-local is '0': it must be an integer of at least 1"),
+        ("-dp 2 --data-parallel-rank 2", "--data-parallel-rank is 2, of 2 engines: say with --data-parallel-size how"),
+        ("--data-parallel-rank 1", "--data-parallel-rank is 1, of 1 engine: "),
+        ("-dp 2 --data-parallel-rank -1", "--data-parallel-rank is '-1': it must be an integer of at least 0"),
+        ("-dp 4 --data-parallel-rank 1 -dpl 2", "--data-parallel-size-local is 2: a server that is one of several"),
+        ("-dp 4 --data-parallel-external-lb", "say with --data-parallel-rank which of them this server is"),
+        ("-dp 2 --data-parallel-backend ray", "start a server on each host, and `vserve router` before them"),
+    ],
+)
+def test_fleets_that_are_none(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_flags(parse("/m", *words.split()))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--decode-context-parallel-size", "2"], "--decode-context-parallel-size 2: a context stays on its cards"),
