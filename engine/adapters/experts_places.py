@@ -61,6 +61,8 @@ class ExpertsPlaces:
         """Of one expert's weight, by the name that it has as a tensor of its own, where it is in one with others."""
         if (found := _EXPERT.fullmatch(name)) is None or (spec := self._spec(int(found[2]))) is None:
             return None
+        if spec.interleaved:
+            return None  # rows of gate and up in turn: nobody has pairs for each there
         number, expert = int(found[2]), int(found[3])
         for part in ("gate", "up", "down"):
             if self._config.named(f".{part}_proj") == f".{found[4]}" and expert < spec.routing.num_experts:
@@ -120,9 +122,8 @@ class ExpertsPlaces:
 
 
 def _rows(part: str, spec: MoESpec) -> slice:
-    """Of gate or up in both, of all in down."""
+    """Of gate or up in both, of all in down. Where they are in turn, the halves of a pair of all experts still belong
+    to those of the tensor."""
     if part == "down":
         return slice(None)
-    if spec.interleaved:
-        return slice(part == "up", None, 2)
     return slice(spec.inner, None) if part == "up" else slice(spec.inner)

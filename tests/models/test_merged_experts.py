@@ -71,8 +71,8 @@ def test_parameters_of_all_experts(
 def test_one_parameter_alone_and_files_of_older_versions(
     names: tuple[str, ...], old: bool, parity: Any, tiny_model: Any, adapter_files: Any, tmp_path: Path
 ) -> None:
-    """Older versions took the sides for each other: the shapes tell, and where they are alike, the version."""
-    base = tiny_model("qwen3_moe", **({"moe_intermediate_size": 32 if "gate_up_proj" in names else 64} if old else {}))
+    """Older versions took the sides for each other. Where these are alike, as here, the version tells."""
+    base = tiny_model("qwen3_moe", moe_intermediate_size=32 if "gate_up_proj" in names else 64)
     model = transformers_model(base)
     patterns = {"rank_pattern": {r".*\.experts\..*": 3}, "alpha_pattern": {rf".*\.{names[0]}": 6}}
     folder = adapter_files.write_experts_adapter(tmp_path / "a", model, names, rank=3, old=old, r=8, **patterns)
@@ -86,6 +86,16 @@ def test_sides_of_older_versions_by_their_shapes(
     model = transformers_model(base)
     folder = adapter_files.write_experts_adapter(tmp_path / "a", model, old=True)
     assert gap(parity, base, folder, adapter_files.merge_experts(model, folder, old=True)) < 1e-4
+
+
+def test_transposed_parameters_were_never_taken_for_the_other(
+    parity: Any, tiny_model: Any, adapter_files: Any, tmp_path: Path
+) -> None:
+    """gpt-oss's down_proj has sides that are alike, in its real sizes too."""
+    base = tiny_model("gpt_oss", intermediate_size=64)
+    model = transformers_model(base)
+    folder = adapter_files.write_experts_adapter(tmp_path / "a", model, old=True)
+    assert gap(parity, base, folder, adapter_files.merge_experts(model, folder)) < 2e-4
 
 
 @pytest.mark.parametrize("transposed", [False, True])
