@@ -130,3 +130,53 @@ def merged_checkpoint(base: Path, folder: Path, out: Path) -> Any:
             weights[name] = value
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+
+
+EXPERTS = ("gate_up_proj", "down_proj")
+
+
+def experts_of(model: Any) -> list[str]:
+    """Modules that hold all experts' matrices, as transformers 5 names them."""
+    return [name for name, module in model.named_modules() if hasattr(module, "gate_up_proj") and "experts" in name]
+
+
+def write_experts_adapter(
+    folder: Path, model: Any, names: Iterable[str] = EXPERTS, *, rank: int = 4, old: bool = False, **config: Any
+) -> Path:
+    """Of the experts' parameters of transformers' model, as PEFT's target_parameters writes it. `old`: as before 0.19,
+    where the sides of a parameter [E, out, in] were taken for each other."""
+    generator, tensors = torch.Generator().manual_seed(7), {}
+    chosen = [name for name in EXPERTS if name in tuple(names)]
+    transposed = getattr(model.get_submodule(experts_of(model)[0]), "is_transposed", False)
+    for module in experts_of(model):
+        for name, prefix in zip(reversed(chosen), (module, f"{module}.base_layer"), strict=False):
+            num_experts, *sides = model.get_parameter(f"{module}.{name}").shape
+            inputs, outputs = sides if transposed or old else reversed(sides)
+            a, b = torch.randn(num_experts * rank, inputs, generator=generator), torch.randn(
+                outputs, num_experts * rank, generator=generator)  # fmt: skip
+            tensors[f"{PREFIX}{prefix}.lora_A.weight"] = a / inputs**0.5
+            tensors[f"{PREFIX}{prefix}.lora_B.weight"] = b / (2 * rank**0.5)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    defaults = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": [], "bias": "none",
+        "target_parameters": [f"mlp.experts.{name}" for name in chosen], "base_model_name_or_path": "base",
+        "peft_version": "0.18.1" if old else "0.19.0"}  # fmt: skip
+    if "mlp.experts" not in experts_of(model)[0]:
+        defaults["target_parameters"] = [f"experts.{name}" for name in chosen]
+    (folder / "adapter_config.json").write_text(json.dumps(defaults | config))
+    return folder
+
+
+@torch.no_grad()
+def merge_experts(model: Any, folder: Path, names: Iterable[str] = EXPERTS, *, old: bool = False) -> Any:
+    """What PEFT's ParamWrapper.merge does to transformers' model."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    chosen = [name for name in EXPERTS if name in tuple(names)]
+    for module in experts_of(model):
+        keeps = old or getattr(model.get_submodule(module), "is_transposed", False)
+        for name, prefix in zip(reversed(chosen), (module, f"{module}.base_layer"), strict=False):
+            parameter = model.get_parameter(f"{module}.{name}")
+            a, b = (tensors[f"{PREFIX}{prefix}.lora_{kind}.weight"] for kind in "AB")
+            a, b = a.reshape(len(parameter), -1, a.shape[-1]), b.reshape(len(b), -1, len(parameter))
+            parameter += 2.0 * torch.einsum("ore,eri->eio" if keeps else "ore,eri->eoi", b, a)
+    return model

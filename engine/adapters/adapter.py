@@ -25,7 +25,11 @@ _MATRIX = re.compile(
 
 @dataclass
 class Pair:
-    """One module's matrices, by their names in the file: scale · B A is added to its weight."""
+    """One module's matrices, by their names in the file: scale · B A is added to its weight.
+
+    Of a parameter that holds all experts' matrices, A [E · r, in] has one expert's rows behind the other's, and
+    columns of B [out, r · E] alternate between experts.
+    """
 
     module: str  # as the file has it, without PEFT's prefix
     is_embedding: bool = False
@@ -34,6 +38,13 @@ class Pair:
     magnitude: str = ""  # [out], of DoRA
     rank: int = 0
     scale: float = 0.0
+    parameter: str = ""  # of the module, which holds all experts' matrices in it; "": its weight
+    experts: int = 1
+
+    @property
+    def path(self) -> str:
+        """What it changes."""
+        return f"{self.module}.{self.parameter}" if self.parameter else self.module
 
 
 @dataclass
@@ -41,7 +52,7 @@ class Adapter:
     folder: Path
     config: PeftConfig
     files: SafetensorsFiles
-    pairs: dict[str, Pair] = field(default_factory=dict)  # by module
+    pairs: dict[str, Pair] = field(default_factory=dict)  # by path
     whole: dict[str, str] = field(default_factory=dict)  # parameter of the base model → tensor that takes its place
     # Module → copy of the base's weight, which PEFT saves beside the pair of an embedding or a head.
     copies: dict[str, str] = field(default_factory=dict)
@@ -68,6 +79,8 @@ class Adapter:
             raise AdapterError(str(error)) from None
         adapter = cls(folder, config, files)
         adapter._read_names()
+        if config.parameters:
+            adapter._name_parameters()
         for pair in adapter.pairs.values():
             adapter._complete(pair)
         if not adapter.pairs and not adapter.whole:
@@ -111,24 +124,51 @@ class Adapter:
             else:
                 self.whole[bare.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")] = name
 
+    def _name_parameters(self) -> None:
+        """PEFT wraps a module once for each of its parameters, and its names tell only how deep a wrapper lies."""
+        wrapped: dict[str, dict[int, Pair]] = {}
+        for module in list(self.pairs):
+            inner = module
+            while inner.endswith(".base_layer"):
+                inner = inner.removesuffix(".base_layer")
+            if self.config.parameters_of(inner):
+                depth = (len(module) - len(inner)) // len(".base_layer")
+                wrapped.setdefault(inner, {})[depth] = self.pairs.pop(module)
+        if not wrapped:
+            raise AdapterError(f"{self.folder} lacks the matrices of {self.config.parameters[0]}: get it again")
+        for module, pairs in wrapped.items():
+            names = self.config.parameters_of(module)
+            if sorted(pairs) != list(range(len(names))):
+                raise AdapterError(
+                    f"{self.folder} has {len(pairs)} pairs of {module}, and its target_parameters name "
+                    f"{' and '.join(names)}: the file is incomplete, get it again"
+                )
+            for depth, name in enumerate(reversed(names)):
+                pair = pairs[depth]
+                pair.module, pair.parameter = module, name
+                self.pairs[pair.path] = pair
+
     def _complete(self, pair: Pair) -> None:
         """Raises AdapterError where a matrix is missing or the two do not go together."""
         headers, folder = self.files.headers, self.folder
         names = ("lora_embedding_A", "lora_embedding_B") if pair.is_embedding else ("lora_A", "lora_B")
-        missing = [f"{pair.module}.{name}" for name, there in zip(names, (pair.a, pair.b), strict=True) if not there]
+        missing = [f"{pair.path}.{name}" for name, there in zip(names, (pair.a, pair.b), strict=True) if not there]
         if missing:
             raise AdapterError(f"{folder} lacks {missing[0]}{and_more(missing)}: the file is incomplete, get it again")
         a, b = headers[pair.a].shape, headers[pair.b].shape
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
             raise AdapterError(
-                f"{folder}: A of {pair.module} is {list(a)} and B is {list(b)}: they must be [r, in] and [out, r]"
+                f"{folder}: A of {pair.path} is {list(a)} and B is {list(b)}: they must be [r, in] and [out, r]"
             )
-        pair.rank, expected = a[0], self.config.rank_of(pair.module)
-        if pair.rank != expected:
+        expected = self.config.rank_of(pair.path)
+        if pair.parameter:
+            pair.experts = max(a[0] // expected, 1)
+        pair.rank = a[0] // pair.experts
+        if pair.rank != expected or a[0] % pair.experts:
             raise AdapterError(
-                f"{folder}: {pair.module} has the rank {pair.rank}, and its configuration says {expected}: they are "
+                f"{folder}: {pair.path} has the rank {pair.rank}, and its configuration says {expected}: they are "
                 "not of one adapter"
             )
         if bool(pair.magnitude) != self.config.dora:
-            raise AdapterError(f"{folder}: use_dora is {self.config.dora}, and {pair.module} differs: get it again")
-        pair.scale = self.config.scale_of(pair.module, pair.rank)
+            raise AdapterError(f"{folder}: use_dora is {self.config.dora}, and {pair.path} differs: get it again")
+        pair.scale = self.config.scale_of(pair.path, pair.rank)

@@ -112,6 +112,11 @@ class SlotLayout:
             )
         for module, pair in adapter.pairs.items():
             path = self.find(module)
+            if pair.parameter or path in self.others:
+                raise AdapterError(
+                    f"{folder} changes {module}, and only {HOLDERS} can have adapters beside others: serve it with "
+                    "--merge-lora"
+                )
             if path is None and self.targets and module.rpartition(".")[2] not in self.targets:
                 raise AdapterError(
                     f"{folder} changes {module}, and --lora-target-modules has {', '.join(sorted(self.targets))} only: "
@@ -119,11 +124,6 @@ class SlotLayout:
                 )
             if path is None:
                 raise AdapterError(f"{folder} changes {module}, which the model does not have: it is of another base")
-            if path in self.others:
-                raise AdapterError(
-                    f"{folder} changes {module}, and only {HOLDERS} can have adapters beside others: serve it with "
-                    "--merge-lora"
-                )
             self._check_shapes(adapter, pair, *self.holders[path])
             paths[path] = pair
         prefix = next((p for p in ("", "model.") if any(f"{p}{module}" in paths for module in adapter.pairs)), "")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..checkpoint import FLOAT_TYPES, Checkpoint, TensorInfo
 from ..model_config import ModelConfig
 from .adapter import Adapter, Pair
+from .experts_places import ExpertsPlaces, Place, Term
 from .peft_config import AdapterError
 
 
@@ -21,17 +25,19 @@ class MergedCheckpoint:
         self._table = f"{config.named('model.embed_tokens')}.weight"
         self._head = f"{config.named('lm_head')}.weight"
         self.headers: dict[str, TensorInfo] = dict(base.headers)
-        changed = {*adapter.whole, *(f"{module}.weight" for module in adapter.pairs)}
+        changed = {*adapter.whole, *(f"{path}.weight" for path in adapter.pairs)}
         # One matrix for the embedding and the head becomes two as soon as one of them changes.
         self.unties = config.tie_word_embeddings and any(
             name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in changed
         )
         if self.unties and self._table in self.headers:
             self.headers.setdefault(self._head, self.headers[self._table])
-        self._pairs = {self._find(f"{module}.weight"): pair for module, pair in adapter.pairs.items()}
+        self._experts = ExpertsPlaces(config, self.headers)
+        self._terms: dict[str, list[Term]] = {}  # by tensor of the base
+        for pair in adapter.pairs.values():
+            for term in self._terms_of(pair):
+                self._terms.setdefault(term.place.tensor, []).append(term)
         self._whole = {self._find(name): tensor for name, tensor in adapter.whole.items()}
-        for name, pair in self._pairs.items():
-            self._check(name, pair)
         for name, tensor in self._whole.items():
             found, wanted = adapter.files.headers[tensor], self.headers[name]
             if found.shape != wanted.shape:
@@ -46,17 +52,40 @@ class MergedCheckpoint:
             return self._adapter.read(tensor)
         from_table = name == self._head and name not in self._base.headers
         stored = self._base.read(self._table if from_table else name)
-        pair = self._pairs.get(name)
-        return stored if pair is None else self._merged(stored, pair)
+        terms = self._terms.get(name)
+        if terms is None:
+            return stored
+        merged, read = stored.clone(), functools.cache(self._adapter.read)
+        for term in terms:
+            matrix = term.place.of(merged)
+            matrix.copy_(self._merged(matrix.float(), term, read))
+        return merged
 
-    def _merged(self, stored: Tensor, pair: Pair) -> Tensor:
-        a, b = (self._adapter.read(matrix).float() for matrix in (pair.a, pair.b))
-        delta = pair.scale * (b @ a)
-        weight = stored.float() + (delta.T if pair.is_embedding else delta)
+    def _merged(self, weight: Tensor, term: Term, read: Callable[[str], Tensor]) -> Tensor:
+        pair = term.pair
+        weight = weight + term.delta(read(pair.a), read(pair.b))
         if pair.magnitude:
             length = torch.linalg.vector_norm(weight, dim=1)
-            weight *= (self._adapter.read(pair.magnitude).float() / length)[:, None]
-        return weight.to(stored.dtype)
+            weight *= (read(pair.magnitude).float() / length)[:, None]
+        return weight
+
+    def _terms_of(self, pair: Pair) -> list[Term]:
+        """Raises AdapterError."""
+        if pair.parameter:
+            if pair.magnitude:
+                raise AdapterError(f"{self._adapter.folder} is DoRA of {pair.path}, which PEFT does not know")
+            terms = self._experts.terms(self._adapter, pair)
+        else:
+            name = f"{pair.module}.weight"
+            place = self._experts.find(name) or Place(self._find(name))
+            self._check(place, pair)
+            terms = [Term(pair, place, flipped=pair.is_embedding)]
+        for tensor in {term.place.tensor for term in terms}:
+            if (dtype := self.headers[tensor].dtype) not in FLOAT_TYPES:
+                raise AdapterError(
+                    f"{self._adapter.folder} changes {tensor}, which is stored as {dtype}: {_instead(tensor)}"
+                )
+        return terms
 
     def _find(self, name: str) -> str:
         """The base's name of a parameter, with or without a head around it."""
@@ -65,18 +94,24 @@ class MergedCheckpoint:
                 return candidate
         raise AdapterError(
             f"{self._adapter.folder} changes {name}, which the base model does not have as numbers: it is of another "
-            "base, or this one is quantized (serve it beside others then, with --enable-lora)"
+            f"base, or this one is quantized ({_instead(name)})"
         )
 
-    def _check(self, name: str, pair: Pair) -> None:
-        info, headers, folder = self.headers[name], self._adapter.files.headers, self._adapter.folder
-        if info.dtype not in FLOAT_TYPES:
-            raise AdapterError(f"{folder} changes {name}, which is stored as {info.dtype}: use --enable-lora")
+    def _check(self, place: Place, pair: Pair) -> None:
+        info, headers, folder = self.headers[place.tensor], self._adapter.files.headers, self._adapter.folder
         if pair.is_embedding and pair.magnitude:
             raise AdapterError(f"{folder} is DoRA of an embedding, which is not merged here: merge it with PEFT")
-        self._adapter.check_copy(pair.module, info.shape)
+        shape = tuple(place.of(torch.empty(info.shape, device="meta")).shape)
+        self._adapter.check_copy(pair.module, shape)
         made = headers[pair.b].shape[0], headers[pair.a].shape[1]
-        if (made[::-1] if pair.is_embedding else made) != info.shape:
+        if (made[::-1] if pair.is_embedding else made) != shape:
             raise AdapterError(
-                f"{folder} has {list(made)} for {name}, which is {list(info.shape)}: it is of another base"
+                f"{folder} has {list(made)} for {pair.module}, which is {list(shape)}: it is of another base"
             )
+
+
+def _instead(name: str) -> str:
+    """What to do where a base's tensor is no numbers to add to."""
+    if ".experts." in name:
+        return "merge into the model that it was made of, with --quantization if need be"
+    return "serve it beside others, with --enable-lora"

@@ -18,7 +18,6 @@ LONGEST_PATTERN = 1000  # characters of a regular expression
 _UNSERVED = {
     "alora_invocation_tokens": "an activated adapter, which begins in the middle of a prompt",
     "layer_replication": "layers that are repeated",
-    "target_parameters": "adapters of parameters without a module (fused experts)",
     "trainable_token_indices": "tokens that were trained one by one",
     "lora_bias": "a bias of its own in every module",
     "use_qalora": "QALoRA's pooled inputs",
@@ -26,6 +25,9 @@ _UNSERVED = {
     "arrow_config": "a router over several adapters",
     "kasa_config": "KaSA's singular values",
 }
+# Of target_parameters, those that are read: what the experts' modules of transformers hold, in the order of their
+# registration, by which PEFT nests the wrappers of a module.
+EXPERTS_PARAMETERS = ("gate_up_proj", "down_proj")
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take the base model apart
 
 
@@ -45,6 +47,8 @@ class PeftConfig:
     layers: tuple[int, ...] | None = None  # None: all
     saved: tuple[str, ...] = ()  # modules that were trained and saved whole
     dora: bool = False
+    parameters: tuple[str, ...] = ()  # target_parameters: of modules that hold all experts' matrices
+    swapped: bool = False  # written before PEFT 0.19, which took the sides of such parameters for each other
     base: str | None = None  # base_model_name_or_path
 
     @classmethod
@@ -82,6 +86,12 @@ class PeftConfig:
             )
         if (bias := raw.get("bias") or "none") != "none":
             raise AdapterError(f"bias is {str(bias)[:40]!r}, and trained biases cannot be served: merge it with PEFT")
+        parameters = _texts(raw, "target_parameters", str)
+        if other := [name for name in parameters if name.rpartition(".")[2] not in EXPERTS_PARAMETERS]:
+            raise AdapterError(
+                f"target_parameters has {other[0][:60]!r}, and only {' and '.join(EXPERTS_PARAMETERS)} of experts are "
+                "served: merge it into its base model with PEFT"
+            )
         layers = raw.get("layers_to_transform")
         if layers is not None:
             layers = (layers,) if isinstance(layers, int) else _texts(raw, "layers_to_transform", int) or None
@@ -96,6 +106,8 @@ class PeftConfig:
             layers=layers,
             saved=_texts(raw, "modules_to_save", str),
             dora=bool(raw.get("use_dora")),
+            parameters=parameters,
+            swapped=_version(raw) < (0, 19),
             base=raw.get("base_model_name_or_path") if isinstance(raw.get("base_model_name_or_path"), str) else None,
         )
 
@@ -119,6 +131,11 @@ class PeftConfig:
             return True
         layer = re.match(r".*?\.[^.]*\.(\d+)\.", module)
         return layer is not None and int(layer[1]) in self.layers
+
+    def parameters_of(self, module: str) -> list[str]:
+        """Of the experts' parameters in this module those that have a pair, the innermost wrapper's first."""
+        full = (f"{module}.{name}" for name in EXPERTS_PARAMETERS if module.rpartition(".")[2] == "experts")
+        return [path.rpartition(".")[2] for path in full if _matches(self.parameters, path)]
 
     @property
     def all_linear(self) -> bool:
@@ -167,6 +184,12 @@ def _texts(raw: dict[str, Any], name: str, kind: type) -> tuple[Any, ...]:
     if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
         raise AdapterError(f"{name} is {value!r:.60}: it must be a list of {'names' if kind is str else 'integers'}")
     return tuple(value)
+
+
+def _version(raw: dict[str, Any]) -> tuple[int, int]:
+    """PEFT's that wrote it; before 0.18 it did not say."""
+    found = re.match(r"(\d+)\.(\d+)", str(raw.get("peft_version") or ""))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _check_pattern(name: str, pattern: str) -> None:

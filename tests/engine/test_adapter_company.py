@@ -177,6 +177,7 @@ def test_experts_adapters_are_refused_by_name(tiny_model: Any, adapter_files: An
     attention = write_adapter(tmp_path / "a", base, NAMES[:4])
     experts = write_adapter(tmp_path / "b", base, ["q_proj", "up_proj"], target_modules=[])
     model = adapter_files.merged(base, attention)
+    of_all = adapter_files.write_experts_adapter(tmp_path / "c", model)
     wanted = [adapter_files.greedy(model, prompt, 4) for prompt in PROMPTS]
 
     async def main() -> None:
@@ -186,6 +187,8 @@ def test_experts_adapters_are_refused_by_name(tiny_model: Any, adapter_files: An
             refused = (await client.load_adapter(LoadAdapter(1, str(experts)))).error or ""
             assert "changes model.layers.0.mlp.experts.0.up_proj" in refused and "--merge-lora" in refused
             assert "\n" not in refused
+            refused = (await client.load_adapter(LoadAdapter(1, str(of_all)))).error or ""
+            assert "changes model.layers.0.mlp.experts.down_proj, and only" in refused and "--merge-lora" in refused
             assert (await client.load_adapter(LoadAdapter(2, str(attention)))).error is None
             assert await answers(client, 4, [2]) == [wanted]
         finally:

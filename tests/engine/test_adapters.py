@@ -247,7 +247,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "PiSSA": (lambda f: break_config(f, init_lora_weights="pissa_niter_4"), "alters the base model too"),
     "biases": (lambda f: break_config(f, bias="all"), "trained biases cannot be served"),
     "aLoRA": (lambda f: break_config(f, alora_invocation_tokens=[1]), "an activated adapter"),
-    "fused experts": (lambda f: break_config(f, target_parameters=["x"]), "parameters without a module"),
+    "parameters": (lambda f: break_config(f, target_parameters=["x"]), "only gate_up_proj and down_proj of experts"),
+    "fused experts": (lambda f: break_config(f, target_parameters=["experts.down_proj"]), "lacks the matrices of"),
 }  # fmt: skip
 
 
