@@ -9,6 +9,7 @@ request i computes query_start[i + 1] - query_start[i] tokens, none if it is pad
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -73,90 +74,91 @@ def commit_tokens(
     )
 
 
+# ---- torch: on the CPU, in numpy, whose calls take a fraction of the time of torch's where numbers are few ----------
+
+
 def scatter_rows_torch(
     table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
 ) -> None:
-    begin, end = int(offsets[0]), int(offsets[-1])
-    write, index = _expand(offsets, end - begin)
-    table[rows[write], index + (starts - offsets[:-1])[write] + begin] = values[begin:end]
+    write, column = _expand(offsets.numpy(), starts.numpy())
+    begin = int(offsets[0])
+    table.numpy()[rows.numpy()[write], column] = values.numpy()[begin : begin + len(write)]
 
 
 def build_inputs_torch(
     history: History, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor,
 ) -> None:  # fmt: skip
-    total, limit = int(query_start[-1]), history.max_len
-    if total == len(rows) == len(input_ids) == 1:  # the single-stream decode step
-        only_row = int(rows)
-        only_position = int(num_computed[only_row])
-        if only_position < limit:
-            entry, place = divmod(only_position, history.page)
-            only_page = history.pages[int(history.table[only_row, entry])]
-            if only_position >= int(history.given[only_row]):
-                only_page[place] = history.recent[only_row, only_position % history.ring]
-            input_ids.fill_(int(only_page[place]))
-        else:
-            input_ids.zero_()
-        positions.fill_(only_position)
-        seq_lens.fill_(only_position + 1)
+    row, start = rows.numpy(), query_start.numpy()
+    if len(row) == len(input_ids) == start[-1] == 1:  # the single-stream decode step
+        only_row, only_position, only_id = int(row[0]), int(num_computed.numpy()[row[0]]), 0
+        if only_position < history.max_len:
+            entry, offset = divmod(only_position, history.page)
+            only_page = history.pages.numpy()[history.table.numpy()[only_row, entry]]
+            if only_position >= history.given.numpy()[only_row]:
+                only_page[offset] = history.recent.numpy()[only_row, only_position % history.ring]
+            only_id = int(only_page[offset])
+        input_ids.numpy()[0], positions.numpy()[0], seq_lens.numpy()[0] = only_id, only_position, only_position + 1
         return
-    computed, lengths = num_computed[rows], query_start.diff()
-    request, index = _expand(query_start, total)
-    position = index + (computed - query_start[:-1])[request]
-    row, inside = rows[request], position < limit
-    entries = torch.div(position, history.page, rounding_mode="floor").clamp_(max=history.table.shape[1] - 1)
-    places = history.table[row, entries].long() * history.page + position % history.page
-    pages, is_new = history.pages.view(-1), position >= history.given[row]
-    ids = torch.where(is_new, history.recent[row, position % history.ring], pages[places])
-    input_ids[:total] = ids.masked_fill_(~inside, 0)
-    new = is_new & inside
-    pages[places[new]] = ids[new]
-    input_ids[total:] = 0
-    positions[:total] = position
-    positions[total:] = 0
-    torch.mul(computed + lengths, lengths > 0, out=seq_lens)
+    computed, lengths = num_computed.numpy()[row], np.diff(start)
+    np.multiply(computed + lengths, lengths > 0, out=seq_lens.numpy())
+    request, position = _expand(start, computed)
+    row, inside = row[request], position < history.max_len
+    page, offset = np.divmod(np.minimum(position, history.max_len - 1), history.page)
+    places = history.table.numpy()[row, page].astype(np.int64) * history.page + offset
+    pages = history.pages.view(-1).numpy()
+    ids = pages[places] * inside
+    new = np.flatnonzero(inside & (position >= history.given.numpy()[row]))
+    ids[new] = pages[places[new]] = history.recent.numpy()[row[new], position[new] % history.ring]
+    _fill(input_ids, ids, 0)
+    _fill(positions, position, 0)
 
 
 def build_slots_torch(
     block_table: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor,
     slots: torch.Tensor, page_size: int,
 ) -> None:  # fmt: skip
-    total, limit = int(query_start[-1]), block_table.shape[1]
-    if total == len(rows) == len(slots) == 1:
-        only_page, offset = divmod(int(positions), page_size)
-        slots.fill_(int(block_table[int(rows), only_page]) * page_size + offset if only_page < limit else -1)
+    start, table = query_start.numpy(), block_table.numpy()
+    if len(rows) == len(slots) == start[-1] == 1:
+        entry, place = divmod(int(positions.numpy()[0]), page_size)
+        slots.numpy()[0] = table[rows.numpy()[0], entry] * page_size + place if entry < table.shape[1] else -1
         return
-    request, _ = _expand(query_start, total)
-    position = positions[:total]
-    page = torch.div(position, page_size, rounding_mode="floor")
-    block = block_table[rows[request], page.clamp(max=limit - 1)]
-    slots[:total] = (block * page_size + position % page_size).masked_fill_(page >= limit, -1)
-    slots[total:] = -1
+    page, offset = np.divmod(positions.numpy()[: start[-1]], page_size)
+    inside = page < table.shape[1]
+    block = table[np.repeat(rows.numpy(), np.diff(start)), np.minimum(page, table.shape[1] - 1)]
+    _fill(slots, np.where(inside, block * page_size + offset, -1), -1)
 
 
 def commit_tokens_torch(
     history: History, num_computed: torch.Tensor, rows: torch.Tensor, query_start: torch.Tensor,
     sampled: torch.Tensor, sample_index: torch.Tensor,
 ) -> None:  # fmt: skip
+    start, computed = query_start.numpy(), num_computed.numpy()
     if len(rows) == 1:
-        row = int(rows)
-        only_length, only_sample = int(query_start[1] - query_start[0]), int(sample_index)
-        only_position = int(num_computed[row]) + only_length
-        num_computed[row] = only_position
+        row, only_length, only_sample = rows.numpy()[0], int(start[1] - start[0]), sample_index.numpy()[0]
+        computed[row] = only_position = int(computed[row]) + only_length
         if only_length and only_sample >= 0 and only_position < history.max_len:
-            history.recent[row, only_position % history.ring] = sampled[only_sample]
+            history.recent.numpy()[row, only_position % history.ring] = sampled.numpy()[only_sample]
         return
-    lengths = query_start.diff()
-    num_computed.index_add_(0, rows, lengths)
-    position = num_computed[rows]
-    keep = ((lengths > 0) & (sample_index >= 0) & (position < history.max_len)).nonzero().squeeze(1)
-    history.recent[rows[keep], position[keep] % history.ring] = sampled[sample_index[keep]]
+    lengths = np.diff(start)
+    active = np.flatnonzero(lengths)
+    row, sample = rows.numpy()[active], sample_index.numpy()[active]
+    computed[row] = position = computed[row] + lengths[active]
+    keep = np.flatnonzero((sample >= 0) & (position < history.max_len))
+    history.recent.numpy()[row[keep], position[keep] % history.ring] = sampled.numpy()[sample[keep]]
 
 
-def _expand(offsets: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """→ for each of the total elements that offsets cut into ragged runs: its run, and its place after offsets[0]."""
-    run = torch.repeat_interleave(offsets.diff(), output_size=total)
-    return run, torch.arange(total, dtype=torch.int32, device=offsets.device)
+def _expand(offsets: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """→ of each element of the ragged runs that offsets cut: its run, and its place, which counts from the run's
+    first."""
+    run = np.repeat(np.arange(len(firsts)), np.diff(offsets))
+    return run, np.arange(offsets[0], offsets[-1], dtype=np.int32) + (firsts - offsets[:-1])[run]
+
+
+def _fill(out: torch.Tensor, values: np.ndarray, padding: int) -> None:
+    array = out.numpy()
+    array[: len(values)] = values
+    array[len(values) :] = padding
 
 
 def scatter_rows_triton(

@@ -68,7 +68,7 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 def keep_at_hand(module: nn.Module) -> None:
     """nn.Module looks its parameters and modules up in three dictionaries, one after the other, when nothing else of
-    that name is found. For what every product needs that is too long."""
+    that name is found. For what every layer and product needs that is too long."""
     module.__dict__.update({**module._parameters, **module._modules})
 
 

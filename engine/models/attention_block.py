@@ -15,7 +15,7 @@ from ..layers.linear import Linear
 from ..layers.norm import Norm, RMSNorm, make_norm, norm_divided
 from ..layers.rope import RotaryEmbedding, halves_first
 from ..layers.sinks import Sinks
-from ..layers.weights import Placement, WeightMap
+from ..layers.weights import Placement, WeightMap, keep_at_hand
 from ..model_config import ModelConfig
 
 
@@ -79,6 +79,7 @@ class AttentionBlock(nn.Module):
             unit=dim,
             bias=spec.output_bias,
         )
+        keep_at_hand(self)
 
     def weight_map(self, prefix: str) -> WeightMap:
         found: WeightMap = {f"{prefix}.{part}_proj": (self.qkv, part) for part in self.qkv.shape.parts}

@@ -15,7 +15,7 @@ from ..layers.head import Head
 from ..layers.linear import Linear
 from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
-from ..layers.weights import Placement, WeightMap
+from ..layers.weights import Placement, WeightMap, keep_at_hand
 from ..model_config import ModelConfig
 from ..parallel.group import ALONE, Group
 from ..speculation.features import Features
@@ -72,6 +72,7 @@ class DecoderLayer(nn.Module):
         # Who alone reads what a norm makes.
         reader = self.attention.qkv if isinstance(self.attention, AttentionBlock) and not parallel else None
         self._readers = (reader, self.mlp.gate_up if isinstance(self.mlp, MLP) else None)
+        keep_at_hand(self)
 
     def weight_map(self, prefix: str) -> WeightMap:
         norms = {

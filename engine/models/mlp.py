@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ...kernels.fp8_rows import Fp8Rows
 from ..layer_spec import MLPSpec
 from ..layers.linear import Linear
-from ..layers.weights import Placement, WeightMap
+from ..layers.weights import Placement, WeightMap, keep_at_hand
 
 
 class MLP(nn.Module):
@@ -22,6 +22,7 @@ class MLP(nn.Module):
         pieces = {"gate_up": (inner, inner)}
         self.gate_up = Linear(hidden, parts, place=place, rule="column", bias=bias, pieces=pieces)
         self.down = Linear(inner, {"out": hidden}, place=place, rule="row", bias=bias)
+        keep_at_hand(self)
 
     def weight_map(self, prefix: str) -> WeightMap:
         found: WeightMap = {f"{prefix}.{part}_proj": (self.gate_up, part) for part in self.gate_up.shape.parts}

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 from fastapi import Request, Response
 
 from ...engine.plan import TokenLogprobs
@@ -27,6 +26,7 @@ from ..generation.sampling import answer_in_ids, resolve, resolving_size, text_o
 from ..generation.speech import Speech
 from ..generation.tasks import GENERATE
 from ..state import ServerState
+from ..wire.encoded import encode
 from ..wire.pooled import PooledRequest
 from ..wire.requests import ChatRequest, CompletionRequest, StreamOptions
 from .ignored import ignored_headers
@@ -113,7 +113,7 @@ class Dialect(ABC):
 
     def respond(self, generation: Generation, answers: Sequence[Answer], head: Head) -> Response:
         """`whole` as it is sent. May be called on a thread."""
-        content = msgspec.json.encode(self.whole(generation, answers, head))
+        content = encode(self.whole(generation, answers, head))
         return Response(content, headers=dict(self.headers), media_type="application/json")
 
     def slowness(self, answers: Sequence[Answer]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import Request, Response
 
 from ..generation.prompt import chat_options, chat_prompt
@@ -15,6 +14,7 @@ from ..state import INLINE_CHARACTERS, ServerState
 from ..text.encoding import Encoder
 from ..text.spelled import unmarked
 from ..text.tokenizer import no_text
+from ..wire.encoded import encode
 from ..wire.requests import ChatRequest
 from ..wire.tokens import DetokenizeRequest, TokenizeRequest
 from .ignored import ignored_headers
@@ -104,4 +104,4 @@ async def watched(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def json_answer(ignored: list[str], content: Any) -> Response:
-    return Response(msgspec.json.encode(content), headers=ignored_headers(ignored), media_type="application/json")
+    return Response(encode(content), headers=ignored_headers(ignored), media_type="application/json")

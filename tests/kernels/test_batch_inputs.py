@@ -18,6 +18,11 @@ PATHS = ["torch", "triton", "public"]
 POISON = -77
 
 
+@pytest.fixture
+def device(path: str, device: str) -> str:
+    return "cpu" if path == "torch" else device
+
+
 def function(name: str, path: str) -> Callable:
     return getattr(batch_inputs, name if path == "public" else f"{name}_{path}")
 
