@@ -67,7 +67,7 @@ class Dispatch:
         loads = [self._load(index) if fits else None for index, fits in enumerate(fit)]
         if len(self._engines) == 1:
             return 0, 0
-        return router.choose(prefix_keys(prompt, salt), len(prompt) // 4, loads, route.session)
+        return router.choose(prefix_keys(prompt, salt), len(prompt) // 4, loads, route.session, route.together)
 
     def _load(self, index: int) -> Load:
         """With what other API processes have there."""

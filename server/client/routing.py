@@ -11,6 +11,8 @@ BYTES = 4 * BLOCK
 # A request that is open slows the steps of its engine, as so many more tokens of a prompt would.
 OPEN_TOKENS = 16
 MAX_SESSIONS = 65_536
+# So many tokens more before its first one than elsewhere a session waits for: with more, its engine is too busy.
+PATIENCE = 16_384
 
 Keys = list[int]
 
@@ -21,6 +23,7 @@ class Route:
 
     session: str | None = None  # requests of one session go to one engine, where their prefixes are
     engine: int | None = None  # this one, and no other
+    together: bool = False  # the session is one request's prompts: they stay together whatever the load
 
 
 ANYWHERE = Route()
@@ -55,22 +58,23 @@ class Router:
         self._sessions: OrderedDict[int, int] = OrderedDict()  # by hash: a client's name may be long
 
     def choose(
-        self, keys: Keys, num_tokens: int, loads: Sequence[Load | None], session: str | None = None
-    ) -> tuple[int, int]:
+        self, keys: Keys, num_tokens: int, loads: Sequence[Load | None], session: str | None = None,
+        together: bool = False,
+    ) -> tuple[int, int]:  # fmt: skip
         """→ (engine, tokens that it probably has cached). `loads`: of each engine, None where it takes nothing; one of
-        them does. A session stays where it was, as long as that engine takes requests."""
+        them does. A session stays where it was as long as that engine takes requests, and unless it would wait there
+        for PATIENCE more than elsewhere; `together`: even then."""
         hits = self.hits(keys)
+        costs = {
+            index: (load.waiting_tokens + num_tokens - BLOCK * hit + OPEN_TOKENS * load.num_open, len(known), index)
+            for index, (load, hit, known) in enumerate(zip(loads, hits, self._known, strict=True))
+            if load is not None
+        }
+        chosen = min(costs.values())[-1]
         name = None if session is None else hash(session)
         last = None if name is None else self._sessions.get(name)
-        if last is not None and last < len(loads) and loads[last] is not None:
+        if last is not None and last in costs and (together or costs[last][0] <= costs[chosen][0] + PATIENCE):
             chosen = last
-        else:
-            costs = [
-                (load.waiting_tokens + num_tokens - BLOCK * hit + OPEN_TOKENS * load.num_open, len(known), index)
-                for index, (load, hit, known) in enumerate(zip(loads, hits, self._known, strict=True))
-                if load is not None
-            ]
-            chosen = min(costs)[-1]
         self._remember(keys, chosen)
         if name is not None:
             self._sessions[name] = chosen

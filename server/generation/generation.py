@@ -71,7 +71,8 @@ class Generation:
         self._priority = priority
         self._cache_salt = cache_salt
         if len(prompts) > 1 and prompts[0].sampling.pooling is None and route == ANYWHERE:
-            route = Route(session=f"request {next(_numbers)}")  # to one engine: its time limits hold for all together
+            # To one engine: its time limits hold for all together.
+            route = Route(session=f"request {next(_numbers)}", together=True)
         self._route = route
         self._num_sent = 0  # of the prompts
         # One engine has all of them where the request is for that one, or of a session.

@@ -15,7 +15,7 @@ from vserve.engine.request import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError, Mailbox
 from vserve.server.client.replicas import Replicas
-from vserve.server.client.routing import BLOCK, Load, Route, Router, prefix_keys
+from vserve.server.client.routing import BLOCK, PATIENCE, Load, Route, Router, prefix_keys
 
 IDLE = Load(0, 0)
 
@@ -63,8 +63,33 @@ def test_a_session_stays_where_it_was() -> None:
     router = Router(4, 100 * BLOCK)
     first, _ = router.choose([], 10, [IDLE] * 4, "me")
     for seed in range(50):
-        loads = [Load(100_000 * (index == first), 0) for index in range(4)]
+        loads = [Load(PATIENCE * (index == first), 0) for index in range(4)]
         assert router.choose(prefix_keys(prompt(seed, 2), None), 2 * BLOCK, loads, "me")[0] == first
+
+
+def test_a_session_leaves_an_engine_that_has_too_much_to_do() -> None:
+    """And stays where it went; the prompts of one request stay together."""
+    router = Router(3, 100 * BLOCK)
+    first, _ = router.choose([], 10, [IDLE] * 3, "me")
+    busy = [Load((PATIENCE + 1) * (index == first), 0) for index in range(3)]
+    second, _ = router.choose([], 10, busy, "me")
+    assert second != first
+    assert router.choose([], 10, [IDLE] * 3, "me")[0] == second
+    together = Router(3, 100 * BLOCK)
+    first, _ = together.choose([], 10, [IDLE] * 3, "one request", together=True)
+    busy = [Load(100 * PATIENCE * (index == first), 0) for index in range(3)]
+    assert together.choose([], 10, busy, "one request", together=True)[0] == first
+
+
+def test_a_prefix_that_is_there_counts_for_a_session() -> None:
+    """What it would have to compute again elsewhere it can as well wait for."""
+    router, text = Router(2, 1 << 20), prompt(1, 100)
+    keys = prefix_keys(text, None)
+    first, _ = router.choose(keys, 100 * BLOCK, [IDLE] * 2, "me")
+    busy = [Load((PATIENCE + 100 * BLOCK) * (index == first), 0) for index in range(2)]
+    assert router.choose(keys, 100 * BLOCK, busy, "me")[0] == first
+    busy = [Load((PATIENCE + 101 * BLOCK) * (index == first), 0) for index in range(2)]
+    assert router.choose(keys, 100 * BLOCK, busy, "me")[0] != first
 
 
 @pytest.mark.parametrize("num_engines", [2, 3, 8])
