@@ -28,6 +28,7 @@ _REFUSED = {
     "dspark": "drafts of DSpark",
     "custom_class": "classes of others, whose code would run in the engine,",
 }
+_HEADS = ("medusa", "mlp_speculator", "dflash", "dspark")  # that were trained for one model
 # Of drafts by a model; those behind, which nobody needs here, may say whatever they like.
 _OF_MODELS = (
     "draft_tensor_parallel_size", "quantization", "max_model_len", "kv_cache_dtype", "draft_sample_method", "revision",
@@ -138,7 +139,9 @@ def _check_method(asked: dict[str, Any]) -> str:
         raise ConfigError(f"its method is {method!r}: it must be a text such as ngram")
     name = "mtp" if method.endswith("_mtp") else method
     if name in _REFUSED:
-        raise ConfigError(f"its method is {method!r}: {_REFUSED[name]} are not served yet; {_INSTEAD}")
+        nearest = 'use {"method": "eagle3", "model": HEAD}, the nearest, or ' if name in _HEADS else ""
+        instead = nearest + (_INSTEAD.removeprefix("use ") if nearest else _INSTEAD)
+        raise ConfigError(f"its method is {method!r}: {_REFUSED[name]} are not served yet; {instead}")
     if name and name not in MODELS:
         raise ConfigError(f"its method is {method!r}: it must be ngram, {', '.join(MODELS[:-1])} or {MODELS[-1]}")
     if name != "mtp" and not (isinstance(model, str) and model):

@@ -381,14 +381,14 @@ def test_read(asked: dict[str, Any], found: Speculation | None) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"method": "medusa"}, "its method is 'medusa': heads of Medusa are not served yet; use {"),
+        ({"method": "medusa"}, "heads of Medusa are not served yet; use {\"method\": \"eagle3\""),
         ({"method": "eagle3"}, "its model is None: it must be the folder, or the hub's name, of who is to draft"),
         ({"model": 3}, "its model is 3: it must be the folder"),
         ({"model": "m", "draft_sample_method": "best"}, "its draft_sample_method is 'best': it must be greedy or prob"),
         ({"model": "m", "parallel_drafting": True}, "its parallel_drafting is True: drafts are made one after the"),
         ({"model": "m", "draft_tensor_parallel_size": 0}, "its draft_tensor_parallel_size is 0: it must be an integer"),
         ({"model": "m", "quantization": 8}, "its quantization is 8: it must be a text"),
-        ({"method": "suffix"}, "suffix decoding"),
+        ({"method": "suffix"}, "suffix decoding are not served yet; use {\"method\": \"ngram\""),
         ({"method": "mlp_speculator"}, "MLP speculators"),
         ({"method": "magic"}, "its method is 'magic': it must be ngram, eagle, eagle3, mtp or draft_model"),
         ({"method": "ngram", "rejection_sample_method": "fly"}, "accepts tokens that the model would not have sampled"),
