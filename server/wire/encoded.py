@@ -7,33 +7,56 @@ from typing import Any
 
 import msgspec
 
-PIECE = 256 << 10  # bytes that a list's entries may have come to before they are written
-ENTRIES = 4096  # of a list, at most, in a piece
+# Entries of a list that are written at once: of numbers, of texts, and of what may be long by itself, as vectors are.
+NUMBERS, TEXTS, OTHERS = 8192, 1024, 4
+SHORT = 32  # entries of every list of an answer that is written at once
 
 
-def encode(content: Mapping[str, Any] | list[Any]) -> memoryview:
-    """As msgspec does; a list, by itself or as a member, is taken apart."""
+def encode(content: Any) -> memoryview:
+    """As msgspec does; mappings with texts as names, and lists, are taken apart where some list is not short."""
+    if _is_short(content):
+        return memoryview(msgspec.json.encode(content))
     written = bytearray()  # grows where it is: to join pieces in the end would take as long as to write them at once
-    for piece in _members(content) if isinstance(content, Mapping) else _entries(content):
+    for piece in pieces(content):
         written += piece
     return memoryview(written)
 
 
-def _members(content: Mapping[str, Any]) -> Iterator[bytes]:
-    separator = b"{"
-    for name, value in content.items():
-        yield separator + msgspec.json.encode(name) + b":"
-        yield from _entries(value) if isinstance(value, list) else (msgspec.json.encode(value),)
-        separator = b","
-    yield b"}" if content else b"{}"
+def _is_short(content: Any) -> bool:
+    if isinstance(content, dict):
+        return all(_is_short(value) for value in content.values() if isinstance(value, dict | list))
+    if isinstance(content, list):
+        return len(content) <= SHORT and all(_is_short(value) for value in content if isinstance(value, dict | list))
+    return not isinstance(content, Mapping)
+
+
+def pieces(content: Any) -> Iterator[bytes]:
+    if isinstance(content, Mapping):
+        separator = b"{"
+        for name, value in content.items():
+            yield separator + msgspec.json.encode(name) + b":"
+            yield from pieces(value)
+            separator = b","
+        yield b"}" if content else b"{}"
+    elif isinstance(content, list):
+        yield from _entries(content)
+    else:
+        yield msgspec.json.encode(content)
 
 
 def _entries(values: list[Any]) -> Iterator[bytes]:
-    separator = b"["
-    # An entry may be a vector of thousands of numbers.
-    step = max(1, min(ENTRIES, PIECE // len(msgspec.json.encode(values[0])))) if values else 1
-    for start in range(0, len(values), step):
+    separator, start = b"[", 0
+    while start < len(values):
+        chunk = values[start : start + NUMBERS]
+        if not all(type(value) in (int, float) for value in chunk):
+            chunk = chunk[:TEXTS] if all(type(value) is str for value in chunk[:TEXTS]) else chunk[:OTHERS]
+        start += len(chunk)
         yield separator
-        yield msgspec.json.encode(values[start : start + step])[1:-1]
+        if len(values) <= OTHERS:  # so few may hold nearly all of the answer, each
+            for place, value in enumerate(chunk):
+                yield from (b",",) if place else ()
+                yield from pieces(value)
+        else:
+            yield msgspec.json.encode(chunk)[1:-1]
         separator = b","
     yield b"]" if values else b"[]"
