@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -13,8 +13,8 @@ SHORT = 32  # entries of every list of an answer that is written at once
 
 
 def encode(content: Any) -> memoryview:
-    """As msgspec does; mappings with texts as names, and lists, are taken apart where some list is not short."""
-    if _is_short(content):
+    """As msgspec does; dicts with texts as names, and lists, are taken apart where some list is not short."""
+    if not isinstance(content, dict | list) or _is_short(content):
         return memoryview(msgspec.json.encode(content))
     written = bytearray()  # grows where it is: to join pieces in the end would take as long as to write them at once
     for piece in pieces(content):
@@ -22,16 +22,17 @@ def encode(content: Any) -> memoryview:
     return memoryview(written)
 
 
-def _is_short(content: Any) -> bool:
-    if isinstance(content, dict):
-        return all(_is_short(value) for value in content.values() if isinstance(value, dict | list))
-    if isinstance(content, list):
-        return len(content) <= SHORT and all(_is_short(value) for value in content if isinstance(value, dict | list))
-    return not isinstance(content, Mapping)
+def _is_short(content: dict[str, Any] | list[Any]) -> bool:
+    if isinstance(content, list) and len(content) > SHORT:
+        return False
+    for value in content.values() if isinstance(content, dict) else content:  # every answer comes here: no generator
+        if isinstance(value, dict | list) and not _is_short(value):
+            return False
+    return True
 
 
 def pieces(content: Any) -> Iterator[bytes]:
-    if isinstance(content, Mapping):
+    if isinstance(content, dict):
         separator = b"{"
         for name, value in content.items():
             yield separator + msgspec.json.encode(name) + b":"
