@@ -8,6 +8,8 @@
 # make wheel   the wheel of the last commit and its SHA256SUMS, in dist/: docs/running/publishing.md
 # make image   a container image with version and labels; IMAGE=registry/name names it, DOCKER=podman builds it
 # TORCH=cpu, with any of them: torch for the CPU alone, from PyTorch's own index, a tenth of the size
+# Tests start some hundreds of processes: one that may keep no compiled modules compiles all of vserve again each time.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

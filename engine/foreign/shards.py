@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..layer_spec import AttentionSpec
 from ..layers.weights import Placement
 from ..model_file import ModelError
 from .layout import Cut, Layout
+
+if TYPE_CHECKING:  # every engine imports this file, and importing transformers takes two seconds
+    from transformers import PreTrainedModel
 
 # Words of a plan → how a matrix is divided; experts' stand in one tensor, [experts, rows, columns] or the other way.
 _CUTS = {

@@ -754,6 +754,12 @@ def test_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
+def test_no_transformers_in_an_engine() -> None:
+    """It takes longer to import than all else an engine needs, torch included: only models of its code may."""
+    script = "import sys; import vserve.engine.process, vserve.engine.rank; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
 def decode_seconds(num_seqs: int, depth: int = 2) -> float:
     """The fastest of many schedule + update of that many decodes."""
     engine = Engine(
