@@ -8,11 +8,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from .guide import Guide
 
-TELLING = 2e-3  # seconds of many masks, after which the event loop is told that there are some
+TELLING = 2e-3  # seconds of many quick masks, after which the event loop is told that there are some
+_QUICK, _SLOW, _NEW = range(3)  # lanes: of guides whose masks are quick, or slow, and that have made none yet
 LONGEST = 0.25  # seconds that a step waits though nobody in it can go on: who arrives meanwhile can
 
 
@@ -46,7 +47,7 @@ class MaskThreads:
         """`wake` is called on the event loop when a mask is there; `num_threads`: for either kind of mask."""
         self._wake = wake
         self._num_threads = num_threads or max(1, min(4, (os.cpu_count() or 1) // 8))
-        # Of guides whose masks are quick, or slow, and of those that have made none: the first may be the longest.
+        # The first mask may be the longest: the new ones have a lane to themselves.
         self._lanes: tuple[SimpleQueue[Guide | None], ...] = (SimpleQueue(), SimpleQueue(), SimpleQueue())
         self._telling = False  # a call of `_tell` is on its way: it will tell of every mask that is there by then
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -58,10 +59,10 @@ class MaskThreads:
             return
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            for number in (0, 1, 2) * self._num_threads:
+            for number in (_QUICK, _SLOW, _NEW) * self._num_threads:
                 threading.Thread(target=self._run, args=(number,), name="vserve-masks", daemon=True).start()
         guide.filling = True
-        self._lanes[2 if guide.is_new else int(guide.slow)].put(guide)
+        self._lanes[_NEW if guide.is_new else _SLOW if guide.slow else _QUICK].put(guide)
 
     async def settle(self, guides: Sequence[Guide], seconds: float, others: bool) -> None:
         """Returns when all of these are settled; after so many seconds, if somebody could go on by then: one of these,
@@ -83,20 +84,31 @@ class MaskThreads:
 
     def _run(self, number: int) -> None:
         assert self._loop is not None
-        lane, begun = self._lanes[number], 0.0
+        lane = self._lanes[number]
         while (guide := lane.get()) is not None:
-            begun = begun or time.monotonic()
             guide.fill()
-            # To be told costs the event loop more than a quick mask costs: of many it is told at the end.
-            if not lane.empty() and time.monotonic() < begun + TELLING:
-                continue
-            begun = 0.0
+            if number == _QUICK:
+                self._fill_more(lane)
             if not self._telling:
                 self._telling = True
                 try:
                     self._loop.call_soon_threadsafe(self._tell)
                 except RuntimeError:
                     return  # the loop is closed: nobody waits any more
+
+    def _fill_more(self, lane: SimpleQueue[Guide | None]) -> None:
+        """To be told costs the event loop more than a quick mask costs: of many it is told at the end. The others may
+        take seconds each, behind which a mask that is there must not stay unknown."""
+        until = time.monotonic() + TELLING
+        while time.monotonic() < until:
+            try:
+                guide = lane.get_nowait()
+            except Empty:
+                return
+            if guide is None:
+                lane.put(None)  # for the caller, who ends by it
+                return
+            guide.fill()
 
     def _tell(self) -> None:
         self._telling = False  # first: whoever is ready from here on tells again

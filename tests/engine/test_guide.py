@@ -11,6 +11,7 @@ import pytest
 
 import vserve.engine.arrivals as arrivals_module
 from vserve.engine import guide as guide_module
+from vserve.engine import mask_threads
 from vserve.engine.config import EngineConfig
 from vserve.engine.grammar import Grammars
 from vserve.engine.guide import ALLOWANCE, ALLOWANCE_PER_TOKEN, QUICK, Guide
@@ -156,6 +157,45 @@ def test_quick_masks_do_not_queue_behind_slow_ones(monkeypatch, longest) -> None
         assert all(guide.settled for guide in quick) and slow.filling
         stuck.go.set()
         await threads.settle([slow], 60, others=True)
+        threads.close()
+
+    asyncio.run(main())
+
+
+def test_a_mask_that_is_there_is_known_though_the_next_one_takes_long(monkeypatch) -> None:
+    """A loop that has nothing else to do sleeps until it is told."""
+
+    async def main() -> None:
+        told = asyncio.Event()
+        threads = MaskThreads(told.set, num_threads=1)
+        stuck, other = Stuck(), Stuck()
+        for guide in (first := Guide(other, 64), second := Guide(stuck, 64)):  # new ones: one lane
+            threads.begin(guide)
+        other.go.set()
+        await asyncio.wait_for(told.wait(), 30)
+        assert first.settled and second.filling
+        stuck.go.set()
+        await threads.settle([second], 60, others=True)
+        threads.close()
+
+    asyncio.run(main())
+
+
+def test_many_quick_masks_are_told_of_seldom(monkeypatch) -> None:
+    async def main() -> None:
+        told: list[bool] = []
+        threads = MaskThreads(lambda: told.append(True), num_threads=1)
+        stuck = Stuck()
+        guides = [Guide(stuck if i == 0 else Matcher(Clock(monkeypatch), 0.0), 64) for i in range(65)]
+        for guide in guides:
+            guide._longest = 1e-5
+            threads.begin(guide)
+        monkeypatch.setattr(mask_threads, "TELLING", 60.0)
+        stuck.go.set()
+        await threads.settle(guides, 60, others=False)
+        assert all(guide.settled for guide in guides)
+        await asyncio.sleep(0.05)
+        assert len(told) == 1
         threads.close()
 
     asyncio.run(main())
