@@ -178,7 +178,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """State after a step; the counters are totals since start."""
 
     num_running: int = 0
-    num_waiting: int = 0
+    num_waiting: int = 0  # whom the last plan had no place for
     num_blocks: int = 0
     num_free_blocks: int = 0  # free ones that still hold a cached prefix included
     num_preemptions: int = 0

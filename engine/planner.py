@@ -43,6 +43,7 @@ class Planner:
         self.drafting = Depth(config.draft_depths) if config.max_drafts else None
         self.num_preemptions = 0
         self.preempted: list[int] = []  # ids; whoever reports them empties the list
+        self.num_left = 0  # requests that the last plan left in the queue
 
     def fill(self, step: Step) -> None:
         """Requests and their tokens into the step, blocks for them, and those without a block back to the queue."""
@@ -55,6 +56,7 @@ class Planner:
                 self.kv.register(request, request.num_computed_tokens + step.scheduled[request], step.registered)
         if self.num_preemptions == num_preemptions:
             self._admit(step)
+        self.num_left = len(self.roster.waiting)
 
     def _schedule_decodes(self, step: Step) -> list[Request]:
         """Pass 1: one token, and drafts of those behind it, for each running request that lacks just one. Returns the

@@ -309,8 +309,10 @@ class Scheduler:
     def stats(self, device_seconds: float = 0.0, host_seconds: float = 0.0) -> EngineStats:
         """State after the last `update`; the seconds are the caller's to measure."""
         drafts = self.planner.drafting.counts() if self.planner.drafting else {}
+        # Who has come since the last plan may find a place in the next one: a burst would be told of a full queue.
+        num_waiting = min(self.planner.num_left, len(self.roster.waiting))
         return EngineStats(
-            len(self.roster.running), len(self.roster.waiting), self.config.num_blocks - 1, self.kv.num_free_blocks,
+            len(self.roster.running), num_waiting, self.config.num_blocks - 1, self.kv.num_free_blocks,
             self.planner.num_preemptions, self.kv.prefix_queries, self.kv.prefix_hits, self.num_steps, self.step_tokens,
             self.prompt_tokens_computed, device_seconds, host_seconds,
             num_corrupted_requests=self.num_corrupted_requests, **drafts,

@@ -734,6 +734,21 @@ def test_launch_that_fails_leaves_the_steps_before_it_alone() -> None:
 
 
 # ---- numbers ----
+def test_who_came_since_the_last_plan_has_not_been_left_waiting() -> None:
+    """The server takes the number for a queue that is full: of eight at once, with room for ten, it refused one."""
+    engine = Engine(max_num_seqs=4, depth=2)
+    engine.add(0, range(5), max_tokens=9)
+    engine.schedule()
+    for id in range(1, 7):
+        engine.add(id, [id] * 5)
+    engine.update()
+    assert engine.scheduler.stats().num_waiting == 0
+    engine.schedule()
+    assert engine.scheduler.stats().num_waiting == 3
+    engine.scheduler.abort([5, 6])
+    assert engine.scheduler.stats().num_waiting == 1
+
+
 def test_stats() -> None:
     engine = Engine(max_num_seqs=2)
     for id in range(3):
