@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from ...engine import kv_events
 from ...engine.config import ConfigError
 
 SIZE, LOCAL, RANK = "data_parallel_size", "data_parallel_size_local", "data_parallel_rank"
 EXTERNAL, HYBRID = "data_parallel_external_lb", "data_parallel_hybrid_lb"
+START, EVENTS = "data_parallel_start_rank", "kv_events_config"
 
 
 def with_fleet(merged: dict[str, Any]) -> dict[str, Any]:
-    """data_parallel_size as the engines that run here, where those say so; they stay, to be told of. Of Given, by name.
-    Raises ConfigError."""
+    """data_parallel_size as the engines that run here, where those say so; they stay, to be told of. KV events have the
+    rank of this server's first engine. Of Given, by name. Raises ConfigError."""
     here = _engines_here(merged)
     if here is None:
         return merged
     given = merged.get(SIZE) or merged.get(LOCAL) or merged[RANK]
-    return merged | {SIZE: dataclasses.replace(given, value=here)}
+    return merged | {SIZE: dataclasses.replace(given, value=here)} | _events(merged)
+
+
+def _events(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """Of engines that lie on one host each has a port of its own, as vLLM's has: whoever listens counts by ranks."""
+    first = _number(merged, RANK, 0) or _number(merged, START, 0)
+    if first is None or EVENTS not in merged:
+        return {}
+    value = merged[EVENTS].value
+    text = json.dumps(value) if isinstance(value, dict) else str(value)
+    if kv_events.problem(text) is not None:
+        return {}  # whoever checks the options says it
+    return {EVENTS: dataclasses.replace(merged[EVENTS], value=kv_events.of_rank(text, first))}
 
 
 def _engines_here(merged: Mapping[str, Any]) -> int | None:

@@ -32,7 +32,7 @@ _ROWS = (
     ("data-parallel-rank", "dpn", True, HERE, _ONE_OF_SEVERAL),
     ("data-parallel-external-lb", "dpe", False, HERE, _ONE_OF_SEVERAL),
     ("data-parallel-hybrid-lb", "dph", False, HERE, "this server chooses among the engines that run here"),
-    ("data-parallel-start-rank", "dpr", True, ANY, "a server's engines are numbered from 0"),
+    ("data-parallel-start-rank", "dpr", True, ANY, "a server's engines are numbered from 0, but in KV events"),
     ("data-parallel-address", "dpa", True, ANY, _ONE_HOST),
     ("data-parallel-rpc-port", "dpp", True, ANY, _ONE_HOST),
     ("data-parallel-backend", "dpb", True, "mp", f"{_ONE_HOST}; start a server on each host, and `vserve router` "

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from vserve.engine import kv_events
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
@@ -58,6 +59,29 @@ def test_engines_of_several_servers(words: str, engines: int) -> None:
     arguments = parse("/m", *words.split())
     assert read_flags(arguments)[0].data_parallel_size == engines
     assert notices(arguments), "told of"
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "endpoint"),
+    [
+        ("-dp 4 --data-parallel-rank 3", 3, "tcp://*:5560"),
+        ("-dp 4 --data-parallel-rank 0", 0, "tcp://*:5557"),
+        ("-dp 4 -dpl 2 --data-parallel-hybrid-lb --data-parallel-start-rank 2", 2, "tcp://*:5559"),
+        ("-dp 4", 0, "tcp://*:5557"),
+    ],
+)
+@pytest.mark.parametrize("as_keys", [False, True], ids=["whole", "key by key"])
+def test_kv_events_have_the_rank_of_the_server(words: str, rank: int, endpoint: str, as_keys: bool) -> None:
+    pytest.importorskip("zmq")
+    whole = ["--kv-events-config", '{"enable_kv_cache_events": true}']
+    events = ["--kv-events-config.enable_kv_cache_events", "true"] if as_keys else whole
+    found = kv_events.settings(read_flags(parse("/m", *words.split(), *events))[0].kv_events_config)
+    assert found is not None and (found["data_parallel_rank"], found["endpoint"]) == (rank, endpoint)
+
+
+def test_kv_events_of_a_fleet_are_checked() -> None:
+    with pytest.raises(ConfigError, match="there is no 'port'"):
+        read_flags(parse("/m", "-dp", "2", "--data-parallel-rank", "1", "--kv-events-config", '{"port": 1}'))
 
 
 @pytest.mark.parametrize(
