@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +16,8 @@ from vserve.kernels.moe_lora import ExpertLora, ExpertPairs, low_rows
 from vserve.kernels.moe_triton import MoeTile, experts_triton, order_pairs
 from vserve.kernels.planes import pack
 
+CUDA = torch.cuda.is_available()
+requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 RANK, NUM_SLOTS = 16, 4
 RANKS = (16, 3, 8, 1)  # of the adapters in the slots; that of slot 1 has nothing here
 
@@ -218,3 +224,93 @@ def test_what_is_refused(rng: torch.Generator) -> None:
     narrow = lora._replace(gate_up=lora.gate_up._replace(b=lora.gate_up.b[..., :8].contiguous()))
     with pytest.raises(ValueError, match="the rank a multiple of 16"):
         low_rows(torch.ones(2, 32), narrow, "gate_up", order, 1, 16)
+
+
+_COMPILE = """
+from vserve.kernels import pdl
+pdl.pdl_available = lambda device: sys.argv[1] == "pdl"
+from vserve.kernels.moe_lora import ExpertLora, ExpertPairs
+from vserve.kernels.moe_triton import experts_triton
+
+hidden, inner, num_experts, top_k, rank = map(int, sys.argv[2:7])
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+used = empty(4, dtype=torch.int32)
+first = ExpertPairs(empty(4, num_experts, 2 * rank, hidden), empty(4, num_experts, 2 * inner, rank), used)
+second = ExpertPairs(empty(4, num_experts, rank, inner), empty(4, num_experts, hidden, rank), used)
+for rows in map(int, sys.argv[7].split(",")):
+    ids, weights = empty(rows, top_k, dtype=torch.int32), empty(rows, top_k, dtype=torch.float32)
+    lora = ExpertLora(first, second, empty(rows, dtype=torch.int32))
+    gate_up, down = empty(num_experts, 2 * inner, hidden), empty(num_experts, hidden, inner)
+    experts_triton(empty(rows, hidden), ids, weights, gate_up, down, lora=lora)
+report = []
+for name, kernel in kernels.values():
+    if name in ("_low_kernel", "_expert_kernel"):
+        body = kernel.asm["ptx"]
+        body = body[body.index(".entry"):]
+        before, waits, after = body.partition("griddepcontrol.wait")
+        touched = len(re.findall(r"(ld|st|atom)\\.global|\\bret;|\\bexit;", before)) if waits else 0
+        report.append({"kernel": name, "shared": kernel.metadata.shared, "touched_before": touched,
+                       "atomics": "atom." in body, **resources(kernel)})
+print(json.dumps(report))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CUDA, reason="the other tests compile for this GPU")
+def test_compiles_for_hopper(run_for_hopper: Callable[..., Any]) -> None:
+    """Without atomics or, but for one tile, spilt registers, in the shapes of Qwen3-30B-A3B."""
+    if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():
+        pytest.skip("triton without cuobjdump")
+    kernels = run_for_hopper(_COMPILE, "pdl", "2048", "768", "128", "8", "16", "1,64,256,512,2048")
+    assert {kernel["kernel"] for kernel in kernels} == {"_low_kernel", "_expert_kernel"}
+    for kernel in kernels:
+        assert kernel["shared"] <= 227 * 1024 and kernel["touched_before"] == 0 and not kernel["atomics"]
+        # The largest tile of gate and up has what is added beside both sums, and spills two registers for it.
+        assert kernel["local"] == 0 and kernel["stack"] <= 8 * (kernel["shared"] > 128 * 1024), f"{kernel} spills"
+
+
+@pytest.mark.gpu
+@requires_cuda
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "num_experts", "top_k"), [(2048, 768, 128, 8), (2880, 2880, 32, 4), (1024, 3584, 8, 2)]
+)
+def test_real_shapes(
+    rng: torch.Generator, device: str, hidden: int, inner: int, num_experts: int, top_k: int, rank: int
+) -> None:
+    """Every tile: near the twin, rows without an adapter bit by bit as without any, twice the same, and in a graph
+    that is replayed with other slots and another routing."""
+
+    def normal(*shape: int) -> Tensor:
+        generator = torch.Generator(device).manual_seed(sum(shape))
+        return (torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5).bfloat16()
+
+    matrices = ExpertWeights(normal(num_experts, 2 * inner, hidden), normal(num_experts, hidden, inner))
+    used = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
+    first = ExpertPairs(normal(3, num_experts, 2 * rank, hidden), normal(3, num_experts, 2 * inner, rank), used)
+    second = ExpertPairs(normal(3, num_experts, rank, inner), normal(3, num_experts, hidden, rank), used)
+    for num_tokens in (1, 2, 17, 64, 300, 1000, 3000):
+        x = torch.randn(num_tokens, hidden, generator=rng).to(device, torch.bfloat16)
+        ids, weights = routed(rng, device, num_tokens, top_k, num_experts)
+        slots = torch.randint(-1, 3, (num_tokens,), generator=rng).to(device, torch.int32)
+        slots[0] = 2
+        lora = ExpertLora(first, second, slots)
+        plain = experts_triton(x, ids, weights, *matrices)
+        found = experts_triton(x, ids, weights, *matrices, lora=lora)
+        base = (slots < 0) | (slots == 1)
+        assert torch.equal(found[base], plain[base]) and not torch.equal(found[0], plain[0])
+        wanted = experts_torch(x, ids, weights, matrices, lora=lora).float()
+        assert (found.float() - wanted).norm() < 8e-3 * wanted.norm() < 0.2 * (wanted - plain.float()).norm()
+        assert torch.equal(experts_triton(x, ids, weights, *matrices, lora=lora), found)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = experts_triton(x, ids, weights, *matrices, lora=lora)
+        for other in (slots.flip(0), torch.full_like(slots, -1)):
+            slots.copy_(other.clone())
+            ids.copy_(routed(rng, device, num_tokens, top_k, num_experts)[0])
+            graph.replay()
+            assert torch.equal(replayed, experts_triton(x, ids, weights, *matrices, lora=lora))
+        assert torch.equal(replayed, experts_triton(x, ids, weights, *matrices))
