@@ -164,8 +164,8 @@ class EngineConfig:
         group="adapters",
     )  # fmt: skip
     lora_target_modules: tuple[str, ...] = option(
-        (), "last names of the modules that adapters may change, such as q_proj; fewer make slots smaller (default: "
-        "all that can)", group="adapters",
+        (), "last names of the modules that adapters may change, such as q_proj, and experts for all matrices of a "
+        "mixture's; fewer make slots smaller (default: all that can, but experts)", group="adapters",
     )  # fmt: skip
     data_parallel_size: int = option(
         1, "engines with the same model, each on a card (or a share of the cores) of its own, behind one address",

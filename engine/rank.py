@@ -348,7 +348,8 @@ def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved) -> float:
     for drafts in draft_steps(settings.draft_depths, settings.max_num_seqs):
         runner.dummy_step(*drafts)
     if runner.adapters is not None:
-        for num_seqs, num_tokens in adapter_steps(settings.max_num_seqs, settings.max_num_batched_tokens):
+        more = expert_steps(runner.model) if runner.adapters.layout.experts else ()
+        for num_seqs, num_tokens in adapter_steps(settings.max_num_seqs, largest, more):
             runner.dummy_step(num_seqs, num_tokens, GREEDY, adapted=True)
     return min(seconds)
 

@@ -45,10 +45,11 @@ def draft_steps(depths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[tu
     ]
 
 
-def adapter_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[tuple[int, int]]:
-    """(requests, tokens) that meet every variant of the kernels of adapters."""
+def adapter_steps(max_num_seqs: int, max_num_batched_tokens: int, more: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """(requests, tokens) that meet every variant of the kernels of adapters. more: tokens of further prompts."""
     steps = [(1, 1), (16, 16), (17, 17), (1, FEW_TOKENS), (1, FEW_TOKENS + 1), (1, max_num_batched_tokens)]
     steps.append((FEW_TOKENS + 1, FEW_TOKENS + 1))  # of the head
+    steps += [(1, tokens) for tokens in more]
     return [step for step in steps if step[0] <= max_num_seqs and step[1] <= max_num_batched_tokens]
 
 

@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .moe import gated, sum_of_experts
+from .moe import expert_mlp, sum_of_experts
+from .moe_blocks import Order, order_pairs, pairs_of_block, place_of_program
+from .moe_lora import ExpertLora, LowRows, lora_arguments, low_rows, plus_lora, slots_of_pairs
 from .moe_route import LITTLE_PAIRS
-from .moe_triton import Order, activated, needs_sort, order_pairs, pairs_of_block, place_of_program, sum_pairs
+from .moe_triton import activated, needs_sort, sum_pairs
 from .pdl import pdl_options
 from .planes import BITS, TILE, Packed, decoders, unpacked
 from .quant_linear import TRITON, _numbers, _of_groups, _one_of, _scaled_numbers
@@ -102,13 +104,16 @@ def experts_codes(
     limit: float = 0.0,
     beside: torch.Tensor | None = None,
     of: int | None = None,
+    lora: ExpertLora | None = None,
 ) -> torch.Tensor:
     """kernels.moe.experts with codes; x bf16 or fp16, gate_up with two parts."""
     if x.is_cuda:
         return experts_codes_triton(
-            x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside, of=of
+            x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside, of=of, lora=lora
         )
-    return experts_codes_torch(x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside)
+    return experts_codes_torch(
+        x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside, lora=lora
+    )
 
 
 def experts_codes_torch(
@@ -122,14 +127,17 @@ def experts_codes_torch(
     *,
     limit: float = 0.0,
     beside: torch.Tensor | None = None,
+    lora: ExpertLora | None = None,
 ) -> torch.Tensor:
-    def mlp(expert: int, rows: torch.Tensor) -> torch.Tensor:
+    def first(expert: int, rows: torch.Tensor) -> torch.Tensor:
         inner = F.linear(rows.float(), gate_up.numbers(expert))
-        inner = gated(inner if gate_up_bias is None else inner + gate_up_bias[expert], limit).to(rows.dtype)
-        y = F.linear(inner.float(), down.numbers(expert))
+        return inner if gate_up_bias is None else inner + gate_up_bias[expert]
+
+    def second(expert: int, gates: torch.Tensor) -> torch.Tensor:
+        y = F.linear(gates.float(), down.numbers(expert))
         return y if down_bias is None else y + down_bias[expert]
 
-    return sum_of_experts(x, ids, weights, mlp, beside)
+    return sum_of_experts(x, ids, weights, expert_mlp(first, second, limit, lora), beside)
 
 
 @lru_cache
@@ -169,6 +177,7 @@ def experts_codes_triton(
     tiles: tuple[CodesTile, CodesTile] | None = None,
     sort: bool | None = None,
     of: int | None = None,
+    lora: ExpertLora | None = None,
 ) -> torch.Tensor:
     """`tiles` (of gate and up, of down: with the same rows) and `sort` override the choice."""
     (num_tokens, hidden), top_k, num_experts = x.shape, ids.shape[1], len(down.words)
@@ -189,8 +198,10 @@ def experts_codes_triton(
     inner = torch.empty((num_tokens * top_k, gate_up.rows), dtype=x.dtype, device=x.device)
     results = torch.empty((num_tokens * top_k, down.rows), dtype=x.dtype, device=x.device)
     order = order_pairs(ids, num_experts, first.block_m, needs_sort(*shape) if sort is None else sort)
-    _launch(x, gate_up, gate_up_bias, inner, order, top_k, first, num_tokens, limit)
-    _launch(inner, down, down_bias, results, order, 1, second, num_tokens, limit)
+    low = low_rows(x, lora, "gate_up", order, top_k, first.block_m)
+    _launch(x, gate_up, gate_up_bias, inner, order, top_k, first, num_tokens, limit, low)
+    low = low_rows(inner, lora, "down", order, top_k, second.block_m)
+    _launch(inner, down, down_bias, results, order, 1, second, num_tokens, limit, low)
     return sum_pairs(results, weights, beside, out)
 
 
@@ -204,6 +215,7 @@ def _launch(
     tile: CodesTile,
     num_tokens: int,
     limit: float,
+    low: LowRows | None,
 ) -> None:
     """x: row pair // top_k is a pair's → out [pairs, N], of two parts activated and multiplied."""
     one, scales, shifts = matrices.of(0), matrices.scales, matrices.shifts
@@ -221,7 +233,7 @@ def _launch(
         HAS_SHIFT=shifts is not None, HAS_BIAS=bias is not None, EVEN_K=matrices.columns % one.block_columns == 0,
         FOLD=fold, TOP_K=top_k, GATED=matrices.parts == 2, CLAMPED=limit > 0, SORTED=order.sort, BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, TILE_ROWS=TILE, SHARING=tile.group, STAGES=tile.stages, num_warps=tile.warps,
-        **pdl_options(x, num_tokens),
+        **lora_arguments(low, x), **pdl_options(x, num_tokens),
     )  # fmt: skip
 
 
@@ -256,14 +268,17 @@ def _codes_kernel(
     x_ptr, words_ptr, scales_ptr, shifts_ptr, bias_ptr, out_ptr, pairs_ptr, experts_ptr, num_blocks_ptr,
     num_pairs, max_blocks, num_experts, N, K, padded_n, blocks, groups, stride_x, stride_words, stride_scales,
     row_stride, block_stride, tile_stride, group_stride, stride_bias, limit,
+    h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
     ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
     PLANE: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, FOLD: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
     SORTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE_ROWS: tl.constexpr,
-    SHARING: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SHARING: tl.constexpr, STAGES: tl.constexpr, LORA: tl.constexpr, RANK: tl.constexpr, SLOT_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair, n] = w[expert, n] · x[pair // TOP_K] + b; gated: of rows n of both parts, activated and multiplied.
-    How codes become numbers and sums of groups: quant_linear._quant_kernel."""
+    LORA: with what the adapters of rows add. How codes become numbers, and sums of groups: see
+    quant_linear._quant_kernel."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -339,9 +354,18 @@ def _codes_kernel(
             acc -= inputs * row_shift[:, None]
     if HAS_BIAS:
         acc = with_bias(acc, bias_ptr + expert * stride_bias, tile, N, GATED, BLOCK_N)
+    n = tile * WIDTH + tl.arange(0, WIDTH)
+    if LORA:
+        slot = slots_of_pairs(slots_ptr, used_ptr, pair, pair < num_pairs, SLOT_K)
+        near = tl.minimum(n, N - 1)
+        b_ptr += expert * stride_b
     if GATED:
         gate, up = halves(acc)
+        if LORA:
+            gate = plus_lora(gate, h_ptr, b_ptr, slot, pair, near, 0, stride_slot, 2, RANK)
+            up = plus_lora(up, h_ptr, b_ptr, slot, pair, near + N, 1, stride_slot, 2, RANK)
         acc = activated(gate, up, limit, CLAMPED)
-    n = tile * WIDTH + tl.arange(0, WIDTH)
+    elif LORA:
+        acc = plus_lora(acc, h_ptr, b_ptr, slot, pair, near, 0, stride_slot, 1, RANK)
     out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_exists & (n < N)[:, None])

@@ -19,8 +19,9 @@ from .fp8_rows import BLOCK, Fp8Rows, e4m3_words, fp8_rows, fp8_rows_torch
 from .kv_fp8 import packs
 from .magnitude import magnitude, of_magnitude
 from .moe import gated, sum_of_experts
+from .moe_blocks import Order, order_pairs, pairs_of_block, place_of_program
 from .moe_codes import ExpertCodes, halves, rows_of_tile, with_bias
-from .moe_triton import Order, activated, order_pairs, pairs_of_block, place_of_program, sum_pairs
+from .moe_triton import activated, sum_pairs
 from .pdl import pdl_options
 from .planes import TILE
 from .tiles import fits, tile_table
@@ -90,7 +91,7 @@ def experts_fp8_torch(
         y = torch.cat(parts, dim=1)
         return y if bias is None else y + bias[expert]
 
-    def mlp(expert: int, rows: torch.Tensor) -> torch.Tensor:
+    def mlp(expert: int, rows: torch.Tensor, _: torch.Tensor | slice) -> torch.Tensor:
         return product(gated(product(rows, gate_up, expert, gate_up_bias), limit), down, expert, down_bias)
 
     return sum_of_experts(x, ids, weights, mlp, beside)

@@ -2,7 +2,7 @@
 
 A block of rows with one expert meets a tile of that expert's weight, the large operand of the tensor cores however few
 the rows are. Rows are sorted by expert (sort_pairs), or, where experts hardly ever share a block, taken as they are:
-then every (token, expert) is a block of its own. Grids are bounded by shapes: programs past the last block leave.
+then every (token, expert) is a block of its own (moe_blocks.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .moe_route import LITTLE_PAIRS, sort_pairs_triton
+from .moe_blocks import Order, order_pairs, pairs_of_block, place_of_program
+from .moe_lora import ExpertLora, LowRows, lora_arguments, low_rows, plus_lora, slots_of_pairs
+from .moe_route import LITTLE_PAIRS
 from .pdl import pdl_options
 
 ROWS = (8, 24, 48)  # up to so many of an expert, on average, with blocks of 16, 32 and 64
@@ -83,6 +85,7 @@ def experts_triton(
     tiles: tuple[MoeTile, MoeTile] | None = None,
     sort: bool | None = None,
     of: int | None = None,
+    lora: ExpertLora | None = None,
 ) -> torch.Tensor:
     """kernels.moe.experts; `tiles` (of gate and up, of down: with the same rows) and `sort` override the choice."""
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
@@ -97,29 +100,11 @@ def experts_triton(
     gates = torch.empty((num_tokens * top_k, inner), dtype=x.dtype, device=x.device)
     results = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     order = order_pairs(ids, num_experts, first.block_m, needs_sort(*shape[:3]) if sort is None else sort)
-    _launch(x, gate_up, gate_up_bias, gates, order, inner, top_k, first, num_tokens, gated=True, limit=limit)
-    _launch(gates, down, down_bias, results, order, hidden, 1, second, num_tokens, gated=False, limit=limit)
+    low = low_rows(x, lora, "gate_up", order, top_k, first.block_m)
+    _launch(x, gate_up, gate_up_bias, gates, order, inner, top_k, first, num_tokens, low, gated=True, limit=limit)
+    low = low_rows(gates, lora, "down", order, top_k, second.block_m)
+    _launch(gates, down, down_bias, results, order, hidden, 1, second, num_tokens, low, gated=False, limit=limit)
     return sum_pairs(results, weights, beside, out)
-
-
-class Order(NamedTuple):
-    """In which blocks of rows pairs (token, one of its experts) are multiplied: as moe_route.SortedPairs has them, or
-    each pair by itself."""
-
-    pairs: torch.Tensor
-    experts: torch.Tensor
-    num_blocks: torch.Tensor
-    sort: bool
-
-    @property
-    def max_blocks(self) -> int:
-        return len(self.experts)
-
-
-def order_pairs(ids: torch.Tensor, num_experts: int, block_m: int, sort: bool) -> Order:
-    if sort:
-        return Order(*sort_pairs_triton(ids, num_experts, block_m), True)
-    return Order(ids, ids.view(-1), ids, False)
 
 
 def sum_pairs(
@@ -145,6 +130,7 @@ def _launch(
     top_k: int,
     tile: MoeTile,
     num_tokens: int,
+    low: LowRows | None,
     *,
     gated: bool,
     limit: float,
@@ -157,37 +143,9 @@ def _launch(
         0 if bias is None else bias.stride(0), limit,
         TOP_K=top_k, GATED=gated, CLAMPED=limit > 0, HAS_BIAS=bias is not None, SORTED=order.sort,
         EVEN_K=k % tile.block_k == 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        GROUP=tile.group, STAGES=tile.stages, num_warps=tile.warps, **pdl_options(x, num_tokens),
+        GROUP=tile.group, STAGES=tile.stages, num_warps=tile.warps, **lora_arguments(low, x),
+        **pdl_options(x, num_tokens),
     )  # fmt: skip
-
-
-@triton.jit
-def place_of_program(
-    experts_ptr, num_blocks_ptr, max_blocks, num_experts, tiles, GROUP: tl.constexpr, SORTED: tl.constexpr
-):
-    """A block of rows, a tile of the weight, and the expert, int64: num_experts or more where there is nothing to do,
-    for there are no more blocks, or another rank has the expert.
-
-    GROUP blocks take turns at a tile of the weight: what the tensor cores read again comes from the L2 cache."""
-    program = tl.program_id(0)
-    first = program // (GROUP * tiles) * GROUP
-    width = tl.minimum(GROUP, max_blocks - first)
-    inside = program % (GROUP * tiles)
-    block = first + inside % width
-    expert = tl.load(experts_ptr + block)
-    if SORTED:
-        expert = tl.where(block < tl.load(num_blocks_ptr), expert, num_experts)
-    return block, inside // width, expert.to(tl.int64)
-
-
-@triton.jit
-def pairs_of_block(pairs_ptr, block, num_pairs, BLOCK_M: tl.constexpr, SORTED: tl.constexpr):
-    """int32 [BLOCK_M]; num_pairs where the block has no more."""
-    m = tl.arange(0, BLOCK_M)
-    if SORTED:
-        return tl.load(pairs_ptr + block * BLOCK_M + m)
-    else:
-        return tl.where(m == 0, block, num_pairs)
 
 
 @triton.jit
@@ -204,11 +162,13 @@ def activated(gate, up, limit, CLAMPED: tl.constexpr):
 def _expert_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, experts_ptr, num_blocks_ptr,
     num_pairs, max_blocks, num_experts, N, K, stride_x, stride_expert, stride_w, stride_bias, limit,
+    h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
     TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, SORTED: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, LORA: tl.constexpr, RANK: tl.constexpr, SLOT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair, n] = w[expert, n] · x[pair // TOP_K] + b; gated: of rows n and N + n, activated and multiplied."""
+    """out[pair, n] = w[expert, n] · x[pair // TOP_K] + b; gated: of rows n and N + n, activated and multiplied. LORA:
+    with what the adapters of rows add."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -248,6 +208,13 @@ def _expert_kernel(
         acc += tl.load(bias_ptrs).to(tl.float32)[:, None]
         if GATED:
             up += tl.load(bias_ptrs + N).to(tl.float32)[:, None]
+    if LORA:
+        slot = slots_of_pairs(slots_ptr, used_ptr, pair, row_exists, SLOT_K)
+        PARTS: tl.constexpr = 2 if GATED else 1
+        b_ptr += expert * stride_b
+        acc = plus_lora(acc, h_ptr, b_ptr, slot, pair, near, 0, stride_slot, PARTS, RANK)
+        if GATED:
+            up = plus_lora(up, h_ptr, b_ptr, slot, pair, near + N, 1, stride_slot, PARTS, RANK)
     if GATED:
         acc = activated(acc, up, limit, CLAMPED)
     out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None]

@@ -71,27 +71,18 @@ class ExpertsPlaces:
 
     def terms(self, adapter: Adapter, pair: Pair) -> list[Term]:
         """Of a pair of all experts. Raises AdapterError where it does not fit."""
-        found = _EXPERTS.fullmatch(pair.module)
-        spec = None if found is None else self._spec(int(found[1]))
-        if found is None or spec is None:
+        layer = layer_of_experts(pair.module)
+        spec = None if layer is None else self._spec(layer)
+        if layer is None or spec is None:
             raise AdapterError(
                 f"{adapter.folder} changes {pair.path}, and the base model has no such experts, or transformers "
                 "computes it: merge it with PEFT"
             )
-        headers, size = adapter.files.headers, (2 * spec.inner, self._config.hidden_size)
-        shape = size if pair.parameter == "gate_up_proj" else (size[1], spec.inner)
-        made = headers[pair.b].shape[0], headers[pair.a].shape[1]
-        if pair.experts != spec.routing.num_experts or made not in (shape, shape[::-1]):
-            raise AdapterError(
-                f"{adapter.folder} has {pair.experts} experts of {list(made)} for {pair.path}, and the base "
-                f"{spec.routing.num_experts} of {list(shape)}: it is of another base"
-            )
-        # Where the sides are alike, the version tells; a parameter that is transposed itself PEFT always read rightly.
-        flipped = made != shape or (made == shape[::-1] and adapter.config.swapped and spec.stored != "transposed")
+        flipped = makes_transposed(adapter, pair, spec, self._config.hidden_size)
         terms = []
         for expert in range(pair.experts):
             for part in _PARTS[pair.parameter]:
-                place = self._place(int(found[1]), expert, part, spec)
+                place = self._place(layer, expert, part, spec)
                 if place is None:
                     raise AdapterError(
                         f"{adapter.folder} changes {pair.path}, which the base model does not have as numbers: it is "
@@ -119,6 +110,26 @@ class ExpertsPlaces:
         stored = self._headers[name].shape[1:]
         flipped = stored != shape or (stored == shape[::-1] and spec.stored == "transposed")
         return Place(name, expert, _rows(part, spec), flipped)
+
+
+def layer_of_experts(module: str) -> int | None:
+    """The layer whose experts a module of transformers' holds."""
+    found = _EXPERTS.fullmatch(module)
+    return None if found is None else int(found[1])
+
+
+def makes_transposed(adapter: Adapter, pair: Pair, spec: MoESpec, hidden: int) -> bool:
+    """Whether a pair of all experts makes [in, out]. Raises AdapterError where it does not fit."""
+    headers, size = adapter.files.headers, (2 * spec.inner, hidden)
+    shape = size if pair.parameter == "gate_up_proj" else (size[1], spec.inner)
+    made = headers[pair.b].shape[0], headers[pair.a].shape[1]
+    if pair.experts != spec.routing.num_experts or made not in (shape, shape[::-1]):
+        raise AdapterError(
+            f"{adapter.folder} has {pair.experts} experts of {list(made)} for {pair.path}, and the base "
+            f"{spec.routing.num_experts} of {list(shape)}: it is of another base"
+        )
+    # Where the sides are alike, the version tells; a parameter that is transposed itself PEFT always read rightly.
+    return made != shape or (made == shape[::-1] and adapter.config.swapped and spec.stored != "transposed")
 
 
 def _rows(part: str, spec: MoESpec) -> slice:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ..config import ConfigError
 from ..layers.embedding import Embedding, LMHead
+from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..layers.weights import LinearShape
 from ..model_file import and_more
 from ..models.model import Model
 from .adapter import Adapter, Pair
+from .experts_places import makes_transposed
+from .experts_slots import EXPERTS, PRODUCTS, modules, path_of_all, product_of, put, shapes
 from .peft_config import AdapterError
 
 RANK_UNIT = 16  # the least that tensor cores multiply by
-HOLDERS = "products of attention and MLP, the embedding and the head"
+HOLDERS = "products of attention, MLP and experts, the embedding and the head"
+Holder = Linear | Embedding | Experts
 
 
 def padded_rank(max_rank: int) -> int:
@@ -29,58 +34,71 @@ def padded_rank(max_rank: int) -> int:
 class Place:
     """Of one module of the model, whose parts share their input: where A and B begin in a slot, and their shapes.
 
-    A [parts · R, in], one part behind the other; B [out of all parts, R]. Of an embedding, A [vocabulary, R].
+    A [parts · R, in], one part behind the other; B [out of all parts, R]. Of an embedding, A [vocabulary, R]. Experts
+    have two places, for gate and up and for down, and in both a dimension more, in front.
     """
 
-    holder: Linear | Embedding
+    holder: Holder
     index: int  # among all places
     a: int
-    a_shape: tuple[int, int]
+    a_shape: tuple[int, ...]
     b: int
-    b_shape: tuple[int, int]
+    b_shape: tuple[int, ...]
 
 
 class SlotLayout:
     """Of this rank's share of the model. `rank`: of every matrix in a slot, zeros behind an adapter's own."""
 
     def __init__(self, model: Model, max_rank: int, targets: Sequence[str] = (), whole: Model | None = None) -> None:
-        """`targets`: last names of the modules that may have adapters; empty: all that can. `whole`: what `model` is a
-        stage of; every stage judges an adapter by all of it. Raises ConfigError for a target that it does not have."""
+        """`targets`: last names of the modules that may have adapters, EXPERTS for those of a mixture; empty: all that
+        can but these, for they take much. `whole`: what `model` is a stage of; every stage judges an adapter by all of
+        it. Raises ConfigError for a target that it does not have."""
         self.max_rank, self.rank, self.targets = max_rank, padded_rank(max_rank), frozenset(targets)
         self.places: list[Place] = []
         self.parts: dict[str, tuple[Place, str]] = {}  # module path of the checkpoint → its place, as which part
-        self.holders: dict[str, tuple[Linear | Embedding, str]] = {}  # of the whole model: who may have one
+        self.experts: list[tuple[Experts, Place, Place]] = []  # and their two places
+        self.holders: dict[str, tuple[Holder, str]] = {}  # of the whole model: who may have one
         self.others: set[str] = set()  # modules that can have none here
+        self.without_room: set[str] = set()  # experts, where targets do not name them
         self.size = 0  # elements of a slot
         names: set[str] = set()
-        for path, (holder, part) in (whole or model).weight_map().items():
-            if not isinstance(holder, Linear | Embedding):
+        for path, holder, part in modules(whole or model):
+            if not isinstance(holder, Holder):
                 self.others.add(path)
                 continue
-            names.add(name := path.rpartition(".")[2])
-            if not self.targets or name in self.targets:
+            names.add(name := EXPERTS if isinstance(holder, Experts) else path.rpartition(".")[2])
+            if name in self.targets or (not self.targets and name != EXPERTS):
                 self.holders[path] = holder, part
+            elif name == EXPERTS:
+                self.without_room.add(path)
         if unknown := sorted(self.targets - names):
             raise ConfigError(f"--lora-target-modules has {unknown[0]!r}: this model has {', '.join(sorted(names))}")
-        found: dict[int, Place] = {}
-        for path, (holder, part) in model.weight_map().items():
-            if path not in self.holders or not isinstance(holder, Linear | Embedding):
+        found: dict[int, dict[str, Place]] = {}  # of each holder, by product
+        for path, holder, part in modules(model):
+            if path not in self.holders or not isinstance(holder, Holder):
                 continue
             if isinstance(holder, Embedding) and whole is not None and not model.place.stage.is_first:
                 continue  # the last stage may have it for its head alone
-            place = found.get(id(holder)) or self._place(holder)
-            found[id(holder)] = place
-            self.parts[path] = place, part
+            places = found.get(id(holder)) or self._places(holder)
+            found[id(holder)] = places
+            self.parts[path] = places[product_of(part) if isinstance(holder, Experts) else ""], part
 
-    def _place(self, holder: Linear | Embedding) -> Place:
+    def _places(self, holder: Holder) -> dict[str, Place]:
+        """By product: of experts two, of others one, whose name is empty."""
+        if isinstance(holder, Experts):
+            gate_up, down = (self._place(holder, *shapes(holder, product, self.rank)) for product in PRODUCTS)
+            self.experts.append((holder, gate_up, down))
+            return {"gate_up": gate_up, "down": down}
         if isinstance(holder, Embedding):
             vocab, hidden = holder.size
-            a_shape, b_shape = (vocab, self.rank), (hidden, self.rank)
-        else:
-            shape = holder.shape
-            a_shape, b_shape = (len(shape.parts) * self.rank, shape.input_span[1]), (shape.rows, self.rank)
-        start, middle = self.size, self.size + a_shape[0] * a_shape[1]
-        self.size = middle + b_shape[0] * b_shape[1]
+            return {"": self._place(holder, (vocab, self.rank), (hidden, self.rank))}
+        shape = holder.shape
+        a_shape = len(shape.parts) * self.rank, shape.input_span[1]
+        return {"": self._place(holder, a_shape, (shape.rows, self.rank))}
+
+    def _place(self, holder: Holder, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> Place:
+        start, middle = self.size, self.size + prod(a_shape)
+        self.size = middle + prod(b_shape)
         self.places.append(Place(holder, len(self.places), start, a_shape, middle, b_shape))
         return self.places[-1]
 
@@ -88,11 +106,12 @@ class SlotLayout:
         """Of a slot."""
         return self.size * dtype.itemsize
 
-    def find(self, module: str) -> str | None:
-        """The model's path of a module that an adapter names; adapters are trained with or without a head around."""
-        for path in (module, f"model.{module}", module.removeprefix("model.")):
-            if path in self.holders or path in self.others:
-                return path
+    def find(self, pair: Pair) -> str | None:
+        """The model's path of what a pair changes; adapters are trained with or without a head around."""
+        path = path_of_all(pair) if pair.parameter else pair.module
+        for name in (path, f"model.{path}", path.removeprefix("model.")):
+            if name in self.holders or name in self.others or name in self.without_room:
+                return name
         return None
 
     def check(self, adapter: Adapter) -> dict[str, Pair]:
@@ -111,13 +130,24 @@ class SlotLayout:
                 "others: serve it with --merge-lora"
             )
         for module, pair in adapter.pairs.items():
-            path = self.find(module)
-            if pair.parameter or path in self.others:
+            path = self.find(pair)
+            if path in self.others:
                 raise AdapterError(
                     f"{folder} changes {module}, and only {HOLDERS} can have adapters beside others: serve it with "
                     "--merge-lora"
                 )
-            if path is None and self.targets and module.rpartition(".")[2] not in self.targets:
+            if path in self.without_room:
+                raise AdapterError(
+                    f"{folder} changes {module}, and slots have room for that only where --lora-target-modules has "
+                    f"{EXPERTS}, beside all else that adapters may change: add it there, or serve it with --merge-lora"
+                )
+            if path is None and pair.parameter:
+                raise AdapterError(
+                    f"{folder} changes {module}, and the model has no such experts, or transformers computes it: merge "
+                    "it with PEFT"
+                )
+            untargeted = self.targets and f".{EXPERTS}." not in module and module.rpartition(".")[2] not in self.targets
+            if path is None and untargeted:
                 raise AdapterError(
                     f"{folder} changes {module}, and --lora-target-modules has {', '.join(sorted(self.targets))} only: "
                     "add it there"
@@ -135,7 +165,11 @@ class SlotLayout:
             )
         return paths
 
-    def _check_shapes(self, adapter: Adapter, pair: Pair, holder: Linear | Embedding, part: str) -> None:
+    def _check_shapes(self, adapter: Adapter, pair: Pair, holder: Holder, part: str) -> None:
+        if pair.parameter:
+            assert isinstance(holder, Experts)
+            makes_transposed(adapter, pair, holder.spec, holder.hidden)
+            return
         headers = adapter.files.headers
         columns, rows = headers[pair.a].shape[1], headers[pair.b].shape[0]
         if pair.is_embedding != isinstance(holder, Embedding):
@@ -144,6 +178,8 @@ class SlotLayout:
             )
         if isinstance(holder, Embedding):
             expected = holder.size
+        elif isinstance(holder, Experts):
+            expected = holder.shape_of(part.partition(".")[2])[::-1]
         else:
             expected = holder.shape.in_features, holder.shape.parts[part]
         adapter.check_copy(pair.module, expected if pair.is_embedding else expected[::-1])
@@ -162,8 +198,11 @@ class SlotLayout:
                 continue
             place, part = self.parts[path]
             used[place.index] = 1
-            a, b = self.view_a(flat, place), self.view_b(flat, place)
-            holder, low = place.holder, adapter.read(pair.a)
+            a, b, holder = self.view_a(flat, place), self.view_b(flat, place), place.holder
+            if isinstance(holder, Experts):
+                put(holder, part, adapter, pair, a, b)
+                continue
+            low = adapter.read(pair.a)
             high = adapter.read(pair.b).float() * pair.scale
             if isinstance(holder, Embedding):
                 a[:, : pair.rank] = low.T
@@ -175,7 +214,8 @@ class SlotLayout:
             rows = shape.ordered(part, high).narrow(0, *shape.spans[part])
             b[shape.offsets[part] : shape.offsets[part] + len(rows), : pair.rank] = rows
         has_head = any(isinstance(place.holder, LMHead) and used[place.index] for place in self.places)
-        return Packed(flat, used, adapter.rank, has_head)
+        has_experts = any(used[place.index] for _, *both in self.experts for place in both)
+        return Packed(flat, used, adapter.rank, has_head, has_experts)
 
     def view_a(self, memory: Tensor, place: Place) -> Tensor:
         """[…, slot] → […, *a_shape]."""
@@ -193,6 +233,7 @@ class Packed:
     used: Tensor  # int32 [places]: 1 where it changes the product
     rank: int
     has_head: bool  # it changes logits too
+    has_experts: bool
 
 
 def part_sizes(shape: LinearShape) -> list[int]:
@@ -200,5 +241,5 @@ def part_sizes(shape: LinearShape) -> list[int]:
     return [shape.spans[name][1] for name in shape.parts]
 
 
-def _view(memory: Tensor, start: int, shape: tuple[int, int]) -> Tensor:
-    return memory.narrow(-1, start, shape[0] * shape[1]).unflatten(-1, shape)
+def _view(memory: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+    return memory.narrow(-1, start, prod(shape)).unflatten(-1, shape)

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.lora import Columns, Tiles, block_rows, column_blocks, expand, look_up, max_tiles, shrink
+from ...kernels.moe_lora import ExpertLora, ExpertPairs
 from ..layers.embedding import Embedding, LMHead
+from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..plan import StepPlan
 from .layout import Packed, Place, part_sizes
@@ -22,7 +24,7 @@ class Grouping:
     def __init__(self, max_tokens: int, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self._width = max(max_tiles(n, num_slots) for n in {max_tokens, min(max_tokens, 512)})
-        self._device = torch.zeros(3 * self._width + max_tokens, dtype=torch.int32, device=device)
+        self._device = torch.zeros(3 * self._width + 2 * max_tokens, dtype=torch.int32, device=device)
         self._pinned = device.type == "cuda"
 
     def tiles(self, num_tokens: int) -> Tiles:
@@ -31,11 +33,15 @@ class Grouping:
         slots, starts, ends = (memory[line * width : line * width + count] for line in range(3))
         return Tiles(slots, starts, ends, memory[3 * width : 3 * width + num_tokens], block_rows(num_tokens))
 
+    def token_slots(self, num_tokens: int) -> Tensor:
+        """int32 [num_tokens], as tiles: the slot of each, or NO_SLOT."""
+        return self._device[3 * self._width + num_tokens :][:num_tokens]
+
     def fill(self, slots: np.ndarray, lengths: np.ndarray, num_tokens: int) -> None:
         """slots int [rows], NO_SLOT for none; lengths int [rows]: tokens of each, one row behind the other;
         num_tokens: what the step is padded to."""
         width, rows = self._width, block_rows(num_tokens)
-        host = torch.empty(3 * width + num_tokens, dtype=torch.int32, pin_memory=self._pinned)
+        host = torch.empty(3 * width + 2 * num_tokens, dtype=torch.int32, pin_memory=self._pinned)
         table = host.numpy()
         table[: 3 * width] = 0
         starts = np.cumsum(lengths) - lengths  # of each row's tokens
@@ -46,7 +52,10 @@ class Grouping:
         total = int(ends[-1]) if len(ends) else 0
         order = np.repeat(starts[chosen] - (ends - counts), counts) + np.arange(total)
         table[3 * width : 3 * width + total] = order
-        table[3 * width + total :] = 0
+        table[3 * width + total : 3 * width + num_tokens] = 0
+        of_tokens = np.repeat(slots, lengths)
+        table[3 * width + num_tokens :] = NO_SLOT  # of those that pad, too
+        table[3 * width + num_tokens :][: len(of_tokens)] = of_tokens
         at = place = 0
         sums = np.bincount(slots[chosen], weights=counts, minlength=self.num_slots).astype(np.int64)
         for slot, count in enumerate(sums.tolist()):
@@ -64,6 +73,7 @@ class AdapterStep:
     def __init__(self) -> None:
         self.tokens: Tiles | None = None  # None: no row of the step has an adapter
         self.sampled: Tiles | None = None  # of the rows whose logits are computed
+        self.slots: Tensor | None = None  # int32 [T], of tokens; None: no row has an adapter that changes experts
 
 
 class LinearAdapter:
@@ -107,6 +117,16 @@ class EmbeddingAdapter(LinearAdapter):
         return y
 
 
+class ExpertsAdapter:
+    def __init__(self, step: AdapterStep, gate_up: ExpertPairs, down: ExpertPairs) -> None:
+        self._step, self._gate_up, self._down = step, gate_up, down
+
+    @property
+    def lora(self) -> ExpertLora | None:
+        slots = self._step.slots
+        return None if slots is None else ExpertLora(self._gate_up, self._down, slots)
+
+
 class AdapterTables:
     """All slots, bound to the model's modules. What is called between steps is for what the current stream does from
     then on."""
@@ -128,7 +148,12 @@ class AdapterTables:
         self._sampled = Grouping(max_tokens, num_slots, device)
         self.has_head = False
         for place in layout.places:
-            place.holder.adapter = self._bound(place, device)
+            if not isinstance(place.holder, Experts):
+                place.holder.adapter = self._bound(place, place.holder, device)
+        for holder, gate_up, down in layout.experts:
+            pairs = (ExpertPairs(*self._matrices(place)) for place in (gate_up, down))
+            holder.adapter = ExpertsAdapter(self.step, *pairs)
+        self._changes_experts = np.full(num_slots, bool(layout.experts))  # of each slot, as far as is known
 
     @property
     def num_bytes(self) -> int:
@@ -137,11 +162,13 @@ class AdapterTables:
     def load(self, slot: int, packed: Packed) -> None:
         self._memory[slot].copy_(packed.flat, non_blocking=True)
         self._used[:, slot].copy_(packed.used, non_blocking=True)
+        self._changes_experts[slot] = packed.has_experts
 
     def fill_with_noise(self) -> None:
         """Every slot, for measurements."""
         self._memory.normal_(0.0, 0.01)
         self._used.fill_(1)
+        self._changes_experts[:] = bool(self.layout.experts)
 
     def take(self, plan: StepPlan) -> None:
         """What the plan copies, for a `begin` on another thread: by then the host may have let go of it."""
@@ -162,6 +189,8 @@ class AdapterTables:
         """Of the plan that has begun, padded to so many tokens and rows whose logits are computed."""
         self._tokens.fill(self._slots, np.array(plan.num_tokens), num_tokens)
         self.use(num_tokens)
+        if not self._changes_experts[self._slots[self._slots != NO_SLOT]].any():
+            self.step.slots = None  # a graph that is replayed finds nothing to add
         if self.has_head and plan.sampled:
             samples = np.ones(len(plan.sampled), dtype=np.int64)
             samples[: plan.num_decodes if plan.num_drafts else 0] += plan.num_drafts
@@ -171,6 +200,8 @@ class AdapterTables:
     def use(self, num_tokens: int) -> None:
         """What is launched from now on is for a step of so many tokens that has adapters."""
         self.step.tokens = self._tokens.tiles(num_tokens)
+        if self.layout.experts:
+            self.step.slots = self._tokens.token_slots(num_tokens)
 
     def begin_sampling(self) -> None:
         """Logits from now on are those of the sampled rows. Earlier ones are of prompts that have no adapter there."""
@@ -178,19 +209,20 @@ class AdapterTables:
 
     def end(self) -> None:
         """What is launched from now on has none."""
-        self.step.tokens = self.step.sampled = self._head = None
+        self.step.tokens = self.step.sampled = self.step.slots = self._head = None
 
-    def _bound(self, place: Place, device: torch.device) -> LinearAdapter:
+    def _bound(self, place: Place, holder: Linear | Embedding, device: torch.device) -> LinearAdapter:
         kind = LinearAdapter
-        if isinstance(place.holder, Linear):
-            sizes = part_sizes(place.holder.shape)
-            if isinstance(place.holder, LMHead):
+        if isinstance(holder, Linear):
+            sizes = part_sizes(holder.shape)
+            if isinstance(holder, LMHead):
                 kind, self.has_head = HeadAdapter, True
         else:
-            assert isinstance(place.holder, Embedding)
             sizes, kind = [place.b_shape[0]], EmbeddingAdapter
         columns = column_blocks(sizes)
-        return kind(
-            self.step, self.layout.view_a(self._memory, place), self.layout.view_b(self._memory, place),
-            self._used[place.index], columns._replace(blocks=columns.blocks.to(device)),
-        )  # fmt: skip
+        return kind(self.step, *self._matrices(place), columns._replace(blocks=columns.blocks.to(device)))
+
+    def _matrices(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+        """A and B of all slots, and where they are used."""
+        layout, memory = self.layout, self._memory
+        return layout.view_a(memory, place), layout.view_b(memory, place), self._used[place.index]

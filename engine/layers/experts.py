@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.moe import ExpertWeights, experts
+from ...kernels.moe_lora import ExpertLora
 from ..layer_spec import MoESpec
 from ..model_file import ModelError
 from ..parallel.divide import whole_experts
@@ -42,8 +43,20 @@ class ExpertsMethod(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
-    def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None) -> Tensor:
+    def mix(
+        self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None,
+        lora: ExpertLora | None = None,
+    ) -> Tensor:  # fmt: skip
         """As kernels.moe.experts; biases [E, 2I] and [E, H]."""
+        ...
+
+
+class Adapter(Protocol):
+    """What low-rank adapters add to the experts' products; see engine/adapters/tables.py."""
+
+    @property
+    def lora(self) -> ExpertLora | None:
+        """Of this rank's experts and the tokens of the step under way; None: no adapter changes anything here."""
         ...
 
 
@@ -61,6 +74,7 @@ class Experts(nn.Module):
         self.span = (0, spec.inner)  # (first, number) of their gates that it has
         self.formats: dict[str, Format] = {}
         self.biases: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.adapter: Adapter | None = None
 
     def weight_map(self, prefix: str) -> dict[str, tuple[Experts, str]]:
         if self.spec.stored:
@@ -84,7 +98,7 @@ class Experts(nn.Module):
         format = self.formats.get(part)
         if part == STACKED:
             return self._expected_stacked()
-        rows, columns = self._shape(part.partition(".")[2])
+        rows, columns = self.shape_of(part.partition(".")[2])
         found = {"weight": Stored((rows, columns), FLOATS)} if format is None else format.expected(rows, columns)
         return found | {"bias": Stored((rows,), FLOATS)} if self.spec.bias else found
 
@@ -112,7 +126,7 @@ class Experts(nn.Module):
             self._take(expert, name, tensors["weight"])
         else:
             cut = self.span[1] < self.spec.inner
-            self._take(expert, name, decoded(format, tensors, *self._shape(name), self.place.device, cut))
+            self._take(expert, name, decoded(format, tensors, *self.shape_of(name), self.place.device, cut))
         if self.spec.bias:
             self._take_bias(expert, name, tensors["bias"])
 
@@ -123,7 +137,7 @@ class Experts(nn.Module):
     def randomize(self, generator: torch.Generator) -> None:
         for expert in self.mine:
             for name in PARTS:
-                shape = self._shape(name)
+                shape = self.shape_of(name)
                 format = self.formats.get(f"{expert}.{name}") or self.formats.get(STACKED)
                 if format is None:
                     matrix = self.place.empty(*shape).data
@@ -139,7 +153,8 @@ class Experts(nn.Module):
 
         ids count from this rank's first expert on; where they are another's, the weight is 0, the id one past the last.
         """
-        return self.method.mix(x, ids, weights, self.biases, beside)
+        lora = None if self.adapter is None else self.adapter.lora
+        return self.method.mix(x, ids, weights, self.biases, beside, lora)
 
     @property
     def quantised(self) -> Counter[str]:
@@ -156,8 +171,8 @@ class Experts(nn.Module):
         sizes = len(self.mine), self.num_experts, self.hidden, self.span[1]
         return UnquantizedExperts(*sizes, self.place, self._limit)
 
-    def _shape(self, name: str) -> tuple[int, int]:
-        """[N, K] of the whole matrix."""
+    def shape_of(self, name: str) -> tuple[int, int]:
+        """[N, K] of the whole matrix of an expert's gate, up or down."""
         return (self.hidden, self.spec.inner) if name == "down" else (self.spec.inner, self.hidden)
 
     def _take(self, expert: int, name: str, whole: Tensor | Codes) -> None:
@@ -232,7 +247,7 @@ class Experts(nn.Module):
             if format is None:
                 yield name, matrix
             else:
-                yield name, decoded(format, {"weight": matrix}, *self._shape(name), self.place.device)
+                yield name, decoded(format, {"weight": matrix}, *self.shape_of(name), self.place.device)
 
     def _decoded_blocks(self, tensors: Mapping[str, Tensor], name: str, expert: int) -> Codes:
         """One expert's MXFP4; of gate and up, the rows of gate first."""
@@ -273,8 +288,12 @@ class UnquantizedExperts(nn.Module):
     def products(self) -> Counter[str]:
         return Counter({"16-bit products, dequantised": 2 * len(self.down)})
 
-    def mix(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None) -> Tensor:
-        return experts(x, ids, weights, ExpertWeights(self.gate_up, self.down, *biases), self.limit, beside, self.of)
+    def mix(
+        self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None,
+        lora: ExpertLora | None = None,
+    ) -> Tensor:  # fmt: skip
+        matrices = ExpertWeights(self.gate_up, self.down, *biases)
+        return experts(x, ids, weights, matrices, self.limit, beside, self.of, lora)
 
 
 def _empty(place: Placement, num_experts: int, rows: int, columns: int) -> nn.Parameter:

@@ -8,7 +8,8 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from ...kernels.moe import gated, sum_of_experts
+from ...kernels.moe import expert_mlp, sum_of_experts
+from ...kernels.moe_lora import ExpertLora
 from ..layers.weights import Placement
 from .codes import Codes, joined
 from .matrix import FloatMatrix, make_matrix
@@ -54,17 +55,20 @@ class QuantizedExperts(nn.Module):
         weights: Tensor,
         biases: tuple[Tensor | None, Tensor | None],
         beside: Tensor | None,
+        lora: ExpertLora | None = None,
     ) -> Tensor:
         def product(matrices: tuple[nn.Module, ...], rows: Tensor, bias: Tensor | None, expert: int) -> Tensor:
             results = [matrix(rows, rows.dtype) for matrix in matrices]
             y: Tensor = results[0] if len(results) == 1 else torch.cat(results, dim=1)
             return y if bias is None else y.add_(bias[expert])
 
-        def mlp(expert: int, rows: Tensor) -> Tensor:
-            first, second = self._products[expert]
-            return product(second, gated(product(first, rows, biases[0], expert), self.limit), biases[1], expert)
+        def first(expert: int, rows: Tensor) -> Tensor:
+            return product(self._products[expert][0], rows, biases[0], expert)
 
-        return sum_of_experts(x, ids, weights, mlp, beside)
+        def second(expert: int, gates: Tensor) -> Tensor:
+            return product(self._products[expert][1], gates, biases[1], expert)
+
+        return sum_of_experts(x, ids, weights, expert_mlp(first, second, self.limit, lora), beside)
 
     def _make(self, matrices: nn.ModuleList, expert: int, parts: list[Tensor | Codes]) -> None:
         made = (make_matrix(part) if isinstance(part, Codes) else FloatMatrix(part) for part in joined(parts))

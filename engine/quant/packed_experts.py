@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...kernels.moe_codes import ExpertCodes, experts_codes
 from ...kernels.moe_fp8 import experts_fp8, experts_take_fp8, fp8_expert_tile
+from ...kernels.moe_lora import ExpertLora
 from ...kernels.planes import Packed, unpacked
 from ..layers.weights import Placement, frozen
 from .codes import Codes
@@ -77,14 +78,15 @@ class PackedExperts(nn.Module):
 
     def mix(
         self, x: Tensor, ids: Tensor, weights: Tensor, biases: tuple[Tensor | None, Tensor | None],
-        beside: Tensor | None,
+        beside: Tensor | None, lora: ExpertLora | None = None,
     ) -> Tensor:  # fmt: skip
         if self.plain is not None:
-            return self.plain.mix(x, ids, weights, biases, beside)
-        rows = x.shape[0] * ids.shape[1] / self.of
-        multiply = experts_fp8 if self.fp8 and fp8_expert_tile("gate_up", rows) is not None else experts_codes
-        return multiply(
-            x, ids, weights, self.gate_up_codes, self.down_codes, *biases, limit=self.limit, beside=beside, of=self.of
+            return self.plain.mix(x, ids, weights, biases, beside, lora)
+        matrices, rows = (self.gate_up_codes, self.down_codes), x.shape[0] * ids.shape[1] / self.of
+        if lora is None and self.fp8 and fp8_expert_tile("gate_up", rows) is not None:  # adapters want 16-bit rows
+            return experts_fp8(x, ids, weights, *matrices, *biases, limit=self.limit, beside=beside, of=self.of)
+        return experts_codes(
+            x, ids, weights, *matrices, *biases, limit=self.limit, beside=beside, of=self.of, lora=lora
         )
 
     def _keep(self, expert: int, part: str, made: Packed) -> bool:

@@ -171,7 +171,7 @@ def test_on_packed_codes(kind: str, tiny_model: Callable[..., Path], adapter_fil
 
 
 def test_experts_adapters_are_refused_by_name(tiny_model: Any, adapter_files: Any, tmp_path: Path) -> None:
-    """Those of attention beside them are served; the server goes on."""
+    """Where slots have no room for them. Those of attention beside them are served; the server goes on."""
     base = tiny_model("qwen3_moe")
     write_adapter = adapter_files.write_adapter
     attention = write_adapter(tmp_path / "a", base, NAMES[:4])
@@ -188,7 +188,8 @@ def test_experts_adapters_are_refused_by_name(tiny_model: Any, adapter_files: An
             assert "changes model.layers.0.mlp.experts.0.up_proj" in refused and "--merge-lora" in refused
             assert "\n" not in refused
             refused = (await client.load_adapter(LoadAdapter(1, str(of_all)))).error or ""
-            assert "changes model.layers.0.mlp.experts.down_proj, and only" in refused and "--merge-lora" in refused
+            assert "changes model.layers.0.mlp.experts.down_proj, and slots have room for that only where" in refused
+            assert "--lora-target-modules has experts" in refused and "--merge-lora" in refused
             assert (await client.load_adapter(LoadAdapter(2, str(attention)))).error is None
             assert await answers(client, 4, [2]) == [wanted]
         finally:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.messages import AdapterLoaded, LoadAdapter
@@ -364,6 +365,44 @@ def test_families(family: str, tiny_model: Any, adapter_files: Any, tmp_path: Pa
             pairs = [(adapter, prompt) for adapter in (9, 0) for prompt in PROMPTS[:3]]
             found = await asyncio.gather(*(tokens_of(client, p, greedy_params(a, 3)) for a, p in pairs))
             assert found == [adapter_files.greedy(oracle if a else plain, p, 3) for a, p in pairs]
+
+    run(main)
+
+
+def test_experts_beside_others(tiny_model: Any, adapter_files: Any, tmp_path: Path) -> None:
+    """Adapters with and without experts, of different ranks, and the base, in fewer slots than there are adapters."""
+    base = tiny_model("qwen3_moe")
+    single = ("gate_proj", "up_proj", "down_proj", "v_proj")
+    write, merged = adapter_files.write_adapter, adapter_files.merged_checkpoint
+    in_one = adapter_files.write_experts_adapter(tmp_path / "0", AutoModelForCausalLM.from_pretrained(base))
+    folders = [
+        in_one,
+        write(tmp_path / "1", base, single, rank=7, lora_alpha=14),
+        write(tmp_path / "2", base, ["v_proj"]),
+    ]
+    oracles = [
+        adapter_files.merged(base, None),
+        adapter_files.merge_experts(adapter_files.merged(base, None), in_one),
+        *(merged(base, folder, tmp_path / f"m{folder.name}") for folder in folders[1:]),
+    ]
+    wanted = [[adapter_files.greedy(oracle, prompt, NUM_TOKENS) for prompt in PROMPTS] for oracle in oracles]
+    assert len({str(tokens) for tokens in wanted}) == 4, "adapters must differ"
+
+    async def main() -> None:
+        async with running(base, max_loras=2, max_cpu_loras=2) as client:
+            refused = await client.load_adapter(LoadAdapter(9, str(in_one)))
+            assert "where --lora-target-modules has experts" in (refused.error or "")
+        async with running(base, max_loras=2, max_cpu_loras=2, lora_target_modules=("v_proj", "experts")) as client:
+            for id in (1, 2, 3):
+                await load(client, id, folders[id - 1])
+            cases = [(adapter, index) for index in range(len(PROMPTS)) for adapter in range(4)]
+            random.Random(0).shuffle(cases)
+            found = await asyncio.gather(*(tokens_of(client, PROMPTS[i], greedy_params(a)) for a, i in cases))
+            assert found == [wanted[adapter][index] for adapter, index in cases]
+            client.drop_adapter(1)
+            assert await error_of(client, greedy_params(1)) == "its adapter is not loaded"
+            await load(client, 4, in_one)
+            assert await tokens_of(client, PROMPTS[1], greedy_params(4)) == wanted[1][1]
 
     run(main)
 

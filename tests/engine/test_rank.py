@@ -103,3 +103,5 @@ def test_a_mixture_warms_the_tiles_of_its_experts_up(tiny_model: Any, monkeypatc
     assert warm_steps.expert_steps(model) == [*tokens, 7777]
     met = {step[1] for step in warm_steps.warm_up_steps(1024, 8192, tokens)}
     assert {count for count in tokens if count <= 8192} <= met
+    met = {step[1] for step in warm_steps.adapter_steps(1024, 8192, tokens)}
+    assert {count for count in tokens if count <= 8192} <= met

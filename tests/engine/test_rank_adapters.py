@@ -148,6 +148,43 @@ def test_a_folder_that_is_gone_ends_its_own_requests(
     engine.run(main())
 
 
+DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {  # number of experts, options
+    "slices": (5, {"tensor_parallel_size": 2}),
+    "whole": (8, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "stages": (5, {"pipeline_parallel_size": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", DIVIDED)
+def test_experts_adapters_over_ranks(how: str, tiny_model: Any, adapter_files: Any, tmp_path: Path) -> None:
+    """Each rank has its share of an expert's matrices, or those of its experts, or of its layers."""
+    num_experts, options = DIVIDED[how]
+    base = tiny_model("qwen3_moe", num_experts=num_experts, num_experts_per_tok=2)
+    plain, oracle = adapter_files.merged(base, None), adapter_files.merged(base, None)
+    folder = adapter_files.write_experts_adapter(tmp_path / "a", plain)
+    oracles = [plain, adapter_files.merge_experts(oracle, folder)]
+    config = EngineConfig(
+        str(base), device="cpu", cpu_threads=2, max_model_len=96, max_num_batched_tokens=24, max_num_seqs=8,
+        block_size=4, enable_lora=True, max_loras=1, lora_target_modules=("experts",), **options,
+    )  # fmt: skip
+    with asyncio.Runner() as runner:
+        engine = Engine(runner, EngineClient(config), base, {})
+        engine.run(engine.client.start())
+
+        async def main() -> None:
+            id, answer = await engine.load(folder)
+            assert answer.error is None
+            cases = [(adapter, prompt) for prompt in PROMPTS for adapter in (0, 1)]
+            found = await asyncio.gather(*(engine.tokens(prompt, id * adapter) for adapter, prompt in cases))
+            assert found == [adapter_files.greedy(oracles[adapter], prompt, NUM_TOKENS) for adapter, prompt in cases]
+
+        try:
+            engine.run(main())
+        finally:
+            engine.run(engine.client.close())
+
+
 def test_experts_adapters_are_refused_by_all(
     engine: Engine, wanted: dict[str, list[list[int]]], adapter_files: Any, tmp_path: Path
 ) -> None:

@@ -91,6 +91,55 @@ def test_the_tokens_of_merged_weights(
     assert worst < tolerance
 
 
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_experts_in_slots(
+    tmp_path: Path, asked: list[tuple[list[int], int]], adapter_files: Any, generate: Any, quantization: str | None
+) -> None:
+    """Adapters of experts, some with a pair of all, some of each, beside one without and the base: 240 streams over 3
+    slots, every kernel warmed up, every small step a graph. Each token is what merged weights find most likely, or
+    nearly; on FP8, whose numbers nobody else has here, the base's are as without adapters of experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = MODEL | {"moe_intermediate_size": 512, "num_experts": 16, "num_experts_per_tok": 4}
+    base = tmp_path / "base"
+    with torch.device("cuda"):
+        torch.manual_seed(4)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(base)
+
+    def model() -> Any:
+        return Qwen3MoeForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+    names = ("q_proj", "o_proj")
+    folders = [adapter_files.write_adapter(tmp_path / str(i), base, names, rank=8, seed=i) for i in range(1)]
+    folders += [adapter_files.write_experts_adapter(tmp_path / f"e{rank}", model(), rank=rank) for rank in (4, 16, 32)]
+    chosen = [(prompt, index % (len(folders) + 1) - 1) for index, (prompt, _) in enumerate(asked[:240])]
+    options: dict[str, Any] = {
+        "dtype": "bfloat16", "enable_lora": True, "max_loras": 3, "max_lora_rank": 32,
+        "lora_target_modules": ("experts", *names), "quantization": quantization,
+    }  # fmt: skip
+    found = answers(generate, base, chosen, folders, **options)
+    assert found == answers(generate, base, chosen, folders, **options) or quantization is None
+    if quantization is not None:
+        return
+    worst = 0.0
+    for number in range(-1, len(folders)):
+        oracle = model()
+        if number == 0:
+            oracle = adapter_files.merged(base, folders[0], lambda module: 1.0)
+        elif number > 0:
+            oracle = adapter_files.merge_experts(oracle, folders[number])
+        oracle = oracle.cuda().eval()
+        for (prompt, adapter), tokens in zip(chosen, found, strict=True):
+            if adapter != number:
+                continue
+            with torch.inference_mode():
+                logits = oracle(torch.tensor([prompt + tokens], device="cuda")).logits[0, len(prompt) - 1 : -1]
+            picked = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+            worst = max(worst, (logits.amax(-1) - picked).max().item())
+    print(f"what was chosen is at most {worst:.4f} below the most likely")
+    assert worst < 1.0
+
+
 def test_steps_without_adapters_are_as_without_the_option(
     checkpoint: Path, folders: list[Path], asked: list[tuple[list[int], int]], generate: Any
 ) -> None:

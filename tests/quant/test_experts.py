@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.quant.described import describe
+from vserve.engine.quant.experts import QuantizedExperts
+from vserve.engine.quant.packed_experts import PackedExperts
 from vserve.engine.weight_size import weight_size
+from vserve.kernels.moe_lora import ExpertLora, ExpertPairs
 
 from .checkpoints import KINDS, write
 
@@ -52,6 +56,63 @@ def test_experts_multiply_by_what_their_codes_mean(kind: str, tiny_model: Callab
     assert sum(w.numel() for w in twin.layers[0].mlp.experts.parameters()) == 3 * 4 * 64 * 64
     kept = sum(w.numel() * w.element_size() for w in model.layers[0].mlp.experts.parameters())
     assert kept < 3 * 4 * 64 * 64 * 2
+
+
+def lora_of(model: CausalLM) -> ExpertLora:
+    """Two adapters, of rank 16, for the nine tokens of `mixed`, some of which have none."""
+    rng = torch.Generator().manual_seed(3)
+
+    def pairs(parts: int, n: int, k: int) -> ExpertPairs:
+        a = torch.randn(2, 4, parts * 16, k, generator=rng) / k**0.5
+        b = torch.randn(2, 4, parts * n, 16, generator=rng) / 4
+        return ExpertPairs(a, b, torch.ones(2, dtype=torch.int32))
+
+    slots = torch.tensor([0, 1, -1, 1, 0, -1, 1, 0, 0], dtype=torch.int32)
+    dtype = model.place.dtype
+    both = (ExpertPairs(p.a.to(dtype), p.b.to(dtype), p.used) for p in (pairs(2, 64, 64), pairs(1, 64, 64)))
+    return ExpertLora(*both, slots)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["awq", "int8", "fp8"])
+def test_adapters_on_experts_of_codes(
+    kind: str, packed: bool, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on numbers, whichever way codes are kept."""
+    if packed:
+        monkeypatch.setattr("vserve.engine.layers.experts.CODES_ON", ())
+    folder = write(tiny_model("qwen2_moe", **SIZES), tmp_path, kind)
+    changes = {"dtype": torch.float16} if packed else {}
+    model, twin = load(folder / "quantized", **changes), load(folder / "twin")
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
+    found, without = (torch.zeros(0),) * 2
+    for one in (model, twin):
+        layer = one.layers[0].mlp
+        without = layer(x.to(one.place.dtype), None)
+        layer.experts.adapter = SimpleNamespace(lora=lora_of(one))
+        if one is model:
+            found, plain = layer(x.to(one.place.dtype), None), without
+    wanted = twin.layers[0].mlp(x, None)
+    assert isinstance(model.layers[0].mlp.experts.method, PackedExperts if packed else QuantizedExperts)
+    assert (found - wanted).norm() <= 2e-2 * wanted.norm() < (wanted - without).norm()
+    assert torch.equal(found[[2, 5]], plain[[2, 5]])
+
+
+def test_fp8_products_leave_steps_with_adapters_to_others(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vserve.engine.layers.experts.CODES_ON", ())
+    model = load(write(tiny_model("qwen2_moe", **SIZES), tmp_path, "fp8") / "quantized", dtype=torch.float16)
+    layer, calls = model.layers[0].mlp, list[str]()
+    for name in ("experts_fp8", "experts_codes"):
+        record = lambda x, *_, name=name, **more: calls.append(name) or x  # noqa: E731
+        monkeypatch.setattr(f"vserve.engine.quant.packed_experts.{name}", record)
+    monkeypatch.setattr("vserve.engine.quant.packed_experts.fp8_expert_tile", lambda *_: 1)
+    layer.experts.method.fp8 = True
+    layer(torch.ones(9, 64, dtype=torch.float16), None)
+    layer.experts.adapter = SimpleNamespace(lora=lora_of(model))
+    layer(torch.ones(9, 64, dtype=torch.float16), None)
+    assert calls == ["experts_fp8", "experts_codes"]
 
 
 @pytest.fixture
