@@ -191,7 +191,7 @@ class EngineConfig:
     )
     distributed_executor_backend: str | None = option(
         None, "what starts ranks: mp, processes of this host and of the other nodes; ray, a Ray cluster; uni, there is "
-        "one rank, in the engine (default: mp, or uni)",
+        "one rank, in the engine; external_launcher, torchrun, of programs that use LLM (default: mp, or uni)",
         group="parallel", choices=("mp", "uni", "ray", "external_launcher"),
     )  # fmt: skip
     nnodes: int = option(

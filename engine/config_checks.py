@@ -25,19 +25,13 @@ def check_nodes(config: EngineConfig) -> None:
         raise ConfigError(
             f"--distributed-executor-backend uni is for one rank, and {config.divided_by} makes {world}: take mp"
         )
-    if backend == "external_launcher":
-        raise ConfigError(
-            "--distributed-executor-backend external_launcher: torchrun is not needed here, rank 0 starts the "
-            "others and plans for them: leave it out and start one process, on further hosts with --nnodes and "
-            "--headless"
-        )
     if backend == "ray" and config.engine_in_process:
         raise ConfigError("--engine-in-process is for ranks of this host: leave it out, or ray")
     if config.node_rank >= nodes:
         raise ConfigError(f"--node-rank {config.node_rank}: --nnodes is {nodes}, and the first node is 0")
     if nodes == 1:
         return
-    if backend not in (None, "mp"):
+    if backend not in (None, "mp", "external_launcher"):
         raise ConfigError(f"--nnodes {nodes} is for --distributed-executor-backend mp, and it is {backend}: leave "
                           "one of them out")  # fmt: skip
     if config.data_parallel_size > 1:

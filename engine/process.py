@@ -22,9 +22,10 @@ from .config import ConfigError, EngineConfig
 from .connection import Connection
 from .kernel_cache import use_kernel_cache
 from .kv_events import Publisher, settings
-from .messages import EngineStart, Failure, FromEngine, Heartbeat, Progress, ToEngine
+from .messages import AddRequest, EngineStart, Failure, FromEngine, Heartbeat, Progress, ToEngine
 from .precompile import Precompile
 from .prefetch import Prefetch
+from .ranks.cluster_messages import Asked, Word
 from .ranks.peers import Peers, RankLost, share_of_threads
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,35 @@ async def run_engine(
     peers = Peers(config)
     try:
         await peers.start()
+        if (launched := peers.launched) is not None:
+            send, attach = told_to(launched.say, send, attach)
         await run_rank_zero(config, peers, send, attach)
     except BaseException:
         peers.close(patience=0.0)  # they wait for rank 0, and read nothing
         raise
     peers.close()
+
+
+def told_to(
+    say: Callable[[Word], None],
+    send: Callable[[FromEngine], None],
+    attach: Callable[[Callable[[ToEngine], None]], None],
+) -> tuple[Callable[[FromEngine], None], Callable[[Callable[[ToEngine], None]], None]]:
+    """`send` and `attach` of an engine of which others hear as well."""
+
+    def send_and_say(message: FromEngine) -> None:
+        send(message)
+        say(message)
+
+    def attach_heard(submit: Callable[[ToEngine], None]) -> None:
+        def heard(message: ToEngine) -> None:
+            if isinstance(message, AddRequest):
+                say(Asked.of(message))
+            submit(message)
+
+        attach(heard)
+
+    return send_and_say, attach_heard
 
 
 async def run_rank_zero(

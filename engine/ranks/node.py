@@ -12,11 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ..config import ConfigError, EngineConfig
 from .channel import Channel
-from .cluster_messages import BEAT, Beat, DumpStacks, Ended, Goodbye, Kill, Launch, Stopped, ToNode
+from .cluster_messages import BEAT, Beat, DumpStacks, Ended, Goodbye, Kill, Launch, Said, Stopped, ToNode
 from .handshake import Hello, Stranger, check_secret, dial, facts
 from .network import use_interface
 from .place import Child, end_of, spawn
@@ -43,8 +43,10 @@ class Node:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of ranks, beside this process's
     before: tuple[str, ...] = ()  # a command that runs them
     threads: int = 0  # of each rank on the CPU; 0: as node 0 says
+    hear: Callable[[bytes], None] = lambda word: None  # what Said brings, on the thread of `serve`
 
     def __post_init__(self) -> None:
+        self._socket: socket.socket | None = None
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._over = threading.Event()  # the engine, or its start
         self._leaving = False
@@ -52,7 +54,7 @@ class Node:
     def serve(self) -> bool:
         """One engine, from dialling in to its end; the ranks have ended too. → whether it has ended in order. Raises
         ConfigError where node 0 does not answer, or refuses this one."""
-        sock = self._dial()
+        sock = self._socket = self._dial()
         self._over, self._leaving = threading.Event(), False
         channel = Channel(sock, ToNode)
         sock.settimeout(LOADING)
@@ -60,7 +62,9 @@ class Node:
         try:
             while True:
                 message = channel.receive()
-                if isinstance(message, Launch):
+                if isinstance(message, Said):
+                    self.hear(message.word)
+                elif isinstance(message, Launch):
                     self._launch(message, channel, sock.getsockname()[0])
                 elif isinstance(message, DumpStacks):
                     for process in self._ranks.values():
@@ -82,6 +86,14 @@ class Node:
             self._over.set()
             self.kill()
             sock.close()
+
+    def leave(self) -> None:
+        """Ends `serve`, and the ranks, whatever node 0 does."""
+        self._leaving = True
+        self.kill()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
         """The ranks."""

@@ -27,7 +27,7 @@ from .effort import Effort, Starting
 from .hang import IDLE, INTERVAL, START_LIMIT, HangWatch, pulse
 from .messages import AdapterRead, FromRank, Join, Leave, Pulse, Seat, ToRank
 from .place import Place, may_follow
-from .placing import placing, threads_of_rank
+from .placing import SeveralHosts, placing, threads_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,12 @@ class Peers:
     @property
     def lost(self) -> bool:
         return self._lost.done() and not self._lost.cancelled()
+
+    @property
+    def launched(self) -> SeveralHosts | None:
+        """Where torchrun has started them: its processes, each of which answers its own caller."""
+        by_torchrun = self._config.distributed_executor_backend == "external_launcher"
+        return self._placing if by_torchrun and isinstance(self._placing, SeveralHosts) else None
 
     def send(self, message: ToRank) -> None:
         """To all of them, now: they should launch when rank 0 does."""

@@ -1,4 +1,5 @@
-"""Puts the ranks of an engine where the options want them: on this host, on several, or on a Ray cluster."""
+"""Puts the ranks of an engine where the options want them: on this host, on several, or on a Ray cluster. Each process
+that torchrun has started counts as a host, with one rank."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ import os
 import socket
 from typing import Protocol
 
+import msgspec
 from msgspec.structs import replace
 
 from ..config import EngineConfig, default_cpu_threads
 from ..private_folder import PrivateFolder
+from .cluster_messages import Said, Word
 from .handshake import check_secret, facts, is_loopback
 from .messages import Seat
 from .network import rendezvous, use_interface
@@ -85,6 +88,13 @@ class SeveralHosts:
         for node, own in ranks.items():
             found.places |= {rank: RemoteRank(self._nodes.nodes[node], rank) for rank in own}
         return found
+
+    def say(self, word: Word) -> None:
+        """To the processes that stand for the other nodes."""
+        assert self._nodes is not None, "they have come"
+        message = Said(msgspec.msgpack.encode(word))
+        for node in self._nodes.nodes.values():
+            node.say(message)
 
     def close(self, in_order: bool) -> None:
         if self._nodes is not None:

@@ -74,6 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_nodes(engine: EngineConfig, server: ServerConfig) -> None:
     """Raises ConfigError."""
+    if engine.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            "--distributed-executor-backend external_launcher is for programs that torchrun starts and that use LLM; a "
+            "server's rank 0 starts the others: leave it out and start one process, on further hosts with --nnodes and "
+            "--headless"
+        )
     if server.headless and engine.node_rank == 0:
         raise ConfigError("--headless is for every node but the first, which answers HTTP: give --nnodes and "
                           "--node-rank, or leave it out")  # fmt: skip

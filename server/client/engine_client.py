@@ -36,6 +36,7 @@ from ...engine.messages import (
 from ...engine.process import run_engine
 from ...engine.request import SamplingParams, unknown_token_problem
 from ...engine.shortage import killed
+from .launched import LaunchedEngine
 from .mailbox import EngineDeadError, Mailbox, refused
 from .meeting import EngineLink, Meeting
 from .open_requests import OpenRequests
@@ -89,7 +90,7 @@ class EngineClient:
         self._readers: dict[int, asyncio.Future[list[StepRecord]]] = {}  # who waits for LastSteps
         self.adapters: dict[int, LoadAdapter] = {}  # that every engine is told of when it is ready
         self._loading: dict[int, asyncio.Future[AdapterLoaded]] = {}  # who waits for an adapter
-        self._process: EngineProcess | EngineLink | None = None
+        self._process: EngineProcess | EngineLink | LaunchedEngine | None = None
         self._task: asyncio.Task[None] | None = None  # the engine in this process
         self._restarting: asyncio.Task[None] | None = None
         self._send: Callable[[ToEngine], None]
@@ -297,8 +298,10 @@ class EngineClient:
 
     def _new_process(
         self, on_message: Callable[[Any], None], on_lost: Callable[[str], None]
-    ) -> EngineProcess | EngineLink:
+    ) -> EngineProcess | EngineLink | LaunchedEngine:
         meeting = self._meeting
+        if self.config.node_rank:
+            return LaunchedEngine(on_message, on_lost)
         if meeting is None:
             return EngineProcess(on_message, on_lost, self._killed)
         if meeting.is_first:

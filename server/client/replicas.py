@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,12 +43,15 @@ logger = logging.getLogger(__name__)
 
 
 def make_client(
-    config: EngineConfig, *, restarts: int = 0, scalable: bool = False, meeting: Meeting | None = None
-) -> EngineClient | Replicas:
+    config: EngineConfig, *, restarts: int = 0, scalable: bool = False, meeting: Meeting | None = None,
+    environment: Mapping[str, str] = {},
+) -> EngineClient | Replicas:  # fmt: skip
     """Of as many engines as the options name; `scalable`: there may be more of them later; `meeting`: of several API
-    processes. Raises ConfigError."""
+    processes; `environment`: of one engine alone. Raises ConfigError."""
     one = config.data_parallel_size == 1 and (config.engine_in_process or not scalable)
-    return EngineClient(config, restarts=restarts) if one else Replicas(config, restarts=restarts, meeting=meeting)
+    if one:
+        return EngineClient(config, restarts=restarts, environment=environment)
+    return Replicas(config, restarts=restarts, meeting=meeting)
 
 
 class Replicas:

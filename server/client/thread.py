@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from ...engine.config import EngineConfig
@@ -20,8 +20,9 @@ T = TypeVar("T")
 class EngineThread:
     """Whoever makes one must close it."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.client = make_client(config)  # for coroutines on the thread only
+    def __init__(self, config: EngineConfig, environment: Mapping[str, str] = {}) -> None:
+        """`environment`: of the engine's process, beside this one's; where there is one engine."""
+        self.client = make_client(config, environment=environment)  # for coroutines on the thread only
         self.client.progress_listeners.append(_log_phases())
         self.closing: list[Callable[[], Coroutine[Any, Any, None]]] = []  # what else ends with the engine
         try:

@@ -33,6 +33,7 @@ from .pooled import PooledCalls
 from .progress_bar import Progress, loading_bar, progress_bar
 from .prompt_like import PromptLike, tokenised
 from .sampling_params import SamplingParams, validate
+from .torchrun import launched
 
 if TYPE_CHECKING:
     from ..grammar.constraint import Constraint
@@ -84,7 +85,13 @@ class LLM(PooledCalls):
             raise ConfigError("no model is named: give the folder of a Hugging Face model, or its name on the hub")
         if config.backlog_steps is None:
             config = dataclasses.replace(config, backlog_steps=BACKLOG_STEPS)
-        self._engine = EngineThread(config)
+        environment: dict[str, str] = {}
+        if config.distributed_executor_backend == "external_launcher":
+            try:
+                config, environment = launched(config)
+            except ConfigError as error:
+                raise ConfigError(in_keywords(str(error))) from None
+        self._engine = EngineThread(config, environment)
         self._finalizer = weakref.finalize(self, self._engine.close)  # when collected, or when the interpreter ends
         try:
             with loading_bar(use_tqdm_on_load) as report:

@@ -196,4 +196,4 @@ def test_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(*both, "--distributed-executor-backend", "ray").startswith("--nnodes 2 is for --distributed-executor")
     assert said("-tp", "2", "--distributed-executor-backend", "uni").startswith("--distributed-executor-backend uni")
     line = said("--distributed-executor-backend", "external_launcher")
-    assert line.startswith("--distributed-executor-backend external_launcher: torchrun is not needed")
+    assert line.startswith("--distributed-executor-backend external_launcher is for programs that torchrun starts")
