@@ -205,15 +205,21 @@ def meet(
         return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, patience, rendezvous)
 
 
+class RanksApartError(ConfigError, RuntimeError):
+    """Ranks of several hosts do not find each other, because of their network. Or one of them is gone: whoever watches
+    their processes waits for that news, as after any RuntimeError of a rank."""
+
+
 @contextmanager
 def finding(seat: Seat) -> Iterator[None]:
+    """Raises RanksApartError."""
     try:
         yield
     except RuntimeError as error:
         if seat.rendezvous.startswith(LOCAL):
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"rank {seat.rank} does not find the others ({lines[0]}): {advice()}") from error
+        raise RanksApartError(f"rank {seat.rank} does not find the others ({lines[0]}): {advice()}") from error
 
 
 def eager_across_hosts(config: EngineConfig, seat: Seat, device: torch.device) -> EngineConfig:

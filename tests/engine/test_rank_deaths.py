@@ -18,9 +18,11 @@ import pytest
 
 from vserve.engine.config import EngineConfig
 from vserve.engine.messages import Failure
+from vserve.engine.rank import finding
 from vserve.engine.ranks import peers as peers_module
 from vserve.engine.ranks.channel import Channel
 from vserve.engine.ranks.cluster_messages import Ended, ToNode
+from vserve.engine.ranks.messages import Seat
 from vserve.engine.ranks.nodes import Node, RemoteRank
 from vserve.engine.ranks.peers import Peers
 from vserve.engine.ranks.place import Child, Place, end_of, may_follow
@@ -98,7 +100,7 @@ async def blamed(place: Place, happens: Callable[[Peers, subprocess.Popen[bytes]
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("first", ["failure", "exit", "abort", "rank 0"])
+@pytest.mark.parametrize("first", ["failure", "exit", "abort", "rank 0", "network"])
 def test_the_death_is_named_though_it_is_told_last(monkeypatch: pytest.MonkeyPatch, where: str, first: str) -> None:
     monkeypatch.setattr(peers_module, "BLAME", 8.0)  # nobody waits for its end, however late a busy machine tells
     make, said = PLACES[where]
@@ -115,6 +117,9 @@ def test_the_death_is_named_though_it_is_told_last(monkeypatch: pytest.MonkeyPat
                 other.stdin.close()
             elif first == "abort":
                 other.send_signal(signal.SIGABRT)
+            elif first == "network":
+                with finding(Seat(0, 3, "tcp://10.0.0.1:29500")):
+                    raise RuntimeError(BROKEN)
             return BROKEN if first == "rank 0" else None
 
         return await blamed(place, happens)
