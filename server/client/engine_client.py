@@ -33,14 +33,12 @@ from ...engine.messages import (
     pack_tokens,
     sum_of,
 )
-from ...engine.process import run_engine
 from ...engine.request import SamplingParams, unknown_token_problem
 from ...engine.shortage import killed
-from .launched import LaunchedEngine
+from .engine import Engine, make_engine
 from .mailbox import EngineDeadError, Mailbox, refused
-from .meeting import EngineLink, Meeting
+from .meeting import Meeting
 from .open_requests import OpenRequests
-from .process import EngineProcess
 from .routing import ANYWHERE, Route
 
 logger = logging.getLogger(__name__)
@@ -90,8 +88,7 @@ class EngineClient:
         self._readers: dict[int, asyncio.Future[list[StepRecord]]] = {}  # who waits for LastSteps
         self.adapters: dict[int, LoadAdapter] = {}  # that every engine is told of when it is ready
         self._loading: dict[int, asyncio.Future[AdapterLoaded]] = {}  # who waits for an adapter
-        self._process: EngineProcess | EngineLink | LaunchedEngine | None = None
-        self._task: asyncio.Task[None] | None = None  # the engine in this process
+        self._engine: Engine | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._send: Callable[[ToEngine], None]
         self._closing = False
@@ -201,37 +198,36 @@ class EngineClient:
 
     def dump_stacks(self) -> bool:
         """Of the engine's threads, to stderr. False when it is no process that could do so now."""
-        if self._process is None or self._process.is_stopped():
+        if self._engine is None or self._engine.is_stopped():
             return False
-        self._process.dump_stacks()
+        self._engine.dump_stacks()
         return True
 
     def is_suspended(self) -> bool:
         """Whether a signal has stopped its process, also while it starts."""
-        return self._process is not None and self._process.is_suspended()
+        return self._engine is not None and self._engine.is_suspended()
 
     def give_up_on_engine(self, cause: str) -> None:
         """Ends an engine that hangs; what happens next is what happens after any death."""
-        if self._process is not None:
-            self._process.kill()
+        if self._engine is not None:
+            self._engine.kill()
         self._down(cause)
 
     def kill(self) -> None:
         """Ends the engine at once, for whoever leaves at once."""
         self._closing = True
-        if self._process is not None:
-            self._process.kill()
+        if self._engine is not None:
+            self._engine.kill()
 
     async def close(self) -> None:
         """Ends the engine. Idempotent."""
         self._closing = True
-        for task in (self._restarting, self._task):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
-        if self._process is not None:
-            await self._process.end()
+        if self._restarting is not None:
+            self._restarting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._restarting
+        if self._engine is not None:
+            await self._engine.end()
 
     # ---- the engine's messages ----
 
@@ -282,31 +278,18 @@ class EngineClient:
         self.phase = None
         self.epoch += 1
         self.past_stats, self.stats = sum_of(self.past_stats, self.stats), EngineStats()
-        if self.config.engine_in_process:
-            self._task = asyncio.create_task(self._run_in_process())
-        else:
-            process = self._process = self._new_process(
-                lambda message: self._receive(message) if process is self._process else None,
-                lambda cause: self._down(cause) if process is self._process else None,
-            )
-            try:
-                await process.start(self.config, self._environment)
-            except OSError as error:
-                raise EngineDeadError(f"the engine process cannot be started: {error}") from None
-            self._send = process.send
+        engine = self._engine = make_engine(
+            self.config, self._meeting, self._index,
+            lambda message: self._receive(message) if engine is self._engine else None,
+            lambda cause: self._down(cause) if engine is self._engine else None,
+            self._killed,
+        )  # fmt: skip
+        try:
+            await engine.start(self.config, self._environment)
+        except OSError as error:
+            raise EngineDeadError(f"the engine process cannot be started: {error}") from None
+        self._send = engine.send
         await self._started
-
-    def _new_process(
-        self, on_message: Callable[[Any], None], on_lost: Callable[[str], None]
-    ) -> EngineProcess | EngineLink | LaunchedEngine:
-        meeting = self._meeting
-        if self.config.node_rank:
-            return LaunchedEngine(on_message, on_lost)
-        if meeting is None:
-            return EngineProcess(on_message, on_lost, self._killed)
-        if meeting.is_first:
-            return EngineProcess(on_message, on_lost, self._killed, meeting.listener(self._index))
-        return EngineLink(meeting.engine_path(self._index), meeting.client, on_message, on_lost)
 
     def _down(self, cause: str) -> None:
         """Fails everything that is open, at once. The first cause of a death is the one that counts."""
@@ -354,8 +337,8 @@ class EngineClient:
     async def _restart(self) -> None:
         pause = 0.0
         while True:
-            if self._process is not None:
-                await self._process.end()
+            if self._engine is not None:
+                await self._engine.end()
             await asyncio.sleep(pause)
             pause = min(MAX_PAUSE, 2 * pause + 1)
             try:
@@ -369,21 +352,3 @@ class EngineClient:
                 if not self._is_guest:
                     logger.warning("%sthe engine serves again after %.1f s", self._prefix, self._startup_seconds)
                 return
-
-    async def _run_in_process(self) -> None:
-        submit: Callable[[ToEngine], None] | None = None
-
-        def attach(function: Callable[[ToEngine], None]) -> None:
-            nonlocal submit
-            submit = function
-
-        def send(message: ToEngine) -> None:
-            assert submit is not None, "the engine is not ready"
-            submit(message)
-
-        self._send = send
-        try:
-            await run_engine(self.config, self._receive, attach)
-        except Exception as error:
-            logger.debug("engine failed", exc_info=error)
-            self._down(str(error) or type(error).__name__)

@@ -38,6 +38,7 @@ from vserve.engine.ranks.place import Child
 from vserve.engine.request import Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
+from vserve.server.client.process import EngineProcess
 from vserve.server.client.replicas import engine_environments
 
 from .conftest import Answer, at_rest, collect
@@ -276,8 +277,8 @@ def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(
         await client.start()
         try:
             expected = (await collect(client, [5, 6, 7], greedy())).tokens
-            assert client._process is not None
-            first = client._process.pid
+            assert isinstance(client._engine, EngineProcess)
+            first = client._engine.pid
             answer = begin(client)
             await asyncio.sleep(0.1)
             other = rank_of(first)
@@ -288,9 +289,9 @@ def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(
             assert found.startswith("rank 1 of 2 (cpu) was killed by signal 9 (SIGKILL)"), found
             while not client.ready:
                 await asyncio.sleep(0.05)
-            assert client._process.pid != first and not Path(f"/proc/{other}").exists()
+            assert client._engine.pid != first and not Path(f"/proc/{other}").exists()
             assert (await collect(client, [5, 6, 7], greedy())).tokens == expected
-            last = rank_of(client._process.pid)
+            last = rank_of(client._engine.pid)
             assert not left.exists() and len(list(tmp_path.glob("vserve-ranks-*"))) == 1
         finally:
             await client.close()

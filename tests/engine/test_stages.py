@@ -28,6 +28,7 @@ from vserve.engine.relay import Awaited, Relay
 from vserve.engine.request import Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
+from vserve.server.client.process import EngineProcess
 from vserve.server.client.replicas import engine_environments
 
 from .conftest import Answer, at_rest, collect
@@ -266,11 +267,11 @@ def test_a_stage_that_is_lost_ends_its_engine(engines: Engines) -> None:
 
     async def lose(client: EngineClient, end: signal.Signals) -> str:
         await collect(client, [5, 6, 7], greedy())
-        assert client._process is not None
+        assert isinstance(client._engine, EngineProcess)
         answer = asyncio.create_task(collect(client, [5, 6, 7], greedy(max_tokens=250)))
         await asyncio.sleep(0.05)
         begun = time.monotonic()
-        os.kill(rank_of(client._process.pid, client.config.world_size - 1), end)
+        os.kill(rank_of(client._engine.pid, client.config.world_size - 1), end)
         with pytest.raises(EngineDeadError) as raised:
             await asyncio.wait_for(answer, 30)
         assert time.monotonic() - begun < 12

@@ -17,6 +17,7 @@ from vserve.engine.messages import EngineStats, RequestOutput
 from vserve.engine.request import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
+from vserve.server.client.process import EngineProcess
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,8 +130,8 @@ def test_a_lost_rank_leaves_the_cards_usable(tiny_model: Any, number: signal.Sig
             expected = await answer(client, PROMPTS[1], greedy())
             long = [asyncio.create_task(answer(client, PROMPTS[0], greedy(max_tokens=400))) for _ in range(64)]
             await asyncio.sleep(0.2)
-            assert client._process is not None
-            (other,) = ranks_of(client._process.pid)
+            assert isinstance(client._engine, EngineProcess)
+            (other,) = ranks_of(client._engine.pid)
             os.kill(other, number)
             begun = time.monotonic()
             found = await asyncio.gather(*long, return_exceptions=True)

@@ -17,6 +17,7 @@ from vserve.engine.config import EngineConfig
 from vserve.server import api_processes as module
 from vserve.server.api_processes import ApiProcesses
 from vserve.server.client.board import BEATS, SERVES, Board
+from vserve.server.client.engine import make_engine
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.hearts import Pulse
 from vserve.server.client.mailbox import EngineDeadError, Mailbox
@@ -182,8 +183,10 @@ def test_an_engine_of_another_process_is_not_said_to_be_stopped(beside: Any, cap
     processes, _ = beside()
     meeting = processes._meeting
     engine = EngineClient(EngineConfig("m"), meeting=Meeting(meeting.folder, 1, 1, meeting.board))
-    engine._process = engine._new_process(lambda message: None, lambda cause: None)
-    assert isinstance(engine._process, EngineLink)
+    engine._engine = make_engine(
+        engine.config, engine._meeting, 0, lambda message: None, lambda cause: None, lambda: ""
+    )
+    assert isinstance(engine._engine, EngineLink)
     engine.ready = True
     engine.requests._mailboxes[1] = Mailbox(1, 0.0)
     watchdog = Watchdog(engine, stall_timeout=0.1, hang_timeout=0.0)

@@ -452,7 +452,7 @@ def test_long_queues_are_read_in_large_steps_unless_told_otherwise(folder, llm):
 def test_the_engine_is_a_process_that_ends_with_its_llm(folder, oracle):
     llm = LLM(str(folder), device="cpu", cpu_threads=1, max_model_len=64)
     assert llm.info.max_model_len == 64
-    process = llm._engine.client._process
+    process = llm._engine.client._engine
     assert process is not None and process.poll() is None
     (output,) = llm.generate("hello there", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     assert output.outputs[0].token_ids == greedy(oracle, output.prompt_token_ids, 8)
@@ -511,7 +511,7 @@ def test_a_script_that_closes_nothing_leaves_nothing_behind(folder):
         if __name__ == "__main__":
             llm = LLM({str(folder)!r}, device="cpu", cpu_threads=1)
             llm.generate("hello", SamplingParams(max_tokens=2), use_tqdm=False)
-            print(llm._engine.client._process.pid)
+            print(llm._engine.client._engine.pid)
     """)
     import os
     import time

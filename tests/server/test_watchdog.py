@@ -29,7 +29,7 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineClient]:
     process = EngineProcess(lambda message: None, lambda cause: None, lambda: "")
     # Of a group that its parent is not in: SIGTSTP stops nobody in a group without a shell, as a service of CI has.
     process._process = subprocess.Popen(["sleep", "60"], process_group=0)
-    client._process = process
+    client._engine = process
     client.ready = True
     client._started = asyncio.Future(loop=asyncio.new_event_loop())
     client._started.set_result(None)
@@ -59,8 +59,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTSTP])
 def test_one_that_is_stopped_is_given_up(sleeper: EngineClient, number: signal.Signals) -> None:
-    assert isinstance(sleeper._process, EngineProcess)
-    pid = sleeper._process.pid
+    assert isinstance(sleeper._engine, EngineProcess)
+    pid = sleeper._engine.pid
     os.kill(pid, number)
     until(sleeper.is_suspended)
     assert ticks(sleeper, 20, hang_timeout=0.0) is None, "never means never"
@@ -71,18 +71,18 @@ def test_one_that_is_stopped_is_given_up(sleeper: EngineClient, number: signal.S
     os.kill(pid, number)
     until(sleeper.is_suspended)
     assert ticks(sleeper, 4) == "the engine process was stopped by a signal (SIGSTOP) for 2 s"
-    until(lambda: sleeper._process is not None and sleeper._process.poll() == -signal.SIGKILL)
+    until(lambda: sleeper._engine is not None and sleeper._engine.poll() == -signal.SIGKILL)
 
 
 def test_a_debugger_may_look_at_it(sleeper: EngineClient) -> None:
-    assert isinstance(sleeper._process, EngineProcess)
-    pid = sleeper._process.pid
+    assert isinstance(sleeper._engine, EngineProcess)
+    pid = sleeper._engine.pid
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.ptrace(SEIZE, pid, None, None):
         pytest.skip(f"no process may be traced here: {os.strerror(ctypes.get_errno())}")
     try:
         assert libc.ptrace(INTERRUPT, pid, None, None) == 0
-        until(sleeper._process.is_stopped)
+        until(sleeper._engine.is_stopped)
         assert not sleeper.is_suspended()
         assert ticks(sleeper, 20) is None
     finally:

@@ -20,6 +20,7 @@ from vserve.engine.config import EngineConfig
 from vserve.engine.request import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
+from vserve.server.client.process import EngineProcess
 
 LIMIT = 10.0  # seconds
 STARTING = ("device", "config", "weights", "compilation", "memory", "warm-up")
@@ -41,8 +42,8 @@ async def lose(config: EngineConfig, fault: str) -> tuple[float, str, list[int]]
     pids: list[int] = []
     try:
         await client.start()
-        assert client._process is not None
-        pids = children(client._process.pid)
+        assert isinstance(client._engine, EngineProcess)
+        pids = children(client._engine.pid)
         mailbox = client.submit([5, 6, 7], SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
         while (await mailbox.get()).finish_reason is None:
             pass
