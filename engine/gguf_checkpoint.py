@@ -133,7 +133,12 @@ class GGUFCheckpoint:
             dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
             return self._ordered(name, raw.view(dtype).view(tensor.shape))
         packed = self._ordered(name, raw.view(*tensor.shape[:-1], -1))
-        return dequantized(packed, tensor.type) if kind in CODE_BOOKS else packed
+        if kind not in CODE_BOOKS:
+            return packed
+        numbers = dequantized(packed, tensor.type)
+        if not bool(torch.isfinite(numbers).all()):  # of others, `finite` looks at what they are decoded to
+            raise ModelError(f"{tensor.file}: tensor {tensor.name} holds a scale that is no finite number: {_AGAIN}")
+        return numbers
 
     def _ordered(self, name: str, rows: Tensor) -> Tensor:
         """Numbers as transformers has them.

@@ -14,7 +14,7 @@ from ...kernels.moe_lora import ExpertLora
 from ..layer_spec import MoESpec
 from ..model_file import ModelError
 from ..parallel.divide import whole_experts
-from ..quant.codes import Codes, decoded
+from ..quant.codes import Codes, decoded, finite
 from ..quant.experts import QuantizedExperts
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from ..quant.fp4 import decode_experts
@@ -254,7 +254,7 @@ class Experts(nn.Module):
         one = slice(expert, expert + 1)
         blocks, scales = (tensors[f"{name}_{kind}"][one].to(self.place.device) for kind in ("blocks", "scales"))
         alternating = self.spec.interleaved and name == self.spec.stacked_names[0]
-        return decode_experts(blocks, scales, alternating)[0]
+        return finite(decode_experts(blocks, scales, alternating)[0], {f"{name}_scales": scales})
 
     def _halves(self, both: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Rows of gate and up of one tensor."""

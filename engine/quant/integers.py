@@ -27,7 +27,6 @@ def integer_codes(
     where they are that in a file that is said to be symmetric, codes become signed and have no zeros. groups: [K], the
     group of each column, where columns were quantised in an order of their own. Raises ModelError where it is none.
     """
-    check_finite(scales)
     half = 1 << (bits - 1)
     order = None if groups is None else _order(groups, group, scales.shape[1])
     if order is not None:
@@ -36,12 +35,6 @@ def integer_codes(
         # uint8 wraps around: 0 - 8 is 248, and as int8 -8
         return Codes((codes - half).view(torch.int8), scales.float().contiguous(), group, bits, order=order)
     return Codes(codes, scales.float().contiguous(), group, bits, zeros=zeros.float().contiguous(), order=order)
-
-
-def check_finite(scales: Tensor) -> None:
-    """Raises ModelError."""
-    if not bool(torch.isfinite(scales).all()):
-        raise ModelError("scales hold what is no finite number: download the checkpoint again")
 
 
 def _order(groups: Tensor, group: int, count: int) -> Tensor | None:

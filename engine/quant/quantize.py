@@ -82,8 +82,8 @@ def _matrix(codes: Tensor, weights: Tensor) -> Tensor:
 
 
 def _positive(scales: Tensor) -> Tensor:
-    """Where all weights are zero, any scale is right but zero."""
-    return torch.where(scales > 0, scales, 1)
+    """Where all weights are zero, any scale is right but zero. One that is no number stays none: it will be refused."""
+    return torch.where(scales == 0, 1, scales)
 
 
 def _e4m3(values: Tensor) -> Tensor:

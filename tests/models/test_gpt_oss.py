@@ -96,6 +96,16 @@ def test_blocks_that_do_not_fit_are_refused(parity: Parity, published: Path, tmp
         parity.load(folder)
 
 
+def test_exponents_that_mean_no_number_are_refused(parity: Parity, published: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(published / "quantized", tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 7, 1] = 255
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said = r"layers\.1\.mlp\.experts: down_proj_scales makes scales of which one is nan at \[7, 1\], they have to be"
+    with pytest.raises(ModelError, match=said):
+        parity.load(folder)
+
+
 def test_blocks_that_no_config_describes_are_refused(parity: Parity, published: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(published / "quantized", tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())

@@ -16,6 +16,7 @@ from vserve.engine.config import ConfigError
 from vserve.engine.model_file import ModelError
 from vserve.engine.quant import quantize
 from vserve.engine.quant.codes import Codes
+from vserve.engine.quant.codes import decoded as loaded
 from vserve.engine.quant.compressed_ints import PackedInts
 from vserve.engine.quant.compressed_tensors import CompressedTensorsScheme
 from vserve.engine.quant.config_groups import Group, find_group
@@ -540,8 +541,12 @@ def test_broken_scales_are_found() -> None:
     weight = bytes_of(2, 4).view(torch.float8_e4m3fn)
     for scale in (float("nan"), float("inf")):
         tensors = {"weight": weight, "weight_scale": torch.tensor([scale])}
-        with pytest.raises(ModelError, match="weight_scale holds infinity or what is no number: download"):
-            decoded(Fp8Scheme({}), tensors, 2, 4)
+        with pytest.raises(ModelError, match=rf"weight_scale holds {scale} at \[0\], finite numbers belong there: "):
+            loaded(found(Fp8Scheme({}), tensors, 2, 4), tensors, 2, 4, torch.device("cpu"))
+    exponents = torch.tensor([[127], [255]], dtype=torch.uint8)
+    tensors = {"weight": bytes_of(2, 32).view(torch.float8_e4m3fn), "weight_scale": exponents}
+    with pytest.raises(ModelError, match=r"weight_scale makes scales of which one is nan at \[1, 0\], they have to be"):
+        loaded(found(Mxfp8Scheme({}), tensors, 2, 32), tensors, 2, 32, torch.device("cpu"))
     for wrong in (torch.zeros(1), torch.ones(2), torch.tensor([float("nan")])):
         tensors = {"weight": weight, "weight_scale": torch.ones(1), "input_scale": wrong}
         with pytest.raises(ConfigError, match="input_scale has shape"):

@@ -25,7 +25,8 @@ from vserve.engine.gguf_checkpoint import GGUFCheckpoint
 from vserve.engine.gguf_config import eos_token_ids, read_config, read_generation_config
 from vserve.engine.gguf_families import FAMILIES as architectures
 from vserve.engine.gguf_file import Strings, read_gguf
-from vserve.engine.model_config import parse_model_config
+from vserve.engine.loader import load_model
+from vserve.engine.model_config import ModelConfig, parse_model_config
 from vserve.engine.model_file import ModelError
 from vserve.engine.quant.fp4 import decode_experts
 from vserve.engine.quant.scheme import make_scheme, read_quantization
@@ -138,6 +139,29 @@ def test_quantised_tensors(gguf_models: Any, tiny_model: Any, tmp_path: Path, fa
             error = (wanted - original).norm() / original.norm()
             assert error < (0.01 if kind == "Q8_0" else 0.2)
     assert seen == ({"Q4_K", "Q6_K"} if kind is mixed else {kind})
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "IQ2_XS"])
+def test_scales_that_are_no_numbers(gguf_models: Any, tiny_model: Any, tmp_path: Path, kind: str) -> None:
+    """Within the blocks, which begin with an fp16 each."""
+    folder = tiny_model("llama", **K_BLOCKS)
+    path = gguf_models.write_gguf(folder, tmp_path / "m.gguf", lambda name: kind if "ffn" in name else "Q8_0")
+    tensor = GGUFCheckpoint(path).tensors["model.layers.1.mlp.up_proj.weight"]
+    with path.open("r+b") as file:
+        file.seek(tensor.start)
+        file.write(np.float16("nan").tobytes())
+    with pytest.raises(ModelError) as caught:
+        config = ModelConfig.from_folder(path)
+        load_model(path, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
+    if kind == "IQ2_XS":
+        assert str(caught.value) == (
+            f"{path}: tensor blk.1.ffn_up.weight holds a scale that is no finite number: download it again"
+        )
+    else:
+        assert str(caught.value) == (
+            "model.layers.1.mlp.up_proj: weight makes scales of which one is nan at [0, 0], they have to be finite: "
+            "download the checkpoint again"
+        )
 
 
 @pytest.mark.parametrize("family", ["phi3", "gemma3_text"])

@@ -10,16 +10,25 @@ import torch
 from vserve.engine.model_file import ModelError
 from vserve.engine.quant.awq import Awq
 from vserve.engine.quant.bitsandbytes import Int8Rows, Table4
+from vserve.engine.quant.codes import decoded
 from vserve.engine.quant.compressed_ints import PackedInts
 from vserve.engine.quant.format import Format, Stored
 from vserve.engine.quant.gptq import Gptq
 from vserve.engine.quant.hqq import Hqq
+from vserve.engine.quant.quark import QuarkInt4
 
 I32, F = ("I32",), ("F16", "BF16", "F32")
 
 
 def shapes(found: Format, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     return {name: stored.shape for name, stored in found.expected(rows, columns).items()}
+
+
+def loaded(found: Format, tensors: dict[str, torch.Tensor], rows: int, columns: int) -> str:
+    """What is said of it on the way in."""
+    with pytest.raises(ModelError) as error:
+        decoded(found, tensors, rows, columns, torch.device("cpu"))
+    return str(error.value)
 
 
 def refused(found: Format, tensors: dict[str, torch.Tensor], rows: int, columns: int) -> str:
@@ -231,6 +240,24 @@ def test_codes_that_were_stored_as_floats() -> None:
     plain = Table4("nf4").decode({"weight": data, **rest}, 2, 64)
     floats = data.flatten().view(torch.bfloat16).view(-1, 1)
     assert torch.equal(Table4("nf4", storage="BF16").decode({"weight": floats, **rest}, 2, 64).codes, plain.codes)
+
+
+def test_what_makes_numbers_of_codes_is_finite() -> None:
+    """Whatever it is called, and whichever half of it is wrong."""
+    nan, rest = float("nan"), "finite numbers belong there: download the checkpoint again"
+    hqq = {"W_q": torch.zeros(1, 8, dtype=torch.uint8), "scale": torch.ones(2, 1), "zero": torch.ones(2, 1)}
+    for suffix in ("scale", "zero"):
+        wrong = {**hqq, suffix: torch.tensor([[1.0], [nan]])}
+        assert loaded(Hqq(4, 8), wrong, 2, 8) == f"{suffix} holds nan at [1, 0], {rest}"
+    table = {"weight": torch.zeros(64, 1, dtype=torch.uint8), "weight.absmax": torch.ones(2)}
+    table["weight.quant_map"] = torch.tensor([0.0] * 15 + [float("inf")])
+    assert loaded(Table4("nf4"), table, 2, 64) == f"weight.quant_map holds inf at [15], {rest}"
+    rows = {"weight": torch.zeros(2, 4, dtype=torch.int8), "SCB": torch.tensor([nan, 1.0])}
+    assert loaded(Int8Rows(), rows, 2, 4) == f"SCB holds nan at [0], {rest}"
+    quark = {"weight": torch.zeros(8, 1, dtype=torch.int32), "weight_scale": torch.full((1, 8), nan)}
+    assert (
+        loaded(QuarkInt4(0, True, False, tuple(range(8))), quark, 8, 8) == f"weight_scale holds nan at [0, 0], {rest}"
+    )
 
 
 FORMATS = [

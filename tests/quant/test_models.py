@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,14 +132,41 @@ def test_a_model_does_not_change_with_its_file(kind: str, tiny_model: Callable[.
         assert torch.equal(after, before[name]), name
 
 
+SCALES = {"awq": "scales", "gptq": "scales", "fp8_blocks": "weight_scale_inv", "nf4": "weight.absmax"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_that_are_no_numbers(kind: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Behind a code an NaN may be any number: some products would make one of it that nobody notices."""
+    folder = write(tiny_model("llama"), tmp_path, kind) / "quantized"
+    file, suffix = folder / "model.safetensors", SCALES.get(kind, "weight_scale")
+    for said in ("nan", "inf", "-inf")[: 1 if kind == "nvfp4" else 3]:  # e4m3 has no infinity
+        tensors = load_file(file)
+        scales = tensors[f"{Q}.{suffix}"]
+        scales.view(-1)[-1:] = torch.tensor(float(said)).to(scales.dtype)
+        (tmp_path / "broken").mkdir(exist_ok=True)
+        save_file(tensors, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
+        (tmp_path / "broken" / "config.json").write_text((folder / "config.json").read_text())
+        at = [size - 1 for size in scales.shape]
+        assert refusal(tmp_path / "broken") == (
+            f"{Q}: {suffix} holds {said} at {at}, finite numbers belong there: download the checkpoint again"
+        )
+
+
+@pytest.mark.parametrize("asked", ["fp8", "int8", "int4", "bitsandbytes"])
+def test_numbers_that_are_none_are_not_quantised_on_the_way_in(
+    asked: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    for wrong in ("nan", "inf"):
+        tensors[f"{Q}.weight"][3, 5] = float(wrong)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        assert refusal(folder, asked).startswith(f"{Q}: weight holds {wrong} at [3, 5], finite numbers belong there: ")
+
+
 def test_values_that_mean_nothing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """They are refused by name, where they would else be numbers."""
-    folder = write(tiny_model("llama"), tmp_path / "awq", "awq") / "quantized"
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    tensors[f"{Q}.scales"][0, 3] = float("nan")
-    save_file(tensors, file, {"format": "pt"})
-    assert refusal(folder) == f"{Q}: scales hold what is no finite number: download the checkpoint again"
     folder = write(tiny_model("llama"), tmp_path / "int8", "int8") / "quantized"
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4
