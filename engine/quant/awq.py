@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..model_file import ModelError
 from .format import Stored
-from .settings import SCALES, Headers, flag, group_size, last, layout, names, number
+from .settings import SCALES, Headers, flag, group_size, last, layout, names, number, whole_groups
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,7 @@ class Awq:
                 f"AWQ packs {PER_WORD} rows into a word, this matrix has {rows}: export the checkpoint again as gptq "
                 "or compressed-tensors"
             )
+        whole_groups(columns, self.group)
         groups = 1 if self.group is None else -(-columns // self.group)
         return {
             "qweight": Stored((columns, rows // PER_WORD), ("I32",)),

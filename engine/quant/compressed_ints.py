@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..model_file import ModelError
 from .format import Stored
-from .settings import SCALES
+from .settings import SCALES, whole_groups
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +83,8 @@ class PackedInts:
         groups = tensors.get("weight_g_idx")
         if groups is not None and bool((groups == -1).any()):  # never filled in: columns lie in their order
             groups = None
+        if groups is None:
+            whole_groups(columns, self.group)
         return integer_codes(codes, scales, zeros, self.group or columns, self.bits, self.symmetric, groups)
 
     def dummy(self, rows: int, columns: int, generator: torch.Generator) -> Codes:

@@ -10,7 +10,7 @@ from ..model_file import ModelError
 from .format import DUMMY_STD, Stored
 from .headers import EXPONENTS, beside, named, pair, quantised, refuse_scaled_inputs
 from .scales import CHANNEL, TENSOR, Scales, find_scales
-from .settings import SCALES, Headers, names
+from .settings import SCALES, Headers, names, whole_groups
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,8 @@ class Fp8:
         return f"FP8 per {share}{', static' if self.input else ''}"
 
     def expected(self, rows: int, columns: int) -> dict[str, Stored]:
+        if self.scales.block[0] == 1 and not self.scales.exponents:  # tiles of two dimensions may end with the matrix
+            whole_groups(columns, self.scales.block[1] or None)
         tensors = {
             "weight": Stored((rows, columns), ("F8_E4M3",)),
             self.scales.suffix: self.scales.stored(rows, columns),

@@ -20,6 +20,7 @@ from .settings import (
     number,
     other_layout,
     value,
+    whole_groups,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Gptq:
             if self.version == 1 and not in_words:
                 zeros = (zeros + 1) & ((1 << self.bits) - 1)
         groups = None if self.group is None else tensors.get("g_idx")
+        if groups is None:
+            whole_groups(columns, self.group)
         scales, group = tensors["scales"].t(), self.group or columns
         return integer_codes(codes, scales, zeros, group, self.bits, self.symmetric, groups)
 

@@ -11,7 +11,7 @@ from .format import DUMMY_STD, Stored
 from .fp8 import one_number
 from .headers import beside, refuse_scaled_inputs
 from .scales import Scales, find_scales
-from .settings import SCALES, Headers
+from .settings import SCALES, Headers, whole_groups
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,8 @@ class Int8:
         return f"INT{self.bits} {share}{zeros}{', static' if self.static else ''}"
 
     def expected(self, rows: int, columns: int) -> dict[str, Stored]:
+        if self.scales.block[0] == 1:
+            whole_groups(columns, self.scales.block[1] or None)
         tensors = {
             "weight": Stored((rows, columns), ("I8",)),
             self.scales.suffix: self.scales.stored(rows, columns),

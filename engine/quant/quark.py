@@ -13,7 +13,7 @@ from .fp8 import HEADS, INPUT, Fp8, find_fp8
 from .headers import matched, named, quantised, section
 from .int8 import find_int8, plain_int8
 from .scales import CHANNEL, TENSOR, Scales
-from .settings import SCALES, Headers, names
+from .settings import SCALES, Headers, names, whole_groups
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,7 @@ class QuarkInt4:
         return f"Quark int4 G={self.group or 'all'}"
 
     def expected(self, rows: int, columns: int) -> dict[str, Stored]:
+        whole_groups(columns, self.group or None)
         groups, words = -(-columns // (self.group or columns)), -(-rows // 8)
         tensors = {
             "weight": Stored((columns, words), ("I32",)),

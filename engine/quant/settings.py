@@ -54,6 +54,16 @@ def group_size(config: Mapping[str, Any], *keys: str, default: int | None = None
     return None if found == -1 else found
 
 
+def whole_groups(columns: int, group: int | None) -> None:
+    """Raises ModelError where the last group of a row has fewer columns than the others. No quantiser that leaves the
+    columns in their order writes that: the size in the configuration is another one, which has as many scales."""
+    if group is not None and group < columns and columns % group:
+        raise ModelError(
+            f"groups of {group} columns do not divide a matrix with {columns} of them: correct group_size in "
+            "quantization_config, or download the checkpoint again"
+        )
+
+
 def names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     """The strings of a list, nested or not. Raises ModelError for anything else."""
     found = value(config, *keys, default=[])

@@ -13,9 +13,12 @@ from vserve.engine.quant.bitsandbytes import Int8Rows, Table4
 from vserve.engine.quant.codes import decoded
 from vserve.engine.quant.compressed_ints import PackedInts
 from vserve.engine.quant.format import Format, Stored
+from vserve.engine.quant.fp8 import Fp8
 from vserve.engine.quant.gptq import Gptq
 from vserve.engine.quant.hqq import Hqq
+from vserve.engine.quant.int8 import Int8
 from vserve.engine.quant.quark import QuarkInt4
+from vserve.engine.quant.scales import Scales
 
 I32, F = ("I32",), ("F16", "BF16", "F32")
 
@@ -163,6 +166,27 @@ def test_groups_never_filled_in_are_passed_over() -> None:
         "weight_g_idx": torch.full((8,), -1, dtype=torch.int32),
     }  # fmt: skip
     assert PackedInts(4, 4).decode(tensors, 2, 8).order is None
+
+
+def test_groups_that_do_not_divide_the_columns() -> None:
+    said = (
+        "groups of 5 columns do not divide a matrix with 8 of them: correct group_size in quantization_config, or "
+        "download the checkpoint again"
+    )
+    by_group = Scales("weight_scale", (1, 5))
+    for found in (Awq(5), QuarkInt4(5, True, False, tuple(range(8))), Int8(by_group), Fp8(by_group)):
+        with pytest.raises(ModelError) as error:
+            found.expected(8, 8)
+        assert str(error.value) == said
+    Awq(128).expected(8, 8)  # one scale a row, whatever it is called
+    tensors = {"qweight": torch.zeros(1, 8, dtype=torch.int32), "scales": torch.ones(2, 8)}
+    assert refused(Gptq(4, 5, symmetric=True), tensors, 8, 8) == said
+    tensors["g_idx"] = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1])
+    assert Gptq(4, 5, symmetric=True).decode(tensors, 8, 8).group == 5  # the file says itself where they end
+    tensors = {"weight_packed": torch.zeros(8, 1, dtype=torch.int32), "weight_scale": torch.ones(8, 2)}
+    assert refused(PackedInts(4, 5), tensors, 8, 8) == said
+    tensors["weight_g_idx"] = torch.full((8,), -1)
+    assert refused(PackedInts(4, 5), tensors, 8, 8) == said
 
 
 def test_shapes_and_codes_of_another_matrix() -> None:

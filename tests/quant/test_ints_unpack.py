@@ -84,12 +84,13 @@ def test_awq_is_read_as_autoawq_writes_it() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("version", [1, 2])
 def test_gptq_element_by_element(bits: int, version: int) -> None:
-    """With a last group, and a last word, that are cut short."""
+    """With a last group, and a last word, that are cut short: where g_idx says so."""
     rows, columns, group, mask = 10, 40, 16, (1 << bits) - 1
     codes, zeros = all_codes(rows, columns, bits), all_codes(3, rows, bits)
     scales = torch.rand(3, rows).half()
     stored = (zeros - 1) & mask if version == 1 else zeros
     tensors = {"qweight": pack(codes, bits).t(), "qzeros": pack(stored, bits), "scales": scales}
+    tensors["g_idx"] = torch.arange(columns) // group
     found = Gptq(bits, group, symmetric=False, version=version).decode(tensors, rows, columns)
     dequantized = found.dequantize()
     assert found.zeros is not None and found.codes.dtype == torch.uint8

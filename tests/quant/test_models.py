@@ -132,6 +132,24 @@ def test_a_model_does_not_change_with_its_file(kind: str, tiny_model: Callable[.
         assert torch.equal(after, before[name]), name
 
 
+@pytest.mark.parametrize("kind", ["awq", "gptq", "packed"])
+def test_groups_that_end_within_a_row(kind: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """64 columns have as many groups of 33 as of 32, and so the shapes of scales do not tell them apart."""
+    folder = write(tiny_model("llama"), tmp_path, kind) / "quantized"
+    file, text = folder / "model.safetensors", (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"group_size": 32', '"group_size": 33'))
+    if kind == "gptq":
+        assert "g_idx has groups of 32 to 32 columns, each needs 33: " in refusal(folder)
+        tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("g_idx")}
+        save_file(tensors, file, {"format": "pt"})
+    where, _, said = refusal(folder).partition(": ")
+    columns = 128 if where.endswith("down_proj") else 64
+    assert said == (
+        f"groups of 33 columns do not divide a matrix with {columns} of them: correct group_size in "
+        "quantization_config, or download the checkpoint again"
+    )
+
+
 SCALES = {"awq": "scales", "gptq": "scales", "fp8_blocks": "weight_scale_inv", "nf4": "weight.absmax"}
 
 
