@@ -34,7 +34,8 @@ from .models.model import Loadable, Model
 from .parallel.divide import check_divides
 from .parallel.group import ALONE, Group, SingleGroup
 from .parallel.pipeline import WHOLE, Stage
-from .quant.format import FLOATS, Format, Scheme, Stored
+from .quant.claims import check_claims
+from .quant.format import FLOATS, Format
 from .quant.headers import named
 from .quant.kv_scales import read_cache_scales
 from .quant.online import ROUTERS
@@ -107,6 +108,8 @@ def load_model(
     config = with_stored_experts(config, {name: info.shape for name, info in headers.items()})
     with torch.no_grad():
         model = make_model(config, place, max_model_len)
+        if checkpoint is not None:
+            _check_claims(model, headers)
         holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
         loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
         if admit is not None:
@@ -137,6 +140,7 @@ def load_beside(part: Loadable, checkpoint: Checkpoint) -> None:
     """What is built beside a model, such as a head that drafts for it, gets its weights. Raises ModelError, before
     anything is allocated where the checkpoint does not fit."""
     with torch.no_grad():
+        _check_claims(part, checkpoint.headers)
         holders = choose_formats(part, _by_module(part, checkpoint.headers, ""))
         loads = _match(part, checkpoint, "")
         for holder in holders:
@@ -235,6 +239,11 @@ def whole_of(model: Model) -> Model:
     return make_model(model.config, place, 1)
 
 
+def _check_claims(model: Loadable, headers: dict[str, TensorInfo]) -> None:
+    needed = {name: info.dtype for name, info in headers.items() if not model.is_ignorable(name)}
+    check_claims(model.config.quantization, model.weight_map(), needed)
+
+
 def _by_module(model: Loadable, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
     """Module path → suffix → tensor; `prefix`: what the checkpoint's names lack at their beginning."""
     paths = model.weight_map().keys()
@@ -306,7 +315,10 @@ def _match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
                     f"{list(stored.shape)}: the weights and the config are not of one model, download both again"
                 )
             if info.dtype not in stored.dtypes:
-                raise ModelError(_unexpected_type(name, info, stored, model.config.quantization))
+                raise ModelError(
+                    f"{name} is stored as {info.dtype} in {info.file.name}, expected {' or '.join(stored.dtypes)}: the "
+                    "weights do not fit config.json, download both again"
+                )
             load.names[suffix] = name
             load.num_bytes += info.num_bytes
         if load.names:
@@ -332,13 +344,6 @@ def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
     """Some libraries that quantise give every module a bias, whether the model has one or not."""
     info = checkpoint.headers[name]
     return name.endswith(".bias") and info.dtype in FLOATS and not checkpoint.read(name).any()
-
-
-def _unexpected_type(name: str, info: TensorInfo, stored: Stored, scheme: Scheme | None) -> str:
-    found = f"{name} is stored as {info.dtype} in {info.file.name}"
-    if stored.dtypes == FLOATS and scheme is None:
-        return f"{found}, and config.json has no quantization_config that says what it means: download both again"
-    return f"{found}, expected {' or '.join(stored.dtypes)}: the weights do not fit config.json, download both again"
 
 
 def _load_cache_scales(checkpoint: Checkpoint, model: Model) -> None:

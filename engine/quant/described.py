@@ -59,6 +59,8 @@ def describe(model: Model) -> dict[str, str | int]:
 
 def told(found: dict[str, str | int]) -> str:
     """In one line."""
+    if not found["quantized"]:
+        return f"quantization {found['method']}: of no matrix, {found['unquantized']} are as they are"
     return (
         f"quantization {found['method']}: {found['formats']}; {found['unquantized']} matrices as they are; "
         f"{gib(int(found['bytes']))}; multiplied by {found['products']}"

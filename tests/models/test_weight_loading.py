@@ -258,8 +258,8 @@ def test_extra_tensors(folder: Path) -> None:
 def test_quantized_tensors(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.update({Q: tensors[Q].to(torch.float8_e4m3fn)}))
     assert refusal(folder) == (
-        f"{Q} is stored as F8_E4M3 in model.safetensors, and config.json has no quantization_config that says what it "
-        "means: download both again"
+        f"{Q} is quantized (stored as F8_E4M3), and config.json has no quantization_config that says what it means: "
+        "take the config.json that came with these weights"
     )
 
 

@@ -150,6 +150,60 @@ def test_groups_that_end_within_a_row(kind: str, tiny_model: Callable[..., Path]
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_configuration_that_claims_more_than_the_files_have(
+    kind: str, tiny_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody dequantised the weights and kept config.json: a plain model, whose size may surprise."""
+    folder = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": KINDS[kind][1]}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load(folder)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line == (
+        f"config.json says that the checkpoint is quantized ({KINDS[kind][1]['quant_method']}), and its files hold "
+        "plain numbers alone: it is served as they are; to quantize it at load, take quantization_config out and pass "
+        "--quantization"
+    )
+    assert told(describe(model)).endswith(": of no matrix, 15 are as they are")
+    plain = matrices(load(tiny_model("llama")))
+    assert all(torch.equal(found, plain[name]) for name, found in matrices(model).items())
+
+
+def test_a_cache_alone_may_be_quantised(
+    tiny_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    claim = {"quant_method": "modelopt", "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": claim}
+    (folder / "config.json").write_text(json.dumps(config))
+    load(folder)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("asked", [None, "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_that_no_configuration_explains(
+    kind: str, asked: str | None, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = write(tiny_model("llama"), tmp_path, kind) / "quantized"
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    said = refusal(folder, asked)
+    suffix, by = {
+        "awq": ("qweight", "by GPTQ or AWQ"), "gptq": ("qweight", "by GPTQ or AWQ"),
+        "packed": ("weight_packed", "by compressed-tensors"), "nvfp4": ("weight_packed", "by compressed-tensors"),
+        "nf4": ("weight.absmax", "by bitsandbytes"), "int8": ("weight", "stored as I8"),
+    }.get(kind, ("weight", "stored as F8_E4M3"))  # fmt: skip
+    name, _, rest = said.partition(" is quantized ")
+    assert name.endswith(f"_proj.{suffix}")
+    assert rest == (
+        f"({by}), and config.json has no quantization_config that says what it means: take the config.json that came "
+        "with these weights"
+    )
+
+
 SCALES = {"awq": "scales", "gptq": "scales", "fp8_blocks": "weight_scale_inv", "nf4": "weight.absmax"}
 
 
