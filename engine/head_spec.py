@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from .model_file import ModelError, is_gguf
 from .purpose import Purpose
+from .raw_config import architectures
 
 SEQUENCE, TOKENS, REWARD, PROCESS = (
     "ForSequenceClassification", "ForTokenClassification", "ForRewardModel", "ForProcessRewardModel",
@@ -80,7 +81,7 @@ def read_head(folder: Path | None, raw: Mapping[str, Any], hidden: int, purpose:
 
     Raises ModelError for what cannot be run.
     """
-    name = str((raw.get("architectures") or [""])[0])
+    name = (architectures(raw) or [""])[0]
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
     if suffix is not None and purpose.runner == "generate":
         raise ModelError(f"--runner generate: {name} has no output matrix, it generates no text: leave it out")
@@ -112,7 +113,7 @@ def _products(
     raw: Mapping[str, Any], hidden: int, num_labels: int, by_token: bool
 ) -> tuple[tuple[ProjectionSpec, ...], Any]:
     """The products that make classes, and what they are made of (HeadSpec.pooled), as transformers has them."""
-    name = str((raw.get("architectures") or [""])[0])
+    name = (architectures(raw) or [""])[0]
     kind = base_name(name).removesuffix("ForCausalLM")
 
     def classes(path: str, bias: bool = True) -> ProjectionSpec:

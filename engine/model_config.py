@@ -21,7 +21,7 @@ from .parallel.stages import check_stages
 from .parallel.stages import refuse as refuse_stages
 from .purpose import ANY, Purpose
 from .quant.scheme import make_scheme, read_quantization
-from .raw_config import RawConfig
+from .raw_config import RawConfig, architectures, model_type
 
 if TYPE_CHECKING:
     import torch  # at run time where a dtype is made: who only looks at the file should not wait for it
@@ -207,7 +207,7 @@ def _parse_encoder(raw: dict[str, Any], dtype: Any, family: EncoderFamily, purpo
     values = family.described(raw)
     spec, hidden_size = family.read(values, family.prefix), values.count("hidden_size")
     return ModelConfig(
-        architecture=str((raw.get("architectures") or [family.name])[0]),
+        architecture=(architectures(raw) or [family.name])[0],
         vocab_size=values.count("vocab_size"),
         hidden_size=hidden_size,
         layers=layers_of(spec),
@@ -226,9 +226,9 @@ def _parse_encoder(raw: dict[str, Any], dtype: Any, family: EncoderFamily, purpo
 
 def reads_both_ways(raw: Mapping[str, Any]) -> bool:
     """Whether a model with this config.json attends to whole texts. Within milliseconds."""
-    if find_encoder(raw) is not None:
-        return True
     try:
+        if find_encoder(raw) is not None:
+            return True
         return not _is_causal(raw, find_family(raw))
     except ModelError:
         return False
@@ -256,7 +256,7 @@ def _check_both_ways(raw: Mapping[str, Any], layers: tuple[LayerSpec, ...], purp
 
 def _refuse_generation(raw: Mapping[str, Any], purpose: Purpose) -> None:
     if purpose.runner == "generate":
-        name = (raw.get("architectures") or [raw.get("model_type")])[0]
+        name = (architectures(raw) or [model_type(raw)])[0]
         raise ModelError(f"--runner generate: {name} reads texts both ways, it generates none: leave it out")
 
 

@@ -43,6 +43,28 @@ class RawConfig:
         return None if value is None else number({key: value}, key)
 
 
+def architectures(raw: Mapping[str, Any]) -> list[str]:
+    """The names of config.json's classes, none where it has none. Raises ModelError."""
+    found = raw.get("architectures")
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        example = f'["{found}"]' if isinstance(found, str) else '["LlamaForCausalLM"]'
+        raise ModelError(
+            f"config.json: architectures is {found!r:.60}, a list of names such as {example:.60} belongs there: "
+            "correct the file"
+        )
+    return found
+
+
+def model_type(raw: Mapping[str, Any]) -> str:
+    """ "" where there is none. Raises ModelError."""
+    found = raw.get("model_type")
+    if not isinstance(found, str | None):
+        raise ModelError(f"config.json: model_type is {found!r:.60}, a name belongs there: correct the file")
+    return found or ""
+
+
 def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """A number above 0 of some object in config.json. Raises ModelError, without a default also where it is missing."""
     value = values.get(key)

@@ -9,7 +9,7 @@ from typing import Any
 from ..layer_spec import AttentionSpec, LayerSpec, MLPSpec
 from ..model_file import ModelError
 from ..models.family import layer_count
-from ..raw_config import RawConfig, number
+from ..raw_config import RawConfig, architectures, number
 from ..rope_config import RopeConfig, read_rope, read_ropes
 from .spec import Activation, EncoderLayerSpec, EncoderSpec, Paths
 
@@ -40,7 +40,7 @@ class EncoderFamily:
 
 def find_encoder(raw: Mapping[str, Any]) -> EncoderFamily | None:
     """By architecture; by model_type where none is named. None: it is none of ours."""
-    names = [str(name) for name in raw.get("architectures") or ()]
+    names = architectures(raw)
     if not names:
         return next((family for family in ENCODERS if family.model_type == raw.get("model_type")), None)
     bases = {name.removesuffix(end) for name in names for end in _ENDS if name.endswith(end)}

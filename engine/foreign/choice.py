@@ -15,6 +15,7 @@ from ..model_file import ModelError
 from ..models.family import Family
 from ..models.refused import refusal
 from ..models.registry import find_family
+from ..raw_config import architectures, model_type
 
 if TYPE_CHECKING:
     from .layout import Layout
@@ -42,7 +43,7 @@ def choose(
     raw: Mapping[str, Any], implementation: str = "auto", folder: Path | None = None, trusted: bool = False
 ) -> Family | EncoderFamily | Foreign:
     """By --model-impl and --trust-remote-code. Raises ModelError where neither can serve a config.json with `raw`."""
-    names = _names(raw)
+    names = architectures(raw)
     if (encoder := find_encoder(raw)) is not None:
         if implementation == "transformers":
             raise ModelError(
@@ -72,18 +73,14 @@ def choose(
     for name in (found for given in names for found in (given, f"{given.removesuffix('Model')}ForCausalLM")):
         if name in known.values():
             return Foreign(name, raw)
-    if not names and raw.get("model_type") in known:
-        return Foreign(known[str(raw["model_type"])], raw)
+    if not names and (kind := model_type(raw)) in known:
+        return Foreign(known[kind], raw)
     if remote:
         raise ModelError(
             f"architecture {names[0] if names else remote} is code of the model's own folder, which runs only where it "
             "is trusted: read it, then add --trust-remote-code"
         )
     raise own
-
-
-def _names(raw: Mapping[str, Any]) -> list[str]:
-    return [str(name) for name in raw.get("architectures") or ()]
 
 
 @cache

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..head_spec import base_name
 from ..model_file import ModelError
+from ..raw_config import architectures, model_type
 from .cohere import COHERE
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
@@ -51,13 +52,13 @@ _BY_MODEL_TYPE = {family.model_type: family for family in (*FAMILIES, *BOTH_WAYS
 
 def find_family(raw: Mapping[str, Any]) -> Family:
     """By architecture; by model_type where none is named. Raises ModelError."""
-    model_type = raw.get("model_type", "")
-    if not (names := raw.get("architectures")):
-        if model_type in _BY_MODEL_TYPE:
-            return _BY_MODEL_TYPE[model_type]
-        names = [model_type]
+    kind = model_type(raw)
+    if not (names := architectures(raw)):
+        if kind in _BY_MODEL_TYPE:
+            return _BY_MODEL_TYPE[kind]
+        names = [kind]
     for name in names:
-        for known in (name, base_name(str(name))):  # the second: of a model that embeds or classifies
+        for known in (name, base_name(name)):  # the second: of a model that embeds or classifies
             if known in _BY_ARCHITECTURE:
                 return _BY_ARCHITECTURE[known]
     if (line := refusal(names)) is not None:

@@ -12,6 +12,7 @@ from ..layer_spec import AttentionSpec, MLPSpec
 from ..model_config import ModelConfig, parse_model_config
 from ..model_file import ModelError, read_config
 from ..quant.scheme import make_scheme, read_quantization
+from ..raw_config import architectures
 
 _SPECULATORS = "transformer_layer_config"  # what the library of that name calls the config of the layer
 _REFUSED = {"medusa": "heads of Medusa", "mlp_speculator": "MLP speculators", "mlp": "MLP speculators"}
@@ -137,6 +138,6 @@ def _taps(raw: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
 
 def _family(raw: dict[str, Any]) -> str:
     """The architecture of the head's layer."""
-    name = str((raw.get("architectures") or [""])[0])
+    name = (architectures(raw) or [""])[0]
     plain = re.sub("(?i)eagle3?(speculator|draftmodel)?", "", name)
     return plain if plain.endswith("ForCausalLM") and plain != "ForCausalLM" else "LlamaForCausalLM"

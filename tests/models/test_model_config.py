@@ -440,6 +440,17 @@ def test_dtype_of_a_silent_config_is_that_of_the_weights(tmp_path: Path, tiny_mo
             "Qwen2ForCausalLM, Qwen3ForCausalLM",
         ),
         ({"architectures": ["AlbertModel"]}, "architecture AlbertModel is not served: it is an encoder"),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            "config.json: architectures is 'LlamaForCausalLM', a list of names such as [\"LlamaForCausalLM\"] belongs "
+            "there: correct the file",
+        ),
+        ({"architectures": [7]}, 'config.json: architectures is [7], a list of names such as ["LlamaForCausalLM"]'),
+        ({"architectures": {}}, 'config.json: architectures is {}, a list of names such as ["LlamaForCausalLM"]'),
+        (
+            {"architectures": None, "model_type": ["llama"]},
+            "config.json: model_type is ['llama'], a name belongs there: correct the file",
+        ),
         ({"architectures": None, "model_type": None}, "architecture unnamed is not supported: serve one of Llama"),
         ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', supported is silu: use another model"),
         (
