@@ -21,7 +21,7 @@ from .parallel.stages import check_stages
 from .parallel.stages import refuse as refuse_stages
 from .purpose import ANY, Purpose
 from .quant.scheme import make_scheme, read_quantization
-from .raw_config import RawConfig, architectures, model_type
+from .raw_config import RawConfig, architectures, flag, model_type
 
 if TYPE_CHECKING:
     import torch  # at run time where a dtype is made: who only looks at the file should not wait for it
@@ -178,7 +178,7 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
     values = RawConfig(raw, family.defaults)
     hidden_size = values.count("hidden_size")
     head = read_head(None, raw, hidden_size, purpose)
-    eos = values.get("eos_token_id")
+    eos = _tokens(values.get("eos_token_id"))
     layers, causal = family.layers(values), _is_causal(raw, family)
     if not causal:
         _check_both_ways(raw, layers, purpose)
@@ -191,7 +191,7 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
         tie_word_embeddings=bool(values.get("tie_word_embeddings")),
         max_position_embeddings=values.count("max_position_embeddings"),
         dtype=dtype,
-        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        eos_token_ids=eos,
         frame=family.frame(values),
         names=family.names,
         other_names=family.other_names,
@@ -235,9 +235,10 @@ def reads_both_ways(raw: Mapping[str, Any]) -> bool:
 
 
 def _is_causal(raw: Mapping[str, Any], family: Family) -> bool:
-    if raw.get("use_bidirectional_attention") is True or raw.get("is_causal") is False:
+    causal = flag(raw, "is_causal")
+    if flag(raw, "use_bidirectional_attention") or causal is False:
         return False
-    return family.causal or raw.get("is_causal") is True
+    return family.causal or causal is True
 
 
 def _check_both_ways(raw: Mapping[str, Any], layers: tuple[LayerSpec, ...], purpose: Purpose) -> None:
@@ -265,6 +266,17 @@ def _drafting_layers(family: Family, raw: RawConfig) -> list[str]:
     count = (raw.optional_count(family.drafts) if raw.get(family.drafts) else 0) if family.drafts else 0
     first = raw.count("num_hidden_layers")
     return [f"model.layers.{first + index}." for index in range(min(count or 0, MAX_LAYERS))]
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    """Of eos_token_id: one, several or none. Raises ModelError."""
+    found = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    if not all(type(token) is int for token in found):
+        raise ModelError(
+            f"config.json: eos_token_id is {value!r:.60}, a token's number or a list of some belongs there: "
+            "correct the file"
+        )
+    return tuple(found)
 
 
 def _dtype_name(raw: dict[str, Any]) -> str:

@@ -214,10 +214,10 @@ def _modern(raw: RawConfig, prefix: str) -> EncoderSpec:
     near_theta = number(raw.values, "local_rope_theta", raw.number("local_rope_theta"))
     full, near = read_ropes(raw.values, raw.count("max_position_embeddings"), full_theta, near_theta)
     every, window = raw.count("global_attn_every_n_layers"), raw.count("local_attention") // 2 + 1
-    kinds = raw.get("layer_types") or [
+    kinds = raw.optional_list("layer_types") or [
         "sliding_attention" if index % every else "full_attention" for index in range(len(spec.layers))
     ]
-    if len(kinds) != len(spec.layers) or not set(kinds) <= {"sliding_attention", "full_attention"}:
+    if len(kinds) != len(spec.layers) or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
         raise ModelError(f"config.json: layer_types is {kinds!r:.80}, one of two kinds a layer belongs there")
     layers = tuple(
         EncoderLayerSpec(near, window) if kind == "sliding_attention" else EncoderLayerSpec(full) for kind in kinds

@@ -69,9 +69,7 @@ def latent_attention_spec(raw: RawConfig, *, interleaved: bool = True) -> Latent
 
 def mixture_spec(raw: RawConfig, routing: RoutingSpec) -> MoESpec:
     """Experts, and the shared ones as one MLP of all their gates."""
-    inner, shared = raw.count("moe_intermediate_size"), raw.get("n_shared_experts") or 0
-    if not isinstance(shared, int):
-        raise ModelError(f"config.json: n_shared_experts is {shared!r}, a whole number belongs there: correct the file")
+    inner, shared = raw.count("moe_intermediate_size"), raw.size("n_shared_experts")
     groups, chosen = routing.num_groups, routing.kept_groups
     if routing.num_experts % groups or chosen > groups:
         raise ModelError(
@@ -83,12 +81,7 @@ def mixture_spec(raw: RawConfig, routing: RoutingSpec) -> MoESpec:
 
 def dense_then_mixtures(raw: RawConfig) -> int:
     """→ how many layers are dense, before all others."""
-    dense = raw.get("first_k_dense_replace") or 0
-    if not isinstance(dense, int) or dense < 0:
-        raise ModelError(
-            f"config.json: first_k_dense_replace is {dense!r}, a whole number belongs there: correct the file"
-        )
-    return min(dense, layer_count(raw))
+    return min(raw.size("first_k_dense_replace"), layer_count(raw))
 
 
 def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:

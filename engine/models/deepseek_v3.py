@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "num_nextn_predict_layers": 1,  # behind the last one, to draft tokens
 }
 
@@ -39,6 +40,8 @@ def sigmoid_mixture(raw: RawConfig) -> MoESpec:
     """Experts weighted by sigmoids of their logits; for the choice, of groups and in them, a bias is added."""
     if (function := raw.get("scoring_func")) != "sigmoid":
         raise ModelError(f"config.json: scoring_func is {function!r}, supported is sigmoid: use another model")
+    if (method := raw.get("topk_method")) not in (None, "noaux_tc"):  # with a bias, as the weights have one
+        raise ModelError(f"config.json: topk_method is {method!r}, supported is noaux_tc: use another model")
     num_experts, top_k = expert_counts(raw, "n_routed_experts", "num_local_experts")
     routing = RoutingSpec(
         num_experts,

@@ -25,8 +25,8 @@ DEFAULTS: dict[str, Any] = {
 def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     """OLMo 2 with a norm on every query and key head. Where there are windows, the layers without are not rotated."""
     attention, mlp = replace(attention_spec(raw), qk_norm="head"), mlp_spec(raw)
-    pattern = raw.get("sliding_window_pattern")
-    every = len(pattern) if isinstance(pattern, str) else pattern or 1  # "LLLG" is 4
+    pattern = raw.get("sliding_window_pattern")  # "LLLG" is 4
+    every = len(pattern) if isinstance(pattern, str) and pattern else raw.size("sliding_window_pattern") or 1
     full = attention if raw.optional_count("sliding_window") is None else replace(attention, rope=None)
     return tuple(
         LayerSpec(replace(attention, window=window) if window else full, mlp, norms="post")

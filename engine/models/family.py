@@ -93,6 +93,12 @@ def attention_spec(
     )  # fmt: skip
 
 
+def window_of(raw: RawConfig) -> int:
+    """sliding_window where use_sliding_window is on, else 0, which transformers writes then too."""
+    window = raw.size("sliding_window")
+    return window if raw.get("use_sliding_window") else 0
+
+
 def windows_of(raw: RawConfig, full_every: int) -> tuple[int, ...]:
     """Of each layer, 0: none. Where layer_types does not say it, every full_every-th layer has none."""
     window = raw.optional_count("sliding_window") or 0
@@ -103,7 +109,7 @@ def windows_of(raw: RawConfig, full_every: int) -> tuple[int, ...]:
 
 def named_windows(raw: RawConfig, window: int, keys: str = "sliding_window") -> tuple[int, ...] | None:
     """Of each layer that layer_types names, 0: none; None: it is left out. keys: what makes `window` more than 0."""
-    layer_types, num_layers = raw.get("layer_types"), layer_count(raw)
+    layer_types, num_layers = raw.optional_list("layer_types"), layer_count(raw)
     if layer_types is None:
         return None
     if len(layer_types) != num_layers:
@@ -151,8 +157,11 @@ def expert_counts(raw: RawConfig, *keys: str) -> tuple[int, int]:
 
 def dense_or_mixture(raw: RawConfig, mixture: MoESpec) -> tuple[MLPSpec | MoESpec, ...]:
     """Each layer's MLP, as mlp_only_layers (which are dense) and decoder_sparse_step (each how manieth is not) say."""
-    dense, every = raw.get("mlp_only_layers") or (), raw.count("decoder_sparse_step")
-    if not isinstance(dense, list | tuple) or not all(isinstance(index, int) for index in dense):
-        raise ModelError(f"config.json: mlp_only_layers is {dense!r:.60}, a list of layers belongs there: correct it")
-    plain = mlp_spec(raw)
-    return tuple(plain if index in dense or (index + 1) % every else mixture for index in range(layer_count(raw)))
+    dense, every = raw.optional_list("mlp_only_layers") or (), raw.count("decoder_sparse_step")
+    plain, count = mlp_spec(raw), layer_count(raw)
+    if any(type(index) is not int or not 0 <= index < count for index in dense):
+        raise ModelError(
+            f"config.json: mlp_only_layers is {dense!r:.60}, a list of layers from 0 to {count - 1} belongs there: "
+            "correct the file"
+        )
+    return tuple(plain if index in dense or (index + 1) % every else mixture for index in range(count))

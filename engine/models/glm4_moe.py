@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
     "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "num_nextn_predict_layers": 1,  # behind the last one, to draft tokens
 }
 

@@ -37,8 +37,8 @@ DEFAULTS: dict[str, Any] = {
 def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     attention = latent_attention_spec(raw, interleaved=raw.get("rope_interleave") is not False)
     count = layer_count(raw)
-    kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
-    if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+    kinds = raw.optional_list("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
+    if len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
         raise ModelError(
             f"config.json: mlp_layer_types has {len(kinds)} entries for {count} layers, each of which must be dense or "
             "sparse: correct the file"

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..layer_spec import LayerSpec, MoESpec, RoutingSpec
-from ..model_file import ModelError
 from ..raw_config import RawConfig
 from . import granite
 from .family import Family, attention_spec, expert_counts, layer_count, mlp_spec
@@ -31,16 +30,10 @@ def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
         attention_spec(raw, bias=bool(raw.get("attention_bias"))), scale=raw.number("attention_multiplier")
     )
     num_experts, top_k = expert_counts(raw, "num_local_experts")
-    shared = raw.get("shared_intermediate_size")
-    if not isinstance(shared, int) or shared < 0:
-        raise ModelError(
-            f"config.json: shared_intermediate_size is {shared!r}, a whole number from 0 on belongs there: correct the "
-            "file"
-        )
     mixture = MoESpec(
         mlp_spec(raw).inner,
         RoutingSpec(num_experts, top_k, score="none", softmax_chosen=True),
-        shared_inner=shared,
+        shared_inner=raw.size("shared_intermediate_size"),
         shared_fused=True,
         stored="stacked",
         stacked_names=("input_linear.weight", "output_linear.weight"),

@@ -8,7 +8,7 @@ from typing import Any
 from ..layer_spec import AttentionSpec, LayerSpec
 from ..raw_config import RawConfig
 from . import llama
-from .family import Family, attention_spec, layer_count, mlp_spec, named_windows
+from .family import Family, attention_spec, layer_count, mlp_spec, named_windows, window_of
 
 DEFAULTS: dict[str, Any] = {
     **llama.DEFAULTS,
@@ -37,10 +37,7 @@ def with_windows(raw: RawConfig, attention: AttentionSpec) -> tuple[LayerSpec, .
 
 
 def _windows(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
-    window = raw.optional_count("sliding_window") or 0
-    if not raw.get("use_sliding_window"):
-        window = 0
-    first = raw.get("max_window_layers")
+    window, first = window_of(raw), raw.size("max_window_layers")
     return named_windows(raw, window, "use_sliding_window and sliding_window") or tuple(
         window if index >= first else 0 for index in range(num_layers)
     )

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..layer_spec import LayerSpec, MoESpec, RoutingSpec
-from ..model_file import ModelError
 from ..raw_config import RawConfig
 from . import qwen3_moe
-from .family import Family, attention_spec, dense_or_mixture, expert_counts, layer_count
+from .family import Family, attention_spec, dense_or_mixture, expert_counts, layer_count, named_windows, window_of
 
 DEFAULTS: dict[str, Any] = {
     **qwen3_moe.DEFAULTS,
@@ -42,14 +41,9 @@ def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
 def _windows(raw: RawConfig) -> tuple[int, ...]:
     """Of each layer, 0: none. Where they are on and layer_types does not say it, every other of the first
     max_window_layers layers has one."""
-    count = layer_count(raw)
-    window = (raw.optional_count("sliding_window") or 0) if raw.get("use_sliding_window") else 0
-    types, last = raw.get("layer_types"), raw.get("max_window_layers")
-    if types is None or not window:
-        return tuple(window if index % 2 == 0 and index < last else 0 for index in range(count))
-    if len(types) != count:
-        raise ModelError(f"config.json: layer_types has {len(types)} entries for {count} layers: correct the file")
-    return tuple(window if name == "sliding_attention" else 0 for name in types)
+    window, last = window_of(raw), raw.size("max_window_layers")
+    named = named_windows(raw, window) if window else None
+    return named or tuple(window if index % 2 == 0 and index < last else 0 for index in range(layer_count(raw)))
 
 
 QWEN2_MOE = Family("Qwen2MoeForCausalLM", "qwen2_moe", DEFAULTS, layers, names=qwen3_moe.NAMES)

@@ -8,7 +8,7 @@ from typing import Any
 from ..layer_spec import LayerSpec, MoESpec, RoutingSpec
 from ..raw_config import RawConfig
 from . import llama
-from .family import Family, attention_spec, dense_or_mixture, expert_counts
+from .family import Family, attention_spec, dense_or_mixture, expert_counts, window_of
 
 DEFAULTS: dict[str, Any] = {
     **llama.DEFAULTS,
@@ -37,7 +37,7 @@ def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     """Qwen 3's attention; experts weighted by a softmax over all of them, whose chosen part sums to 1 if the config
     says so; some layers may be dense."""
     attention = attention_spec(raw, bias=bool(raw.get("attention_bias")))
-    window = (raw.optional_count("sliding_window") or 0) if raw.get("use_sliding_window") else 0
+    window = window_of(raw)
     attention = replace(attention, qk_norm="head", window=window)
     num_experts, top_k = expert_counts(raw, "num_experts", "num_local_experts")
     routing = RoutingSpec(num_experts, top_k, renormalize=bool(raw.get("norm_topk_prob")))

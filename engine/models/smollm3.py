@@ -9,7 +9,7 @@ from ..layer_spec import LayerSpec
 from ..model_file import ModelError
 from ..raw_config import RawConfig
 from . import llama
-from .family import Family, attention_spec, layer_count, mlp_spec, named_windows
+from .family import Family, attention_spec, layer_count, mlp_spec, named_windows, window_of
 
 DEFAULTS: dict[str, Any] = {
     **llama.DEFAULTS,
@@ -33,10 +33,12 @@ DEFAULTS: dict[str, Any] = {
 def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     """Llama with every fourth layer not rotated; those are the ones that may have a window."""
     count, every = layer_count(raw), raw.count("no_rope_layer_interval")
-    rotated = raw.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(count)]  # as it says: 1 is on
+    rotated = raw.optional_list("no_rope_layers") or [
+        (index + 1) % every != 0 for index in range(count)
+    ]  # as it says: 1 is on
     if len(rotated) < count:
         raise ModelError(f"config.json: no_rope_layers has {len(rotated)} entries for {count} layers: correct the file")
-    window = (raw.optional_count("sliding_window") or 0) if raw.get("use_sliding_window") else 0
+    window = window_of(raw)
     windows = [0 if there else window for there in rotated[:count]]
     if window:
         windows = list(named_windows(raw, window) or windows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from vserve.engine.encoders.families import ENCODERS
 from vserve.engine.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import choose_formats, count_parameters
@@ -315,8 +317,16 @@ def test_gpt_oss_rotates_as_transformers_where_nothing_is_said() -> None:
         ("deepseek_v2", {"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63, rotary embedding needs an even one"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', supported is sigmoid"),
         ("deepseek_v3", {"n_group": 3}, "256 experts are no 3 groups (n_group) of which 4 (topk_group) are chosen"),
-        ("deepseek_v3", {"first_k_dense_replace": "two"}, "first_k_dense_replace is 'two', a whole number belongs"),
-        ("deepseek_v3", {"n_shared_experts": "one"}, "n_shared_experts is 'one', a whole number belongs there"),
+        (
+            "deepseek_v3",
+            {"first_k_dense_replace": "two"},
+            "first_k_dense_replace is 'two', a whole number from 0 on belongs",
+        ),
+        (
+            "deepseek_v3",
+            {"n_shared_experts": "one"},
+            "n_shared_experts is 'one', a whole number from 0 on belongs there",
+        ),
     ],
 )
 def test_mixtures_with_other_attention_that_are_refused(family: str, keys: dict[str, Any], message: str) -> None:
@@ -499,6 +509,52 @@ def test_dtype_of_a_silent_config_is_that_of_the_weights(tmp_path: Path, tiny_mo
         ({"hidden_size": "large"}, "config.json: hidden_size is 'large', a whole number above 0 belongs there"),
         ({"num_hidden_layers": 0}, "config.json: num_hidden_layers is 0, a whole number above 0 belongs there"),
         ({"vocab_size": True}, "config.json: vocab_size is True, a whole number above 0 belongs there"),
+        ({"hidden_size": 10**30}, f"hidden_size is {10**30}, more than 1099511627776 is none of a model: correct"),
+        ({"rms_norm_eps": math.inf}, "config.json: rms_norm_eps is inf, a number above 0 belongs there"),
+        ({"tie_word_embeddings": "x"}, "config.json: tie_word_embeddings is 'x', true or false belongs there: correct"),
+        ({"attention_bias": "yes"}, "config.json: attention_bias is 'yes', true or false belongs there: correct"),
+        ({"attention_bias": []}, "config.json: attention_bias is [], true or false belongs there: correct"),
+        ({"is_causal": "no"}, "config.json: is_causal is 'no', true or false belongs there: correct"),
+        ({"hidden_act": 7}, "config.json: hidden_act is 7, a name belongs there: correct"),
+        (
+            {"eos_token_id": [2, "</s>"]},
+            "eos_token_id is [2, '</s>'], a token's number or a list of some belongs there",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": "x"},
+            "config.json: norm_topk_prob is 'x', true or false belongs there: correct the file",
+        ),
+        *(
+            (
+                {"architectures": [name], "sliding_window": -1},
+                "config.json: sliding_window is -1, a whole number",
+            )
+            for name in ("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM")
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4, "mlp_only_layers": [0, 99]},
+            "config.json: mlp_only_layers is [0, 99], a list of layers from 0 to 3 belongs there: correct the file",
+        ),
+        (
+            {
+                "architectures": ["Qwen2MoeForCausalLM"],
+                "num_hidden_layers": 1,
+                "use_sliding_window": True,
+                "layer_types": ["foo"],
+            },
+            "layer type 'foo' is not supported (full_attention, sliding_attention are)",
+        ),
+        *(
+            (
+                {"architectures": [name], "topk_method": "foo", "head_dim": 64},
+                "config.json: topk_method is 'foo', supported is noaux_tc: use another model",
+            )
+            for name in ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "n_shared_experts": -1},
+            "config.json: n_shared_experts is -1, a whole number from 0 on belongs there: correct the file",
+        ),
         ({"head_dim": 15}, "config.json: head_dim is 15, rotary embedding needs an even one"),
         ({"torch_dtype": "int4"}, "config.json: dtype is 'int4', supported are bfloat16, float16, float32, float64"),
     ],
@@ -508,6 +564,20 @@ def test_what_cannot_be_served_is_refused_in_one_line(keys: dict[str, Any], mess
         parse_model_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | keys)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "family", (*registry.FAMILIES, *registry.BOTH_WAYS, *ENCODERS), ids=lambda family: str(family.model_type)
+)
+def test_a_key_of_any_kind_is_read_or_refused(family: Any) -> None:
+    """In one line: nothing else is raised."""
+    base = {"model_type": family.model_type, "num_hidden_layers": 4, "num_experts_per_tok": 2}
+    for key in family.defaults:
+        for value in ("x", -1, 0, 1.5, True, [], ["x"], [99], {"a": 1}, math.nan, math.inf, 10**30, [None], None):
+            try:
+                parse_model_config({**base, key: value})
+            except ModelError as error:
+                assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize(
