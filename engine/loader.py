@@ -78,6 +78,63 @@ def load_model(
     check_divides(config, group.size, whole_experts)
     place = Placement(dtype, torch.device(device), group, whole_experts, stage)
     report = progress or (lambda done, total: None)
+    with torch.no_grad():
+        found = _prepared(model_path, config, place, load_format, max_model_len, adapter)
+        model, checkpoint, holders, loads = found.model, found.checkpoint, found.holders, found.loads
+        config = model.config
+        if found.note:
+            logger.warning("%s", found.note)
+        if admit is not None:
+            parameters = count_parameters(config, group.size, whole_experts, stage)
+            admit(parameters, int(found.stored * (parameters / count_parameters(config))))
+        for holder in holders:
+            holder.create()
+        if checkpoint is None:
+            fill_with_noise(model, seed, report)
+        else:
+            _load(checkpoint, loads, report)
+            _load_cache_scales(checkpoint, model)
+        if (head := model.pooling_head) is not None:
+            head.load_modules(torch.Generator(place.device).manual_seed(seed) if checkpoint is None else None)
+        for holder in holders:
+            holder.finish()
+    group.prepare(config.hidden_size * dtype.itemsize)
+    if config.quantization is not None:
+        _give_back()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    if isinstance(model, CausalLM) and not config.causal:
+        attend_both_ways(model)
+    return model
+
+
+def check_files(model_path: Path, config: ModelConfig, load_format: str = "auto") -> str | None:
+    """What `load_model` says of the files before it allocates anything: raises ModelError, → what it warns of. Of a
+    model that transformers' code computes that is known only where it is loaded."""
+    if config.foreign is not None or load_format == "dummy":
+        return None
+    with torch.no_grad():
+        place = Placement(config.dtype, torch.device("meta"))
+        return _prepared(model_path, config, place, load_format, 1, None).note
+
+
+@dataclass
+class _Prepared:
+    """A model without weights, and what each of its modules gets."""
+
+    model: Model
+    checkpoint: Checkpoint | None
+    holders: list[WeightHolder]
+    loads: list[_Load]
+    stored: int  # bytes of the files
+    note: str | None  # for the log
+
+
+def _prepared(
+    model_path: Path, config: ModelConfig, place: Placement, load_format: str, max_model_len: int,
+    adapter: Adapter | None,
+) -> _Prepared:  # fmt: skip
+    """By the headers alone. Raises ModelError where the checkpoint does not fit config.json."""
     checkpoint = None if load_format == "dummy" else open_checkpoint(model_path, load_format)
     if checkpoint is not None and config.foreign is not None:
         from .foreign.files import converted  # it imports transformers
@@ -106,34 +163,11 @@ def load_model(
     if getattr(config.quantization, "experts_alone", False) and not has_experts(config):
         raise ModelError("--quantization experts_int8, but the model has no experts: use --quantization int8")
     config = with_stored_experts(config, {name: info.shape for name, info in headers.items()})
-    with torch.no_grad():
-        model = make_model(config, place, max_model_len)
-        if checkpoint is not None:
-            _check_claims(model, headers)
-        holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
-        loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
-        if admit is not None:
-            parameters = count_parameters(config, group.size, whole_experts, stage)
-            admit(parameters, int(stored * (parameters / count_parameters(config))))
-        for holder in holders:
-            holder.create()
-        if checkpoint is None:
-            fill_with_noise(model, seed, report)
-        else:
-            _load(checkpoint, loads, report)
-            _load_cache_scales(checkpoint, model)
-        if (head := model.pooling_head) is not None:
-            head.load_modules(torch.Generator(place.device).manual_seed(seed) if checkpoint is None else None)
-        for holder in holders:
-            holder.finish()
-    group.prepare(config.hidden_size * dtype.itemsize)
-    if config.quantization is not None:
-        _give_back()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    if isinstance(model, CausalLM) and not config.causal:
-        attend_both_ways(model)
-    return model
+    model = make_model(config, place, max_model_len)
+    note = None if checkpoint is None else _check_claims(model, headers)
+    holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
+    loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
+    return _Prepared(model, checkpoint, holders, loads, stored, note)
 
 
 def load_beside(part: Loadable, checkpoint: Checkpoint) -> None:
@@ -239,9 +273,9 @@ def whole_of(model: Model) -> Model:
     return make_model(model.config, place, 1)
 
 
-def _check_claims(model: Loadable, headers: dict[str, TensorInfo]) -> None:
+def _check_claims(model: Loadable, headers: dict[str, TensorInfo]) -> str | None:
     needed = {name: info.dtype for name, info in headers.items() if not model.is_ignorable(name)}
-    check_claims(model.config.quantization, model.weight_map(), needed)
+    return check_claims(model.config.quantization, model.weight_map(), needed)
 
 
 def _by_module(model: Loadable, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:

@@ -7,14 +7,11 @@ it takes more memory than its name promises. The other way round nothing can be 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 
 from ..model_file import ModelError
 from .format import FLOATS, Scheme
 from .online import OnlineScheme
-
-logger = logging.getLogger(__name__)
 
 BLOCKS = "_blocks"  # experts of gpt-oss
 # Ends of names that only quantised tensors have → what writes them.
@@ -24,10 +21,10 @@ _SIGNS = {
 }  # fmt: skip
 
 
-def check_claims(scheme: Scheme | None, paths: Iterable[str], dtypes: Mapping[str, str]) -> None:
+def check_claims(scheme: Scheme | None, paths: Iterable[str], dtypes: Mapping[str, str]) -> str | None:
     """`paths`: of the model's modules; `dtypes`: of the checkpoint's tensors that the model may need, by their names.
 
-    Raises ModelError for codes that no configuration explains.
+    → a line that says that plain numbers are served. Raises ModelError for codes that no configuration explains.
     """
     found = next((name for name, dtype in dtypes.items() if _is_code(name, dtype)), None)
     if scheme is None or isinstance(scheme, OnlineScheme):
@@ -37,14 +34,15 @@ def check_claims(scheme: Scheme | None, paths: Iterable[str], dtypes: Mapping[st
                 f"{found} is quantized ({f'by {kind}' if kind else f'stored as {dtypes[found]}'}), and config.json has "
                 "no quantization_config that says what it means: take the config.json that came with these weights"
             )
-    elif scheme.method == "gguf":  # one file says both
-        return
-    elif found is None and any(scheme.format(path, None) is not None for path in paths):
-        logger.warning(
-            "config.json says that the checkpoint is quantized (%s), and its files hold plain numbers alone: it is "
-            "served as they are; to quantize it at load, take quantization_config out and pass --quantization",
-            scheme.method,
-        )
+        return None
+    if found is not None or scheme.method == "gguf":  # of which one file says both
+        return None
+    if not any(scheme.format(path, None) is not None for path in paths):
+        return None  # the cache alone is quantised
+    return (
+        f"config.json says that the checkpoint is quantized ({scheme.method}), and its files hold plain numbers alone: "
+        "it is served as they are; to quantize it at load, take quantization_config out and pass --quantization"
+    )
 
 
 def _is_code(name: str, dtype: str) -> bool:

@@ -51,14 +51,16 @@ def _fit(
     from ...engine.kv_format import KVSettings, planned_format
     from ...engine.kv_layout import KVLayout
     from ...engine.layer_spec import MoESpec
-    from ...engine.loader import count_parameters
+    from ...engine.loader import check_files, count_parameters
     from ...engine.memory import CPU_CACHE_BYTES
     from ...engine.overrides import read_model_config
     from ...engine.resolved import choose_dtype, choose_max_model_len, default_limits
     from ...engine.weight_size import orders_experts, smaller_weights, weight_size
 
     config = read_model_config(folder, engine)
-    size = checkpoint_bytes(folder) if size is None else size
+    note = None
+    if size is None:
+        note, size = check_files(folder, config, engine.load_format), checkpoint_bytes(folder)
     text = f"{place}: {config.architecture}, {gib(size)} of weights, context {config.max_model_len} tokens"
     try:
         length = choose_max_model_len(engine, config)
@@ -91,7 +93,8 @@ def _fit(
         return Finding(FAIL, "model", text, f"the weights take {gib(weights)}, and {where} has {gib(room)} for vserve: "
                        f"{', or '.join(remedies)}, or take a larger machine")  # fmt: skip
     if not config.causal:
-        return Finding(OK, "model", f"{text}; it reads texts whole, without a cache, and generates none")
+        text += "; it reads texts whole, without a cache, and generates none"
+        return Finding(OK if note is None else WARN, "model", text, note or "")
     left = room - weights
     if engine.kv_cache_memory_bytes is not None:
         left = min(left, engine.kv_cache_memory_bytes)
@@ -106,7 +109,7 @@ def _fit(
     taken = gib(blocks * block)
     text += f"; a request of {length} tokens takes {taken} of cache, and {gib(left)} are there at most"
     if length <= most:
-        return Finding(OK, "model", text)
+        return Finding(OK if note is None else WARN, "model", text, note or "")
     larger = "" if on_card or blocks * block > room - weights else (
         f", or add --kv-cache-memory-bytes {(blocks + 2) * block}"
     )  # fmt: skip

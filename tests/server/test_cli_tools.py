@@ -118,6 +118,23 @@ def test_a_port_in_use(healthy: Any) -> None:
     assert found.status == "FAIL" and "--port" in found.remedy
 
 
+def test_files_are_held_against_the_configuration(healthy: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """By their headers, as when it is loaded: what would be refused then is no model that is ready to serve."""
+    folder = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    raw = json.loads((folder / "config.json").read_text())
+    claim = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": claim}))
+    found = examine(folder)["model"]
+    assert found.status == "warn" and found.text.startswith(f"{folder}: LlamaForCausalLM, ")
+    assert found.remedy.startswith("config.json says that the checkpoint is quantized (awq), and its files hold plain")
+    (folder / "config.json").write_text(json.dumps(raw | {"intermediate_size": 72}))
+    found = examine(folder)["model"]
+    assert found.status == "FAIL" and found.remedy.startswith(
+        "the weights and the config are not of one model, download both"
+    )
+    assert "has shape [96, 64] in model.safetensors, config.json makes it [72, 64]" in found.text
+
+
 def test_models(healthy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert examine("/no/such/folder")["model"].status == "FAIL"
