@@ -10,7 +10,7 @@ from typing import Any
 from ..model_file import ModelError
 from .headers import pair, section
 from .scales import CHANNEL, TENSOR
-from .settings import expression, names
+from .settings import expression, flag, names
 
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
@@ -51,7 +51,7 @@ class Weights:
             )
         blocks = pair(values.get("block_structure"), "block_structure") if strategy == "block" else None
         ordered = values.get("actorder") in (True, "group", "dynamic")  # "weight" and "static" leave them as they lie
-        return cls(bits, kind, strategy, max(size or 0, 0), blocks, values.get("symmetric") is not False, ordered)
+        return cls(bits, kind, strategy, max(size or 0, 0), blocks, flag(values, "symmetric", True), ordered)
 
     @property
     def block(self) -> tuple[int, int]:

@@ -102,7 +102,7 @@ class Hqq:
 
 def _one(tensor: Tensor) -> Any:
     """The number in it, or the list of its numbers where they are several, which is none of those that are read."""
-    return int(tensor) if tensor.numel() == 1 else str(tensor.tolist())
+    return tensor.item() if tensor.numel() == 1 else str(tensor.tolist())
 
 
 class HqqScheme:

@@ -405,7 +405,7 @@ def test_refused_configurations(kind: Any, config: dict[str, Any], message: str)
 
 
 JUNK = [0, 1, -3, 2.5, True, "x", "re:(", [], [1], ["x"], [["x"]], {}, {"x": 1}, {"x": {}}, {"Linear": 3}]
-PASSED_OVER = ("kv_cache_quant_config", "input_tensors", "symmetric", "block_structure", "actorder")  # here at least
+PASSED_OVER = ("kv_cache_quant_config", "input_tensors", "block_structure", "actorder")  # here at least
 KEYS: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {
     Fp8Scheme: ({}, ("activation_scheme", "fmt", "weight_block_size", "ignored_layers", "modules_to_not_convert")),
     FbgemmFp8Scheme: ({}, ("modules_to_not_convert",)),

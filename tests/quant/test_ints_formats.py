@@ -209,6 +209,8 @@ def test_shapes_and_codes_of_another_matrix() -> None:
     [
         ("axis", 0, "axis is 0 in the checkpoint, read is 1: "),
         ("quant_zero", 1, "quant_zero is 1 in the checkpoint, read is 0: "),
+        ("axis", float("nan"), "axis is nan in the checkpoint, read is 1: "),
+        ("nbits", float("inf"), "nbits is inf in the checkpoint, W_q's shape is that of 4 bits: download it again"),
         ("nbits", 8, "nbits is 8 in the checkpoint, W_q's shape is that of 4 bits: download it again"),
         (
             "shape", [4, 4],
