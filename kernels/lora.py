@@ -20,10 +20,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .pdl import launched_plainly, pdl_options
 
 FEW_TOKENS = 512  # up to so many, tiles of 16 tokens, beyond of 64
-PROGRAMS = 128  # that a shrink should have: the input is cut for it
-MAX_SPLITS = 16
+# What a tile's input is cut into, at most, in steps of up to so many tokens: programs of few tiles are many then, and
+# each reads little; but whoever expands reads the sums of all.
+MAX_SPLITS = {16: 16, FEW_TOKENS: 8, 1 << 30: 4}
 STEP = 128  # of the input, at a time; whoever cuts it cuts multiples
-COLUMNS = 128  # rows of B, at a time
+COLUMNS = 256  # rows of B, at a time
 
 
 class Tiles(NamedTuple):
@@ -136,8 +137,8 @@ def shrink_triton(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
         raise ValueError("the last dimensions of x and A must be contiguous: call contiguous()")
     block_n = min(64, max(16, triton.next_power_of_2(n)))
     blocks = triton.cdiv(n, block_n)
-    splits = max(1, min(MAX_SPLITS, PROGRAMS // (len(tiles.slots) * blocks), triton.cdiv(k, STEP)))
-    steps = triton.cdiv(k, splits * STEP)  # of a split
+    most = next(splits for tokens, splits in MAX_SPLITS.items() if num_tokens <= tokens)
+    steps = triton.cdiv(k, most * STEP)  # of a split
     splits = triton.cdiv(k, steps * STEP)
     h = torch.empty((splits, num_tokens, n), dtype=torch.float32, device=x.device)
     _shrink_kernel[(len(tiles.slots), blocks, splits)](
@@ -156,9 +157,21 @@ def expand_triton(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: T
     _expand_kernel[(len(tiles.slots), columns.blocks.shape[1])](
         h, b, columns.blocks, used, y, *tiles[:4], num_tokens, n, columns.blocks.shape[1], splits,
         b.stride(0), b.stride(1), y.stride(0),
-        RANK=rank, MULTIPLE=columns.multiple, BLOCK_M=tiles.block_rows, BLOCK_N=COLUMNS,
-        BLOCK_R=16 if rank % 32 else 32, num_warps=4, num_stages=2, **pdl_options(y, num_tokens),
+        SPLITS=triton.next_power_of_2(splits), RANK=rank, MULTIPLE=columns.multiple, BLOCK_M=tiles.block_rows,
+        BLOCK_N=COLUMNS, BLOCK_R=16, num_warps=4 if tiles.block_rows == 16 and rank <= 64 else 8,
+        **pdl_options(y, num_tokens),
     )  # fmt: skip
+
+
+@triton.jit
+def _tile(tile, slots_ptr, starts_ptr, ends_ptr, used_ptr, BLOCK_M: tl.constexpr):
+    """→ its slot; places [BLOCK_M] in the order, and which of them exist; whether there is anything to do."""
+    start = tl.load(starts_ptr + tile)
+    end = tl.load(ends_ptr + tile)
+    slot = tl.load(slots_ptr + tile).to(tl.int64)
+    used = tl.load(used_ptr + slot, mask=start != end, other=0)
+    place = start + tl.arange(0, BLOCK_M)
+    return slot, place, place < end, used != 0
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
@@ -172,74 +185,82 @@ def _shrink_kernel(
     tile, split = tl.program_id(0), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    start = tl.load(starts_ptr + tile)
-    end = tl.load(ends_ptr + tile)
-    slot = tl.load(slots_ptr + tile).to(tl.int64)
-    if start == end:
-        return
-    if tl.load(used_ptr + slot) == 0:
-        return
-    place = start + tl.arange(0, BLOCK_M)
-    token = tl.load(order_ptr + place, mask=place < end, other=0).to(tl.int64)
+    # Which tokens and which slot was written before the step, as was A: all of it is known before the wait.
+    slot, place, exists, there = _tile(tile, slots_ptr, starts_ptr, ends_ptr, used_ptr, BLOCK_M)
+    token = tl.load(order_ptr + place, mask=exists, other=0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = split * steps * STEP
     k = first + tl.arange(0, BLOCK_K)
+    if PDL:
+        if EVEN_K:  # A's first block goes into the L2 cache; an empty tile takes some other slot's
+            rows = a_ptr + tl.where(there, slot, 0) * stride_slot + tl.minimum(n, N - 1) * stride_a
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2; // dummy $0", "=r,l,r",
+                [(rows + first).to(tl.int64), STEP * 2],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        gdc_wait()
+    if not there:
+        return
     x_ptrs = x_ptr + token[:, None] * stride_x + k[None, :]
     a_ptrs = a_ptr + slot * stride_slot + n[None, :] * stride_a + k[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     left = tl.minimum(K - first, steps * STEP)
     for at in range(0, left, BLOCK_K):
-        exists, wanted = (place < end)[:, None], (n < N)[None, :]
+        given, wanted = exists[:, None], (n < N)[None, :]
         if not EVEN_K:
             inside = tl.arange(0, BLOCK_K) < left - at
-            exists, wanted = exists & inside[None, :], wanted & inside[:, None]
-        x = tl.load(x_ptrs + at, mask=exists, other=0.0)
+            given, wanted = given & inside[None, :], wanted & inside[:, None]
+        x = tl.load(x_ptrs + at, mask=given, other=0.0)
         a = tl.load(a_ptrs + at, mask=wanted, other=0.0).to(x.dtype)
         acc = tl.dot(x, a, acc, input_precision="ieee")
     h_ptrs = h_ptr + split.to(tl.int64) * T * N + place[:, None] * N + n[None, :]
-    tl.store(h_ptrs, acc, mask=(place < end)[:, None] & (n < N)[None, :])
+    tl.store(h_ptrs, acc, mask=exists[:, None] & (n < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "C", "splits"])
 def _expand_kernel(
     h_ptr, b_ptr, columns_ptr, used_ptr, y_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr,
     T, N, C, splits, stride_slot, stride_b, stride_y,
-    RANK: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLITS: tl.constexpr, RANK: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[order[place], c] += Σ_r b[slot, c, r] · Σ_split h[split, place, part · RANK + r]."""
     tile, block = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    start = tl.load(starts_ptr + tile)
-    end = tl.load(ends_ptr + tile)
-    slot = tl.load(slots_ptr + tile).to(tl.int64)
-    if start == end:
-        return
-    if tl.load(used_ptr + slot) == 0:
-        return
+    # As in _shrink_kernel: B, too, is there before the step.
+    slot, place, exists, there = _tile(tile, slots_ptr, starts_ptr, ends_ptr, used_ptr, BLOCK_M)
     c = tl.multiple_of(tl.load(columns_ptr + block), MULTIPLE) + tl.arange(0, BLOCK_N)
     last = tl.load(columns_ptr + C + block)
     part = tl.load(columns_ptr + 2 * C + block)
-    place = start + tl.arange(0, BLOCK_M)
-    exists = place < end
     token = tl.load(order_ptr + place, mask=exists, other=0).to(tl.int64)
     r = tl.arange(0, BLOCK_R)
-    h_ptrs = h_ptr + place[:, None] * N + part * RANK + r[None, :]
+    wanted = (c < last) & there
     b_ptrs = b_ptr + slot * stride_slot + c.to(tl.int64)[None, :] * stride_b + r[:, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for at in tl.static_range(0, RANK, BLOCK_R):
-        b = tl.load(b_ptrs + at, mask=(c < last)[None, :], other=0.0)
-        low = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for split in range(splits):
-            low += tl.load(h_ptrs + at + split * T * N, mask=exists[:, None], other=0.0)
-        acc = tl.dot(low.to(b.dtype), b, acc, input_precision="ieee")
-    y_ptrs = y_ptr + token[:, None] * stride_y + c[None, :]
+    b = tl.load(b_ptrs, mask=wanted[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+    if not there:
+        return
     mask = exists[:, None] & (c < last)[None, :]
-    y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptrs, (y + acc).to(y_ptr.dtype.element_ty), mask=mask)
+    y_ptrs = y_ptr + token[:, None] * stride_y + c[None, :]
+    if BLOCK_M == 16:  # on its way beside h; more would not fit into the registers
+        y = tl.load(y_ptrs, mask=mask, other=0.0)
+    # All splits at once, added up in a fixed order.
+    split = tl.arange(0, SPLITS)
+    h_ptrs = h_ptr + split.to(tl.int64)[:, None, None] * (T * N) + place[None, :, None] * N
+    h_ptrs += part * RANK + r[None, None, :]
+    h_mask = (split < splits)[:, None, None] & exists[None, :, None]
+    low = tl.sum(tl.load(h_ptrs, mask=h_mask, other=0.0), 0)
+    acc = tl.dot(low.to(b.dtype), b, input_precision="ieee")
+    for at in range(BLOCK_R, RANK, BLOCK_R):
+        b = tl.load(b_ptrs + at, mask=wanted[None, :], other=0.0)
+        low = tl.sum(tl.load(h_ptrs + at, mask=h_mask, other=0.0), 0)
+        acc = tl.dot(low.to(b.dtype), b, acc, input_precision="ieee")
+    if BLOCK_M > 16:
+        y = tl.load(y_ptrs, mask=mask, other=0.0)
+    tl.store(y_ptrs, (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

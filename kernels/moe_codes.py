@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import moe_few
 from .moe import expert_mlp, sum_of_experts
 from .moe_blocks import Order, order_pairs, pairs_of_block, place_of_program
 from .moe_lora import ExpertLora, LowRows, lora_arguments, low_rows, plus_lora, slots_of_pairs
@@ -198,6 +199,10 @@ def experts_codes_triton(
     inner = torch.empty((num_tokens * top_k, gate_up.rows), dtype=x.dtype, device=x.device)
     results = torch.empty((num_tokens * top_k, down.rows), dtype=x.dtype, device=x.device)
     order = order_pairs(ids, num_experts, first.block_m, needs_sort(*shape) if sort is None else sort)
+    if tiles is None and lora is None and moe_few.takes(x, order):
+        moe_few.experts_few(x, gate_up, gate_up_bias, inner, order, top_k, num_tokens, limit)
+        moe_few.experts_few(inner, down, down_bias, results, order, 1, num_tokens, limit)
+        return sum_pairs(results, weights, beside, out)
     low = low_rows(x, lora, "gate_up", order, top_k, first.block_m)
     _launch(x, gate_up, gate_up_bias, inner, order, top_k, first, num_tokens, limit, low)
     low = low_rows(inner, lora, "down", order, top_k, second.block_m)

@@ -168,6 +168,29 @@ def decoders(
     return tuple(f"{{ .reg .b32 a, b, c, d, e, v; {whole(plane)} {end}}}" for plane in range(planes_of(kind)))
 
 
+class Unscaled(NamedTuple):
+    """Decoders of fewer instructions, whose numbers are to be multiplied by 2^exponent: by what comes after them."""
+
+    asm: tuple[str, ...]  # as of `decoders`
+    exponent: int
+
+
+@lru_cache
+def unscaled_decoders(kind: str, table: tuple[float, ...], dtype: torch.dtype) -> Unscaled:
+    """The floats' bits at their places, and no more: their exponents count from elsewhere. What is small there is
+    subnormal, which tensor cores take as it is."""
+    if (kind, dtype) not in _UNSCALED:
+        return Unscaled(decoders(kind, table, dtype), 0)
+    make, exponent = _UNSCALED[kind, dtype]
+    return Unscaled(tuple(f"{{ .reg .b32 a, b, c; {make(plane)} }}" for plane in range(planes_of(kind))), exponent)
+
+
+@lru_cache
+def times_power_of_two(exponent: int) -> str:
+    """PTX: two numbers of bf16 $1 times 2^exponent, -127 < exponent < 128."""
+    return f"{{ .reg .b32 a; mov.b32 a, {_twice(exponent + 127 << 7)}; mul.rn.bf16x2 $0, $1, a; }}"
+
+
 @triton.jit
 def decoded(words, ASM: tl.constexpr, dtype: tl.constexpr):
     """A tile of int16 words → the numbers of one plane, in dtype: bf16 or fp16."""
@@ -262,18 +285,32 @@ def _int8_fp16(plane: int) -> str:
     )
 
 
-def _float(top: int, to: int, mask: int, factor: int, kind: str) -> Callable[[int], str]:
+def _float_bits(top: int, to: int, mask: int) -> Callable[[int], str]:
     """A float of fewer bits: its sign to bit 15, what follows it, below `mask`, to where the wider float has these
-    bits, times what their exponents count from differently. top: the sign's bit in plane 0, to: how far below the sign
-    the rest has to move."""
+    bits. top: the sign's bit in plane 0, to: how far below the sign the rest has to move."""
 
     def make(plane: int) -> str:
         up = 15 - top * (plane + 1) - plane  # from the sign's bit to 15: of nibbles 3, 7, 11, 15, of bytes 7, 15
         sign = f"{_shift('$1', 'a', -up)} and.b32 b, a, {_twice(0x8000)};"
-        rest = f"{_shift('$1', 'c', to - up)} lop3.b32 c, c, {_twice(mask)}, b, {AND_OR};"
-        return f"{sign} {rest} mov.b32 d, {_twice(factor)}; mul.{kind} $0, c, d;"
+        return f"{sign} {_shift('$1', 'c', to - up)} lop3.b32 $0, c, {_twice(mask)}, b, {AND_OR};"
 
     return make
+
+
+def _float(top: int, to: int, mask: int, factor: int, kind: str) -> Callable[[int], str]:
+    """The same times what their exponents count from differently."""
+    bits = _float_bits(top, to, mask)
+    return lambda plane: f"{bits(plane).replace('$0', 'c')} mov.b32 d, {_twice(factor)}; mul.{kind} $0, c, d;"
+
+
+def _e2m1_bf16_bits(plane: int) -> str:
+    """_float_bits(3, 6, 0x01C0) by a product, which moves the sign and the rest at once, and which other units than
+    those of shifts and masks compute."""
+    up = 4 * (1 - plane % 2)
+    return (
+        f"{_shift('$1', 'a', 8 * (plane // 2))} and.b32 a, a, {_twice(0xF0 >> up)}; "
+        f"mul.lo.u32 a, a, {0x104 << up:#x}; and.b32 $0, a, {_twice(0x81C0)};"
+    )
 
 
 _BF16 = {
@@ -289,6 +326,12 @@ _FP16 = {
     "e4m3": _float(7, 1, 0x3F80, 0x5C00, "f16x2"),  # · 2^8
     "e5m2": _float(7, 0, 0x7F00, 0x3C00, "f16x2"),
     "e2m1": _float(3, 3, 0x0E00, 0x7400, "f16x2"),  # · 2^14
+}
+_UNSCALED = {
+    ("e4m3", torch.bfloat16): (_float_bits(7, 4, 0x07F0), 120),
+    ("e2m1", torch.bfloat16): (_e2m1_bf16_bits, 126),
+    ("e4m3", torch.float16): (_float_bits(7, 1, 0x3F80), 8),
+    ("e2m1", torch.float16): (_float_bits(3, 3, 0x0E00), 14),
 }
 
 

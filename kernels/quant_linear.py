@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .linear import prepare, store_sum
 from .pdl import pdl_options
 from .planes import BITS, TILE, Packed, decoded, decoders, scaled, scaled_and_shifted, unpacked
+from .quant_few import MAX_ROWS, quant_few, streams_codes
 from .tiles import fits, tile_table
 
 MAX_BLOCK_M = 128
@@ -95,6 +96,8 @@ def quant_linear_triton(
         out = x.new_empty(m, n)
     if m == 0:
         return out
+    if tile is None and m <= MAX_ROWS and streams_codes(x.device):
+        return quant_few(x, matrix, bias, out)
     bits = BITS[matrix.kind]
     tile = tile or quant_tile(m, n, bits)
     block_m = min(tile.block_m, max(16, triton.next_power_of_2(m)))

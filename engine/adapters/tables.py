@@ -82,38 +82,45 @@ class LinearAdapter:
 
     @property
     def active(self) -> bool:
-        return self._step.tokens is not None
+        return self._tiles(None) is not None
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """y += B A x of each token's adapter; x [T, in], y [T, out]."""
-        return self._add(x, y, self._step.tokens)
+    def low(self, x: Tensor) -> Tensor:
+        """A x of each token's adapter; x [T, in]."""
+        tiles = self._tiles(len(x))
+        assert tiles is not None and len(x) == len(tiles.order), f"{len(x)} rows where the step has others"
+        return shrink(x, self._a, self._used, tiles)
 
-    def _add(self, x: Tensor, y: Tensor, tiles: Tiles | None) -> Tensor:
-        if tiles is not None:
-            assert len(x) == len(tiles.order), f"{len(x)} rows where the step has {len(tiles.order)} tokens"
-            expand(shrink(x, self._a, self._used, tiles), self._b, self._columns, self._used, tiles, y)
+    def add(self, low: Tensor, y: Tensor) -> Tensor:
+        """y [T, out] += B of each token's adapter times what `low` gave."""
+        tiles = self._tiles(len(y))
+        assert tiles is not None
+        expand(low, self._b, self._columns, self._used, tiles, y)
         return y
+
+    def _tiles(self, rows: int | None) -> Tiles | None:
+        """Of the step under way, in which there are so many rows here."""
+        return self._step.tokens
 
 
 class HeadAdapter(LinearAdapter):
-    @property
-    def active(self) -> bool:
-        return self._step.sampled is not None
+    """Of the rows whose logits are computed."""
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """The same of logits."""
+    def _tiles(self, rows: int | None) -> Tiles | None:
         tiles = self._step.sampled
-        if tiles is not None and len(x) < len(tiles.order):
-            tiles = tiles._replace(order=tiles.order[: len(x)])
-        return self._add(x, y, tiles)
+        if tiles is not None and rows is not None and rows < len(tiles.order):
+            tiles = tiles._replace(order=tiles.order[:rows])
+        return tiles
 
 
 class EmbeddingAdapter(LinearAdapter):
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x: ids int [T]; of transformers' code [1, T], and y [1, T, hidden]."""
-        if (tiles := self._step.tokens) is not None:
-            low = look_up(x.view(-1), self._a, self._used, tiles)
-            expand(low, self._b, self._columns, self._used, tiles, y.view(-1, y.shape[-1]))
+    def low(self, x: Tensor) -> Tensor:
+        """x: ids int [T]; of transformers' code [1, T]."""
+        tiles = self._tiles(None)
+        assert tiles is not None
+        return look_up(x.view(-1), self._a, self._used, tiles)
+
+    def add(self, low: Tensor, y: Tensor) -> Tensor:
+        super().add(low, y.view(-1, y.shape[-1]))
         return y
 
 

@@ -61,7 +61,8 @@ class Embedding(nn.Module):
         found = functional.embedding(input_ids, self.weight)
         if self.scale != 1.0:
             found.mul_(self.scale)
-        return found if self.adapter is None else self.adapter.add(input_ids, found)
+        adapter = self.adapter
+        return found if adapter is None or not adapter.active else adapter.add(adapter.low(input_ids), found)
 
 
 class LMHead(Linear):
@@ -84,7 +85,9 @@ class LMHead(Linear):
         """[N, hidden] of the selected rows → fp32 [N, vocab], on every rank."""
         assert isinstance(x, Tensor), "the last norm is not told of FP8"
         y = self.method.multiply_fp32(x)
-        y = y if self.adapter is None else self.adapter.add(x, y)
+        if self.is_adapted:
+            assert self.adapter is not None
+            y = self.adapter.add(self.adapter.low(x), y)
         if self.group.size == 1:
             return y
         # Of all ranks alike: the last ones may have fewer rows, and lack columns here.

@@ -58,8 +58,12 @@ class Adapter(Protocol):
         """Whether some row of the step under way has one."""
         ...
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x [T, in], y [T, out] of this rank, written to in place → y. Nothing where it is not active."""
+    def low(self, x: Tensor) -> Tensor:
+        """A x, of x [T, in], as `add` takes it. Only where it is active."""
+        ...
+
+    def add(self, low: Tensor, y: Tensor) -> Tensor:
+        """y [T, out] of this rank += B A x, in place → y."""
         ...
 
 
@@ -116,12 +120,12 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         """[T, in] → [T, out], in the activations' dtype; for the row rule this rank's summand."""
-        y = self.method.multiply(x)
         adapter = self.adapter
         if adapter is None or not adapter.active:
-            return y
+            return self.method.multiply(x)
         assert not isinstance(x, Fp8Rows), "fp8_input asks for none in a step with adapters"
-        return adapter.add(x, y)
+        low = adapter.low(x)  # first: a product that is launched dependently begins to read its weight meanwhile
+        return adapter.add(low, self.method.multiply(x))
 
     @property
     def is_adapted(self) -> bool:

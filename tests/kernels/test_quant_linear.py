@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from vserve.kernels import linear
-from vserve.kernels.planes import BITS, Packed, decoders, pack, unpacked, value_of
+from vserve.kernels.planes import (
+    BITS,
+    Packed,
+    decoders,
+    pack,
+    times_power_of_two,
+    unpacked,
+    unscaled_decoders,
+    value_of,
+)
 from vserve.kernels.quant_linear import QuantTile, quant_linear, quant_linear_triton
 
 CUDA = torch.cuda.is_available()
@@ -40,12 +49,24 @@ def test_the_assembly_on_all_words(kind: str, dtype: torch.dtype, load_module: C
     evaluate = load_module(Path(__file__).with_name("ptx.py")).evaluate
     words = torch.arange(1 << 16)
     values, mask = value_of(kind, table_of(kind)).to(dtype).float(), (1 << BITS[kind]) - 1
-    for plane, asm in enumerate(decoders(kind, table_of(kind), dtype)):
-        pairs = evaluate(asm, [words | words.flip(0) << 16])
-        for found, of in ((pairs & 0xFFFF, words), (pairs >> 16, words.flip(0))):
-            numbers = found.to(torch.int32).to(torch.uint16).view(dtype).float()
-            expected = values[of >> (plane * BITS[kind]) & mask]
-            assert torch.equal(numbers[expected.isfinite()], expected[expected.isfinite()])
+    unscaled, exponent = unscaled_decoders(kind, table_of(kind), dtype)
+    for all_asm, factor in ((decoders(kind, table_of(kind), dtype), 1.0), (unscaled, 2.0**exponent)):
+        for plane, asm in enumerate(all_asm):
+            pairs = evaluate(asm, [words | words.flip(0) << 16])
+            for found, of in ((pairs & 0xFFFF, words), (pairs >> 16, words.flip(0))):
+                numbers = found.to(torch.int32).to(torch.uint16).view(dtype).float() * factor
+                expected = values[of >> (plane * BITS[kind]) & mask]
+                assert torch.equal(numbers[expected.isfinite()], expected[expected.isfinite()])
+
+
+def test_powers_of_two(load_module: Callable[[Path], Any]) -> None:
+    evaluate = load_module(Path(__file__).with_name("ptx.py")).evaluate
+    one = torch.tensor([0x3F80 << 16 | 0xBF80])
+    for exponent in (-126, 1, 56, 63, 127):
+        found = evaluate(times_power_of_two(exponent), [one])
+        numbers = [int(half) << 16 for half in (found >> 16, found & 0xFFFF)]
+        wanted = torch.tensor([2.0**exponent, -(2.0**exponent)]).view(torch.int32).tolist()
+        assert numbers == [number & 0xFFFFFFFF for number in wanted]
 
 
 @pytest.mark.parametrize(("kind", "group"), [

@@ -18,7 +18,7 @@ from vserve.kernels.attention_prefill import PrefillTile, prefill_tile
 FILES = sorted(tiles.FOLDER.glob("*.json"))
 TABLES = {
     "decode", "prefill", "small_linear_rows", "small_linear_fma", "small_linear_dot", "cublas", "linear_hopper",
-    "quant_rows", "quant_linear", "fp8_linear", "experts_codes", "experts_fp8",
+    "quant_rows", "quant_linear", "quant_few", "fp8_linear", "experts_codes", "experts_fp8", "experts_few",
 }  # fmt: skip
 CASES = [(element_bytes, size) for element_bytes in (2, 4) for size in (64, 128, 256, 512, 576)]
 
@@ -47,7 +47,7 @@ def test_a_file_is_complete(path: Path) -> None:
             if not row.get("block_m", 1):
                 continue  # cuBLAS's own
             assert all(power_of_two(row[name]) for name in ("block_m", "block_n", "block_k", "warps") if name in row)
-            assert 1 <= row["stages"] <= 8
+            assert 1 <= row.get("stages", 1) <= 8 and power_of_two(row.get("ahead", 1))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -42,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--endpoint", metavar="PATH", help="(default: the backend's)")
     server.add_argument("--header", nargs="*", default=[], metavar="NAME=VALUE", help="sent with each request")
     server.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
+    server.add_argument("--lora-modules", nargs="+", metavar="NAME", help="adapters: requests ask for them in turns, "
+                        "not for the model")  # fmt: skip
     server.add_argument("--tokenizer", metavar="NAME", help="folder or hub name of the tokenizer that gives random "
                         "prompts their vocabulary (default: the model's)")  # fmt: skip
     server.add_argument("--ready-check-timeout-sec", type=float, default=600, metavar="S",
@@ -111,8 +114,10 @@ def _run(arguments: argparse.Namespace) -> int:
     rng = np.random.default_rng(arguments.seed)
     dataset = datasets.make_dataset(arguments, rng, vocabulary, text=arguments.backend == "openai-chat")
 
+    names = itertools.cycle(arguments.lora_modules or [model])
+
     def body(prompt: BenchPrompt) -> dict[str, Any]:
-        return _body(arguments, model, prompt)
+        return _body(arguments, next(names), prompt)
 
     if checking:
         # Words of its own: a prompt of the run would be in the server's prefix cache afterwards.
