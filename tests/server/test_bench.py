@@ -375,6 +375,15 @@ def test_bench_serve_comes_back_when_a_busy_server_says(root, tmp_path, capsys, 
     assert found["duration"] >= seconds
 
 
+def test_bench_serve_asks_for_adapters_in_turns(root, capsys):
+    server = ScriptedServer(root)
+    with running(server) as port:
+        code = bench("serve", "--port", port, "--num-prompts", 4, "--random-input-len", 8, "--random-output-len", 2,
+                     "--num-clients", 1, "--lora-modules", "one", "two")  # fmt: skip
+    assert code == 0
+    assert sorted(body["model"] for body in server.bodies[1:]) == ["one", "one", "two", "two"]
+
+
 def drafts_page(drafts: int, tokens: int, accepted: list[int]) -> str:
     """Of two engines, in Prometheus's text."""
     labels = 'model_name="tiny",engine="0"'
