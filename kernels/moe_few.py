@@ -8,20 +8,18 @@ the tensor cores want them, and waits for no other (moe_few_gluon.py).
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
+from .expert_codes import ExpertCodes
 from .moe_blocks import Order
 from .moe_few_gluon import ROWS, experts_few_kernel
 from .pdl import pdl_options
 from .planes import BITS, TILE, times_power_of_two, unscaled_decoders
 from .quant_few import streams_codes
 from .tiles import fits, tile_table
-
-if TYPE_CHECKING:
-    from .moe_codes import ExpertCodes
 
 
 class ExpertsFewTile(NamedTuple):

@@ -14,13 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .expert_codes import ExpertCodes
 from .fp8_linear import MANY, fp8_linear_torch, takes_fp8
 from .fp8_rows import BLOCK, Fp8Rows, e4m3_words, fp8_rows, fp8_rows_torch
 from .kv_fp8 import packs
 from .magnitude import magnitude, of_magnitude
 from .moe import gated, sum_of_experts
 from .moe_blocks import Order, order_pairs, pairs_of_block, place_of_program
-from .moe_codes import ExpertCodes, halves, rows_of_tile, with_bias
+from .moe_codes import halves, rows_of_tile, with_bias
 from .moe_triton import activated, sum_pairs
 from .pdl import pdl_options
 from .planes import TILE

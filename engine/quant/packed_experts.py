@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ...kernels.moe_codes import ExpertCodes, experts_codes
+from ...kernels.expert_codes import ExpertCodes
+from ...kernels.moe_codes import experts_codes
 from ...kernels.moe_fp8 import experts_fp8, experts_take_fp8, fp8_expert_tile
 from ...kernels.moe_lora import ExpertLora
 from ...kernels.planes import Packed, unpacked

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.kernels.expert_codes import ExpertCodes
 from vserve.kernels.moe import ExpertWeights, experts_torch
 from vserve.kernels.moe_codes import (
     CodesTile,
-    ExpertCodes,
     codes_tile,
     experts_codes,
     experts_codes_triton,
@@ -223,7 +223,8 @@ _COMPILE = """
 from vserve.kernels import kv_fp8, pdl
 pdl.pdl_available = lambda device: True
 kv_fp8.packs = lambda device: True
-from vserve.kernels.moe_codes import ExpertCodes, experts_codes_triton
+from vserve.kernels.expert_codes import ExpertCodes
+from vserve.kernels.moe_codes import experts_codes_triton
 from vserve.kernels.moe_fp8 import experts_fp8_triton
 from vserve.kernels.planes import Packed, pack
 

@@ -149,7 +149,7 @@ GluonJITFunction.__getitem__ = warm_up_instead
 from vserve.kernels import pdl
 pdl.pdl_available = lambda device: True
 from vserve.kernels.moe_blocks import order_pairs
-from vserve.kernels.moe_codes import ExpertCodes
+from vserve.kernels.expert_codes import ExpertCodes
 from vserve.kernels.moe_few import experts_few
 from vserve.kernels.planes import pack
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.kernels.expert_codes import ExpertCodes
 from vserve.kernels.moe import ExpertWeights, experts_torch
-from vserve.kernels.moe_codes import CodesTile, ExpertCodes, experts_codes_torch, experts_codes_triton
+from vserve.kernels.moe_codes import CodesTile, experts_codes_torch, experts_codes_triton
 from vserve.kernels.moe_lora import ExpertLora, ExpertPairs, low_rows
 from vserve.kernels.moe_triton import MoeTile, experts_triton, order_pairs
 from vserve.kernels.planes import pack

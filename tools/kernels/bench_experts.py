@@ -22,7 +22,8 @@ import torch
 import triton
 from torch import Tensor
 
-from vserve.kernels.moe_codes import CodesTile, ExpertCodes, codes_tile, experts_codes_triton
+from vserve.kernels.expert_codes import ExpertCodes
+from vserve.kernels.moe_codes import CodesTile, codes_tile, experts_codes_triton
 from vserve.kernels.moe_fp8 import Fp8ExpertTile, experts_fp8_triton, fp8_expert_tile
 from vserve.kernels.moe_triton import experts_triton
 from vserve.kernels.planes import BITS, pack, value_of
