@@ -19,7 +19,7 @@ def _decoded(words, plane: gl.constexpr, ASM0: gl.constexpr, ASM1: gl.constexpr,
 
 
 @gluon.jit
-def _barrier(instruction: gl.constexpr):
+def _control(instruction: gl.constexpr):
     gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -53,7 +53,7 @@ def quant_few_kernel(
 
     n0 = gl.program_id(0) * BLOCK_N  # tiles of TILE_ROWS are whole programs': rows past N are in the padding
     if PDL:
-        _barrier("griddepcontrol.launch_dependents; // $0")
+        _control("griddepcontrol.launch_dependents; // $0")
         # While the kernel before this one ends, the first codes come into the L2 cache.
         layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, gl.num_warps()], [0, 1])
         first_row = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
@@ -66,7 +66,7 @@ def quant_few_kernel(
                 [(codes[:, None] + fetched[None, :] * block_stride).to(gl.int64), PLANE * 2],
                 dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
-        _barrier("griddepcontrol.wait; // $0")
+        _control("griddepcontrol.wait; // $0")
 
     batch = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))
     row = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))

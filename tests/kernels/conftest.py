@@ -149,6 +149,7 @@ def rng() -> torch.Generator:
 
 # What a script that compiles for sm_90 without a GPU begins with: its launchers get CPU tensors, and the launch itself
 # is replaced by a warm-up. `kernels`: (name, what was compiled) of every variant. `resources(kernel)`: its registers.
+# `around_wait(kernel)`: its PTX, and the parts of that before, at and after the wait for the kernel before it.
 _FOR_HOPPER = """
 import json, re, subprocess, sys, tempfile
 import torch
@@ -177,6 +178,11 @@ def resources(kernel):
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {key.lower(): max(map(int, re.findall(key + r":(\\d+)", text))) for key in ("REG", "STACK", "LOCAL")}
+
+def around_wait(kernel):
+    body = kernel.asm["ptx"]
+    body = body[body.index(".entry"):]
+    return body, *body.partition("griddepcontrol.wait")
 
 driver.set_active(Hopper())
 JITFunction.__getitem__ = warm_up_instead

@@ -52,9 +52,7 @@ for size, hidden in ((2, 2880), (8, 8192)):
     all_reduce_add_rms_norm(x, torch.empty_like(x), weight, 1e-5, 1.0, exchange)
 report = []
 for name, kernel in kernels.values():
-    body = kernel.asm["ptx"]
-    body = body[body.index(".entry"):]
-    before, waits, after = body.partition("griddepcontrol.wait")
+    body, before, waits, after = around_wait(kernel)
     report.append({
         "loads": re.findall(r"ld\\.global\\S*", body), "stores": re.findall(r"st\\.global\\S*", body),
         "atomics": re.findall(r"atom\\S*", body), **resources(kernel),

@@ -357,9 +357,7 @@ run(28672, 4096, (1, 64))
 report = []
 published = re.compile(r"st\\.global.*bar\\.sync.*atom\\.global\\.gpu\\.acq_rel.*ld\\.global\\.cg", re.S)
 for name, kernel in kernels.values():
-    body = kernel.asm["ptx"]
-    body = body[body.index(".entry"):]
-    before, waits, after = body.partition("griddepcontrol.wait")
+    body, before, waits, after = around_wait(kernel)
     report.append({
         "kernel": name,
         "shared": kernel.metadata.shared,

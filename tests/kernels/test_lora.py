@@ -160,9 +160,7 @@ for rows in map(int, sys.argv[3].split(",")):
     expand_triton(h, empty(8, sum(sizes), rank), columns, used, tiles, empty(rows, sum(sizes)))
 report = []
 for name, kernel in kernels.values():
-    body = kernel.asm["ptx"]
-    body = body[body.index(".entry"):]
-    before, waits, after = body.partition("griddepcontrol.wait")
+    body, before, waits, after = around_wait(kernel)
     report.append({
         "kernel": name,
         "shared": kernel.metadata.shared,

@@ -174,9 +174,7 @@ for rows in map(int, sys.argv[6].split(",")):
     experts_triton(x, ids, weights, gate_up, down, bias, down_bias, limit=limit, beside=None if bias is None else x)
 report = []
 for name, kernel in kernels.values():
-    body = kernel.asm["ptx"]
-    body = body[body.index(".entry"):]
-    before, waits, after = body.partition("griddepcontrol.wait")
+    body, before, waits, after = around_wait(kernel)
     report.append({
         "kernel": name,
         "shared": kernel.metadata.shared,

@@ -251,9 +251,7 @@ for rows in map(int, sys.argv[7].split(",")):
         experts_fp8_triton(x, ids, weights, *matrices, *biases, limit=limit, rows=average)
 report = []
 for name, kernel in kernels.values():
-    body = kernel.asm["ptx"]
-    body = body[body.index(".entry"):]
-    before, waits, after = body.partition("griddepcontrol.wait")
+    body, before, waits, after = around_wait(kernel)
     report.append({
         "kernel": name,
         "shared": kernel.metadata.shared,

@@ -117,9 +117,7 @@ for kind, n, k, group, shifts in json.loads(sys.argv[1]):
         quant_few(empty(3, k, dtype=dtype), matrix(kind, n, k, group, shifts), None, empty(3, n, dtype=dtype))
 report = []
 for name, kernel in kernels.values():
-    body = kernel.asm["ptx"]
-    body = body[body.index(".entry"):]
-    before, waits, after = body.partition("griddepcontrol.wait")
+    body, before, waits, after = around_wait(kernel)
     report.append({
         "kernel": name,
         "writes_before": len(re.findall(r"(st|atom|ld)\\.global|\\bret;", before)) if waits else 1,

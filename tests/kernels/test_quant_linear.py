@@ -181,9 +181,7 @@ for kind, group in (("int4", 128), ("int8", 0)):
     dequantize_triton(matrix(kind, 128, 512, group), 64, x(64, 512))
 report = []
 for name, kernel in kernels.values():
-    body = kernel.asm["ptx"]
-    body = body[body.index(".entry"):]
-    before, waits, after = body.partition("griddepcontrol.wait")
+    body, before, waits, after = around_wait(kernel)
     report.append({
         "kernel": name,
         "shared": kernel.metadata.shared,
