@@ -170,15 +170,13 @@ for kind, group, hidden, inner, experts, top_k, bias in (
                     meta(top_k, n), order, top_k if parts == 2 else 1, 1, 7.0 if bias else 0.0)
 report = []
 for name, kernel in kernels.values():
-    body = kernel.asm["ptx"]
-    body = body[body.index(".entry"):]
-    before, waits, after = body.partition("griddepcontrol.wait")
+    body, before, waits, after = around_wait(kernel)
     first, last = body.find("mma.sync"), body.rfind("mma.sync")
     report.append({
         "kernel": name,
-        "touched_before": len(re.findall(r"(ld|st|atom)\\\\.global|\\\\bret;", before)) if waits else -1,
+        "touched_before": len(re.findall(r"(ld|st|atom)\\.global|\\bret;", before)) if waits else -1,
         "mma": body.count("mma.sync"),
-        "shared_between": len(re.findall(r"(ld|st)\\\\.shared|bar\\\\.sync|ldmatrix|shfl", body[first:last])),
+        "shared_between": len(re.findall(r"(ld|st)\\.shared|bar\\.sync|ldmatrix|shfl", body[first:last])),
         "loads_of_codes": sorted(set(re.findall(r"ld\\.global\\.L1::evict_first\\S*?\\.(v\\d|b\\d+)", body))),
         **resources(kernel),
     })
