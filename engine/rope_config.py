@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .model_file import ModelError
-from .raw_config import RawConfig, number
+from .raw_config import RawConfig, flag, number
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 FULL, SLIDING = "full_attention", "sliding_attention"  # what transformers calls layers without and with a window
@@ -84,9 +84,11 @@ def _rope(
     values: Mapping[str, Any], raw: Mapping[str, Any], max_position: int, base: float, aliases: Mapping[str, str] = {}
 ) -> RopeConfig:
     kind = values.get("rope_type", values.get("type", "default"))
-    kind = {"su": "longrope", **aliases}.get(kind, kind)
+    kind = {"su": "longrope", **aliases}.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_TYPES:
-        raise ModelError(f"config.json: rope type {kind!r}, supported are {', '.join(ROPE_TYPES)}: use another model")
+        raise ModelError(
+            f"config.json: rope type {kind!r:.60}, supported are {', '.join(ROPE_TYPES)}: use another model"
+        )
     theta = number(values, "rope_theta", base)
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -113,7 +115,7 @@ def _rope(
             theta,
             factor,
             original,
-            attention_factor=values.get("attention_factor"),
+            attention_factor=RawConfig(values, {"attention_factor": None}).optional_number("attention_factor"),
             short_factor=_numbers(values, "short_factor"),
             long_factor=_numbers(values, "long_factor"),
         )
@@ -122,13 +124,19 @@ def _rope(
         theta,
         factor,
         original,
-        attention_factor=values.get("attention_factor"),
-        beta_fast=values.get("beta_fast") or 32.0,
-        beta_slow=values.get("beta_slow") or 1.0,
-        mscale=values.get("mscale"),
-        mscale_all_dim=values.get("mscale_all_dim"),
-        truncate=values.get("truncate", True),
+        attention_factor=RawConfig(values, {"attention_factor": None}).optional_number("attention_factor"),
+        beta_fast=_optional(values, "beta_fast") or 32.0,
+        beta_slow=_optional(values, "beta_slow") or 1.0,
+        mscale=_optional(values, "mscale"),
+        mscale_all_dim=_optional(values, "mscale_all_dim"),
+        truncate=bool(flag({"truncate": values.get("truncate", True)}, "truncate")),
     )
+
+
+def _optional(values: Mapping[str, Any], key: str) -> float | None:
+    """A number above 0; None where it is left out, null, or 0, which transformers takes for that."""
+    value = values.get(key)
+    return None if value is None or value == 0 else number(values, key)
 
 
 def _numbers(values: Mapping[str, Any], key: str) -> tuple[float, ...]:

@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vserve.engine.encoders.families import ENCODERS
 from vserve.engine.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
 from vserve.engine.layers.weights import Placement
-from vserve.engine.loader import choose_formats, count_parameters
+from vserve.engine.loader import choose_formats, count_parameters, make_model
 from vserve.engine.model_config import ModelConfig, ModelError, parse_model_config
 from vserve.engine.models import registry
 from vserve.engine.models.blocks import CausalLM
+from vserve.engine.rope_config import ROPE_TYPES
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -566,6 +567,9 @@ def test_what_cannot_be_served_is_refused_in_one_line(keys: dict[str, Any], mess
     assert "\n" not in str(caught.value)
 
 
+OF_ANY_KIND = ("x", -1, 0, 1.5, True, [], ["x"], [99], {"a": 1}, math.nan, math.inf, 10**30, [None], None)
+
+
 @pytest.mark.parametrize(
     "family", (*registry.FAMILIES, *registry.BOTH_WAYS, *ENCODERS), ids=lambda family: str(family.model_type)
 )
@@ -573,11 +577,33 @@ def test_a_key_of_any_kind_is_read_or_refused(family: Any) -> None:
     """In one line: nothing else is raised."""
     base = {"model_type": family.model_type, "num_hidden_layers": 4, "num_experts_per_tok": 2}
     for key in family.defaults:
-        for value in ("x", -1, 0, 1.5, True, [], ["x"], [99], {"a": 1}, math.nan, math.inf, 10**30, [None], None):
+        for value in OF_ANY_KIND:
             try:
                 parse_model_config({**base, key: value})
             except ModelError as error:
                 assert "\n" not in str(error)
+
+
+def test_a_rotation_of_any_kind_is_read_or_refused() -> None:
+    """And what is read makes tables: text that no one looks at would end a start that has begun."""
+    rope = {"factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10_000.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}  # fmt: skip
+    yarn = {"attention_factor": 1.1, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "truncate": True}  # fmt: skip
+    base = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64, "num_hidden_layers": 1}
+    place = Placement(torch.float32, torch.device("cpu"))
+    refused = set()
+    for kind in ROPE_TYPES:
+        whole = {"rope_type": kind, **rope, **yarn}
+        for key in whole:
+            for value in OF_ANY_KIND:
+                described = {**base, "architectures": ["LlamaForCausalLM"], "rope_scaling": {**whole, key: value}}
+                try:
+                    make_model(parse_model_config(described), place, 8)
+                except ModelError as error:
+                    assert "\n" not in str(error)
+                    refused.add((kind, key, str(value)))
+    assert {("yarn", key, "x") for key in yarn} <= refused and ("longrope", "attention_factor", "x") in refused
 
 
 @pytest.mark.parametrize(
