@@ -12,7 +12,7 @@ from ..layer_spec import AttentionSpec, MLPSpec
 from ..model_config import ModelConfig, parse_model_config
 from ..model_file import ModelError, read_config
 from ..quant.scheme import make_scheme, read_quantization
-from ..raw_config import architectures
+from ..raw_config import RawConfig, architectures
 
 _SPECULATORS = "transformer_layer_config"  # what the library of that name calls the config of the layer
 _REFUSED = {"medusa": "heads of Medusa", "mlp_speculator": "MLP speculators", "mlp": "MLP speculators"}
@@ -56,7 +56,7 @@ def read_head(
 ) -> HeadConfig:
     """Raises ModelError where the head is not of this target."""
     raw = read_config(folder)
-    raw = {**raw, **(raw.get(_SPECULATORS) or {}), "num_hidden_layers": 1, "architectures": [_family(raw)]}
+    raw = {**raw, **_object(raw, _SPECULATORS), "num_hidden_layers": 1, "architectures": [_family(raw)]}
     raw.setdefault("vocab_size", target.vocab_size)
     config = parse_model_config({key: value for key, value in raw.items() if key != _SPECULATORS})
     config = replace(config, quantization=make_scheme(read_quantization(folder, raw), quantization))
@@ -66,7 +66,8 @@ def read_head(
     prefix = "model." if any(name.startswith("model.") for name in headers) else ""
     is_third = method == "eagle3"
     taps = _taps(raw, target) if is_third else ()
-    target_size = raw.get("target_hidden_size") or target.hidden_size
+    said = RawConfig(raw, {"target_hidden_size": target.hidden_size, "draft_vocab_size": config.vocab_size})
+    target_size = said.count("target_hidden_size")
     if target_size != target.hidden_size:
         raise ModelError(
             f"{folder}: config.json says target_hidden_size {target_size}, the model's hidden_size is "
@@ -88,7 +89,7 @@ def read_head(
         raise ModelError(_other_vocabulary(folder, config.vocab_size, target.vocab_size))
     draft_vocab = 0
     if output is not None:
-        draft_vocab = int(raw.get("draft_vocab_size") or config.vocab_size)
+        draft_vocab = said.count("draft_vocab_size")
         if draft_vocab != target.vocab_size and "d2t" not in headers:
             raise ModelError(
                 f"{folder}: its lm_head.weight is of {draft_vocab} tokens, the model's vocabulary has "
@@ -124,16 +125,25 @@ def _other_vocabulary(folder: Path, found: int, wanted: int) -> str:
 
 
 def _taps(raw: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    inner = raw.get("eagle_config") or {}
-    named = raw.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
+    key = "eagle_aux_hidden_state_layer_ids"
+    named = next((RawConfig(values, {key: None}).optional_list(key) for values in (raw, _object(raw, "eagle_config"))
+                  if values.get(key)), None)  # fmt: skip
     count = len(target.layers)
     if any(layer.residual_scale != 1.0 for layer in target.layers):
         raise ModelError(f"{target.architecture} scales what it adds to its residual streams: use another method")
     taps = tuple(named) if named else (2, count // 2, count - 3)
     if any(type(layer) is not int or not 0 <= layer < count for layer in taps):
-        said = "eagle_aux_hidden_state_layer_ids" if named else "the layers that heads of EAGLE-3 read"
+        said = key if named else "the layers that heads of EAGLE-3 read"
         raise ModelError(f"{said} are {list(taps)}, the model has layers 0 to {count - 1}: use another head")
     return taps
+
+
+def _object(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    """An object of config.json, empty where there is none. Raises ModelError."""
+    found = raw.get(key)
+    if not isinstance(found, dict | None):
+        raise ModelError(f"config.json: {key} is {found!r:.60}, an object belongs there: correct the file")
+    return found or {}
 
 
 def _family(raw: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,22 @@ def test_heads_of_other_models(
         found(target, asked)
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith("--speculative-config: ")
+
+
+def test_a_key_of_any_kind_is_read_or_refused(made: Any, target: Path, tmp_path: Path) -> None:
+    """Of all that heads add to a config.json."""
+    folder = made.eagle3(tmp_path / "head")
+    raw, layers = json.loads((folder / "config.json").read_text()), "eagle_aux_hidden_state_layer_ids"
+    keys = ("transformer_layer_config", "eagle_config", layers, "target_hidden_size", "draft_vocab_size")
+    wrong = [{key: value} for key in keys for value in ("x", -1, 1.5, True, ["x"], math.nan, 10**30)]
+    wrong += [{"eagle_config": {layers: value}} for value in ("x", 7, [None], {"a": 1})]
+    for changes in wrong:
+        (folder / "config.json").write_text(json.dumps(raw | changes))
+        with pytest.raises(ConfigError) as caught:
+            found(target, {"model": str(folder)})
+        assert "\n" not in str(caught.value) and str(caught.value).startswith("--speculative-config: "), changes
+    (folder / "config.json").write_text(json.dumps(raw | {"eagle_config": {layers: [0, 2, 3]}}))
+    assert found(target, {"model": str(folder)}).described.taps == (0, 2, 3)
 
 
 @pytest.mark.parametrize(
