@@ -170,11 +170,12 @@ def _prepared(
     return _Prepared(model, checkpoint, holders, loads, stored, note)
 
 
-def load_beside(part: Loadable, checkpoint: Checkpoint) -> None:
-    """What is built beside a model, such as a head that drafts for it, gets its weights. Raises ModelError, before
-    anything is allocated where the checkpoint does not fit."""
+def load_beside(part: Loadable, checkpoint: Checkpoint) -> str | None:
+    """What is built beside a model, such as a head that drafts for it, gets its weights. → what there is to warn of, of
+    a checkpoint that has this alone. Raises ModelError, before anything is allocated where the checkpoint does not
+    fit."""
     with torch.no_grad():
-        _check_claims(part, checkpoint.headers)
+        note = _check_claims(part, checkpoint.headers)
         holders = choose_formats(part, _by_module(part, checkpoint.headers, ""))
         loads = _match(part, checkpoint, "")
         for holder in holders:
@@ -184,6 +185,7 @@ def load_beside(part: Loadable, checkpoint: Checkpoint) -> None:
             holder.finish()
     for parameter in part.parameters():
         parameter.requires_grad_(False)
+    return note
 
 
 def make_beside(part: Loadable) -> None:

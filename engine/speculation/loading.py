@@ -142,11 +142,12 @@ def _load(draft: Draft, target: CausalLM, max_model_len: int) -> Network:
     checkpoint = open_checkpoint(draft.folder)
     if described is None:
         layer = MTPHead(target.config, target, checkpoint.headers, place)
-        load_beside(layer, checkpoint)
+        load_beside(layer, checkpoint)  # a layer of plain numbers beside codes is what many checkpoints have
         layer.finish()
         return layer
     head = EagleHead(described, target, max_model_len, place)
-    load_beside(head, checkpoint)
+    if note := load_beside(head, checkpoint):
+        logger.warning("%s: %s", draft.folder, note)
     head.token_ids = _token_ids(checkpoint, head)
     head.finish()
     return head

@@ -123,6 +123,19 @@ def test_weights_that_do_not_fit(
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_head_that_claims_codes_and_has_none_is_told(
+    made: Any, target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a model is: it takes more memory than its name promises."""
+    claim = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    folder = made.eagle3(tmp_path, quantization_config=claim)
+    model = load_model(
+        target, ModelConfig.from_folder(target), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64
+    )
+    load_drafter(found(target, {"model": str(folder)}), model, 64)
+    assert f"{folder}: config.json says that the checkpoint is quantized (awq), and its files hold plain" in caplog.text
+
+
 def test_other_models(made: Any, target: Path, tiny_model: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json says vocab_size 320, the model has 300"):
         found(target, {"model": str(tiny_model("qwen3", vocab_size=320))})
