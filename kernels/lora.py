@@ -8,6 +8,7 @@ tokens and of slots only; tiles beyond the last are empty, and leave.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -17,14 +18,30 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .lora_gluon import lora_expand_kernel
 from .pdl import launched_plainly, pdl_options
 
-FEW_TOKENS = 512  # up to so many, tiles of 16 tokens, beyond of 64
-# What a tile's input is cut into, at most, in steps of up to so many tokens: programs of few tiles are many then, and
-# each reads little; but whoever expands reads the sums of all.
-MAX_SPLITS = {16: 16, FEW_TOKENS: 8, 1 << 30: 4}
+FEW_TOKENS = 512
 STEP = 128  # of the input, at a time; whoever cuts it cuts multiples
 COLUMNS = 256  # rows of B, at a time
+
+
+class Tiling(NamedTuple):
+    """How the work on tiles of so many rows is cut."""
+
+    tokens: int  # up to so many in a step
+    rows: int  # tokens of a tile; no other tiling has as many
+    splits: int  # of the input, at most: programs of few tiles are many then; but whoever expands reads the sums of all
+    chunk: int  # tokens that a program of lora_gluon.py has at once, 64 · groups · warps columns of y each
+    warps: int
+    groups: int
+
+
+TILINGS = (
+    Tiling(16, rows=8, splits=16, chunk=8, warps=4, groups=1),
+    Tiling(FEW_TOKENS, rows=16, splits=8, chunk=8, warps=4, groups=2),
+    Tiling(1 << 30, rows=64, splits=4, chunk=16, warps=4, groups=2),
+)
 
 
 class Tiles(NamedTuple):
@@ -39,12 +56,13 @@ class Tiles(NamedTuple):
 
 def block_rows(num_tokens: int) -> int:
     """Tokens of a tile, in a step of so many."""
-    return 16 if num_tokens <= FEW_TOKENS else 64
+    return next(tiling.rows for tiling in TILINGS if num_tokens <= tiling.tokens)
 
 
 def max_tiles(num_tokens: int, num_slots: int) -> int:
-    """Tiles that the tokens of a step can need: each slot wastes at most one."""
-    return min(num_tokens, num_tokens // block_rows(num_tokens) + num_slots)
+    """Tiles that the tokens of a step can need: each slot has at most one that is not full, and a token there."""
+    slots = min(num_tokens, num_slots)
+    return (num_tokens - slots) // block_rows(num_tokens) + slots
 
 
 def shrink(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
@@ -75,25 +93,29 @@ def expand(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y
     """y [T, out] += B h, in place. h: of shrink; b [slots, out, r], whose rows are those of several products one after
     the other; `columns` say whose part of h belongs to which rows."""
     if y.device.type == "cuda":
-        expand_triton(h, b, columns, used, tiles, y)
+        expand_cuda = expand_gluon if is_taken_by_gluon(b, columns, y) else expand_triton
+        expand_cuda(h, b, columns, used, tiles, y)
     else:
         expand_torch(h, b, columns, used, tiles, y)
 
 
 class Columns(NamedTuple):
-    """Blocks of at most COLUMNS rows of B, each of one product alone."""
+    """Rows of B, which are columns of y, in blocks, each of one product alone."""
 
-    blocks: Tensor  # int32 [3, blocks]: the first row, the one behind the last, and the product
+    blocks: dict[int, Tensor]  # by their most rows; int32 [3, blocks]: the first row, the one behind the last, product
     multiple: int  # of which every first row is one
 
 
-def column_blocks(sizes: list[int]) -> Columns:
+def column_blocks(sizes: list[int], device: torch.device | str = "cpu") -> Columns:
     """`sizes`: rows of each product."""
-    blocks, start = [], 0
-    for part, size in enumerate(sizes):
-        blocks += [(at, min(at + COLUMNS, start + size), part) for at in range(start, start + size, COLUMNS)]
-        start += size
-    return Columns(torch.tensor(blocks, dtype=torch.int32).T.contiguous(), gcd(16, *sizes))
+    tables = {}
+    for width in {COLUMNS, *(64 * tiling.groups * tiling.warps for tiling in TILINGS)}:
+        blocks, start = [], 0
+        for part, size in enumerate(sizes):
+            blocks += [(at, min(at + width, start + size), part) for at in range(start, start + size, width)]
+            start += size
+        tables[width] = torch.tensor(blocks, dtype=torch.int32).T.contiguous().to(device)
+    return Columns(tables, gcd(16, *sizes))
 
 
 # ---- twins ----
@@ -107,7 +129,7 @@ def shrink_torch(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
 def expand_torch(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y: Tensor) -> None:
     rank, total = b.shape[2], h.sum(0)
     parts: dict[int, tuple[int, int]] = {}
-    for first, end, part in columns.blocks.T.tolist():
+    for first, end, part in columns.blocks[COLUMNS].T.tolist():
         parts[part] = (parts.get(part, (first, end))[0], end)
     for slot, start, tokens in _groups(used, tiles):
         low = total[start : start + len(tokens)]
@@ -137,14 +159,13 @@ def shrink_triton(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
         raise ValueError("the last dimensions of x and A must be contiguous: call contiguous()")
     block_n = min(64, max(16, triton.next_power_of_2(n)))
     blocks = triton.cdiv(n, block_n)
-    most = next(splits for tokens, splits in MAX_SPLITS.items() if num_tokens <= tokens)
-    steps = triton.cdiv(k, most * STEP)  # of a split
+    steps = triton.cdiv(k, _tiling(tiles).splits * STEP)  # of a split
     splits = triton.cdiv(k, steps * STEP)
     h = torch.empty((splits, num_tokens, n), dtype=torch.float32, device=x.device)
     _shrink_kernel[(len(tiles.slots), blocks, splits)](
         x, a, used, h, *tiles[:4], num_tokens, n, k, steps, x.stride(0), a.stride(0), a.stride(1),
-        EVEN_K=k % STEP == 0, BLOCK_M=tiles.block_rows, BLOCK_N=block_n, STEP=STEP,
-        BLOCK_K=STEP if tiles.block_rows == 16 else STEP // 2, num_warps=4, num_stages=3, **pdl_options(x, num_tokens),
+        EVEN_K=k % STEP == 0, BLOCK_M=max(16, tiles.block_rows), BLOCK_N=block_n, STEP=STEP,
+        BLOCK_K=STEP if tiles.block_rows <= 16 else STEP // 2, num_warps=4, num_stages=3, **pdl_options(x, num_tokens),
     )  # fmt: skip
     return h
 
@@ -154,12 +175,47 @@ def expand_triton(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: T
     rank = b.shape[2]
     if y.stride(1) != 1 or b.stride(2) != 1 or rank % 16:
         raise ValueError("the last dimensions of y and B must be contiguous, and the rank a multiple of 16")
-    _expand_kernel[(len(tiles.slots), columns.blocks.shape[1])](
-        h, b, columns.blocks, used, y, *tiles[:4], num_tokens, n, columns.blocks.shape[1], splits,
+    blocks = columns.blocks[COLUMNS]
+    _expand_kernel[(len(tiles.slots), blocks.shape[1])](
+        h, b, blocks, used, y, *tiles[:4], num_tokens, n, blocks.shape[1], splits,
         b.stride(0), b.stride(1), y.stride(0),
-        SPLITS=triton.next_power_of_2(splits), RANK=rank, MULTIPLE=columns.multiple, BLOCK_M=tiles.block_rows,
-        BLOCK_N=COLUMNS, BLOCK_R=16, num_warps=4 if tiles.block_rows == 16 and rank <= 64 else 8,
+        SPLITS=triton.next_power_of_2(splits), RANK=rank, MULTIPLE=columns.multiple, BLOCK_M=max(16, tiles.block_rows),
+        BLOCK_N=COLUMNS, BLOCK_R=16, num_warps=4 if tiles.block_rows <= 16 and rank <= 64 else 8,
         **pdl_options(y, num_tokens),
+    )  # fmt: skip
+
+
+def _tiling(tiles: Tiles) -> Tiling:
+    return next(tiling for tiling in TILINGS if tiling.rows == tiles.block_rows)
+
+
+# ---- Gluon ----
+@lru_cache
+def _has_mma(device: torch.device) -> bool:
+    """Whether the kernels of lora_gluon.py are for this card: others than Hopper are untested."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def is_taken_by_gluon(b: Tensor, columns: Columns, y: Tensor) -> bool:
+    """Not by _expand_kernel: 16 bit each, ranks whose B a program can hold, and pieces of eight columns."""
+    return (
+        b.dtype == y.dtype and y.dtype in (torch.bfloat16, torch.float16) and b.shape[2] in (16, 32, 64)
+        and columns.multiple % 8 == 0 and y.stride(0) % 8 == 0 and _has_mma(y.device)
+    )  # fmt: skip
+
+
+def expand_gluon(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y: Tensor) -> None:
+    (splits, num_tokens, n), rank, tiling = h.shape, b.shape[2], _tiling(tiles)
+    if y.stride(1) != 1 or b.stride(2) != 1:
+        raise ValueError("the last dimensions of y and B must be contiguous")
+    groups = max(1, tiling.groups * 16 // rank)
+    warps = tiling.warps * tiling.groups // groups  # as many columns in all
+    blocks = columns.blocks[64 * groups * warps]
+    lora_expand_kernel[(blocks.shape[1], len(tiles.slots))](
+        h, b, blocks, used, y, *tiles[:4], num_tokens, n, blocks.shape[1], splits,
+        b.stride(0), b.stride(1), y.stride(0),
+        SPLITS=triton.next_power_of_2(splits), RANK=rank, CHUNK=tiling.chunk, CHUNKS=tiling.rows // tiling.chunk,
+        GROUPS=groups, num_warps=warps, **pdl_options(y, num_tokens),
     )  # fmt: skip
 
 
