@@ -18,29 +18,32 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .lora_gluon import lora_expand_kernel
+from .lora_gluon import lora_expand_kernel, lora_shrink_kernel
 from .pdl import launched_plainly, pdl_options
 
 FEW_TOKENS = 512
 STEP = 128  # of the input, at a time; whoever cuts it cuts multiples
 COLUMNS = 256  # rows of B, at a time
+LOW_COLUMNS = 64  # of the input, a warp of shrink_gluon at a time: 16 bytes a thread
 
 
 class Tiling(NamedTuple):
-    """How the work on tiles of so many rows is cut."""
+    """How the work on tiles of so many rows is cut; `lora_gluon.py` has what the last ones are of."""
 
     tokens: int  # up to so many in a step
     rows: int  # tokens of a tile; no other tiling has as many
     splits: int  # of the input, at most: programs of few tiles are many then; but whoever expands reads the sums of all
-    chunk: int  # tokens that a program of lora_gluon.py has at once, 64 · groups · warps columns of y each
+    chunk: int  # of B h: tokens at once,
     warps: int
-    groups: int
+    groups: int  # and 64 · groups · warps columns
+    low_warps: int  # of A x; 0: it is left to Triton
 
 
 TILINGS = (
-    Tiling(16, rows=8, splits=16, chunk=8, warps=4, groups=1),
-    Tiling(FEW_TOKENS, rows=16, splits=8, chunk=8, warps=4, groups=2),
-    Tiling(1 << 30, rows=64, splits=4, chunk=16, warps=4, groups=2),
+    Tiling(16, rows=8, splits=16, chunk=8, warps=4, groups=1, low_warps=8),
+    Tiling(64, rows=16, splits=8, chunk=8, warps=4, groups=2, low_warps=8),
+    Tiling(FEW_TOKENS, rows=32, splits=4, chunk=8, warps=4, groups=2, low_warps=8),
+    Tiling(1 << 30, rows=64, splits=4, chunk=16, warps=4, groups=2, low_warps=0),
 )
 
 
@@ -70,7 +73,8 @@ def shrink(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
     `tiles.order`; what no tile has stays undefined. used int32 [slots]: 0 where an adapter has nothing here, and so
     nothing is computed."""
     if x.device.type == "cuda":
-        return shrink_triton(x, a, used, tiles)
+        shrink_cuda = shrink_gluon if is_shrunk_by_gluon(x, a, tiles) else shrink_triton
+        return shrink_cuda(x, a, used, tiles)
     return shrink_torch(x, a, used, tiles)
 
 
@@ -93,7 +97,7 @@ def expand(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y
     """y [T, out] += B h, in place. h: of shrink; b [slots, out, r], whose rows are those of several products one after
     the other; `columns` say whose part of h belongs to which rows."""
     if y.device.type == "cuda":
-        expand_cuda = expand_gluon if is_taken_by_gluon(b, columns, y) else expand_triton
+        expand_cuda = expand_gluon if is_expanded_by_gluon(b, columns, y) else expand_triton
         expand_cuda(h, b, columns, used, tiles, y)
     else:
         expand_torch(h, b, columns, used, tiles, y)
@@ -196,12 +200,36 @@ def _has_mma(device: torch.device) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def is_taken_by_gluon(b: Tensor, columns: Columns, y: Tensor) -> bool:
+def is_expanded_by_gluon(b: Tensor, columns: Columns, y: Tensor) -> bool:
     """Not by _expand_kernel: 16 bit each, ranks whose B a program can hold, and pieces of eight columns."""
     return (
         b.dtype == y.dtype and y.dtype in (torch.bfloat16, torch.float16) and b.shape[2] in (16, 32, 64)
         and columns.multiple % 8 == 0 and y.stride(0) % 8 == 0 and _has_mma(y.device)
     )  # fmt: skip
+
+
+def is_shrunk_by_gluon(x: Tensor, a: Tensor, tiles: Tiles) -> bool:
+    """Not by _shrink_kernel: 16 bit each, in pieces of eight, few tokens."""
+    return (
+        a.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 8 == x.stride(0) % 8 == 0
+        and a.stride(1) % 8 == 0 and _tiling(tiles).low_warps > 0 and _has_mma(x.device)
+    )  # fmt: skip
+
+
+def shrink_gluon(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
+    (num_tokens, k), n, tiling = x.shape, a.shape[1], _tiling(tiles)
+    if x.stride(1) != 1 or a.stride(2) != 1:
+        raise ValueError("the last dimensions of x and A must be contiguous: call contiguous()")
+    block_n, step = 16 if n <= 48 else 32, tiling.low_warps * LOW_COLUMNS
+    rounds = triton.cdiv(k, tiling.splits * step)  # of a split
+    splits = triton.cdiv(k, rounds * step)
+    h = torch.empty((splits, num_tokens, n), dtype=torch.float32, device=x.device)
+    lora_shrink_kernel[(triton.cdiv(n, block_n), splits, len(tiles.slots))](
+        x, a, used, h, *tiles[:4], num_tokens, n, k, rounds, x.stride(0), a.stride(0), a.stride(1),
+        EVEN=k % step == 0, TOKENS=tiling.rows, BLOCK_N=block_n, BLOCK_K=LOW_COLUMNS,
+        num_warps=tiling.low_warps, **pdl_options(x, num_tokens),
+    )  # fmt: skip
+    return h
 
 
 def expand_gluon(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y: Tensor) -> None:

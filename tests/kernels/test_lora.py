@@ -21,6 +21,7 @@ from vserve.kernels.lora import (
     expand_triton,
     look_up,
     max_tiles,
+    shrink_gluon,
     shrink_torch,
     shrink_triton,
 )
@@ -167,6 +168,33 @@ def test_the_gluon_kernel_in_python(
     assert kernel.launches == 1
 
 
+@pytest.mark.skipif(CUDA, reason="the same runs on the GPU")
+@pytest.mark.parametrize(
+    ("slots", "num_slots", "k", "n", "rows"),
+    [([0], 1, 40, 16, 8), ([2, -1, 0, 2, 1, 2, 0, 2, 2, 2, 2, 2, 2], 3, 4104, 48, 8), ([0, 1] * 20, 2, 1024, 192, 16)],
+)
+def test_the_gluon_kernel_of_low_in_python(
+    load_module: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch, rng: torch.Generator, slots: list[int],
+    num_slots: int, k: int, n: int, rows: int,
+) -> None:  # fmt: skip
+    here = Path(__file__)
+    model, ptx = (load_module(here.with_name(name)) for name in ("gluon_tiles.py", "ptx.py"))
+    monkeypatch.setattr(module, "lora_shrink_kernel", model.Kernel(module.lora_shrink_kernel, ptx))
+    a = (torch.randn(num_slots, n + 1, k, generator=rng) / k**0.5).bfloat16()[:, :-1]
+    used = torch.ones(num_slots, dtype=torch.int32)
+    if num_slots > 2:
+        used[1], a[1] = 0, float("nan")
+    x = torch.randn(len(slots), k + 8, generator=rng).bfloat16()[:, :k]
+    tiles = tiles_of(slots, num_slots, "cpu", rows)
+    empty = [torch.cat([line, torch.tensor([last])]) for line, last in zip(tiles[:3], (1 << 20, 0, 0), strict=True)]
+    h = shrink_gluon(x, a, used, Tiles(*(line.int() for line in empty), tiles.order, rows))
+    assert (len(h) > 1) == (k > 512)
+    wanted = shrink_torch(x, a, used, tiles)[0]
+    for place, token in enumerate(tiles.order.tolist() if max(slots) >= 0 else []):
+        if used[slots[token]]:
+            torch.testing.assert_close(h[:, place].sum(0), wanted[place], atol=1e-4, rtol=1e-4)
+
+
 def test_looking_up_is_a_product_with_one_hot_rows(rng: torch.Generator, device: str) -> None:
     slots = [1, -1, 0, 1, 1]
     table = torch.randn(2, 11, 16, generator=rng).to(device)
@@ -189,7 +217,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 GluonJITFunction.__getitem__ = warm_up_instead
 from vserve.kernels import pdl
 pdl.pdl_available = lambda device: True
-from vserve.kernels.lora import Tiles, block_rows, column_blocks, expand_gluon, expand_triton, max_tiles, shrink_triton
+from vserve.kernels.lora import Tiles, block_rows, column_blocks, max_tiles
+from vserve.kernels.lora import expand_gluon, expand_triton, shrink_gluon, shrink_triton
 
 hidden, rank = map(int, sys.argv[1:3])
 sizes = [4096, 1024, 1024]
@@ -201,7 +230,8 @@ for rows in map(int, sys.argv[3].split(",")):
     count = max_tiles(rows, 8)
     tiles = Tiles(*(empty(n, dtype=torch.int32) for n in (count, count, count, rows)), block_rows(rows))
     used = empty(8, dtype=torch.int32)
-    h = shrink_triton(empty(rows, hidden), empty(8, 3 * rank, hidden), used, tiles)
+    shrink = shrink_gluon if rank <= 64 and rows <= 512 else shrink_triton
+    h = shrink(empty(rows, hidden), empty(8, 3 * rank, hidden), used, tiles)
     columns = column_blocks(sizes, "meta")
     expand = expand_gluon if rank <= 64 else expand_triton
     expand(h, empty(8, sum(sizes), rank), columns, used, tiles, empty(rows, sum(sizes)))
@@ -229,8 +259,8 @@ def test_compiles_for_hopper(rank: str, run_for_hopper: Callable[..., Any]) -> N
     if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():
         pytest.skip("triton without cuobjdump")
     kernels = run_for_hopper(_COMPILE, "4096", rank, "1,2,8,16,17,64,512,1024,8192")
-    expand = "lora_expand_kernel" if rank == "16" else "_expand_kernel"
-    assert {kernel["kernel"] for kernel in kernels} == {"_shrink_kernel", expand}
+    names = {"lora_shrink_kernel", "_shrink_kernel", "lora_expand_kernel"}
+    assert {kernel["kernel"] for kernel in kernels} == (names if rank == "16" else {"_shrink_kernel", "_expand_kernel"})
     for kernel in kernels:
         assert kernel["shared"] <= 227 * 1024
         assert kernel["stack"] == kernel["local"] == 0, f"{kernel} spills registers"
