@@ -259,8 +259,8 @@ def test_compiles_for_hopper(rank: str, run_for_hopper: Callable[..., Any]) -> N
     if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():
         pytest.skip("triton without cuobjdump")
     kernels = run_for_hopper(_COMPILE, "4096", rank, "1,2,8,16,17,64,512,1024,8192")
-    names = {"lora_shrink_kernel", "_shrink_kernel", "lora_expand_kernel"}
-    assert {kernel["kernel"] for kernel in kernels} == (names if rank == "16" else {"_shrink_kernel", "_expand_kernel"})
+    names = {"lora_shrink_kernel", "shrink_kernel", "lora_expand_kernel"}
+    assert {kernel["kernel"] for kernel in kernels} == (names if rank == "16" else {"shrink_kernel", "expand_kernel"})
     for kernel in kernels:
         assert kernel["shared"] <= 227 * 1024
         assert kernel["stack"] == kernel["local"] == 0, f"{kernel} spills registers"
