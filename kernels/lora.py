@@ -4,6 +4,8 @@ Tokens are grouped by the adapter of their request: a tile is up to `block_rows`
 read once for all of them. First h = A x (`shrink`), of all products that share an input at once, in sums over parts of
 the input that nobody adds up until y += B h (`expand`) does, always in the same order. Grids depend on the number of
 tokens and of slots only; tiles beyond the last are empty, and leave.
+
+On Hopper, 16-bit numbers of usual ranks go through the kernels of lora_gluon.py, all others through lora_triton.py's.
 """
 
 from __future__ import annotations
@@ -20,28 +22,27 @@ from .lora_gluon import lora_expand_kernel, lora_shrink_kernel
 from .lora_triton import expand_kernel, look_up_kernel, shrink_kernel
 from .pdl import launched_plainly, pdl_options
 
-FEW_TOKENS = 512
 STEP = 128  # of the input, at a time; whoever cuts it cuts multiples
 COLUMNS = 256  # rows of B, at a time
 LOW_COLUMNS = 64  # of the input, a warp of shrink_gluon at a time: 16 bytes a thread
 
 
 class Tiling(NamedTuple):
-    """How the work on tiles of so many rows is cut; `lora_gluon.py` has what the last ones are of."""
+    """How the work on tiles of so many rows is cut. From `chunk` on, it is about lora_gluon.py."""
 
     tokens: int  # up to so many in a step
     rows: int  # tokens of a tile; no other tiling has as many
     splits: int  # of the input, at most: programs of few tiles are many then; but whoever expands reads the sums of all
-    chunk: int  # of B h: tokens at once,
-    warps: int
-    groups: int  # and 64 · groups · warps columns
-    low_warps: int  # of A x; 0: it is left to Triton
+    chunk: int  # tokens of B h at once, a divisor of rows and multiple of 8
+    warps: int  # of its programs, each for 64 · groups · warps columns, where the rank is 16
+    groups: int
+    low_warps: int  # of programs of A x; 0: lora_triton.py's are faster
 
 
 TILINGS = (
     Tiling(16, rows=8, splits=16, chunk=8, warps=4, groups=1, low_warps=8),
     Tiling(64, rows=16, splits=8, chunk=8, warps=4, groups=2, low_warps=8),
-    Tiling(FEW_TOKENS, rows=32, splits=4, chunk=8, warps=4, groups=2, low_warps=8),
+    Tiling(512, rows=32, splits=4, chunk=8, warps=4, groups=2, low_warps=8),
     Tiling(1 << 30, rows=64, splits=4, chunk=16, warps=4, groups=2, low_warps=0),
 )
 
@@ -200,7 +201,7 @@ def _has_mma(device: torch.device) -> bool:
 
 
 def is_expanded_by_gluon(b: Tensor, columns: Columns, y: Tensor) -> bool:
-    """Not by _expand_kernel: 16 bit each, ranks whose B a program can hold, and pieces of eight columns."""
+    """Not by expand_kernel: 16 bit each, ranks whose B a program can hold, and pieces of eight columns."""
     return (
         b.dtype == y.dtype and y.dtype in (torch.bfloat16, torch.float16) and b.shape[2] in (16, 32, 64)
         and columns.multiple % 8 == 0 and y.stride(0) % 8 == 0 and _has_mma(y.device)
@@ -208,7 +209,7 @@ def is_expanded_by_gluon(b: Tensor, columns: Columns, y: Tensor) -> bool:
 
 
 def is_shrunk_by_gluon(x: Tensor, a: Tensor, tiles: Tiles) -> bool:
-    """Not by _shrink_kernel: 16 bit each, in pieces of eight, few tokens."""
+    """Not by shrink_kernel: 16 bit each, in pieces of eight, few tokens."""
     return (
         a.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 8 == x.stride(0) % 8 == 0
         and a.stride(1) % 8 == 0 and _tiling(tiles).low_warps > 0 and _has_mma(x.device)

@@ -101,7 +101,11 @@ def test_kernels_and_twins_equal_a_product_a_token(
     y = torch.randn(len(slots), sum(sizes) + 8, generator=rng).to(device, dtype)[:, : sum(sizes)]
     tiles, columns = tiles_of(slots, num_slots, device), columns_of(sizes, device)
     wanted = by_token(x, y, a, b, used, slots, sizes)
-    for shrink, expand in ((shrink_triton, expand_triton), (shrink_torch, expand_torch)):
+    for shrink, expand in (
+        (shrink_triton, expand_triton),
+        (shrink_torch, expand_torch),
+        (module.shrink, module.expand),
+    ):
         found = y.clone()
         expand(shrink(x, a, there, tiles), b, columns, there, tiles, found)
         limit = 1e-5 if dtype == torch.float32 else 4e-3
@@ -212,6 +216,13 @@ def test_tiles_are_bounded() -> None:
     assert max_tiles(8192, 8) == 8184 // 64 + 8 and max_tiles(4, 8) == 4
 
 
+def test_tilings_fit_together() -> None:
+    """A tile's rows say which tiling it is of; chunks fill it."""
+    assert len({tiling.rows for tiling in module.TILINGS}) == len(module.TILINGS)
+    assert [tiling.tokens for tiling in module.TILINGS] == sorted(tiling.tokens for tiling in module.TILINGS)
+    assert all(tiling.rows % tiling.chunk == tiling.chunk % 8 == 0 for tiling in module.TILINGS)
+
+
 _COMPILE = """
 from triton.experimental.gluon._runtime import GluonJITFunction
 GluonJITFunction.__getitem__ = warm_up_instead
@@ -275,7 +286,8 @@ def test_compiles_for_hopper(rank: str, run_for_hopper: Callable[..., Any]) -> N
 @requires_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rank", [16, 64, 256])
-def test_real_shapes(rng: torch.Generator, device: str, rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kernels", ["chosen", "triton"])
+def test_real_shapes(rng: torch.Generator, device: str, rank: int, dtype: torch.dtype, kernels: str) -> None:
     """One token to a long chunk; twice the same, and in a graph that is replayed with other adapters."""
     sizes, k = [4096, 1024, 1024], 4096
     a, b = operands(rng, device, dtype, 8, k, sizes, rank)
@@ -288,7 +300,8 @@ def test_real_shapes(rng: torch.Generator, device: str, rank: int, dtype: torch.
 
         def run(tiles: Tiles, x: Tensor = x, y: Tensor = y) -> Tensor:
             out = y.clone()
-            expand_triton(shrink_triton(x, a, used, tiles), b, columns, used, tiles, out)
+            shrink, expand = (module.shrink, module.expand) if kernels == "chosen" else (shrink_triton, expand_triton)
+            expand(shrink(x, a, used, tiles), b, columns, used, tiles, out)
             return out
 
         def assert_right(found: Tensor, tiles: Tiles, x: Tensor = x, y: Tensor = y) -> None:
