@@ -201,18 +201,18 @@ def _has_mma(device: torch.device) -> bool:
 
 
 def is_expanded_by_gluon(b: Tensor, columns: Columns, y: Tensor) -> bool:
-    """Not by expand_kernel: 16 bit each, ranks whose B a program can hold, and pieces of eight columns."""
+    """Not by expand_kernel: 16 bit each, ranks whose B a program can hold, and whole pieces of eight columns."""
     return (
         b.dtype == y.dtype and y.dtype in (torch.bfloat16, torch.float16) and b.shape[2] in (16, 32, 64)
-        and columns.multiple % 8 == 0 and y.stride(0) % 8 == 0 and _has_mma(y.device)
+        and columns.multiple % 8 == 0 and y.stride(0) % 16 == 0 and _has_mma(y.device)
     )  # fmt: skip
 
 
 def is_shrunk_by_gluon(x: Tensor, a: Tensor, tiles: Tiles) -> bool:
-    """Not by shrink_kernel: 16 bit each, in pieces of eight, few tokens."""
+    """Not by shrink_kernel: 16 bit each, few tokens, strides that Triton knows to be whole pieces of eight."""
     return (
-        a.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 8 == x.stride(0) % 8 == 0
-        and a.stride(1) % 8 == 0 and _tiling(tiles).low_warps > 0 and _has_mma(x.device)
+        a.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 16 == x.stride(0) % 16 == 0
+        and a.stride(1) % 16 == 0 and _tiling(tiles).low_warps > 0 and _has_mma(x.device)
     )  # fmt: skip
 
 
