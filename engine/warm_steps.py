@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..kernels.lora import FEW_TOKENS
+from ..kernels.lora import TILINGS
 from ..kernels.moe_codes import tokens_of_codes
 from ..kernels.moe_triton import tokens_of_tiles
 from .graphs import MIXED_DECODE_ROWS, draft_sizes
@@ -47,8 +47,10 @@ def draft_steps(depths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[tu
 
 def adapter_steps(max_num_seqs: int, max_num_batched_tokens: int, more: Sequence[int] = ()) -> list[tuple[int, int]]:
     """(requests, tokens) that meet every variant of the kernels of adapters. more: tokens of further prompts."""
-    steps = [(1, 1), (16, 16), (17, 17), (1, FEW_TOKENS), (1, FEW_TOKENS + 1), (1, max_num_batched_tokens)]
-    steps.append((FEW_TOKENS + 1, FEW_TOKENS + 1))  # of the head
+    bounds = [tiling.tokens for tiling in TILINGS[:-1]]
+    steps = [(1, 1), (16, 16), (1, bounds[-1]), (1, max_num_batched_tokens)]
+    steps += [(1, tokens + 1) for tokens in bounds]
+    steps += [(tokens + 1, tokens + 1) for tokens in bounds]  # of the head
     steps += [(1, tokens) for tokens in more]
     return [step for step in steps if step[0] <= max_num_seqs and step[1] <= max_num_batched_tokens]
 

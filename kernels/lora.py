@@ -4,27 +4,47 @@ Tokens are grouped by the adapter of their request: a tile is up to `block_rows`
 read once for all of them. First h = A x (`shrink`), of all products that share an input at once, in sums over parts of
 the input that nobody adds up until y += B h (`expand`) does, always in the same order. Grids depend on the number of
 tokens and of slots only; tiles beyond the last are empty, and leave.
+
+On Hopper, 16-bit numbers of usual ranks go through the kernels of lora_gluon.py, all others through lora_triton.py's.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .lora_gluon import lora_expand_kernel, lora_shrink_kernel
+from .lora_triton import expand_kernel, look_up_kernel, shrink_kernel
 from .pdl import launched_plainly, pdl_options
 
-FEW_TOKENS = 512  # up to so many, tiles of 16 tokens, beyond of 64
-# What a tile's input is cut into, at most, in steps of up to so many tokens: programs of few tiles are many then, and
-# each reads little; but whoever expands reads the sums of all.
-MAX_SPLITS = {16: 16, FEW_TOKENS: 8, 1 << 30: 4}
 STEP = 128  # of the input, at a time; whoever cuts it cuts multiples
 COLUMNS = 256  # rows of B, at a time
+LOW_COLUMNS = 64  # of the input, a warp of shrink_gluon at a time: 16 bytes a thread
+
+
+class Tiling(NamedTuple):
+    """How the work on tiles of so many rows is cut. From `chunk` on, it is about lora_gluon.py."""
+
+    tokens: int  # up to so many in a step
+    rows: int  # tokens of a tile; no other tiling has as many
+    splits: int  # of the input, at most: programs of few tiles are many then; but whoever expands reads the sums of all
+    chunk: int  # tokens of B h at once, a divisor of rows and multiple of 8
+    warps: int  # of its programs, each for 64 · groups · warps columns, where the rank is 16
+    groups: int
+    low_warps: int  # of programs of A x; 0: lora_triton.py's are faster
+
+
+TILINGS = (
+    Tiling(16, rows=8, splits=16, chunk=8, warps=4, groups=1, low_warps=8),
+    Tiling(64, rows=16, splits=8, chunk=8, warps=4, groups=2, low_warps=8),
+    Tiling(512, rows=32, splits=4, chunk=8, warps=4, groups=2, low_warps=8),
+    Tiling(1 << 30, rows=64, splits=4, chunk=16, warps=4, groups=2, low_warps=0),
+)
 
 
 class Tiles(NamedTuple):
@@ -39,12 +59,13 @@ class Tiles(NamedTuple):
 
 def block_rows(num_tokens: int) -> int:
     """Tokens of a tile, in a step of so many."""
-    return 16 if num_tokens <= FEW_TOKENS else 64
+    return next(tiling.rows for tiling in TILINGS if num_tokens <= tiling.tokens)
 
 
 def max_tiles(num_tokens: int, num_slots: int) -> int:
-    """Tiles that the tokens of a step can need: each slot wastes at most one."""
-    return min(num_tokens, num_tokens // block_rows(num_tokens) + num_slots)
+    """Tiles that the tokens of a step can need: each slot has at most one that is not full, and a token there."""
+    slots = min(num_tokens, num_slots)
+    return (num_tokens - slots) // block_rows(num_tokens) + slots
 
 
 def shrink(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
@@ -52,7 +73,8 @@ def shrink(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
     `tiles.order`; what no tile has stays undefined. used int32 [slots]: 0 where an adapter has nothing here, and so
     nothing is computed."""
     if x.device.type == "cuda":
-        return shrink_triton(x, a, used, tiles)
+        shrink_cuda = shrink_gluon if is_shrunk_by_gluon(x, a, tiles) else shrink_triton
+        return shrink_cuda(x, a, used, tiles)
     return shrink_torch(x, a, used, tiles)
 
 
@@ -60,7 +82,7 @@ def look_up(ids: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
     """The same of a one-hot x: ids int [T], a [slots, vocabulary, N] → fp32 [1, T, N]."""
     h = torch.empty((1, *ids.shape, a.shape[2]), dtype=torch.float32, device=ids.device)
     if ids.device.type == "cuda":
-        _look_up_kernel[(len(tiles.slots),)](
+        look_up_kernel[(len(tiles.slots),)](
             ids, a, used, h, *tiles[:4], a.shape[2], a.stride(0), a.stride(1),
             BLOCK_M=tiles.block_rows, BLOCK_N=triton.next_power_of_2(a.shape[2]), num_warps=4,
         )  # fmt: skip
@@ -75,25 +97,29 @@ def expand(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y
     """y [T, out] += B h, in place. h: of shrink; b [slots, out, r], whose rows are those of several products one after
     the other; `columns` say whose part of h belongs to which rows."""
     if y.device.type == "cuda":
-        expand_triton(h, b, columns, used, tiles, y)
+        expand_cuda = expand_gluon if is_expanded_by_gluon(b, columns, y) else expand_triton
+        expand_cuda(h, b, columns, used, tiles, y)
     else:
         expand_torch(h, b, columns, used, tiles, y)
 
 
 class Columns(NamedTuple):
-    """Blocks of at most COLUMNS rows of B, each of one product alone."""
+    """Rows of B, which are columns of y, in blocks, each of one product alone."""
 
-    blocks: Tensor  # int32 [3, blocks]: the first row, the one behind the last, and the product
+    blocks: dict[int, Tensor]  # by their most rows; int32 [3, blocks]: the first row, the one behind the last, product
     multiple: int  # of which every first row is one
 
 
-def column_blocks(sizes: list[int]) -> Columns:
+def column_blocks(sizes: list[int], device: torch.device | str = "cpu") -> Columns:
     """`sizes`: rows of each product."""
-    blocks, start = [], 0
-    for part, size in enumerate(sizes):
-        blocks += [(at, min(at + COLUMNS, start + size), part) for at in range(start, start + size, COLUMNS)]
-        start += size
-    return Columns(torch.tensor(blocks, dtype=torch.int32).T.contiguous(), gcd(16, *sizes))
+    tables = {}
+    for width in {COLUMNS, *(64 * tiling.groups * tiling.warps for tiling in TILINGS)}:
+        blocks, start = [], 0
+        for part, size in enumerate(sizes):
+            blocks += [(at, min(at + width, start + size), part) for at in range(start, start + size, width)]
+            start += size
+        tables[width] = torch.tensor(blocks, dtype=torch.int32).T.contiguous().to(device)
+    return Columns(tables, gcd(16, *sizes))
 
 
 # ---- twins ----
@@ -107,7 +133,7 @@ def shrink_torch(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
 def expand_torch(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y: Tensor) -> None:
     rank, total = b.shape[2], h.sum(0)
     parts: dict[int, tuple[int, int]] = {}
-    for first, end, part in columns.blocks.T.tolist():
+    for first, end, part in columns.blocks[COLUMNS].T.tolist():
         parts[part] = (parts.get(part, (first, end))[0], end)
     for slot, start, tokens in _groups(used, tiles):
         low = total[start : start + len(tokens)]
@@ -137,14 +163,13 @@ def shrink_triton(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
         raise ValueError("the last dimensions of x and A must be contiguous: call contiguous()")
     block_n = min(64, max(16, triton.next_power_of_2(n)))
     blocks = triton.cdiv(n, block_n)
-    most = next(splits for tokens, splits in MAX_SPLITS.items() if num_tokens <= tokens)
-    steps = triton.cdiv(k, most * STEP)  # of a split
+    steps = triton.cdiv(k, _tiling(tiles).splits * STEP)  # of a split
     splits = triton.cdiv(k, steps * STEP)
     h = torch.empty((splits, num_tokens, n), dtype=torch.float32, device=x.device)
-    _shrink_kernel[(len(tiles.slots), blocks, splits)](
+    shrink_kernel[(len(tiles.slots), blocks, splits)](
         x, a, used, h, *tiles[:4], num_tokens, n, k, steps, x.stride(0), a.stride(0), a.stride(1),
-        EVEN_K=k % STEP == 0, BLOCK_M=tiles.block_rows, BLOCK_N=block_n, STEP=STEP,
-        BLOCK_K=STEP if tiles.block_rows == 16 else STEP // 2, num_warps=4, num_stages=3, **pdl_options(x, num_tokens),
+        EVEN_K=k % STEP == 0, BLOCK_M=max(16, tiles.block_rows), BLOCK_N=block_n, STEP=STEP,
+        BLOCK_K=STEP if tiles.block_rows <= 16 else STEP // 2, num_warps=4, num_stages=3, **pdl_options(x, num_tokens),
     )  # fmt: skip
     return h
 
@@ -154,134 +179,69 @@ def expand_triton(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: T
     rank = b.shape[2]
     if y.stride(1) != 1 or b.stride(2) != 1 or rank % 16:
         raise ValueError("the last dimensions of y and B must be contiguous, and the rank a multiple of 16")
-    _expand_kernel[(len(tiles.slots), columns.blocks.shape[1])](
-        h, b, columns.blocks, used, y, *tiles[:4], num_tokens, n, columns.blocks.shape[1], splits,
+    blocks = columns.blocks[COLUMNS]
+    expand_kernel[(len(tiles.slots), blocks.shape[1])](
+        h, b, blocks, used, y, *tiles[:4], num_tokens, n, blocks.shape[1], splits,
         b.stride(0), b.stride(1), y.stride(0),
-        SPLITS=triton.next_power_of_2(splits), RANK=rank, MULTIPLE=columns.multiple, BLOCK_M=tiles.block_rows,
-        BLOCK_N=COLUMNS, BLOCK_R=16, num_warps=4 if tiles.block_rows == 16 and rank <= 64 else 8,
+        SPLITS=triton.next_power_of_2(splits), RANK=rank, MULTIPLE=columns.multiple, BLOCK_M=max(16, tiles.block_rows),
+        BLOCK_N=COLUMNS, BLOCK_R=16, num_warps=4 if tiles.block_rows <= 16 and rank <= 64 else 8,
         **pdl_options(y, num_tokens),
     )  # fmt: skip
 
 
-@triton.jit
-def _tile(tile, slots_ptr, starts_ptr, ends_ptr, used_ptr, BLOCK_M: tl.constexpr):
-    """→ its slot; places [BLOCK_M] in the order, and which of them exist; whether there is anything to do."""
-    start = tl.load(starts_ptr + tile)
-    end = tl.load(ends_ptr + tile)
-    slot = tl.load(slots_ptr + tile).to(tl.int64)
-    used = tl.load(used_ptr + slot, mask=start != end, other=0)
-    place = start + tl.arange(0, BLOCK_M)
-    return slot, place, place < end, used != 0
+def _tiling(tiles: Tiles) -> Tiling:
+    return next(tiling for tiling in TILINGS if tiling.rows == tiles.block_rows)
 
 
-@triton.jit(do_not_specialize=["T", "steps"])
-def _shrink_kernel(
-    x_ptr, a_ptr, used_ptr, h_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr,
-    T, N, K, steps, stride_x, stride_slot, stride_a,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """h[split, place, n] = Σ_k x[order[place], k] · a[slot, n, k], over `steps` · STEP values of k."""
-    tile, split = tl.program_id(0), tl.program_id(2)
-    if PDL:
-        gdc_launch_dependents()
-    # Which tokens and which slot was written before the step, as was A: all of it is known before the wait.
-    slot, place, exists, there = _tile(tile, slots_ptr, starts_ptr, ends_ptr, used_ptr, BLOCK_M)
-    token = tl.load(order_ptr + place, mask=exists, other=0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = split * steps * STEP
-    k = first + tl.arange(0, BLOCK_K)
-    if PDL:
-        if EVEN_K:  # A's first block goes into the L2 cache; an empty tile takes some other slot's
-            rows = a_ptr + tl.where(there, slot, 0) * stride_slot + tl.minimum(n, N - 1) * stride_a
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], $2; // dummy $0", "=r,l,r",
-                [(rows + first).to(tl.int64), STEP * 2],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-        gdc_wait()
-    if not there:
-        return
-    x_ptrs = x_ptr + token[:, None] * stride_x + k[None, :]
-    a_ptrs = a_ptr + slot * stride_slot + n[None, :] * stride_a + k[:, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    left = tl.minimum(K - first, steps * STEP)
-    for at in range(0, left, BLOCK_K):
-        given, wanted = exists[:, None], (n < N)[None, :]
-        if not EVEN_K:
-            inside = tl.arange(0, BLOCK_K) < left - at
-            given, wanted = given & inside[None, :], wanted & inside[:, None]
-        x = tl.load(x_ptrs + at, mask=given, other=0.0)
-        a = tl.load(a_ptrs + at, mask=wanted, other=0.0).to(x.dtype)
-        acc = tl.dot(x, a, acc, input_precision="ieee")
-    h_ptrs = h_ptr + split.to(tl.int64) * T * N + place[:, None] * N + n[None, :]
-    tl.store(h_ptrs, acc, mask=exists[:, None] & (n < N)[None, :])
+# ---- Gluon ----
+@lru_cache
+def _has_mma(device: torch.device) -> bool:
+    """Whether the kernels of lora_gluon.py are for this card: others than Hopper are untested."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
 
 
-@triton.jit(do_not_specialize=["T", "C", "splits"])
-def _expand_kernel(
-    h_ptr, b_ptr, columns_ptr, used_ptr, y_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr,
-    T, N, C, splits, stride_slot, stride_b, stride_y,
-    SPLITS: tl.constexpr, RANK: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[order[place], c] += Σ_r b[slot, c, r] · Σ_split h[split, place, part · RANK + r]."""
-    tile, block = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-    # As in _shrink_kernel: B, too, is there before the step.
-    slot, place, exists, there = _tile(tile, slots_ptr, starts_ptr, ends_ptr, used_ptr, BLOCK_M)
-    c = tl.multiple_of(tl.load(columns_ptr + block), MULTIPLE) + tl.arange(0, BLOCK_N)
-    last = tl.load(columns_ptr + C + block)
-    part = tl.load(columns_ptr + 2 * C + block)
-    token = tl.load(order_ptr + place, mask=exists, other=0).to(tl.int64)
-    r = tl.arange(0, BLOCK_R)
-    wanted = (c < last) & there
-    b_ptrs = b_ptr + slot * stride_slot + c.to(tl.int64)[None, :] * stride_b + r[:, None]
-    b = tl.load(b_ptrs, mask=wanted[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
-    if not there:
-        return
-    mask = exists[:, None] & (c < last)[None, :]
-    y_ptrs = y_ptr + token[:, None] * stride_y + c[None, :]
-    if BLOCK_M == 16:  # on its way beside h; more would not fit into the registers
-        y = tl.load(y_ptrs, mask=mask, other=0.0)
-    # All splits at once, added up in a fixed order.
-    split = tl.arange(0, SPLITS)
-    h_ptrs = h_ptr + split.to(tl.int64)[:, None, None] * (T * N) + place[None, :, None] * N
-    h_ptrs += part * RANK + r[None, None, :]
-    h_mask = (split < splits)[:, None, None] & exists[None, :, None]
-    low = tl.sum(tl.load(h_ptrs, mask=h_mask, other=0.0), 0)
-    acc = tl.dot(low.to(b.dtype), b, input_precision="ieee")
-    for at in range(BLOCK_R, RANK, BLOCK_R):
-        b = tl.load(b_ptrs + at, mask=wanted[None, :], other=0.0)
-        low = tl.sum(tl.load(h_ptrs + at, mask=h_mask, other=0.0), 0)
-        acc = tl.dot(low.to(b.dtype), b, acc, input_precision="ieee")
-    if BLOCK_M > 16:
-        y = tl.load(y_ptrs, mask=mask, other=0.0)
-    tl.store(y_ptrs, (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=mask)
+def is_expanded_by_gluon(b: Tensor, columns: Columns, y: Tensor) -> bool:
+    """Not by expand_kernel: 16 bit each, ranks whose B a program can hold, and whole pieces of eight columns."""
+    return (
+        b.dtype == y.dtype and y.dtype in (torch.bfloat16, torch.float16) and b.shape[2] in (16, 32, 64)
+        and columns.multiple % 8 == 0 and y.stride(0) % 16 == 0 and _has_mma(y.device)
+    )  # fmt: skip
 
 
-@triton.jit
-def _look_up_kernel(
-    ids_ptr, a_ptr, used_ptr, h_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr, N, stride_slot, stride_a,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """h[place, n] = a[slot, ids[order[place]], n]."""
-    tile = tl.program_id(0)
-    start = tl.load(starts_ptr + tile)
-    end = tl.load(ends_ptr + tile)
-    slot = tl.load(slots_ptr + tile).to(tl.int64)
-    if start == end:
-        return
-    if tl.load(used_ptr + slot) == 0:
-        return
-    place = start + tl.arange(0, BLOCK_M)
-    exists = place < end
-    token = tl.load(order_ptr + place, mask=exists, other=0)
-    id = tl.load(ids_ptr + token, mask=exists, other=0).to(tl.int64)
-    n = tl.arange(0, BLOCK_N)
-    mask = exists[:, None] & (n < N)[None, :]
-    found = tl.load(a_ptr + slot * stride_slot + id[:, None] * stride_a + n[None, :], mask=mask, other=0.0)
-    tl.store(h_ptr + place[:, None] * N + n[None, :], found.to(tl.float32), mask=mask)
+def is_shrunk_by_gluon(x: Tensor, a: Tensor, tiles: Tiles) -> bool:
+    """Not by shrink_kernel: 16 bit each, few tokens, strides that Triton knows to be whole pieces of eight."""
+    return (
+        a.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 16 == x.stride(0) % 16 == 0
+        and a.stride(1) % 16 == 0 and _tiling(tiles).low_warps > 0 and _has_mma(x.device)
+    )  # fmt: skip
+
+
+def shrink_gluon(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
+    (num_tokens, k), n, tiling = x.shape, a.shape[1], _tiling(tiles)
+    if x.stride(1) != 1 or a.stride(2) != 1:
+        raise ValueError("the last dimensions of x and A must be contiguous: call contiguous()")
+    block_n, step = 16 if n <= 48 else 32, tiling.low_warps * LOW_COLUMNS
+    rounds = triton.cdiv(k, tiling.splits * step)  # of a split
+    splits = triton.cdiv(k, rounds * step)
+    h = torch.empty((splits, num_tokens, n), dtype=torch.float32, device=x.device)
+    lora_shrink_kernel[(triton.cdiv(n, block_n), splits, len(tiles.slots))](
+        x, a, used, h, *tiles[:4], num_tokens, n, k, rounds, x.stride(0), a.stride(0), a.stride(1),
+        EVEN=k % step == 0, TOKENS=tiling.rows, BLOCK_N=block_n, BLOCK_K=LOW_COLUMNS,
+        num_warps=tiling.low_warps, **pdl_options(x, num_tokens),
+    )  # fmt: skip
+    return h
+
+
+def expand_gluon(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y: Tensor) -> None:
+    (splits, num_tokens, n), rank, tiling = h.shape, b.shape[2], _tiling(tiles)
+    if y.stride(1) != 1 or b.stride(2) != 1:
+        raise ValueError("the last dimensions of y and B must be contiguous")
+    groups = max(1, tiling.groups * 16 // rank)
+    warps = tiling.warps * tiling.groups // groups  # as many columns in all
+    blocks = columns.blocks[64 * groups * warps]
+    lora_expand_kernel[(blocks.shape[1], len(tiles.slots))](
+        h, b, blocks, used, y, *tiles[:4], num_tokens, n, blocks.shape[1], splits,
+        b.stride(0), b.stride(1), y.stride(0),
+        SPLITS=triton.next_power_of_2(splits), RANK=rank, CHUNK=tiling.chunk, CHUNKS=tiling.rows // tiling.chunk,
+        GROUPS=groups, num_warps=warps, **pdl_options(y, num_tokens),
+    )  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.lora import Columns, Tiles, block_rows, column_blocks, expand, look_up, max_tiles, shrink
+from ...kernels.lora import TILINGS, Columns, Tiles, block_rows, column_blocks, expand, look_up, max_tiles, shrink
 from ...kernels.moe_lora import ExpertLora, ExpertPairs
 from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
@@ -23,7 +23,7 @@ class Grouping:
 
     def __init__(self, max_tokens: int, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
-        self._width = max(max_tiles(n, num_slots) for n in {max_tokens, min(max_tokens, 512)})
+        self._width = max(max_tiles(min(max_tokens, tiling.tokens), num_slots) for tiling in TILINGS)
         self._device = torch.zeros(3 * self._width + 2 * max_tokens, dtype=torch.int32, device=device)
         self._pinned = device.type == "cuda"
 
@@ -226,8 +226,7 @@ class AdapterTables:
                 kind, self.has_head = HeadAdapter, True
         else:
             sizes, kind = [place.b_shape[0]], EmbeddingAdapter
-        columns = column_blocks(sizes)
-        return kind(self.step, *self._matrices(place), columns._replace(blocks=columns.blocks.to(device)))
+        return kind(self.step, *self._matrices(place), column_blocks(sizes, device))
 
     def _matrices(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
         """A and B of all slots, and where they are used."""

@@ -100,6 +100,12 @@ class Language:
     def reshape(self, values: Tensor, shape: Sequence[int]) -> Tensor:
         return values.reshape(list(shape))
 
+    def permute(self, values: Tensor, order: Sequence[int]) -> Tensor:
+        return values.permute(list(order))
+
+    def convert_layout(self, values: Tensor, layout: Any) -> Tensor:
+        return values
+
     def minimum(self, values: Any, other: Any) -> Tile:
         return tile(torch.minimum(tile(values), tile(other)))
 

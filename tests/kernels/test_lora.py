@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.kernels import lora as module
 from vserve.kernels.lora import (
     Columns,
     Tiles,
     block_rows,
     column_blocks,
+    expand_gluon,
     expand_torch,
     expand_triton,
     look_up,
     max_tiles,
+    shrink_gluon,
     shrink_torch,
     shrink_triton,
 )
@@ -46,8 +49,7 @@ def tiles_of(token_slots: list[int], num_slots: int, device: str, rows: int | No
 
 
 def columns_of(sizes: list[int], device: str) -> Columns:
-    columns = column_blocks(sizes)
-    return columns._replace(blocks=columns.blocks.to(device))
+    return column_blocks(sizes, device)
 
 
 def operands(
@@ -99,7 +101,11 @@ def test_kernels_and_twins_equal_a_product_a_token(
     y = torch.randn(len(slots), sum(sizes) + 8, generator=rng).to(device, dtype)[:, : sum(sizes)]
     tiles, columns = tiles_of(slots, num_slots, device), columns_of(sizes, device)
     wanted = by_token(x, y, a, b, used, slots, sizes)
-    for shrink, expand in ((shrink_triton, expand_triton), (shrink_torch, expand_torch)):
+    for shrink, expand in (
+        (shrink_triton, expand_triton),
+        (shrink_torch, expand_torch),
+        (module.shrink, module.expand),
+    ):
         found = y.clone()
         expand(shrink(x, a, there, tiles), b, columns, there, tiles, found)
         limit = 1e-5 if dtype == torch.float32 else 4e-3
@@ -123,6 +129,76 @@ def test_large_tiles_and_splits(rng: torch.Generator, device: str) -> None:
     torch.testing.assert_close(found.double(), by_token(x, y, a, b, [1] * 3, slots, sizes), atol=1e-4, rtol=1e-5)
 
 
+GLUON = [  # tokens' slots, slots, rows of the products, rank, rows of a tile, splits
+    ([0], 1, [24], 16, 8, 16),
+    ([2, -1, 0, 2, 2, -1, 0, 2, 1], 3, [264, 16, 48], 16, 8, 3),
+    ([-1] * 5, 2, [8], 32, 16, 1),
+    ([1, 0, 3, 1] * 9 + [-1], 4, [600, 24], 64, 16, 8),
+    ([0, 2, 2] * 40, 3, [528, 512], 32, 64, 2),
+]
+
+
+@pytest.mark.skipif(CUDA, reason="the same runs on the GPU")
+@pytest.mark.parametrize("case", GLUON)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gluon_kernel_in_python(
+    load_module: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch, rng: torch.Generator, dtype: torch.dtype,
+    case: tuple[list[int], int, list[int], int, int, int],
+) -> None:  # fmt: skip
+    """Its source, run on CPU tensors: ragged and empty tiles, slots that are not used, several products, tails."""
+    slots, num_slots, sizes, rank, rows, splits = case
+    here = Path(__file__)
+    model, ptx = (load_module(here.with_name(name)) for name in ("gluon_tiles.py", "ptx.py"))
+    kernel = model.Kernel(module.lora_expand_kernel, ptx)
+    monkeypatch.setattr(module, "lora_expand_kernel", kernel)
+    _, b = operands(rng, "cpu", dtype, num_slots, 16, sizes, rank)
+    used = torch.ones(num_slots, dtype=torch.int32)
+    if num_slots > 2:
+        used[1], b[1] = 0, float("nan")
+    y = torch.randn(len(slots), sum(sizes) + 8, generator=rng).to(dtype)[:, : sum(sizes)]
+    h = torch.randn(splits, len(slots), len(sizes) * rank, generator=rng)
+    tiles, columns = tiles_of(slots, num_slots, "cpu", rows), column_blocks(sizes)
+    empty = [
+        torch.cat([line, torch.tensor([last, last])]) for line, last in zip(tiles[:3], (1 << 20, 0, 0), strict=True)
+    ]
+    tiles = Tiles(*(line.int() for line in empty), tiles.order, rows)
+    found, wanted = y.clone(), y.clone()
+    expand_gluon(h, b, columns, used, tiles, found)
+    expand_torch(h, b, columns, used, tiles, wanted)
+    limit = 2e-2 if dtype == torch.bfloat16 else 3e-3  # the sums of h are rounded to the dtype
+    torch.testing.assert_close(found.float(), wanted.float(), atol=limit * float(wanted.abs().max()), rtol=limit)
+    without = [token for token, slot in enumerate(slots) if slot < 0 or not used[slot]]
+    assert torch.equal(found[without], y[without]), "who has no adapter keeps its bits"
+    assert kernel.launches == 1
+
+
+@pytest.mark.skipif(CUDA, reason="the same runs on the GPU")
+@pytest.mark.parametrize(
+    ("slots", "num_slots", "k", "n", "rows"),
+    [([0], 1, 40, 16, 8), ([2, -1, 0, 2, 1, 2, 0, 2, 2, 2, 2, 2, 2], 3, 4104, 48, 8), ([0, 1] * 20, 2, 1024, 192, 16)],
+)
+def test_the_gluon_kernel_of_low_in_python(
+    load_module: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch, rng: torch.Generator, slots: list[int],
+    num_slots: int, k: int, n: int, rows: int,
+) -> None:  # fmt: skip
+    here = Path(__file__)
+    model, ptx = (load_module(here.with_name(name)) for name in ("gluon_tiles.py", "ptx.py"))
+    monkeypatch.setattr(module, "lora_shrink_kernel", model.Kernel(module.lora_shrink_kernel, ptx))
+    a = (torch.randn(num_slots, n + 1, k, generator=rng) / k**0.5).bfloat16()[:, :-1]
+    used = torch.ones(num_slots, dtype=torch.int32)
+    if num_slots > 2:
+        used[1], a[1] = 0, float("nan")
+    x = torch.randn(len(slots), k + 8, generator=rng).bfloat16()[:, :k]
+    tiles = tiles_of(slots, num_slots, "cpu", rows)
+    empty = [torch.cat([line, torch.tensor([last])]) for line, last in zip(tiles[:3], (1 << 20, 0, 0), strict=True)]
+    h = shrink_gluon(x, a, used, Tiles(*(line.int() for line in empty), tiles.order, rows))
+    assert (len(h) > 1) == (k > 512)
+    wanted = shrink_torch(x, a, used, tiles)[0]
+    for place, token in enumerate(tiles.order.tolist() if max(slots) >= 0 else []):
+        if used[slots[token]]:
+            torch.testing.assert_close(h[:, place].sum(0), wanted[place], atol=1e-4, rtol=1e-4)
+
+
 def test_looking_up_is_a_product_with_one_hot_rows(rng: torch.Generator, device: str) -> None:
     slots = [1, -1, 0, 1, 1]
     table = torch.randn(2, 11, 16, generator=rng).to(device)
@@ -136,14 +212,24 @@ def test_looking_up_is_a_product_with_one_hot_rows(rng: torch.Generator, device:
 
 def test_tiles_are_bounded() -> None:
     assert max_tiles(1, 8) == 1
-    assert max_tiles(64, 8) == 64 // 16 + 8
-    assert max_tiles(8192, 8) == 8192 // 64 + 8
+    assert max_tiles(64, 8) == 56 // 16 + 8
+    assert max_tiles(8192, 8) == 8184 // 64 + 8 and max_tiles(4, 8) == 4
+
+
+def test_tilings_fit_together() -> None:
+    """A tile's rows say which tiling it is of; chunks fill it."""
+    assert len({tiling.rows for tiling in module.TILINGS}) == len(module.TILINGS)
+    assert [tiling.tokens for tiling in module.TILINGS] == sorted(tiling.tokens for tiling in module.TILINGS)
+    assert all(tiling.rows % tiling.chunk == tiling.chunk % 8 == 0 for tiling in module.TILINGS)
 
 
 _COMPILE = """
+from triton.experimental.gluon._runtime import GluonJITFunction
+GluonJITFunction.__getitem__ = warm_up_instead
 from vserve.kernels import pdl
 pdl.pdl_available = lambda device: True
-from vserve.kernels.lora import Columns, Tiles, block_rows, column_blocks, expand_triton, max_tiles, shrink_triton
+from vserve.kernels.lora import Tiles, block_rows, column_blocks, max_tiles
+from vserve.kernels.lora import expand_gluon, expand_triton, shrink_gluon, shrink_triton
 
 hidden, rank = map(int, sys.argv[1:3])
 sizes = [4096, 1024, 1024]
@@ -155,15 +241,19 @@ for rows in map(int, sys.argv[3].split(",")):
     count = max_tiles(rows, 8)
     tiles = Tiles(*(empty(n, dtype=torch.int32) for n in (count, count, count, rows)), block_rows(rows))
     used = empty(8, dtype=torch.int32)
-    h = shrink_triton(empty(rows, hidden), empty(8, 3 * rank, hidden), used, tiles)
-    columns = Columns(column_blocks(sizes).blocks.to("meta"), 16)
-    expand_triton(h, empty(8, sum(sizes), rank), columns, used, tiles, empty(rows, sum(sizes)))
+    shrink = shrink_gluon if rank <= 64 and rows <= 512 else shrink_triton
+    h = shrink(empty(rows, hidden), empty(8, 3 * rank, hidden), used, tiles)
+    columns = column_blocks(sizes, "meta")
+    expand = expand_gluon if rank <= 64 else expand_triton
+    expand(h, empty(8, sum(sizes), rank), columns, used, tiles, empty(rows, sum(sizes)))
 report = []
 for name, kernel in kernels.values():
     body, before, waits, after = around_wait(kernel)
     report.append({
         "kernel": name,
         "shared": kernel.metadata.shared,
+        "y": sorted(set(re.findall(r"st\\.global[.\\w]*", body))),
+        "barriers": body.count("bar.sync"),
         "griddepcontrol": body.count("griddepcontrol"),
         "writes_before": len(re.findall(r"(st|atom)\\.global|\\bret;|\\bexit;", before)) if waits else 0,
         "atomics": bool(re.search(r"\\b(atom|red)\\.", body)),
@@ -180,11 +270,15 @@ def test_compiles_for_hopper(rank: str, run_for_hopper: Callable[..., Any]) -> N
     if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():
         pytest.skip("triton without cuobjdump")
     kernels = run_for_hopper(_COMPILE, "4096", rank, "1,2,8,16,17,64,512,1024,8192")
-    assert {kernel["kernel"] for kernel in kernels} == {"_shrink_kernel", "_expand_kernel"}
+    names = {"lora_shrink_kernel", "shrink_kernel", "lora_expand_kernel"}
+    assert {kernel["kernel"] for kernel in kernels} == (names if rank == "16" else {"shrink_kernel", "expand_kernel"})
     for kernel in kernels:
         assert kernel["shared"] <= 227 * 1024
         assert kernel["stack"] == kernel["local"] == 0, f"{kernel} spills registers"
         assert kernel["griddepcontrol"] in (0, 2) and kernel["writes_before"] == 0 and not kernel["atomics"]
+        if kernel["kernel"] == "lora_expand_kernel":  # what B and y are goes straight into registers
+            assert kernel["y"] == ["st.global.v4.b32"] and kernel["shared"] <= 4096 and kernel["barriers"] == 2
+            assert kernel["reg"] <= 200
     assert len(kernels) <= 8
 
 
@@ -192,7 +286,8 @@ def test_compiles_for_hopper(rank: str, run_for_hopper: Callable[..., Any]) -> N
 @requires_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rank", [16, 64, 256])
-def test_real_shapes(rng: torch.Generator, device: str, rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kernels", ["chosen", "triton"])
+def test_real_shapes(rng: torch.Generator, device: str, rank: int, dtype: torch.dtype, kernels: str) -> None:
     """One token to a long chunk; twice the same, and in a graph that is replayed with other adapters."""
     sizes, k = [4096, 1024, 1024], 4096
     a, b = operands(rng, device, dtype, 8, k, sizes, rank)
@@ -205,7 +300,8 @@ def test_real_shapes(rng: torch.Generator, device: str, rank: int, dtype: torch.
 
         def run(tiles: Tiles, x: Tensor = x, y: Tensor = y) -> Tensor:
             out = y.clone()
-            expand_triton(shrink_triton(x, a, used, tiles), b, columns, used, tiles, out)
+            shrink, expand = (module.shrink, module.expand) if kernels == "chosen" else (shrink_triton, expand_triton)
+            expand(shrink(x, a, used, tiles), b, columns, used, tiles, out)
             return out
 
         def assert_right(found: Tensor, tiles: Tiles, x: Tensor = x, y: Tensor = y) -> None:
