@@ -197,7 +197,7 @@ def _consume(
                 else:
                     acc = warpgroup_mma(w, x, acc, is_async=True)
                 # The product before has ended; this one runs while the next plane's numbers are made.
-                acc = warpgroup_mma_wait(1, deps=[acc])
+                acc = warpgroup_mma_wait(0 if place == STEP // PLANE - 1 else 1, deps=[acc])
                 if place * PLANE % HALF == 0:
                     before = (stage_of_all + STAGES - 1) % STAGES
                     mbarrier.arrive(x_empty.index(before), count=1, pred=(step > first) | (place > 0))
