@@ -196,15 +196,16 @@ def _consume(
                     acc = warpgroup_mma(w, x, acc, use_acc=step > first, is_async=True)
                 else:
                     acc = warpgroup_mma(w, x, acc, is_async=True)
-                # The product before has ended; this one runs while the next plane's numbers are made.
-                acc = warpgroup_mma_wait(0 if place == STEP // PLANE - 1 else 1, deps=[acc])
-                if place * PLANE % HALF == 0:
-                    before = (stage_of_all + STAGES - 1) % STAGES
-                    mbarrier.arrive(x_empty.index(before), count=1, pred=(step > first) | (place > 0))
+                if place < STEP // PLANE - 1:
+                    # The product before has ended; this one runs while the next plane's numbers are made.
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                else:  # none runs over the end of the loop: ptxas would let all of them run one by one
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+                    mbarrier.arrive(x_empty.index(stage), count=1)
+                if place > 0 and place * PLANE % HALF == 0:
+                    mbarrier.arrive(x_empty.index((stage_of_all + STAGES - 1) % STAGES), count=1)
                 if (place + 1) * PLANE % HALF == 0:
                     stage_of_all += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(x_empty.index((stage_of_all + STAGES - 1) % STAGES), count=1)
 
         is_last = True
         if SPLIT:
@@ -212,7 +213,7 @@ def _consume(
             tile = (n_tile * tiles_m + m_tile) * CONSUMERS + which
             at = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))[:, None] * TOKENS
             at += gl.arange(0, TOKENS, layout=gl.SliceLayout(0, mma))[None, :]
-            sums_ptr = partials_ptr + tile.to(gl.int64) * splits * (ROWS * TOKENS)
+            sums_ptr = partials_ptr + tile * splits * (ROWS * TOKENS)
             gl.store(sums_ptr + split * (ROWS * TOKENS) + at, acc)
             # All threads' stores come before the one thread's release; its acquire, before all threads' loads.
             _barrier()
