@@ -55,7 +55,7 @@ def takes_many(x: torch.Tensor) -> bool:
 
 
 def quant_many(
-    x: torch.Tensor, matrix: Packed, bias: torch.Tensor | None, out: torch.Tensor, tile: ManyTile = ManyTile()
+    x: torch.Tensor, matrix: Packed, bias: torch.Tensor | None, out: torch.Tensor, tile: ManyTile
 ) -> torch.Tensor:
     """quant_linear for x [M, K] whose rows start on multiples of 16 bytes, on a Hopper GPU."""
     (m, k), n = x.shape, matrix.rows

@@ -1,4 +1,4 @@
-"""The Gluon kernel behind quant_many.py: many rows of x beside packed codes (planes.py), warp-specialised and persistent.
+"""The Gluon kernel behind quant_many.py: many rows of x beside packed codes (planes.py), warp-specialised, persistent.
 
 A producer warp fetches tiles of x and of the codes by TMA; two consumer warpgroups of 64 rows of the weight each make
 numbers of their codes in the registers that the tensor cores read, a plane ahead of the product that runs, and multiply
@@ -45,7 +45,7 @@ def _produce(
     stage_of_all = 0
     step_of_all = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n * splits, gl.num_programs(0)):
-        m, n, split, first, end = _place(item, tiles_m, tiles_n, steps, splits)
+        m, n, _, first, end = _place(item, tiles_m, tiles_n, steps, splits)
         for step in range(first, end):
             slot = step_of_all % CODE_STAGES
             bar = words_full.index(slot)
@@ -130,7 +130,7 @@ def _consume(
 ):  # fmt: skip
     x_smem, words_smem = smem
     x_full, x_empty, words_full, words_empty = bars
-    tiles_m, tiles_n, steps, splits, blocks = tiles
+    tiles_m, tiles_n, steps, splits, _ = tiles
     scales_ptr, shifts_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr = pointers
     M, N, groups, group_stride, stride_out = sizes
     dtype: gl.constexpr = x_smem.dtype

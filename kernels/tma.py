@@ -7,9 +7,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 ALIGNMENT = 16  # bytes, of a matrix's start and of the distance of its rows
-_LAYOUTS = {
-    width: NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=2) for width in (32, 64, 128)
-}
+_LAYOUTS = {width: NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=2) for width in (32, 64, 128)}
 
 
 class _Memory:

@@ -96,4 +96,66 @@ def test_other_devices_and_rows(rng: torch.Generator) -> None:
     x = torch.ones(20, 136, dtype=torch.half)
     assert takes_many(x[:, :128]) and not takes_many(x[:, 1:129]) and not takes_many(torch.ones(20, 129).half())
     with pytest.raises(ValueError, match="multiples of 16 bytes: use quant_linear"):
-        quant_many(x[:, 1:129], made(rng, "int4", 64, 128, 128, False, "cpu"), None, x.new_empty(20, 64))
+        quant_many(x[:, 1:129], made(rng, "int4", 64, 128, 128, False, "cpu"), None, x.new_empty(20, 64), TILES[0])
+
+
+_COMPILE = """
+import tempfile
+from triton.experimental.gluon._runtime import GluonJITFunction
+GluonJITFunction.__getitem__ = warm_up_instead
+from vserve.kernels import quant_many as module
+from vserve.kernels.planes import pack
+module.num_processors = lambda device: 132
+
+def matrix(kind, n, k, group, shifts):
+    scales = torch.ones(n, -(-k // group) if group else 1, dtype=torch.float32 if kind == "e4m3" else torch.float16)
+    codes = torch.zeros(n, k, dtype=torch.uint8)
+    return pack(codes, scales, kind, group, scales if shifts else None, tuple(range(16)) if kind == "table" else ())
+
+report = []
+for kind, group, shifts, dtype, tile in json.loads(sys.argv[1]):
+    kernels.clear()
+    dtype = getattr(torch, dtype)
+    for m, n, k in ((200, 256, 1024), (199, 512, 2048)):  # none of which makes a variant of its own
+        x = torch.empty(m, k, dtype=dtype)
+        module.quant_many(
+            x, matrix(kind, n, k, group, shifts), None, torch.empty(m, n, dtype=dtype), module.ManyTile(*tile)
+        )
+    variants = {id(kernel.asm["cubin"]): kernel for _, kernel in kernels.values()}
+    (kernel,) = variants.values()
+    tools = knobs.nvidia
+    with tempfile.TemporaryDirectory() as folder:
+        with open(folder + "/a.ptx", "w") as file:
+            file.write(kernel.asm["ptx"])
+        command = [tools.ptxas.path, "-v", "--gpu-name", "sm_90a", folder + "/a.ptx", "-o", folder + "/a.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+        code = subprocess.check_output([tools.nvdisasm.path, "-c", folder + "/a.cubin"], text=True)
+    report.append({
+        "shared": kernel.metadata.shared, "said": said.stdout + said.stderr,
+        "products": re.findall(r"(HGMMA\\S+) R\\d+, (\\w+)", code),
+    })
+print(json.dumps(report))
+"""
+FEW = [("int4", 128, True, "bfloat16", ManyTile(256, 4, 3)), ("int8", 0, False, "float16", ManyTile(128, 6, 4, 2))]
+MORE = [
+    (kind, group, shifts, dtype, tile)
+    for kind, group, shifts in LAYOUTS
+    for dtype in ("bfloat16", "float16")
+    for tile in TILES[:2]
+]
+
+
+@pytest.mark.skipif(CUDA, reason="the other tests compile for this GPU")
+@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+def test_compiles_for_hopper(cases: list[Any], run_for_hopper: Callable[..., Any]) -> None:
+    """With numbers from registers, none of them spilt, products that run on, room in shared memory; once a tile."""
+    tools = pytest.importorskip("triton.knobs").nvidia
+    if not Path(tools.nvdisasm.path).exists():
+        pytest.skip("triton without nvdisasm")
+    for case, kernel in zip(cases, run_for_hopper(_COMPILE, json.dumps(cases)), strict=True):
+        assert " 0 bytes spill stores, 0 bytes spill loads" in kernel["said"], case
+        assert "wgmma" not in kernel["said"].lower(), (case, "products are serialized")
+        assert kernel["products"], case
+        for instruction, left in kernel["products"]:
+            assert f"64x{case[4].tokens}x16" in instruction and left.startswith("R"), (case, instruction, left)
+        assert kernel["shared"] <= 227 << 10, case
