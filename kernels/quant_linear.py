@@ -21,6 +21,7 @@ from .linear import prepare, store_sum
 from .pdl import pdl_options
 from .planes import BITS, TILE, Packed, decoded, decoders, scaled, scaled_and_shifted, unpacked
 from .quant_few import MAX_ROWS, quant_few, streams_codes
+from .quant_many import many_rows, many_tile, quant_many, takes_many
 from .tiles import fits, tile_table
 
 MAX_BLOCK_M = 128
@@ -70,11 +71,12 @@ def quant_tile(m: int, n: int, bits: int) -> QuantTile:
 
 
 @lru_cache
-def quant_rows(n: int, kind: str, fp8: bool) -> int:
+def quant_rows(n: int, kind: str, fp8: bool, device: torch.device) -> int:
     """Up to how many rows quant_linear is faster than what else there is: FP8 products, or numbers in a scratch."""
     bits = BITS[kind]
     rows = tile_table("quant_rows")
-    return next(row["rows"] for row in rows if row["bits"] == bits and row["fp8"] == fp8 and fits(row["max_n"], n))
+    found = next(row["rows"] for row in rows if row["bits"] == bits and row["fp8"] == fp8 and fits(row["max_n"], n))
+    return found if fp8 else max(found, many_rows(n, kind, device))
 
 
 def quant_linear_triton(
@@ -99,6 +101,10 @@ def quant_linear_triton(
     if tile is None and m <= MAX_ROWS and streams_codes(x.device):
         return quant_few(x, matrix, bias, out)
     bits = BITS[matrix.kind]
+    if tile is None and m <= many_rows(n, matrix.kind, x.device) and takes_many(x):
+        many = many_tile(m, n, bits)
+        if many is not None:
+            return quant_many(x, matrix, bias, out, many)
     tile = tile or quant_tile(m, n, bits)
     block_m = min(tile.block_m, max(16, triton.next_power_of_2(m)))
     workspace = prepare(x.device)

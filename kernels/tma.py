@@ -7,7 +7,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 ALIGNMENT = 16  # bytes, of a matrix's start and of the distance of its rows
-_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_LAYOUTS = {width: NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=2) for width in (32, 64, 128)}
 
 
 class _Memory:
@@ -22,11 +22,13 @@ class _Memory:
 
 @lru_cache(maxsize=4096)
 def descriptor(
-    pointer: int, dtype: torch.dtype, num_rows: int, num_columns: int, stride: int, box_rows: int, box_columns: int
-) -> TensorDescriptor:
-    """A matrix of 16-bit elements in boxes of box_rows x box_columns. Made in 10 us, so those of weights are kept."""
+    pointer: int, dtype: torch.dtype, num_rows: int, num_columns: int, stride: int, box_rows: int, box_columns: int,
+    swizzle: int = 128,
+) -> TensorDescriptor:  # fmt: skip
+    """A matrix of 16-bit elements in boxes of box_rows x box_columns; swizzle: bytes, at most a box's row. Made in
+    10 us, so those of weights are kept."""
     return TensorDescriptor(
-        _Memory(pointer, dtype), [num_rows, num_columns], [stride, 1], [box_rows, box_columns], _LAYOUT
+        _Memory(pointer, dtype), [num_rows, num_columns], [stride, 1], [box_rows, box_columns], _LAYOUTS[swizzle]
     )
 
 

@@ -40,7 +40,7 @@ class PackedMatrix(nn.Module):
             words=self.words.data, scales=self.scales.data, shifts=None if self.shifts is None else self.shifts.data
         )
         self.fp8 = takes_fp8(self.matrix) and self.order is None
-        self.few_rows = quant_rows(matrix.rows, matrix.kind, self.fp8)
+        self.few_rows = quant_rows(matrix.rows, matrix.kind, self.fp8, matrix.device)
         self.by_group = bool(matrix.group)
         if matrix.device.type == "cuda":
             prepare(matrix.device)

@@ -254,7 +254,7 @@ def interpret(source: str, schedule: Schedule) -> dict[str, Any]:
     machine = Machine(schedule)
     language = SimpleNamespace(
         constexpr=lambda value: value, float32=None, int32=None, int64=None, minimum=min, static_range=range,
-        program_id=lambda axis: 0, num_programs=lambda axis: 1,
+        program_id=lambda axis: 0, num_programs=lambda axis: 1, barrier=lambda: None,
         zeros=lambda shape, dtype, layout: Sums(np.zeros(shape).view(Tile)),
         NVMMADistributedLayout=lambda *_: None, allocate_shared_memory=_allocate, warp_specialize=machine.run,
         reshape=lambda sums, shape: sums.values.reshape(shape), permute=np.transpose,

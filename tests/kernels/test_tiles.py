@@ -18,7 +18,8 @@ from vserve.kernels.attention_prefill import PrefillTile, prefill_tile
 FILES = sorted(tiles.FOLDER.glob("*.json"))
 TABLES = {
     "decode", "prefill", "small_linear_rows", "small_linear_fma", "small_linear_dot", "cublas", "linear_hopper",
-    "quant_rows", "quant_linear", "quant_few", "fp8_linear", "experts_codes", "experts_fp8", "experts_few",
+    "quant_rows", "quant_linear", "quant_few", "quant_many", "fp8_linear", "experts_codes", "experts_fp8",
+    "experts_few",
 }  # fmt: skip
 CASES = [(element_bytes, size) for element_bytes in (2, 4) for size in (64, 128, 256, 512, 576)]
 
@@ -74,6 +75,20 @@ def test_products_are_well_formed(path: Path) -> None:
         ranges = [row for row in rows if (row["n"], row["k"], row["gated"]) == case]
         assert all(row["min_rows"] <= row["max_rows"] for row in ranges)
         assert all(before["max_rows"] < after["min_rows"] for before, after in pairwise(ranges)), "ranges overlap"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_tiles_of_many_rows_are_well_formed(path: Path) -> None:
+    """From the fewest rows on, without gaps in what is taken; of each range the last row holds for any weight."""
+    rows = json.loads(path.read_text())["quant_many"]
+    for bits in {row["bits"] for row in rows}:
+        of_bits = [row for row in rows if row["bits"] == bits]
+        for row in of_bits:
+            assert row["tokens"] in (64, 128, 256) and row["min_rows"] <= row["max_rows"] and row["splits"] <= 8
+            codes = row["code_stages"] * 128 * (64 if bits == 4 else 128)
+            assert row["stages"] * row["tokens"] * 128 + codes + 64 * row["tokens"] * 2 < 227 << 10, "shared memory"
+        limits = [row["max_rows"] for row in of_bits if row["max_n"] is None]
+        assert limits == sorted({row["max_rows"] for row in of_bits})
 
 
 def test_the_search_writes_what_is_read(load_module: Callable[[Path], Any]) -> None:
