@@ -1,8 +1,8 @@
 """Low-rank adapters: y += B A x, with another pair of matrices for each request of a step.
 
-Tokens are grouped by the adapter of their request: a tile is up to `block_rows` tokens of one slot, so that a matrix is
-read once for all of them. First h = A x (`shrink`), of all products that share an input at once, in sums over parts of
-the input that nobody adds up until y += B h (`expand`) does, always in the same order. Grids depend on the number of
+Tokens are grouped by the adapter of their request: a tile is up to `Tiling.rows` tokens of one slot, so that a matrix
+is read once for all of them. First h = A x (`shrink`), of all products that share an input at once, in sums over parts
+of the input that nobody adds up until y += B h (`expand`) does, always in the same order. Grids depend on the number of
 tokens and of slots only; tiles beyond the last are empty, and leave.
 
 On Hopper, 16-bit numbers of usual ranks go through the kernels of lora_gluon.py, all others through lora_triton.py's.
@@ -31,7 +31,7 @@ class Tiling(NamedTuple):
     """How the work on tiles of so many rows is cut. From `chunk` on, it is about lora_gluon.py."""
 
     tokens: int  # up to so many in a step
-    rows: int  # tokens of a tile; no other tiling has as many
+    rows: int  # tokens of a tile
     splits: int  # of the input, at most: programs of few tiles are many then; but whoever expands reads the sums of all
     chunk: int  # tokens of B h at once, a divisor of rows and multiple of 8
     warps: int  # of its programs, each for 64 · groups · warps columns, where the rank is 16
@@ -40,10 +40,10 @@ class Tiling(NamedTuple):
 
 
 TILINGS = (
-    Tiling(16, rows=8, splits=16, chunk=8, warps=4, groups=1, low_warps=8),
-    Tiling(64, rows=16, splits=8, chunk=8, warps=4, groups=2, low_warps=8),
-    Tiling(512, rows=32, splits=4, chunk=8, warps=4, groups=2, low_warps=8),
-    Tiling(1 << 30, rows=64, splits=4, chunk=16, warps=4, groups=2, low_warps=0),
+    Tiling(16, rows=8, splits=16, chunk=8, warps=2, groups=2, low_warps=4),
+    Tiling(64, rows=8, splits=8, chunk=8, warps=4, groups=1, low_warps=4),
+    Tiling(512, rows=8, splits=4, chunk=8, warps=4, groups=1, low_warps=4),
+    Tiling(1 << 30, rows=64, splits=8, chunk=16, warps=4, groups=2, low_warps=0),
 )
 
 
@@ -54,18 +54,18 @@ class Tiles(NamedTuple):
     starts: Tensor  # int32 [tiles]: of each, its first place in `order`
     ends: Tensor  # int32 [tiles]; an empty tile ends where it starts
     order: Tensor  # int32 [≤ T]: tokens, those of one slot side by side
-    block_rows: int
+    tiling: Tiling  # of the step whose tokens these are
 
 
-def block_rows(num_tokens: int) -> int:
-    """Tokens of a tile, in a step of so many."""
-    return next(tiling.rows for tiling in TILINGS if num_tokens <= tiling.tokens)
+def tiling_of(num_tokens: int) -> Tiling:
+    """That of a step of so many tokens."""
+    return next(tiling for tiling in TILINGS if num_tokens <= tiling.tokens)
 
 
 def max_tiles(num_tokens: int, num_slots: int) -> int:
     """Tiles that the tokens of a step can need: each slot has at most one that is not full, and a token there."""
     slots = min(num_tokens, num_slots)
-    return (num_tokens - slots) // block_rows(num_tokens) + slots
+    return (num_tokens - slots) // tiling_of(num_tokens).rows + slots
 
 
 def shrink(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
@@ -84,7 +84,7 @@ def look_up(ids: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
     if ids.device.type == "cuda":
         look_up_kernel[(len(tiles.slots),)](
             ids, a, used, h, *tiles[:4], a.shape[2], a.stride(0), a.stride(1),
-            BLOCK_M=tiles.block_rows, BLOCK_N=triton.next_power_of_2(a.shape[2]), num_warps=4,
+            BLOCK_M=tiles.tiling.rows, BLOCK_N=triton.next_power_of_2(a.shape[2]), num_warps=4,
         )  # fmt: skip
         launched_plainly(ids.device)
         return h
@@ -163,13 +163,13 @@ def shrink_triton(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
         raise ValueError("the last dimensions of x and A must be contiguous: call contiguous()")
     block_n = min(64, max(16, triton.next_power_of_2(n)))
     blocks = triton.cdiv(n, block_n)
-    steps = triton.cdiv(k, _tiling(tiles).splits * STEP)  # of a split
+    steps = triton.cdiv(k, tiles.tiling.splits * STEP)  # of a split
     splits = triton.cdiv(k, steps * STEP)
     h = torch.empty((splits, num_tokens, n), dtype=torch.float32, device=x.device)
     shrink_kernel[(len(tiles.slots), blocks, splits)](
         x, a, used, h, *tiles[:4], num_tokens, n, k, steps, x.stride(0), a.stride(0), a.stride(1),
-        EVEN_K=k % STEP == 0, BLOCK_M=max(16, tiles.block_rows), BLOCK_N=block_n, STEP=STEP,
-        BLOCK_K=STEP if tiles.block_rows <= 16 else STEP // 2, num_warps=4, num_stages=3, **pdl_options(x, num_tokens),
+        EVEN_K=k % STEP == 0, BLOCK_M=max(16, tiles.tiling.rows), BLOCK_N=block_n, STEP=STEP,
+        BLOCK_K=STEP if tiles.tiling.rows <= 16 else STEP // 2, num_warps=4, num_stages=3, **pdl_options(x, num_tokens),
     )  # fmt: skip
     return h
 
@@ -183,14 +183,10 @@ def expand_triton(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: T
     expand_kernel[(len(tiles.slots), blocks.shape[1])](
         h, b, blocks, used, y, *tiles[:4], num_tokens, n, blocks.shape[1], splits,
         b.stride(0), b.stride(1), y.stride(0),
-        SPLITS=triton.next_power_of_2(splits), RANK=rank, MULTIPLE=columns.multiple, BLOCK_M=max(16, tiles.block_rows),
-        BLOCK_N=COLUMNS, BLOCK_R=16, num_warps=4 if tiles.block_rows <= 16 and rank <= 64 else 8,
+        SPLITS=triton.next_power_of_2(splits), RANK=rank, MULTIPLE=columns.multiple, BLOCK_M=max(16, tiles.tiling.rows),
+        BLOCK_N=COLUMNS, BLOCK_R=16, num_warps=4 if tiles.tiling.rows <= 16 and rank <= 64 else 8,
         **pdl_options(y, num_tokens),
     )  # fmt: skip
-
-
-def _tiling(tiles: Tiles) -> Tiling:
-    return next(tiling for tiling in TILINGS if tiling.rows == tiles.block_rows)
 
 
 # ---- Gluon ----
@@ -212,12 +208,12 @@ def is_shrunk_by_gluon(x: Tensor, a: Tensor, tiles: Tiles) -> bool:
     """Not by shrink_kernel: 16 bit each, few tokens, strides that Triton knows to be whole pieces of eight."""
     return (
         a.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 16 == x.stride(0) % 16 == 0
-        and a.stride(1) % 16 == 0 and _tiling(tiles).low_warps > 0 and _has_mma(x.device)
+        and a.stride(1) % 16 == 0 and tiles.tiling.low_warps > 0 and _has_mma(x.device)
     )  # fmt: skip
 
 
 def shrink_gluon(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
-    (num_tokens, k), n, tiling = x.shape, a.shape[1], _tiling(tiles)
+    (num_tokens, k), n, tiling = x.shape, a.shape[1], tiles.tiling
     if x.stride(1) != 1 or a.stride(2) != 1:
         raise ValueError("the last dimensions of x and A must be contiguous: call contiguous()")
     block_n, step = 16 if n <= 48 else 32, tiling.low_warps * LOW_COLUMNS
@@ -233,7 +229,7 @@ def shrink_gluon(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
 
 
 def expand_gluon(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y: Tensor) -> None:
-    (splits, num_tokens, n), rank, tiling = h.shape, b.shape[2], _tiling(tiles)
+    (splits, num_tokens, n), rank, tiling = h.shape, b.shape[2], tiles.tiling
     if y.stride(1) != 1 or b.stride(2) != 1:
         raise ValueError("the last dimensions of y and B must be contiguous")
     groups = max(1, tiling.groups * 16 // rank)

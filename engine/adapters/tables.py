@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.lora import TILINGS, Columns, Tiles, block_rows, column_blocks, expand, look_up, max_tiles, shrink
+from ...kernels.lora import TILINGS, Columns, Tiles, column_blocks, expand, look_up, max_tiles, shrink, tiling_of
 from ...kernels.moe_lora import ExpertLora, ExpertPairs
 from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
@@ -16,6 +16,11 @@ from .layout import Packed, Place, part_sizes
 from .store import AdapterStore
 
 NO_SLOT = -1
+ALIGNMENT = 4  # numbers of four bytes: Triton compiles a kernel again for pointers that are no multiples of 16 bytes
+
+
+def aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 class Grouping:
@@ -23,25 +28,26 @@ class Grouping:
 
     def __init__(self, max_tokens: int, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
-        self._width = max(max_tiles(min(max_tokens, tiling.tokens), num_slots) for tiling in TILINGS)
-        self._device = torch.zeros(3 * self._width + 2 * max_tokens, dtype=torch.int32, device=device)
+        self._width = aligned(max(max_tiles(min(max_tokens, tiling.tokens), num_slots) for tiling in TILINGS))
+        self._device = torch.zeros(3 * self._width + 2 * aligned(max_tokens), dtype=torch.int32, device=device)
         self._pinned = device.type == "cuda"
 
     def tiles(self, num_tokens: int) -> Tiles:
         """Of a step of so many tokens, padding included: views of what `fill` writes."""
         count, width, memory = max_tiles(num_tokens, self.num_slots), self._width, self._device
         slots, starts, ends = (memory[line * width : line * width + count] for line in range(3))
-        return Tiles(slots, starts, ends, memory[3 * width : 3 * width + num_tokens], block_rows(num_tokens))
+        return Tiles(slots, starts, ends, memory[3 * width : 3 * width + num_tokens], tiling_of(num_tokens))
 
     def token_slots(self, num_tokens: int) -> Tensor:
         """int32 [num_tokens], as tiles: the slot of each, or NO_SLOT."""
-        return self._device[3 * self._width + num_tokens :][:num_tokens]
+        return self._device[3 * self._width + aligned(num_tokens) :][:num_tokens]
 
     def fill(self, slots: np.ndarray, lengths: np.ndarray, num_tokens: int) -> None:
         """slots int [rows], NO_SLOT for none; lengths int [rows]: tokens of each, one row behind the other;
         num_tokens: what the step is padded to."""
-        width, rows = self._width, block_rows(num_tokens)
-        host = torch.empty(3 * width + 2 * num_tokens, dtype=torch.int32, pin_memory=self._pinned)
+        width, rows = self._width, tiling_of(num_tokens).rows
+        second = 3 * width + aligned(num_tokens)  # where the slots of tokens begin
+        host = torch.empty(second + num_tokens, dtype=torch.int32, pin_memory=self._pinned)
         table = host.numpy()
         table[: 3 * width] = 0
         starts = np.cumsum(lengths) - lengths  # of each row's tokens
@@ -52,10 +58,10 @@ class Grouping:
         total = int(ends[-1]) if len(ends) else 0
         order = np.repeat(starts[chosen] - (ends - counts), counts) + np.arange(total)
         table[3 * width : 3 * width + total] = order
-        table[3 * width + total : 3 * width + num_tokens] = 0
+        table[3 * width + total : second] = 0
         of_tokens = np.repeat(slots, lengths)
-        table[3 * width + num_tokens :] = NO_SLOT  # of those that pad, too
-        table[3 * width + num_tokens :][: len(of_tokens)] = of_tokens
+        table[second:] = NO_SLOT  # of those that pad, too
+        table[second:][: len(of_tokens)] = of_tokens
         at = place = 0
         sums = np.bincount(slots[chosen], weights=counts, minlength=self.num_slots).astype(np.int64)
         for slot, count in enumerate(sums.tolist()):

@@ -49,7 +49,9 @@ RIGHT_ALONE = 0.99
 DROP = 0.005  # of the share that is right alone: more is a fault
 NEAR_TIE = 1.0  # difference of log-probabilities below which bfloat16 may choose either
 CLEAR_DIFFERENCES = 0.001  # of the answers: greedy ones that differ from the same asked alone without such a tie
-SMALL_CACHE = 24_000  # tokens, for hundreds of requests with some thousand each
+# Tokens, for hundreds of requests with some thousand each; the next where a card or short answers leave too few at once
+# for anyone to be preempted.
+SMALL_CACHES = (24_000, 12_000, 6_000)
 
 
 @dataclass
@@ -415,21 +417,17 @@ def main() -> int:
                     )
                     found += faults(scores[-1], alone, small=False)
             server.stop()
-            if not args.soak and not args.no_small_cache:
+            for tokens in () if args.soak or args.no_small_cache else SMALL_CACHES:
                 # whose queue is as long as it has to be
-                server = start(f"--num-gpu-blocks-override={SMALL_CACHE // 16}", "--max-num-queued-tokens=0")
+                server = start(f"--num-gpu-blocks-override={tokens // 16}", "--max-num-queued-tokens=0")
                 streams = max(counts)
-                scores.append(
-                    measure(
-                        server,
-                        f"{streams} streams, small cache",
-                        streams,
-                        args.answers,
-                        args.seed,
-                        adapters=args.adapters,
-                    )
-                )
-                found += faults(scores[-1], alone, small=True)
+                title = f"{streams} streams, {tokens} tokens' cache"
+                scores.append(measure(server, title, streams, args.answers, args.seed, adapters=args.adapters))
+                preempted = bool(scores[-1].counters.get("preemptions"))
+                found += faults(scores[-1], alone, small=preempted or tokens == SMALL_CACHES[-1])
+                server.stop()
+                if preempted:
+                    break
         finally:
             for server in servers:
                 server.stop()

@@ -14,7 +14,6 @@ from vserve.kernels import lora as module
 from vserve.kernels.lora import (
     Columns,
     Tiles,
-    block_rows,
     column_blocks,
     expand_gluon,
     expand_torch,
@@ -24,6 +23,7 @@ from vserve.kernels.lora import (
     shrink_gluon,
     shrink_torch,
     shrink_triton,
+    tiling_of,
 )
 
 CUDA = torch.cuda.is_available()
@@ -32,7 +32,10 @@ requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 
 def tiles_of(token_slots: list[int], num_slots: int, device: str, rows: int | None = None) -> Tiles:
     """Of every token's slot, -1 for none; behind the last tile empty ones of a slot that does not exist."""
-    rows = rows or block_rows(len(token_slots))
+    tiling = tiling_of(len(token_slots))
+    if rows is not None and rows != tiling.rows:
+        tiling = tiling._replace(rows=rows, chunk=min(rows, tiling.chunk))
+    rows = tiling.rows
     slots, starts, ends, order = [], [], [], []
     for slot in range(num_slots):
         tokens = [token for token, of in enumerate(token_slots) if of == slot]
@@ -42,10 +45,10 @@ def tiles_of(token_slots: list[int], num_slots: int, device: str, rows: int | No
             ends.append(len(order) + min(at + rows, len(tokens)))
         order += tokens
     empty = max_tiles(len(token_slots), num_slots) - len(slots)
-    assert empty >= 0 or rows != block_rows(len(token_slots)), "more tiles than there may be"
+    assert empty >= 0 or rows != tiling_of(len(token_slots)).rows, "more tiles than there may be"
     empty = max(0, empty)
     table = [slots + [1 << 20] * empty, starts + [0] * empty, ends + [0] * empty, order or [0]]
-    return Tiles(*(torch.tensor(line, dtype=torch.int32, device=device) for line in table), rows)
+    return Tiles(*(torch.tensor(line, dtype=torch.int32, device=device) for line in table), tiling)
 
 
 def columns_of(sizes: list[int], device: str) -> Columns:
@@ -161,7 +164,7 @@ def test_the_gluon_kernel_in_python(
     empty = [
         torch.cat([line, torch.tensor([last, last])]) for line, last in zip(tiles[:3], (1 << 20, 0, 0), strict=True)
     ]
-    tiles = Tiles(*(line.int() for line in empty), tiles.order, rows)
+    tiles = Tiles(*(line.int() for line in empty), tiles.order, tiles.tiling)
     found, wanted = y.clone(), y.clone()
     expand_gluon(h, b, columns, used, tiles, found)
     expand_torch(h, b, columns, used, tiles, wanted)
@@ -191,7 +194,7 @@ def test_the_gluon_kernel_of_low_in_python(
     x = torch.randn(len(slots), k + 8, generator=rng).bfloat16()[:, :k]
     tiles = tiles_of(slots, num_slots, "cpu", rows)
     empty = [torch.cat([line, torch.tensor([last])]) for line, last in zip(tiles[:3], (1 << 20, 0, 0), strict=True)]
-    h = shrink_gluon(x, a, used, Tiles(*(line.int() for line in empty), tiles.order, rows))
+    h = shrink_gluon(x, a, used, Tiles(*(line.int() for line in empty), tiles.order, tiles.tiling))
     assert (len(h) > 1) == (k > 512)
     wanted = shrink_torch(x, a, used, tiles)[0]
     for place, token in enumerate(tiles.order.tolist() if max(slots) >= 0 else []):
@@ -212,13 +215,12 @@ def test_looking_up_is_a_product_with_one_hot_rows(rng: torch.Generator, device:
 
 def test_tiles_are_bounded() -> None:
     assert max_tiles(1, 8) == 1
-    assert max_tiles(64, 8) == 56 // 16 + 8
+    assert max_tiles(64, 8) == 56 // 8 + 8
     assert max_tiles(8192, 8) == 8184 // 64 + 8 and max_tiles(4, 8) == 4
 
 
 def test_tilings_fit_together() -> None:
-    """A tile's rows say which tiling it is of; chunks fill it."""
-    assert len({tiling.rows for tiling in module.TILINGS}) == len(module.TILINGS)
+    """In the order in which they are looked for; chunks fill a tile."""
     assert [tiling.tokens for tiling in module.TILINGS] == sorted(tiling.tokens for tiling in module.TILINGS)
     assert all(tiling.rows % tiling.chunk == tiling.chunk % 8 == 0 for tiling in module.TILINGS)
 
@@ -228,7 +230,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 GluonJITFunction.__getitem__ = warm_up_instead
 from vserve.kernels import pdl
 pdl.pdl_available = lambda device: True
-from vserve.kernels.lora import Tiles, block_rows, column_blocks, max_tiles
+from vserve.kernels.lora import Tiles, column_blocks, max_tiles, tiling_of
 from vserve.kernels.lora import expand_gluon, expand_triton, shrink_gluon, shrink_triton
 
 hidden, rank = map(int, sys.argv[1:3])
@@ -239,7 +241,7 @@ def empty(*shape, dtype=torch.bfloat16):
 
 for rows in map(int, sys.argv[3].split(",")):
     count = max_tiles(rows, 8)
-    tiles = Tiles(*(empty(n, dtype=torch.int32) for n in (count, count, count, rows)), block_rows(rows))
+    tiles = Tiles(*(empty(n, dtype=torch.int32) for n in (count, count, count, rows)), tiling_of(rows))
     used = empty(8, dtype=torch.int32)
     shrink = shrink_gluon if rank <= 64 and rows <= 512 else shrink_triton
     h = shrink(empty(rows, hidden), empty(8, 3 * rank, hidden), used, tiles)
@@ -278,7 +280,7 @@ def test_compiles_for_hopper(rank: str, run_for_hopper: Callable[..., Any]) -> N
         assert kernel["griddepcontrol"] in (0, 2) and kernel["writes_before"] == 0 and not kernel["atomics"]
         if kernel["kernel"] == "lora_expand_kernel":  # what B and y are goes straight into registers
             assert kernel["y"] == ["st.global.v4.b32"] and kernel["shared"] <= 4096 and kernel["barriers"] == 2
-            assert kernel["reg"] <= 200
+            assert kernel["reg"] <= 240  # of 64 tokens in eight parts; measured to be faster than with fewer
     assert len(kernels) <= 8
 
 
@@ -313,7 +315,7 @@ def test_real_shapes(rng: torch.Generator, device: str, rank: int, dtype: torch.
         assert_right(found, tiles)
         assert torch.equal(run(tiles), found)
         places = max(len(tiles.order), len(others.order))
-        static = Tiles(*(t.clone() for t in tiles[:3]), tiles.order.new_zeros(places), tiles.block_rows)
+        static = Tiles(*(t.clone() for t in tiles[:3]), tiles.order.new_zeros(places), tiles.tiling)
         static.order[: len(tiles.order)] = tiles.order
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -118,7 +118,8 @@ def test_the_logits_of_merged_weights(
     family: str, parity: Any, tiny_model: Any, adapter_files: Any, tmp_path: Path
 ) -> None:
     """A pair of all experts, one of each expert's product with another rank and the attention's beside, and the base
-    in one batch: each as merged, as alone, and the base with the bits that it has without adapters."""
+    in one batch: each as merged, as alone, and the base as without adapters. Not to the bit, as it is on a GPU: sums of
+    a CPU's products may depend on the number of rows, and an expert gets others where adapters change the routing."""
     base = tiny_model(family)
     model = transformers_model(base)
     plain = logits_of(parity, model)
@@ -141,7 +142,7 @@ def test_the_logits_of_merged_weights(
             alone = served.run([slot], [number])[0]
             assert gap(found[number], alone) < LIMIT / 2
         base_number = slots.index(-1)
-        assert torch.equal(found[base_number], without[base_number])
+        assert gap(found[base_number], without[base_number]) < LIMIT / 10
 
 
 @pytest.mark.parametrize("transposed", [False, True])
