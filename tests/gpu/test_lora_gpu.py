@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ MODEL = dict(
     initializer_range=0.05, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 NUM_ADAPTERS, NUM_REQUESTS, NUM_TOKENS = 12, 400, 24
+FAR = 0.6  # of logits, below the most likely: as far as bfloat16 leads in dense models
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +93,16 @@ def test_the_tokens_of_merged_weights(
     assert worst < tolerance
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "fp8")])
 def test_experts_in_slots(
-    tmp_path: Path, asked: list[tuple[list[int], int]], adapter_files: Any, generate: Any, quantization: str | None
-) -> None:
+    tmp_path: Path, asked: list[tuple[list[int], int]], adapter_files: Any, generate: Any, dtype: str,
+    quantization: str | None,
+) -> None:  # fmt: skip
     """Adapters of experts, some with a pair of all, some of each, beside one without and the base: 240 streams over 3
-    slots, every kernel warmed up, every small step a graph. Each token is what merged weights find most likely, or
-    nearly; on FP8, whose numbers nobody else has here, the base's are as without adapters of experts."""
+    slots, every kernel warmed up, every small step a graph. In float32 each token is what merged weights find most
+    likely, or nearly. In bfloat16 near ties of the router choose other experts, which may change much: tokens may be
+    about as often far from the oracle's as those of the oracle in bfloat16 are. On FP8, whose numbers nobody else has
+    here, a second run, whose steps are others, answers nearly all alike."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = MODEL | {"moe_intermediate_size": 512, "num_experts": 16, "num_experts_per_tok": 4}
@@ -114,14 +119,17 @@ def test_experts_in_slots(
     folders += [adapter_files.write_experts_adapter(tmp_path / f"e{rank}", model(), rank=rank) for rank in (4, 16, 32)]
     chosen = [(prompt, index % (len(folders) + 1) - 1) for index, (prompt, _) in enumerate(asked[:240])]
     options: dict[str, Any] = {
-        "dtype": "bfloat16", "enable_lora": True, "max_loras": 3, "max_lora_rank": 32,
+        "dtype": dtype, "enable_lora": True, "max_loras": 3, "max_lora_rank": 32,
         "lora_target_modules": ("experts", *names), "quantization": quantization,
     }  # fmt: skip
     found = answers(generate, base, chosen, folders, **options)
-    assert found == answers(generate, base, chosen, folders, **options) or quantization is None
     if quantization is not None:
+        again = answers(generate, base, chosen, folders, **options)
+        others = sum(one != other for one, other in zip(found, again, strict=True))
+        print(f"{others} of {len(found)} answers differ in a second run")
+        assert others <= len(found) // 10
         return
-    worst = 0.0
+    gaps: dict[tuple[int, str], list[torch.Tensor]] = {}
     for number in range(-1, len(folders)):
         oracle = model()
         if number == 0:
@@ -129,15 +137,23 @@ def test_experts_in_slots(
         elif number > 0:
             oracle = adapter_files.merge_experts(oracle, folders[number])
         oracle = oracle.cuda().eval()
+        in_bfloat16 = copy.deepcopy(oracle).bfloat16()
         for (prompt, adapter), tokens in zip(chosen, found, strict=True):
             if adapter != number:
                 continue
             with torch.inference_mode():
-                logits = oracle(torch.tensor([prompt + tokens], device="cuda")).logits[0, len(prompt) - 1 : -1]
-            picked = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
-            worst = max(worst, (logits.amax(-1) - picked).max().item())
-    print(f"what was chosen is at most {worst:.4f} below the most likely")
-    assert worst < 1.0
+                whole = torch.tensor([prompt + tokens], device="cuda")
+                logits, rounded = (each(whole).logits[0, len(prompt) - 1 : -1] for each in (oracle, in_bfloat16))
+            for who, picked in (("ours", torch.tensor(tokens, device="cuda")), ("theirs", rounded.argmax(-1))):
+                gaps.setdefault((number, who), []).append(logits.amax(-1) - logits.gather(1, picked[:, None])[:, 0])
+    below = {key: torch.cat(each) for key, each in gaps.items()}
+    far = {key: float((each > FAR).float().mean()) for key, each in below.items()}
+    for (number, who), each in below.items():
+        share = 100 * far[number, who]
+        print(f"{dtype}, adapter {number}, {who}: at most {each.max():.4f} below, {share:.2f} % by more than {FAR}")
+    if dtype == "float32":
+        assert max(float(each.max()) for (_, who), each in below.items() if who == "ours") < 0.02
+    assert all(share <= 2 * far[number, "theirs"] + 0.005 for (number, _), share in far.items()), far
 
 
 def test_steps_without_adapters_are_as_without_the_option(
