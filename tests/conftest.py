@@ -7,9 +7,11 @@ import importlib.util
 import inspect
 import os
 import random
+import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,25 @@ def _patient_and_cheap_clients() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
+
+
+@pytest.fixture(scope="session")
+def reserve_port() -> Iterator[Callable[[], int]]:
+    """reserve_port() → a port of this machine, for a server that has to be told one.
+
+    A socket is bound to it and does not listen: the kernel gives the port to nobody who asks for any, and servers,
+    which set SO_REUSEADDR, can listen on it. To all addresses: bound to one, the kernel gave the same port of another
+    one away (ranks and hosts of other tests ask for those), and a server on all of them ended with "already in use".
+    """
+    with ExitStack() as held:
+
+        def reserve() -> int:
+            sock = held.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("", 0))
+            return int(sock.getsockname()[1])
+
+        yield reserve
 
 
 @pytest.fixture(scope="session")

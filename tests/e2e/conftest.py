@@ -7,13 +7,12 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -247,24 +246,6 @@ def launch_server() -> Iterator[Callable[..., ServerProcess]]:
 def start_server(launch_server: Callable[..., ServerProcess]) -> Callable[..., ServerProcess]:
     """As launch_server, and waits until it has said where it listens."""
     return lambda *arguments, **options: announced(launch_server(*arguments, **options))
-
-
-@pytest.fixture(scope="session")
-def reserve_port() -> Iterator[Callable[[], int]]:
-    """reserve_port() → a port of the loopback, for a server that has to be told one.
-
-    A socket is bound to it and does not listen: the kernel gives the port to nobody who asks for any, and servers,
-    which set SO_REUSEADDR, can listen on it.
-    """
-    with ExitStack() as held:
-
-        def reserve() -> int:
-            sock = held.enter_context(socket.socket())
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("127.0.0.1", 0))
-            return int(sock.getsockname()[1])
-
-        yield reserve
 
 
 @pytest.fixture(scope="session")

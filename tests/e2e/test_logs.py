@@ -178,10 +178,10 @@ def start(redirections: str, *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def wait_until_ready(process: subprocess.Popen[Any], url: str) -> None:
+def wait_until_ready(process: subprocess.Popen[Any], url: str, said: bytes | bytearray = b"") -> None:
     end = time.monotonic() + 240
     while time.monotonic() < end:
-        assert process.poll() is None, f"exit code {process.returncode}"
+        assert process.poll() is None, f"exit code {process.returncode}: {said.decode()}"
         try:
             if httpx.get(f"{url}/health").status_code == 200:
                 return
@@ -254,7 +254,7 @@ def test_text_on_a_terminal(reserve_port: Any, until: Any) -> None:
     threading.Thread(target=read, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_until_ready(process, url)
+        wait_until_ready(process, url, screen)
         chat(url, request_id="human")
         until(lambda: re.search(rb"human[^\n]*\n", screen))  # the whole line: it may come in pieces
         (line,) = [line for line in screen.decode().splitlines() if "human" in line]

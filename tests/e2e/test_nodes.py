@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,6 @@ import httpx
 import pytest
 
 SECRET = {"VSERVE_CLUSTER_SECRET": "of these two"}
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @dataclass
@@ -65,8 +58,8 @@ class Hosts:
 
 
 @contextmanager
-def two_hosts(e2e: Any, *options: str) -> Iterator[Hosts]:
-    made = Hosts(e2e, [str(e2e.DEMO), *options, "--nnodes", "2", "--master-port", str(free_port())])
+def two_hosts(e2e: Any, port: int, *options: str) -> Iterator[Hosts]:
+    made = Hosts(e2e, [str(e2e.DEMO), *options, "--nnodes", "2", "--master-port", str(port)])
     made.start_second()  # it waits
     made.first = e2e.launch(*made.options, "--cpu-threads", "2", env=SECRET)
     try:
@@ -84,8 +77,8 @@ def e2e(load_module: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def hosts(e2e: Any) -> Iterator[Hosts]:
-    with two_hosts(e2e, "-tp", "2") as made:
+def hosts(e2e: Any, reserve_port: Callable[[], int]) -> Iterator[Hosts]:
+    with two_hosts(e2e, reserve_port(), "-tp", "2") as made:
         yield made
 
 
@@ -158,9 +151,9 @@ def test_both_end_in_order(hosts: Hosts) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_on_each_host(e2e: Any) -> None:
+def test_a_stage_on_each_host(e2e: Any, reserve_port: Callable[[], int]) -> None:
     """Of two ranks: both answer with the tokens of one process, and a lost stage is named."""
-    with two_hosts(e2e, "-tp", "2", "-pp", "2") as made, e2e.serving(str(e2e.DEMO)) as alone:
+    with two_hosts(e2e, reserve_port(), "-tp", "2", "-pp", "2") as made, e2e.serving(str(e2e.DEMO)) as alone:
         assert answers(made.first.url) == answers(alone.url)
         made.second.process.kill()
         assert "of 4 (cpu) on node 1 (127.0.0.2) is lost: its node has hung up" in made.said("is lost", 10)
@@ -173,9 +166,9 @@ def refused(*options: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
-def test_nobody_answers() -> None:
+def test_nobody_answers(reserve_port: Callable[[], int]) -> None:
     options = ["-tp", "2", "--nnodes", "2", "--node-rank", "1", "--headless", "--distributed-timeout-seconds", "1"]
-    line = refused(*options, "--master-port", str(port := free_port()), "--log-level", "error")
+    line = refused(*options, "--master-port", str(port := reserve_port()), "--log-level", "error")
     assert f"node 0 has not answered at 127.0.0.1:{port} within 1 s (--distributed-timeout-seconds;" in line
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,11 @@ def options() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def url(options: dict[str, Any]) -> Iterator[str]:
+def url(options: dict[str, Any], reserve_port: Callable[[], int]) -> Iterator[str]:
     import ray
     from ray.cluster_utils import Cluster
 
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = reserve_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # what others on this machine take is no business of its
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")

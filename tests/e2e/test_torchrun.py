@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -95,11 +94,9 @@ def test_every_process_gets_all_answers(tiny_model: Callable[..., Path], tmp_pat
 
 
 @pytest.mark.slow
-def test_who_is_left_is_told(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_who_is_left_is_told(tiny_model: Callable[..., Path], tmp_path: Path, reserve_port: Callable[[], int]) -> None:
     """Without torchrun, which would end it."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = reserve_port()
     script, both = program(tmp_path, DIES), []
     for rank in (0, 1):
         told = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import json
 import random
-import socket
 import time
 from typing import Any
 
@@ -181,12 +180,10 @@ def test_a_slow_listener_costs_events_and_never_time() -> None:
     assert [type(events[0]) for events in sent] == [BlockStored, BlockStored, AllBlocksCleared]
 
 
-def test_who_asks_for_everything_gets_it() -> None:
+def test_who_asks_for_everything_gets_it(reserve_port: Any) -> None:
     """More messages than ZeroMQ holds for a client by itself, which reads none until all are sent."""
     zmq = pytest.importorskip("zmq")
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        replay = f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+    replay = f"tcp://127.0.0.1:{reserve_port()}"
     publisher = Publisher(DEFAULTS | ON | {"endpoint": "inproc://all", "replay_endpoint": replay})
     publisher._buffer.extend((number, bytes(4000)) for number in range(10_000))
     context = zmq.Context()
@@ -208,15 +205,12 @@ def test_who_asks_for_everything_gets_it() -> None:
         publisher.close()
 
 
-def test_over_zeromq(tiny_model: Any) -> None:
+def test_over_zeromq(tiny_model: Any, reserve_port: Any) -> None:
     """An engine, a subscriber, and one who comes late and asks for what it has missed."""
     zmq = pytest.importorskip("zmq")
     from vserve.server.client.engine_client import EngineClient
 
-    with socket.socket() as one, socket.socket() as other:
-        for sock in (one, other):
-            sock.bind(("127.0.0.1", 0))
-        ports = one.getsockname()[1], other.getsockname()[1]
+    ports = reserve_port(), reserve_port()
     given = ON | {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}", "topic": "kv"}
     context, prompt = zmq.Context(), list(range(5, 45))
     subscriber, late = context.socket(zmq.SUB), context.socket(zmq.REQ)
