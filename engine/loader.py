@@ -6,10 +6,9 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import cast
@@ -22,31 +21,24 @@ from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from .dummy_weights import fill_with_noise
 from .encoders.decoder import attend_both_ways
 from .encoders.model import Encoder
-from .foreign.modules import Plain
 from .layers.experts import Experts
-from .layers.norm import Norm
 from .layers.weights import Placement, WeightHolder
+from .matching import Load, by_module, choose_formats, claims_of, match
 from .model_config import ModelConfig
-from .model_file import ModelError, and_more
+from .model_file import ModelError
 from .models.blocks import CausalLM
 from .models.mixture import has_experts, with_stored_experts
 from .models.model import Loadable, Model
 from .parallel.divide import check_divides
 from .parallel.group import ALONE, Group, SingleGroup
 from .parallel.pipeline import WHOLE, Stage
-from .quant.claims import check_claims
-from .quant.format import FLOATS, Format
-from .quant.headers import named
 from .quant.kv_scales import read_cache_scales
-from .quant.online import ROUTERS
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 _LOADER_THREADS = 4  # reading and copying overlap; more only fight over the disk
-# Scales of a quantised cache and of attention's inputs, under all of the names that they have had: no module's tensors.
-_CACHE_SCALE = re.compile(r"\.(q|k|v|kv|prob|prob_output|output)_(scale|zero_point)$")
 
 
 def load_model(
@@ -125,7 +117,7 @@ class _Prepared:
     model: Model
     checkpoint: Checkpoint | None
     holders: list[WeightHolder]
-    loads: list[_Load]
+    loads: list[Load]
     stored: int  # bytes of the files
     note: str | None  # for the log
 
@@ -164,9 +156,9 @@ def _prepared(
         raise ModelError("--quantization experts_int8, but the model has no experts: use --quantization int8")
     config = with_stored_experts(config, {name: info.shape for name, info in headers.items()})
     model = make_model(config, place, max_model_len)
-    note = None if checkpoint is None else _check_claims(model, headers)
-    holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
-    loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
+    note = None if checkpoint is None else claims_of(model, headers)
+    holders = choose_formats(model, None if checkpoint is None else by_module(model, headers, prefix))
+    loads = [] if checkpoint is None else match(model, checkpoint, prefix)
     return _Prepared(model, checkpoint, holders, loads, stored, note)
 
 
@@ -175,9 +167,9 @@ def load_beside(part: Loadable, checkpoint: Checkpoint) -> str | None:
     a checkpoint that has this alone. Raises ModelError, before anything is allocated where the checkpoint does not
     fit."""
     with torch.no_grad():
-        note = _check_claims(part, checkpoint.headers)
-        holders = choose_formats(part, _by_module(part, checkpoint.headers, ""))
-        loads = _match(part, checkpoint, "")
+        note = claims_of(part, checkpoint.headers)
+        holders = choose_formats(part, by_module(part, checkpoint.headers, ""))
+        loads = match(part, checkpoint, "")
         for holder in holders:
             holder.create()
         _load(checkpoint, loads, lambda done, total: None)
@@ -275,113 +267,6 @@ def whole_of(model: Model) -> Model:
     return make_model(model.config, place, 1)
 
 
-def _check_claims(model: Loadable, headers: dict[str, TensorInfo]) -> str | None:
-    needed = {name: info.dtype for name, info in headers.items() if not model.is_ignorable(name)}
-    return check_claims(model.config.quantization, model.weight_map(), needed)
-
-
-def _by_module(model: Loadable, headers: dict[str, TensorInfo], prefix: str) -> dict[str, dict[str, TensorInfo]]:
-    """Module path → suffix → tensor; `prefix`: what the checkpoint's names lack at their beginning."""
-    paths = model.weight_map().keys()
-    found: dict[str, dict[str, TensorInfo]] = {path: {} for path in paths}
-    for name, info in headers.items():
-        path = prefix + name
-        while path and path not in paths:
-            path = path.rpartition(".")[0]
-        if path:
-            found[path][(prefix + name)[len(path) + 1 :]] = info
-    return found
-
-
-def choose_formats(model: Loadable, stored: dict[str, dict[str, TensorInfo]] | None = None) -> list[WeightHolder]:
-    """→ each module with weights once, though several parts of a checkpoint may go to it; each knows its formats.
-
-    `stored`: module path → suffix → tensor; None: there are no files.
-    """
-    scheme = model.config.quantization
-    formats: dict[int, dict[str, Format]] = {}
-    holders: dict[int, WeightHolder] = {}
-    for path, (holder, part) in model.weight_map().items():
-        holders[id(holder)] = holder
-        chosen = formats.setdefault(id(holder), {})
-        plain = isinstance(holder, (Norm, Plain)) or (stored is None and named(path, ROUTERS))  # nobody quantises these
-        if scheme is not None and not plain:
-            described = None if stored is None else {name: (t.dtype, t.shape) for name, t in stored[path].items()}
-            if (format := scheme.format(path, described)) is not None:
-                chosen[part] = format
-    for key, holder in holders.items():
-        holder.choose(formats[key])
-    return list(holders.values())
-
-
-@dataclass
-class _Load:
-    """The tensors of one part, and where they go."""
-
-    holder: WeightHolder
-    part: str
-    names: dict[str, str] = field(default_factory=dict)  # suffix → name in the checkpoint
-    num_bytes: int = 0
-
-
-def _match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
-    """Pair what the model expects with what the checkpoint has; what is missing, left over or misshapen is an error.
-
-    `prefix`: what the checkpoint's names lack at their beginning.
-    """
-    headers = checkpoint.headers
-    loads: list[_Load] = []
-    missing: list[str] = []
-    for path, (holder, part) in model.weight_map().items():
-        load = _Load(holder, part)
-        try:
-            expected = holder.expected(part)
-        except ModelError as error:
-            raise ModelError(f"{path}: {error}") from None
-        for suffix, stored in expected.items():
-            name = f"{path}.{suffix}".removeprefix(prefix)
-            info = headers.get(name)
-            if info is None:
-                if not stored.optional:
-                    missing.append(name)
-                continue
-            if info.shape != stored.shape:
-                raise ModelError(
-                    f"{name} has shape {list(info.shape)} in {info.file.name}, config.json makes it "
-                    f"{list(stored.shape)}: the weights and the config are not of one model, download both again"
-                )
-            if info.dtype not in stored.dtypes:
-                raise ModelError(
-                    f"{name} is stored as {info.dtype} in {info.file.name}, expected {' or '.join(stored.dtypes)}: the "
-                    "weights do not fit config.json, download both again"
-                )
-            load.names[suffix] = name
-            load.num_bytes += info.num_bytes
-        if load.names:
-            loads.append(load)
-    if missing:
-        raise ModelError(
-            f"the checkpoint lacks {missing[0]}{and_more(missing)}: the weights are incomplete or do not fit "
-            "config.json, download both again"
-        )
-    taken = {name for load in loads for name in load.names.values()}
-    extra = [name for name in headers if name not in taken and not model.is_ignorable(name)]
-    if model.config.quantization is not None:
-        extra = [name for name in extra if not _CACHE_SCALE.search(name) and not _is_zero_bias(checkpoint, name)]
-    if extra:
-        raise ModelError(
-            f"the checkpoint has {extra[0]}{and_more(extra)}, which {model.config.architecture} has no place for: the "
-            "weights do not fit config.json, download both again"
-        )
-    return loads
-
-
-def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
-    """Some libraries that quantise give every module a bias, whether the model has one or not."""
-    info = checkpoint.headers[name]
-    return name.endswith(".bias") and info.dtype in FLOATS and not checkpoint.read(name).any()
-
-
 def _load_cache_scales(checkpoint: Checkpoint, model: Model) -> None:
     """For a cache of 8 bits, whether there will be one or not: a number or a few a layer."""
     layers, place = model.attention_layers(), model.place
@@ -393,11 +278,11 @@ def _load_cache_scales(checkpoint: Checkpoint, model: Model) -> None:
             layers[mine.index(layer)].code_scales = keys, values
 
 
-def _load(checkpoint: Checkpoint, loads: list[_Load], progress: Progress) -> None:
+def _load(checkpoint: Checkpoint, loads: list[Load], progress: Progress) -> None:
     """From the files straight into the model's modules, a few parts at a time."""
     total = sum(load.num_bytes for load in loads)
 
-    def load_one(load: _Load) -> int:
+    def load_one(load: Load) -> int:
         tensors = {suffix: checkpoint.read(name) for suffix, name in load.names.items()}
         try:
             with torch.no_grad():  # a thread's own setting

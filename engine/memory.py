@@ -96,13 +96,6 @@ def weight_bytes(model: Model, drafter: ModelDrafter | None = None) -> int:
     return sum(seen.values())
 
 
-def prompt_page_bytes(runner: ModelRunner, dtype: torch.dtype) -> int:
-    """Where prompts' codes become numbers, one layer's at a time."""
-    if not runner.layout.format.code:
-        return 0
-    return runner.prompt_page_tokens * runner.prompt_page_elements * dtype.itemsize
-
-
 def plan_memory(
     runner: ModelRunner,
     config: EngineConfig,
@@ -130,7 +123,8 @@ def plan_memory(
         budget = int(total * config.gpu_memory_utilization)
         other = total - free - weights
         graphs = _graph_bytes(runner, graph_shapes, activations // max_num_batched_tokens, dtype)
-        activations += prompt_page_bytes(runner, dtype) + runner.scratch_bytes(dtype.itemsize)  # the same in every step
+        # the same in every step
+        activations += runner.cache.prompt_page_bytes(dtype.itemsize) + runner.cache.scratch_bytes(dtype.itemsize)
         activations += _sent_bytes(runner, max_num_batched_tokens, dtype)
         available = budget - weights - activations - graphs - other
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
@@ -138,7 +132,7 @@ def plan_memory(
         total = budget = machine_bytes() // config.num_ranks
         activations, graphs = step_bytes(runner.model.config, max_num_batched_tokens, runner.max_num_seqs), 0
         other = row_bytes(runner.max_num_seqs, runner.max_model_len, layout)
-        other += runner.scratch_bytes(dtype.itemsize)
+        other += runner.cache.scratch_bytes(dtype.itemsize)
         other += 0 if runner.adapters is None else runner.adapters.num_bytes
         # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.
         wanted = 2 * runner.max_num_seqs * layout.request_blocks(runner.max_model_len, chunk) * each
@@ -226,10 +220,10 @@ def _with_narrow_rows(runner: ModelRunner, available: int, num_blocks: int, each
     1,024 rows. `each`: bytes of a block.
     """
     context = runner.max_model_len
-    tables = runner.row_bytes(context)
+    tables = runner.cache.row_bytes(context)
 
     def rows(blocks: int) -> int:
-        return runner.row_bytes(min(context, runner.layout.longest_request(blocks, chunk, context)))
+        return runner.cache.row_bytes(min(context, runner.layout.longest_request(blocks, chunk, context)))
 
     more = range(num_blocks + 1, num_blocks + tables // each + 2)
     grown = num_blocks + bisect_right(more, available + tables, key=lambda blocks: blocks * each + rows(blocks))

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..kernels.attention import DecodeWorkspace
-from ..kernels.attention_inputs import PagedCache
-from ..kernels.kv_fp8 import fixed_scales
-from ..kernels.kv_unpack import PromptPages
 from .adapters.tables import AdapterTables
 from .batch import ROWS, SAMPLE_INDEX, WANTED, Batch, BatchBuilder, SampleBatch, Shape
 from .compilations import LateCompilations
+from .device_cache import DeviceCache
+from .dummy_plan import dummy_plan
 from .graphs import StepGraph, StepGraphs, most_drafting_rows, padded_logits
 from .kv_format import NUMBERS, KVFormat
-from .kv_layout import kv_layout
-from .kv_storage import allocate, allocate_scales
-from .latent_prompts import LatentPrompts
 from .layers.expert_load import ExpertCounter, ExpertLoad
 from .mask import TokenMask
 from .models.model import Model
 from .pending import Drafts, Pending
-from .plan import NewRow, StepPlan, StepResult
+from .plan import StepPlan, StepResult
 from .planner import BESIDE_DRAFTS
 from .pooling import Pooled, Pooler
 from .prompt_logprobs import PromptScorer, PromptScores
 from .relay import Awaited, Relay
-from .request import Pooling, SamplingParams
+from .request import SamplingParams
 from .rows import RowTables
 from .sampler import Sampler
 from .speculation.drafter import Drafter, NgramDrafter
@@ -41,9 +36,7 @@ from .speculation.synthetic import Always, thresholds
 
 logger = logging.getLogger(__name__)
 
-PROMPT_PAGE_TOKENS = 1 << 17
 EXPERT_SECONDS = 1.0  # between two looks at the load of experts
-POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True))
 
 
 @dataclass
@@ -88,9 +81,12 @@ class ModelRunner:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.layers = model.attention_layers() + (model_drafter.layers if model_drafter is not None else [])
-        drafting = [layer.spec for layer in model_drafter.layers] if model_drafter is not None else []
-        self.layout = kv_layout(model, block_size, max_model_len, kv_format, drafting)
+        self.cache = DeviceCache(
+            model, model_drafter, max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size,
+            kv_format=kv_format, device=device,
+        )  # fmt: skip
+        self.layers, self.layout = self.cache.layers, self.cache.layout
+        self.latent_prompts = self.cache.latent_prompts
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.workspace = self._make_workspace() if device.type == "cuda" else None
         if model_drafter is not None:
@@ -107,7 +103,6 @@ class ModelRunner:
         drafts, width = self.drafter is not None, model.config.hidden_size
         self.relay = Relay(stage, width, model.place.dtype, device, drafts) if ring else None
         self._counter, self._experts_read = ExpertCounter(), 0.0
-        self.latent_prompts = LatentPrompts.of(model)
         self.make_rows(max_model_len)
 
     def make_rows(self, max_model_len: int) -> None:
@@ -115,11 +110,10 @@ class ModelRunner:
 
         Layers lose their caches, which come with the old block tables: `bind_cache` comes afterwards.
         """
-        self.max_model_len = max_model_len
+        self.max_model_len = self.cache.max_model_len = max_model_len
         max_blocks = -(-max_model_len // self.block_size)
         # The old ones go first: with a long context there is no room for both, nor should the cache be without theirs.
-        for layer in self.layers:
-            layer.bind(None)
+        self.cache.unbind()
         for name in ("tables", "builder", "sampler", "scorer", "pooler"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
@@ -348,82 +342,8 @@ class ModelRunner:
     # ---- cache and warm-up ----
 
     def bind_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
-        """Allocates the paged cache, and pages for the tokens of its blocks; each layer's comes with the block tables
-        that the rows have now."""
-        self.tables.make_pages(num_blocks)
-        layers, more = self.layers, self._scratch_blocks()
-        caches = allocate(self.layout, num_blocks, dtype, self.device, more)
-        scales = self._scales(num_blocks, more)
-        for index, group in enumerate(self.layout.groups):
-            for layer in group.layers:
-                cache = PagedCache(*caches[layer], self.tables.block_tables[index], *scales[layer])
-                layers[layer].bind(cache, index)
-        if self.model_drafter is not None:
-            self.model_drafter.bind(num_blocks)
-        if size := self.prompt_page_elements:
-            self.builder.prompt_pages = PromptPages.create(
-                self.prompt_page_tokens, self.block_size, size, dtype, self.device
-            )
-        if self.latent_prompts is not None:
-            self.latent_prompts.allocate(self.latent_elements(dtype.itemsize), dtype, self.device)
-
-    def latent_elements(self, item: int) -> int:
-        """Of the workspace where latents of prompts are expanded; item: bytes of a number."""
-        if self.latent_prompts is None:
-            return 0
-        longest = -(-self.max_model_len // self.block_size) * self.block_size
-        return self.latent_prompts.elements(self.max_num_seqs, longest, item)
-
-    def _scratch_blocks(self) -> dict[int, int]:
-        """Layer → blocks behind the cache's, where drafts of drafts go."""
-        if self.model_drafter is None:
-            return {}
-        first = len(self.layers) - len(self.model_drafter.layers)
-        groups = sum(max(group.layers) >= first for group in self.layout.groups)
-        return dict.fromkeys(range(first, len(self.layers)), groups * self.model_drafter.num_scratch_blocks)
-
-    def scratch_bytes(self, item: int) -> int:
-        """Of those blocks, and where latents are expanded; item: bytes of a number. Layers at one place share memory,
-        whose pages are the largest's."""
-        layout, more, found = self.layout, self._scratch_blocks(), self.latent_elements(item) * item
-        for place in layout.places:
-            specs = [layout.specs[layer] for layer in place]
-            token = max(spec.token_elements for spec in specs) * layout.format.item_bytes(item)
-            token += max(layout.format.scale_bytes(spec) for spec in specs)
-            found += max(more.get(layer, 0) for layer in place) * self.block_size * token
-        return found
-
-    def _scales(self, num_blocks: int, more: Mapping[int, int]) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Of keys and values of each layer, None where these are no codes."""
-        layers, format = self.layers, self.layout.format
-        if not format.code:
-            return [(None, None)] * len(layers)
-        if format.token_scales:
-            return list(allocate_scales(self.layout, num_blocks, self.device, more))
-        found: list[tuple[Tensor | None, Tensor | None]] = []
-        for index, layer in enumerate(layers):
-            ones, blocks = torch.ones(layer.spec.num_kv_heads, device=self.device), num_blocks + more.get(index, 0)
-            keys, values = layer.code_scales or (ones, ones)
-            found.append((fixed_scales(keys, blocks, self.block_size), fixed_scales(values, blocks, self.block_size)))
-        return found
-
-    @property
-    def prompt_page_tokens(self) -> int:
-        """Of which the codes of a step's prompts are unpacked at once; with more, they are read by a slower kernel."""
-        return min(PROMPT_PAGE_TOKENS, self.max_num_seqs * self.max_model_len)
-
-    @property
-    def prompt_page_elements(self) -> int:
-        """Of a token, keys and values, in the layer with most of those whose codes are unpacked; 0: there is none."""
-        if not self.layout.format.code or self.device.type != "cuda" or self.model.place.dtype.itemsize > 2:
-            return 0
-        return max(
-            (layer.spec.token_elements for layer in self.layers if layer.reads_numbers(self.block_size)), default=0
-        )
-
-    def row_bytes(self, max_model_len: int) -> int:
-        """Bytes of the row tables that grow with the context."""
-        return (self.max_num_seqs + 1) * self.layout.row_bytes(max_model_len)
+        """Allocates the paged cache; block tables are those that the rows have now."""
+        self.builder.prompt_pages = self.cache.bind(self.tables, num_blocks, dtype)
 
     def _forward_adapted(self, batch: Batch, wanted: Tensor | None) -> Tensor:
         """While graphs are captured."""
@@ -491,28 +411,10 @@ class ModelRunner:
     def dummy_step(
         self, num_seqs: int, num_tokens: int, sampling: SamplingParams, num_drafts: int = 0, adapted: bool = False
     ) -> StepResult:
-        """A step through the real path that leaves nothing behind: its block tables point to the null block.
-
-        `num_drafts`: of each request, beside one token; what num_tokens has beyond that is another one's prompt.
-        `adapted`: every request has the adapter of the first slot, whatever is in it.
-        """
-        if not self.model.config.generates:
-            sampling = POOLED
-        num_seqs = min(num_seqs, num_tokens, self.max_num_seqs)
-        lengths = [
-            min(num_tokens // num_seqs + (i < num_tokens % num_seqs), self.max_model_len) for i in range(num_seqs)
-        ]
-        if num_drafts:
-            prompt = num_tokens - num_seqs * (1 + num_drafts)
-            lengths = [1 + num_drafts] * num_seqs + [prompt] * (prompt > 0)
-        lengths.sort(key=lambda n: n != 1)
-        num_decodes, num_seqs = num_seqs if num_drafts else lengths.count(1), len(lengths)
-        slot = 0 if adapted else -1
-        rows = [NewRow(i, 0, bytes(4 * n), n, 0, sampling, slot) for i, n in enumerate(lengths)]
-        every, generates = list(range(num_seqs)), self.model.config.generates
-        plan = StepPlan(
-            -1, every, lengths, [0] * num_seqs, every if generates else [], num_decodes, rows,
-            [[] for _ in self.layout.groups], pooled=[] if generates else every, num_drafts=num_drafts,
+        """A step through the real path that leaves nothing behind, as dummy_plan makes it."""
+        plan = dummy_plan(
+            min(num_seqs, self.max_num_seqs), num_tokens, sampling, num_drafts, adapted,
+            max_model_len=self.max_model_len, num_groups=len(self.layout.groups), generates=self.model.config.generates,
         )  # fmt: skip
         self.execute(plan)
         if self.is_last:

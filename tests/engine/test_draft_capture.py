@@ -15,7 +15,7 @@ from vserve.engine.kv_layout import KVLayout
 from vserve.engine.kv_storage import allocate
 from vserve.engine.layers.attention import AttentionBatch
 from vserve.engine.layers.weights import Placement
-from vserve.engine.loader import choose_formats
+from vserve.engine.matching import choose_formats
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.rows import RowTables

@@ -70,7 +70,7 @@ def test_the_workspace_is_planned(folder, monkeypatch: pytest.MonkeyPatch) -> No
     for limit in (1 << 29, 1 << 18, 1):
         monkeypatch.setattr(latent_prompts, "WORKSPACE_BYTES", limit)
         runner = runner_of(folder, max_model_len=120, max_num_seqs=3)
-        planned = runner.scratch_bytes(4)
+        planned = runner.cache.scratch_bytes(4)
         runner.bind_cache(9, torch.float32)
         assert runner.latent_prompts is not None and runner.latent_prompts.numbers is not None
         assert runner.latent_prompts.numbers.nbytes == planned
@@ -95,7 +95,7 @@ def test_vserve_plan_counts_the_workspace(folder, tiny_model, monkeypatch: pytes
 def test_models_without_latents_have_none(tiny_model) -> None:
     runner = runner_of(tiny_model("llama"))
     runner.bind_cache(9, torch.float32)
-    assert runner.latent_prompts is None and runner.scratch_bytes(4) == 0
+    assert runner.latent_prompts is None and runner.cache.scratch_bytes(4) == 0
 
 
 def logits_of(runner: ModelRunner, prompts: dict[int, list[int]], steps: list[list[tuple[int, int]]]) -> torch.Tensor:

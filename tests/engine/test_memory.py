@@ -11,6 +11,7 @@ import torch
 import vserve.engine.cpu_memory as cpu_memory
 import vserve.engine.runner as runner_module
 from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.device_cache import DeviceCache
 from vserve.engine.engine import Engine
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
@@ -18,7 +19,6 @@ from vserve.engine.layers.weights import Placement
 from vserve.engine.memory import plan_memory
 from vserve.engine.model_config import parse_model_config
 from vserve.engine.rows import RowTables
-from vserve.engine.runner import ModelRunner
 
 GIB = 1 << 30
 BLOCK = 16 * 128 * 1024  # bytes: 16 tokens of an 8B model
@@ -48,11 +48,18 @@ class Card:
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * GIB))
 
+    @property
+    def cache(self) -> Card:
+        return self
+
     def scratch_bytes(self, item: int) -> int:
         return 0
 
+    def prompt_page_bytes(self, item: int) -> int:
+        return 0
+
     def row_bytes(self, max_model_len: int) -> int:
-        return ModelRunner.row_bytes(self, max_model_len)  # type: ignore[arg-type]
+        return DeviceCache.row_bytes(self, max_model_len)  # type: ignore[arg-type]
 
     def dummy_step(self, *_: object, **__: object) -> None: ...
 
@@ -110,7 +117,7 @@ def test_old_rows_are_gone_before_new_ones_are_made(tiny_model, monkeypatch) -> 
     monkeypatch.setattr(runner_module, "RowTables", make)
     runner.make_rows(64)
     assert made == [True] and graphs.shapes()
-    assert sum(t.numel() * t.element_size() for t in runner.tables.block_tables) == runner.row_bytes(64)
+    assert sum(t.numel() * t.element_size() for t in runner.tables.block_tables) == runner.cache.row_bytes(64)
 
 
 def on_cpu(folder, **options) -> Engine:

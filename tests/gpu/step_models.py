@@ -20,7 +20,7 @@ from vserve.engine.layer_spec import AttentionSpec, LayerSpec, MLPSpec
 from vserve.engine.layers import attention as attention_layer
 from vserve.engine.layers import norm, unquantized
 from vserve.engine.layers.weights import Placement
-from vserve.engine.loader import choose_formats
+from vserve.engine.matching import choose_formats
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.parallel import group

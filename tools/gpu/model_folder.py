@@ -111,7 +111,7 @@ def _expected_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     import torch
 
     from vserve.engine.layers.weights import Placement
-    from vserve.engine.loader import choose_formats
+    from vserve.engine.matching import choose_formats
     from vserve.engine.model_config import ModelConfig
     from vserve.engine.models.blocks import CausalLM
 

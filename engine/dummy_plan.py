@@ -1,0 +1,41 @@
+"""A step that nobody asked for: to compile what it needs, to see what it takes."""
+
+from __future__ import annotations
+
+from .plan import NewRow, StepPlan
+from .request import Pooling, SamplingParams
+
+POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True))
+
+
+def dummy_plan(
+    num_seqs: int,
+    num_tokens: int,
+    sampling: SamplingParams,
+    num_drafts: int,
+    adapted: bool,
+    *,
+    max_model_len: int,
+    num_groups: int,
+    generates: bool,
+) -> StepPlan:
+    """Its block tables point to the null block.
+
+    num_seqs: at most, and no more than tokens. num_drafts: of each request, beside one token; what num_tokens has
+    beyond that is another one's prompt. adapted: every request has the adapter of the first slot, whatever is in it.
+    generates: or the model makes vectors alone. num_groups: of the cache.
+    """
+    num_seqs = min(num_seqs, num_tokens)
+    lengths = [min(num_tokens // num_seqs + (i < num_tokens % num_seqs), max_model_len) for i in range(num_seqs)]
+    if num_drafts:
+        prompt = num_tokens - num_seqs * (1 + num_drafts)
+        lengths = [1 + num_drafts] * num_seqs + [prompt] * (prompt > 0)
+    lengths.sort(key=lambda n: n != 1)
+    num_decodes, num_seqs = num_seqs if num_drafts else lengths.count(1), len(lengths)
+    slot, sampling = 0 if adapted else -1, sampling if generates else POOLED
+    rows = [NewRow(i, 0, bytes(4 * n), n, 0, sampling, slot) for i, n in enumerate(lengths)]
+    every = list(range(num_seqs))
+    return StepPlan(
+        -1, every, lengths, [0] * num_seqs, every if generates else [], num_decodes, rows,
+        [[] for _ in range(num_groups)], pooled=[] if generates else every, num_drafts=num_drafts,
+    )  # fmt: skip
