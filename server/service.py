@@ -23,8 +23,8 @@ from .client.watchdog import Watchdogs
 from .colleagues import ColleagueError, Colleagues
 from .http.front_door import FrontDoor
 from .http.page import load_page
-from .http.protocol import uvicorn_options
 from .http.server import Server
+from .http.uvicorn_options import uvicorn_options
 from .options.beside import of_first
 from .options.config import ServerConfig
 from .reporter import Reporter

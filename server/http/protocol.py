@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import socket
 import uuid
 from asyncio import BaseTransport, TimerHandle, Transport
@@ -16,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..options.http import HttpConfig
 from .cycle import Cycle, Ending, LastCycle
+from .framing import body_length
 from .refusal import Refusal, malformed
 
 MAX_PIPELINE = 16  # requests that may wait behind the one that is answered
@@ -165,7 +165,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._stop(self._headers_too_large())
 
     def on_headers_complete(self) -> None:
-        self._check_framing()
+        try:
+            self._unread = body_length(self.parser.get_http_version(), self.headers)
+        except Refusal as refusal:
+            self._stop(refusal)
         if len(self.pipeline) >= MAX_PIPELINE:
             self._stop(malformed(f"more than {MAX_PIPELINE} requests wait on one connection"))
         super().on_headers_complete()
@@ -178,31 +181,6 @@ class HttpProtocol(HttpToolsProtocol):
         self.cycle.transport = cast(Transport, Ending(self.transport, self._close))
         if not self.cycle.keep_alive:
             self.cycle.__class__ = LastCycle  # its task has not begun
-
-    def _check_framing(self) -> None:
-        """Where a request ends must not be open to interpretation: a proxy in front may read it differently."""
-        version = self.parser.get_http_version()
-        if version not in ("1.0", "1.1"):
-            self._stop(malformed("only versions 1.0 and 1.1 are spoken here"))
-        lengths, encodings, hosts = [], [], 0
-        for name, value in self.headers:
-            if name == b"content-length":
-                lengths.append(value)
-            elif name == b"transfer-encoding":
-                encodings.append(value)
-            elif name == b"host":
-                hosts += 1
-            if b"\r" in value or b"\n" in value or b"\0" in value:
-                self._stop(malformed("a header has a line break in it"))
-        if hosts > 1 or (hosts == 0 and version == "1.1"):
-            self._stop(malformed("it needs exactly one Host header"))
-        if len(lengths) + len(encodings) > 1:
-            self._stop(malformed("its length is given twice"))
-        if lengths and not (lengths[0].isdigit() and len(lengths[0]) < 20):
-            self._stop(malformed("Content-Length is not a number"))
-        if encodings and (encodings[0].lower() != b"chunked" or version == "1.0"):
-            self._stop(malformed("the only Transfer-Encoding is chunked"))
-        self._unread = int(lengths[0]) if lengths else None if encodings else 0
 
     def on_body(self, body: bytes) -> None:
         if self._unread is not None:
@@ -368,35 +346,3 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._talks = False
         self._lingering = self.loop.call_later(LINGER, self._linger_on)
-
-
-def uvicorn_options(config: HttpConfig, refused: Callable[[str], None], num_processes: int = 1) -> dict[str, Any]:
-    """What uvicorn.Config gets beside the application. `refused` hears of every connection that is ended, and why;
-    `num_processes` share the connections that there may be."""
-    share = None if config.max_connections is None else max(1, config.max_connections // num_processes)
-    members = {
-        "limits": config, "refused": staticmethod(refused), "lingering": {}, "newcomers": {}, "kept": {},
-        "arriving": {}, "max_connections": share or raise_file_limit(),
-    }  # fmt: skip
-    return {
-        "http": type("HttpProtocol", (HttpProtocol,), members),
-        "timeout_keep_alive": config.timeout_keep_alive,
-        "server_header": False,
-        "ssl_keyfile": config.ssl_keyfile,
-        "ssl_certfile": config.ssl_certfile,
-        "ssl_keyfile_password": config.ssl_keyfile_password,
-        "ssl_ca_certs": config.ssl_ca_certs,
-        "ssl_cert_reqs": config.ssl_cert_reqs,
-        "ssl_ciphers": config.ssl_ciphers,
-    }
-
-
-def raise_file_limit() -> int:
-    """Raises the limit of open files as far as this process may. Returns how many connections it allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
-    if soft != resource.RLIM_INFINITY and soft < most:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
-    return max(16, min(soft if soft != resource.RLIM_INFINITY else most, most) - RESERVED_FILES)

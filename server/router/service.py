@@ -14,8 +14,8 @@ import httpx
 from ..http.auth import Authentication, Locks
 from ..http.body_limit import BodyLimit
 from ..http.middleware import RequestMiddleware
-from ..http.protocol import uvicorn_options
 from ..http.server import Server
+from ..http.uvicorn_options import uvicorn_options
 from ..options.config import ServerConfig
 from .app import RouterApp
 from .backend import Backends

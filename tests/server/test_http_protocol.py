@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from vserve.server.http import protocol as http_protocol
-from vserve.server.http.protocol import uvicorn_options
+from vserve.server.http.uvicorn_options import uvicorn_options
 from vserve.server.options.config import ServerConfig
 
 HUGE = b"x" * (8 << 20)
