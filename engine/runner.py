@@ -493,12 +493,13 @@ class ModelRunner:
     ) -> StepResult:
         """A step through the real path that leaves nothing behind: its block tables point to the null block.
 
-        `num_drafts`: of each request, beside one token; what num_tokens has beyond that is another one's prompt.
-        `adapted`: every request has the adapter of the first slot, whatever is in it.
+        There are more requests where contexts of so many are too short for the tokens. `num_drafts`: of each request,
+        beside one token; what num_tokens has beyond that is another one's prompt. `adapted`: every request has the
+        adapter of the first slot, whatever is in it.
         """
         if not self.model.config.generates:
             sampling = POOLED
-        num_seqs = min(num_seqs, num_tokens, self.max_num_seqs)
+        num_seqs = min(max(num_seqs, -(-num_tokens // self.max_model_len)), num_tokens, self.max_num_seqs)
         lengths = [
             min(num_tokens // num_seqs + (i < num_tokens % num_seqs), self.max_model_len) for i in range(num_seqs)
         ]

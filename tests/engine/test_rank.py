@@ -19,6 +19,7 @@ from vserve.engine.model_config import ModelConfig
 from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.packed import PackedMatrix
 from vserve.engine.quant.packed_experts import PackedExperts
+from vserve.engine.runner import ModelRunner
 from vserve.kernels import linear_hopper
 from vserve.kernels.quant_many import many_tile
 
@@ -129,3 +130,20 @@ def test_products_with_codes_warm_their_tiles_up(monkeypatch: pytest.MonkeyPatch
     for part in matrices:
         part.few_rows = 48  # FP8 multiplies by FP8 from there on
     assert warm_steps.tile_steps(card.model) == []
+
+
+def test_a_step_that_is_made_up_has_requests_for_all_its_tokens(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or kernels for many tokens would be met by requests only, where contexts are short."""
+    config = EngineConfig(
+        str(tiny_model("llama")), device="cpu", cpu_threads=1, max_model_len=16, max_num_seqs=4,
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+    runner = Engine(config, lambda progress: None).rank.runner
+    assert isinstance(runner, ModelRunner)
+    execute, plans = runner.execute, []
+    monkeypatch.setattr(runner, "execute", lambda plan: (plans.append(plan), execute(plan)))
+    for asked, rows, tokens in (((1, 40), 3, 40), ((1, 90), 4, 64), ((2, 8), 2, 8), ((1, 16), 1, 16)):
+        runner.dummy_step(*asked, warm_steps.GREEDY)
+        assert (len(plans[-1].rows), plans[-1].total_tokens) == (rows, tokens)
