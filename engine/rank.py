@@ -47,7 +47,7 @@ from .shortage import is_out_of_memory, out_of_memory
 from .speculation.draft_size import draft_bytes
 from .speculation.loading import find_draft, load_drafter
 from .speculation.model_drafter import ModelDrafter
-from .warm_steps import GREEDY, adapter_steps, draft_steps, expert_steps, warm_up_steps
+from .warm_steps import GREEDY, adapter_steps, draft_steps, expert_steps, tile_steps, warm_up_steps
 from .weight_size import check_weights
 
 logger = logging.getLogger(__name__)
@@ -348,7 +348,7 @@ def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved) -> float:
         return 0.0
     largest = settings.max_num_batched_tokens
     seconds = [float("inf")]  # of the largest ones: the first has waited for compilers
-    for step in warm_up_steps(settings.max_num_seqs, largest, expert_steps(runner.model)):
+    for step in warm_up_steps(settings.max_num_seqs, largest, tile_steps(runner.model)):
         result = runner.dummy_step(*step)
         seconds += [result.device_seconds] if step[1] == largest else []
     for drafts in draft_steps(settings.draft_depths, settings.max_num_seqs):

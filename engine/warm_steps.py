@@ -8,14 +8,26 @@ from collections.abc import Sequence
 from ..kernels.lora import TILINGS
 from ..kernels.moe_codes import tokens_of_codes
 from ..kernels.moe_triton import tokens_of_tiles
+from ..kernels.quant_many import rows_of_tiles
 from .graphs import MIXED_DECODE_ROWS, draft_sizes
 from .layer_spec import MoESpec
 from .memory import WORST_SAMPLING
 from .models.model import Model
+from .quant.packed import PackedMatrix
 from .quant.packed_experts import PackedExperts
 from .request import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def tile_steps(model: Model) -> list[int]:
+    """Numbers of tokens that meet every tile of the products of experts and of those with codes: prompts have any
+    number, however few requests there may be."""
+    matrices = [part for part in model.modules() if isinstance(part, PackedMatrix)]
+    found = {
+        rows for part in matrices for rows in rows_of_tiles(part.matrix.rows, part.matrix.kind) if rows <= part.few_rows
+    }
+    return sorted({*expert_steps(model), *found})
 
 
 def expert_steps(model: Model) -> list[int]:

@@ -24,7 +24,7 @@ MAX_ROWS = 64  # of x
 MAX_SPLITS = 4
 MAX_SPLIT_N = 8192  # of a weight whose K is split
 MIN_BLOCK_N = 16
-PARTIALS = 1 << 22  # fp32 numbers of a workspace: also for what quant_linear and fp8_linear split
+PARTIALS = 1 << 22  # fp32 numbers of a workspace: also for what quant_linear, quant_many and fp8_linear split
 
 
 def small_linear(

@@ -11,6 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from .pdl_gluon import launch_dependents, wait
+
 
 @constexpr_function
 def _doubling(first, end):
@@ -55,11 +57,6 @@ def _h_layout(warps, tokens, rank):
 
 
 @gluon.jit
-def _control(instruction: gl.constexpr):
-    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _tokens(order_ptr, at, end, CHUNK: gl.constexpr, layout: gl.constexpr):
     """Those at places at … at + CHUNK - 1 of the order; any where there is none."""
     place = at + gl.arange(0, CHUNK, layout=layout)
@@ -88,7 +85,7 @@ def lora_expand_kernel(
 
     block, tile = gl.program_id(0), gl.program_id(1)  # empty tiles come last
     if PDL:
-        _control("griddepcontrol.launch_dependents; // $0")
+        launch_dependents()
     # Tiles, the order and B were written before the step: all of it is read before the wait. What does not depend on
     # each other is on its way at the same time: `used` decides about the end alone.
     start = gl.load(starts_ptr + tile)
@@ -107,7 +104,7 @@ def lora_expand_kernel(
     if CHUNKS > 1:
         token_next = _tokens(order_ptr, start + CHUNK, end, CHUNK, gl.SliceLayout(1, of_y))
     if PDL:
-        _control("griddepcontrol.wait; // $0")
+        wait()
     if used == 0:
         return
     column = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, of_y))
@@ -160,7 +157,7 @@ def lora_shrink_kernel(
 
     block, split, tile = gl.program_id(0), gl.program_id(1), gl.program_id(2)  # empty tiles come last
     if PDL:
-        _control("griddepcontrol.launch_dependents; // $0")
+        launch_dependents()
     # What is read before the wait, and what at the same time: as in lora_expand_kernel.
     start = gl.load(starts_ptr + tile)
     end = gl.load(ends_ptr + tile)
@@ -180,7 +177,7 @@ def lora_shrink_kernel(
         a = gl.load(a_ptrs, mask=wanted & (k < K), other=0.0)
     token = _tokens(order_ptr, start, end, TOKENS, gl.SliceLayout(0, gl.SliceLayout(1, right)))
     if PDL:
-        _control("griddepcontrol.wait; // $0")
+        wait()
     if used == 0:
         return
     warp_x = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))

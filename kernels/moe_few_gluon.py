@@ -10,7 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .quant_few_gluon import COLUMNS, _control, _decoded
+from .pdl_gluon import launch_dependents, wait
+from .quant_few_gluon import COLUMNS, _decoded
 
 ROWS = gl.constexpr(16)  # of the weight, an instruction
 
@@ -61,8 +62,8 @@ def experts_few_kernel(
     activated and multiplied. A warp multiplies AHEAD blocks of columns at a time, every num_warps-th; the sums meet at
     the end. UNIT is what a decoded 1 is, BACK undoes that and what TO_X did to x."""
     if PDL:
-        _control("griddepcontrol.launch_dependents; // $0")
-        _control("griddepcontrol.wait; // $0")
+        launch_dependents()
+        wait()
     pair = gl.program_id(1)
     expert = gl.load(experts_ptr + pair).to(gl.int64)
     if expert >= num_experts:

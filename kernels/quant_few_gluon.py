@@ -5,6 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from .pdl_gluon import launch_dependents, wait
+
 COLUMNS = gl.constexpr(8)  # rows of x, an instruction
 
 
@@ -16,11 +18,6 @@ def _decoded(words, plane: gl.constexpr, ASM0: gl.constexpr, ASM1: gl.constexpr,
         return gl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
         return gl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _control(instruction: gl.constexpr):
-    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -53,7 +50,7 @@ def quant_few_kernel(
 
     n0 = gl.program_id(0) * BLOCK_N  # tiles of TILE_ROWS are whole programs': rows past N are in the padding
     if PDL:
-        _control("griddepcontrol.launch_dependents; // $0")
+        launch_dependents()
         # While the kernel before this one ends, the first codes come into the L2 cache.
         layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, gl.num_warps()], [0, 1])
         first_row = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
@@ -66,7 +63,7 @@ def quant_few_kernel(
                 [(codes[:, None] + fetched[None, :] * block_stride).to(gl.int64), PLANE * 2],
                 dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
-        _control("griddepcontrol.wait; // $0")
+        wait()
 
     batch = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))
     row = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))

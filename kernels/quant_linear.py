@@ -29,8 +29,9 @@ TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class QuantTile(NamedTuple):
-    """Blocks of columns are loaded `stages` ahead; prefetch: how many go into the L2 cache before the wait; fold:
-    scales and shifts of groups go into the numbers, each rounded again, else into sums of the group."""
+    """Blocks of columns are loaded `stages` ahead; splits: of the columns, over programs; without room for their sums
+    there is one; prefetch: how many blocks go into the L2 cache before the wait; fold: scales and shifts of groups go
+    into the numbers, each rounded again, else into sums of the group."""
 
     warps: int = 4
     stages: int = 4
@@ -45,8 +46,8 @@ def quant_linear(
     x: torch.Tensor, matrix: Packed, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x Wᵀ + b for x [M, K] in bf16 or fp16 with contiguous rows, added up in fp32 and rounded once: to x's dtype, or
-    to that of out [M, N]. bias [N], any float dtype. Calls on a device share linear.py's workspace. A row's result is
-    the same, bit for bit, in every call with the same tile."""
+    to that of out [M, N], with contiguous rows. bias [N], any float dtype. Calls on a device share linear.py's
+    workspace. A row's result is the same, bit for bit, in every call with the same tile and as many splits."""
     if x.is_cuda:
         return quant_linear_triton(x, matrix, bias, out)
     return quant_linear_torch(x, matrix, bias, out)

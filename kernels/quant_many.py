@@ -17,13 +17,14 @@ from .linear import prepare
 from .pdl import launched_plainly
 from .planes import BITS, TILE, Packed, decoders, unscaled_decoders
 from .quant_many_gluon import CONSUMERS, HALF, ROWS, STEP, quant_many_kernel
-from .tiles import fits, tile_table
+from .tiles import Row, fits, tile_table
 from .tma import ALIGNMENT, descriptor, num_processors
 
 
 class ManyTile(NamedTuple):
     """A program multiplies 128 rows of the weight and `tokens` of x at a time; stages: tiles of 64 columns of x,
-    code_stages: of 128 columns of codes that are on their way; splits: of the columns, over programs."""
+    code_stages: of 128 columns of codes that are on their way; splits: of the columns, over programs; without room for
+    their sums there is one."""
 
     tokens: int = 256  # 64, 128 or 256
     stages: int = 4
@@ -45,8 +46,16 @@ def many_rows(n: int, kind: str, device: torch.device) -> int:
     """Up to how many rows this way is the fastest there; 0: it never is."""
     if device.type != "cuda" or torch.version.cuda is None or not num_processors(device):
         return 0
-    rows = [row for row in tile_table("quant_many") if row["bits"] == BITS[kind] and fits(row["max_n"], n)]
-    return max((row["max_rows"] for row in rows), default=0)
+    return max((row["max_rows"] for row in _rows_of_table(n, kind)), default=0)
+
+
+def rows_of_tiles(n: int, kind: str) -> set[int]:
+    """Numbers of rows that together meet every tile."""
+    return {row["min_rows"] for row in _rows_of_table(n, kind)}
+
+
+def _rows_of_table(n: int, kind: str) -> list[Row]:
+    return [row for row in tile_table("quant_many") if row["bits"] == BITS[kind] and fits(row["max_n"], n)]
 
 
 def takes_many(x: torch.Tensor) -> bool:

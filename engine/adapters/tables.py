@@ -156,7 +156,7 @@ class AdapterTables:
         self._taken: dict[int, Packed] = {}  # by id, see take
         layout = store.layout
         self._memory = torch.zeros(num_slots, layout.size, dtype=store.dtype, device=device)
-        self._used = torch.zeros(len(layout.places), num_slots, dtype=torch.int32, device=device)
+        self._used = torch.zeros(len(layout.places), aligned(num_slots), dtype=torch.int32, device=device)
         self._tokens = Grouping(max_tokens, num_slots, device)
         self._sampled = Grouping(max_tokens, num_slots, device)
         self.has_head = False
@@ -237,4 +237,4 @@ class AdapterTables:
     def _matrices(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
         """A and B of all slots, and where they are used."""
         layout, memory = self.layout, self._memory
-        return layout.view_a(memory, place), layout.view_b(memory, place), self._used[place.index]
+        return layout.view_a(memory, place), layout.view_b(memory, place), self._used[place.index, : self.num_slots]

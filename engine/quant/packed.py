@@ -48,7 +48,8 @@ class PackedMatrix(nn.Module):
                 unit(matrix.device)
             else:
                 prepare_scratch(matrix.device, dtype)
-        self.name = f"{matrix.kind} codes: kernels for few rows" + (", FP8 products" if self.fp8 else "")
+        more = ", FP8 products" if self.fp8 else ""
+        self.name = f"{matrix.kind} codes: kernels for up to {self.few_rows} rows{more}"
 
     def forward(
         self, x: Tensor | Fp8Rows, dtype: torch.dtype, bias: Tensor | None = None, residual: Tensor | None = None

@@ -212,3 +212,29 @@ def test_what_warms_up_misses_no_graph(base: Path, adapter: Path, monkeypatch: p
             return before, runner.num_graph_misses
 
     assert asyncio.run(run()) == (0, 1)
+
+
+@pytest.mark.parametrize("max_loras", [1, 3])
+def test_what_kernels_read_starts_on_16_bytes(
+    base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch, max_loras: int
+) -> None:
+    """Whatever the place, the number of slots and that of tokens: Triton compiles a kernel again for what does not."""
+    dummy_step, runners = ModelRunner.dummy_step, []
+
+    def step(runner: ModelRunner, *arguments: Any, **more: Any) -> Any:
+        runners.append(runner)
+        return dummy_step(runner, *arguments, **more)
+
+    monkeypatch.setattr(ModelRunner, "dummy_step", step)
+
+    async def run() -> None:
+        async with running(base, adapter, max_loras=max_loras):
+            tables = runners[0].adapters
+            assert tables is not None and len(tables.layout.places) > 2
+            read = [tensor for place in tables.layout.places for tensor in tables._matrices(place)]
+            for num_tokens in (1, 2, 7, 64):
+                read += [*tables._tokens.tiles(num_tokens)[:4], tables._tokens.token_slots(num_tokens)]
+            assert all(tensor.storage_offset() * tensor.itemsize % 16 == 0 for tensor in read)
+            assert all(len(used) == max_loras for *_, used in map(tables._matrices, tables.layout.places))
+
+    asyncio.run(run())

@@ -16,8 +16,12 @@ from vserve.engine.layer_spec import KVSpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.memory import MemoryPlan
 from vserve.engine.model_config import ModelConfig
+from vserve.engine.quant.codes import Codes
+from vserve.engine.quant.packed import PackedMatrix
 from vserve.engine.quant.packed_experts import PackedExperts
+from vserve.engine.runner import ModelRunner
 from vserve.kernels import linear_hopper
+from vserve.kernels.quant_many import many_tile
 
 
 @pytest.mark.parametrize(
@@ -105,3 +109,41 @@ def test_a_mixture_warms_the_tiles_of_its_experts_up(tiny_model: Any, monkeypatc
     assert {count for count in tokens if count <= 8192} <= met
     met = {step[1] for step in warm_steps.adapter_steps(1024, 8192, tokens)}
     assert {count for count in tokens if count <= 8192} <= met
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 64, 256, 1024])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_with_codes_warm_their_tiles_up(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, bits: int) -> None:
+    """Whatever number of tokens a prompt has, and however few requests there may be."""
+    codes = Codes(torch.zeros(64, 128, dtype=torch.int8), torch.ones(64, 1), 128, bits)
+    matrices = [PackedMatrix(codes, torch.bfloat16) for _ in range(3)]
+    for part, rows in zip(matrices, (4096, 8192, 30000), strict=True):
+        part.matrix, part.few_rows = part.matrix._replace(rows=rows), 1023  # as on a card
+    card = Card(calls := [])
+    monkeypatch.setattr(Card, "adapters", None, raising=False)
+    monkeypatch.setattr(card, "model", SimpleNamespace(config=card.model.config, modules=lambda: matrices))
+    settings = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192, draft_depths=())
+    rank.warm_up(card, settings)  # type: ignore[arg-type]
+    for part in matrices:
+        met = {many_tile(call[2], part.matrix.rows, bits) for call in calls}
+        assert {many_tile(m, part.matrix.rows, bits) for m in range(1, 1024)} <= met
+    for part in matrices:
+        part.few_rows = 48  # FP8 multiplies by FP8 from there on
+    assert warm_steps.tile_steps(card.model) == []
+
+
+def test_a_step_that_is_made_up_has_requests_for_all_its_tokens(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or kernels for many tokens would be met by requests only, where contexts are short."""
+    config = EngineConfig(
+        str(tiny_model("llama")), device="cpu", cpu_threads=1, max_model_len=16, max_num_seqs=4,
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+    runner = Engine(config, lambda progress: None).rank.runner
+    assert isinstance(runner, ModelRunner)
+    execute, plans = runner.execute, []
+    monkeypatch.setattr(runner, "execute", lambda plan: (plans.append(plan), execute(plan)))
+    for asked, rows, tokens in (((1, 40), 3, 40), ((1, 90), 4, 64), ((2, 8), 2, 8), ((1, 16), 1, 16)):
+        runner.dummy_step(*asked, warm_steps.GREEDY)
+        assert (len(plans[-1].rows), plans[-1].total_tokens) == (rows, tokens)

@@ -113,11 +113,25 @@ GROUPS: dict[str, list[list[Part]]] = {
     "encoders": [[tests("encoders", "tests/gpu/test_encoders_gpu.py")]],
     "experts": [
         [tests("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")],
-        [tests("experts as codes", "tests/kernels/test_moe_codes.py", "tests/gpu/test_experts_gpu.py")],
+        [
+            tests(
+                "experts as codes",
+                "tests/kernels/test_moe_codes.py",
+                "tests/kernels/test_moe_few.py",
+                "tests/gpu/test_experts_gpu.py",
+            )
+        ],
     ],
     "quant": [
         [tests("layouts", "tests/gpu/test_quant_gpu.py")],
-        [tests("experts as codes", "tests/kernels/test_moe_codes.py", "tests/gpu/test_experts_gpu.py")],
+        [
+            tests(
+                "experts as codes",
+                "tests/kernels/test_moe_codes.py",
+                "tests/kernels/test_moe_few.py",
+                "tests/gpu/test_experts_gpu.py",
+            )
+        ],
         *(
             [
                 noticing(
@@ -134,6 +148,8 @@ GROUPS: dict[str, list[list[Part]]] = {
             tests(
                 "kernels",
                 "tests/kernels/test_quant_linear.py",
+                "tests/kernels/test_quant_few.py",
+                "tests/kernels/test_quant_many.py",
                 "tests/kernels/test_fp8_linear.py",
                 "tests/kernels/test_fp8_rows.py",
             )
@@ -155,7 +171,14 @@ GROUPS: dict[str, list[list[Part]]] = {
         [noticing("the same, at every load", f"--options={ALWAYS}", "--streams=20,60,200", "--answers=1200")],
     ],
     "lora": [
-        [tests("adapters", "tests/kernels/test_lora.py", "tests/gpu/test_lora_gpu.py")],
+        [
+            tests(
+                "adapters",
+                "tests/kernels/test_lora.py",
+                "tests/kernels/test_moe_lora.py",
+                "tests/gpu/test_lora_gpu.py",
+            )
+        ],
         [noticing("the noticing model, 40 adapters", "--adapters=40", "--streams=1,100,400", "--answers=2000")],
     ],
     "ranks": [

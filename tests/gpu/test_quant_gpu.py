@@ -24,7 +24,7 @@ from vserve.kernels.quant_linear import QuantTile, quant_linear_triton
 CUDA = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")]
 DEVICE = torch.device("cuda", 0)
-ROWS = (1, 2, 16, 17, 64, 65, 128, 129, 256, 511, 1023, 1024, 4224)
+ROWS = (1, 2, 8, 9, 16, 17, 48, 49, 64, 65, 128, 129, 256, 257, 511, 1023, 1024, 4224)
 SHAPES = [(4096, 4096), (1000, 4144), (8200, 1040)]  # rows, columns of the weight
 TABLE = torch.linspace(-1, 1, 16).tanh()
 # bits, dtype of the codes, group (0: a row), what else
