@@ -120,8 +120,8 @@ _ROWS = (
     ("tokenizer-pool-extra-config", "", True, ANY, _TOKENIZER_POOL),
     ("tool-parser-plugin", "", True, "", _PLUGIN),
     ("reasoning-parser-plugin", "", True, "", _PLUGIN),
-    ("logits-processor-pattern", "", True, ANY, "no code of requests runs here, their logits_processors are refused "
-     "whatever it allows"),
+    ("logits-processor-pattern", "", True, ANY, "no code of others runs here, requests that name some in "
+     "'logits_processors' are refused whatever it allows"),
     ("logits-processors", "", True, "", _PLUGIN),
     ("tool-server", "", True, "", "tools run at the client's: leave it out"),
     # ---- server ----
