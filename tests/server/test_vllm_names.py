@@ -111,7 +111,7 @@ def test_a_switch_off_is_off_in_a_file_and_by_keyword(tmp_path: Path) -> None:
         (["--speculative-disable-mqa-scorer"], "--speculative-disable-mqa-scorer changes nothing: drafts are verified"),
         (
             ["--logits-processor-pattern", "my.*"],
-            "--logits-processor-pattern changes nothing: no code of others runs here, requests that name some in 'logits_p",
+            "--logits-processor-pattern changes nothing: no code of others runs here, requests that",
         ),
         (["--enable-lora-bias"], "--enable-lora-bias changes nothing: adapters with a bias of their own are refused"),
         (["--max-prompt-adapters", "2"], "--max-prompt-adapters changes nothing: prompt adapters are not served, only"),
