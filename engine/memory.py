@@ -196,8 +196,9 @@ def _tightest(runner: ModelRunner, world: Group, plan: MemoryPlan) -> MemoryPlan
 
 
 def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:
+    """On the CPU. What is advised leaves a tenth to the processes themselves, and to others."""
     page_bytes = plan.layout.page_bytes
-    room = plan.budget - plan.needed + plan.num_blocks * page_bytes
+    room = plan.budget * 9 // 10 - plan.needed + plan.num_blocks * page_bytes
     blocks = max(0, room) // (block_bytes + page_bytes)
     option, most = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", blocks * block_bytes
     if config.num_gpu_blocks_override is not None:

@@ -83,7 +83,7 @@ def create_app(
         listeners.append(tracer.finished)
     admission = Admission(client, config, metrics.rejected, metrics.timed_out, board)
     lanes = Lanes(
-        config.tokenizer_pool_size or NUM_THREADS,
+        config.tokenizer_threads or NUM_THREADS,
         partial(metrics.rejected, "queued_text"),
         metrics.tokenizer_queue.observe,
     )

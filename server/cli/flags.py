@@ -120,7 +120,12 @@ def _check_lists(found: dict[str, Given]) -> None:
 
 
 def _looks_like_a_model(word: str) -> bool:
-    return bool(word) and (os.path.exists(os.path.expanduser(word)) or ("/" in word and is_hub_name(word)))
+    """Also where there is none: a path that is mistyped, a GGUF file that is elsewhere."""
+    if not word:
+        return False
+    path = word.startswith(("./", "../", "~/")) or (word[0] == "/" and word.count("/") > 1)
+    there = os.path.exists(os.path.expanduser(word))
+    return there or path or word.lower().endswith(".gguf") or ("/" in word and is_hub_name(word))
 
 
 def read_flags(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:

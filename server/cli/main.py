@@ -6,13 +6,12 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 
 from ... import __version__
 from ..options.hint import did_you_mean
 from .parser import Parser
-from .terminal import styled
+from .terminal import examples, styled
 
 # By what a person wants; the modules are imported when they are needed, for all of them together take seconds.
 GROUPS = {
@@ -87,13 +86,9 @@ def overview() -> str:
         "`vserve` alone serves the bundled demo model; then try `vserve chat`. `vserve version` says which it is.",
         "Exit codes: 0 fine, 1 could not run, 2 wrong usage, 128 + n ended by signal n.",
         "",
-        *_examples(EXAMPLES),
+        examples(EXAMPLES),
     ]
     return "\n".join(lines)
-
-
-def _examples(examples: Sequence[str]) -> list[str]:
-    return [styled("examples:", "bold", sys.stdout), *(f"  {example}" for example in examples)]
 
 
 def load(name: str) -> ModuleType:
@@ -110,7 +105,7 @@ def fill(parser: argparse.ArgumentParser, name: str, module: ModuleType) -> None
     if name == "serve":
         parser.usage = "vserve [serve] [MODEL] [options]"  # without it, all of them
     module.add_arguments(parser)
-    parser.epilog = "\n".join(_examples(module.EXAMPLES))
+    parser.epilog = examples(module.EXAMPLES)
 
 
 def _dashes(argument: str) -> str:

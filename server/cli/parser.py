@@ -18,6 +18,11 @@ _SLIPS = {
     "--alias": "--served-model-name", "-t": "--cpu-threads", "--threads": "--cpu-threads", "-d": "--device",
     "-np": "--max-num-seqs", "--parallel": "--max-num-seqs", "--max-running-requests": "--max-num-seqs",
     "--mem-fraction-static": "--gpu-memory-utilization", "--url": "--base-url", "--base-url": "--url",
+    "--n-ctx": "--max-model-len", "--context-size": "--max-model-len", "--max-total-tokens": "--max-model-len",
+    "--max-tokens": "--max-model-len", "--max-input-length": "--max-model-len", "--max-batch-size": "--max-num-seqs",
+    "--max-concurrency": "--max-num-seqs", "--gpus": "--tensor-parallel-size", "--num-gpus": "--tensor-parallel-size",
+    "--num-shard": "--tensor-parallel-size", "--tp-size": "--tensor-parallel-size", "--workers": "--api-server-count",
+    "--bind": "--host", "--listen": "--host",
 }  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
@@ -26,3 +28,8 @@ def styled(text: str, style: str, stream: TextIO | None) -> str:
 def printable(text: str) -> str:
     """What a model says must not move the cursor, set the title or hide what stands there."""
     return _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def examples(commands: Sequence[str]) -> str:
+    """What a command's help ends with."""
+    return "\n".join([styled("examples:", "bold", sys.stdout), *(f"  {command}" for command in commands)])

@@ -22,7 +22,7 @@ class Finished(NamedTuple):
     """An HTTP request that is over."""
 
     id: str
-    client: str  # address
+    client: str  # address; "" on a Unix socket
     method: str
     route: str  # the route's pattern; "none" where no route matched
     path: str
@@ -122,7 +122,7 @@ class _Line:
     def __str__(self) -> str:
         """For people."""
         said = self.fields()
-        text = f"{said['client']} {said['message']} in {said['seconds']:.3f} s, {said['request_id']}"
+        text = f"{said['client'] or 'unix'} {said['message']} in {said['seconds']:.3f} s, {said['request_id']}"
         if "key" in said:
             text += f", key {escape(said['key'])}"
         if "finish_reason" in said:

@@ -55,7 +55,7 @@ def loading_bar(wanted: bool) -> Iterator[Callable[[Loading], None]]:
     with tqdm(unit="B", unit_scale=True, dynamic_ncols=True, leave=False) as bar:
 
         def report(loading: Loading) -> None:
-            bar.set_description(f"vserve: {loading.phase}", refresh=not loading.total)
+            bar.set_description_str(f"vserve: {loading.phase}", refresh=not loading.total)
             if loading.total:
                 bar.total = loading.total
                 bar.update(loading.done - bar.n)

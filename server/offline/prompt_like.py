@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict, cast
 
 from ..errors import ApiError
+from ..options.keywords import in_keywords
 from ..text.tokenizer import Tokenizer
 from ..wire.fields import are_integers
 
@@ -33,7 +34,7 @@ def tokenised(prompts: PromptLike | Sequence[PromptLike], tokenizer: Tokenizer) 
     try:
         encoded = iter(tokenizer.encode_prompts(texts))
     except ApiError as error:
-        raise ValueError(error.message) from None
+        raise ValueError(in_keywords(error.message)) from None
     return [(text, next(encoded) if token_ids is None else token_ids) for text, token_ids in parsed]
 
 

@@ -106,6 +106,7 @@ class SamplingParams(_Params):
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool = False
+    logits_processors: list[Any] | None = None
 
     def __post_init__(self) -> None:
         self.request()
@@ -172,6 +173,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "extra_args": (None, {}),
     "skip_reading_prefix_cache": (None, False),
     "thinking_token_budget": (None,),
+    "logits_processors": (None, []),
 }
 
 

@@ -72,6 +72,9 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig):
         0, "threads for texts that take long to tokenise; short ones wait for none; 0: 4", group="server",
         bounds=Bounds(0, 256, zero="4"),
     )  # fmt: skip
+    renderer_num_workers: int | None = option(
+        None, "the same, by vLLM's present name", group="server", bounds=Bounds(1, 256)
+    )
     grammar_compile_timeout: float = option(
         5.0,
         "seconds that compiling the schema or grammar of a structured output may take",
@@ -128,11 +131,18 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig):
         self.check_text()
         self._check_second()
         self.check_adapters()
+        if self.tokenizer_pool_size and self.renderer_num_workers is not None:
+            raise ConfigError("--tokenizer-pool-size and --renderer-num-workers are one option: leave one out")
         if self.hang_timeout and self.hang_timeout < self.stall_timeout:
             raise ConfigError(
                 f"--hang-timeout is {self.hang_timeout}: it must be 0 (never) or at least --stall-timeout "
                 f"({self.stall_timeout})"
             )
+
+    @property
+    def tokenizer_threads(self) -> int | None:
+        """None where nothing says how many."""
+        return self.tokenizer_pool_size or self.renderer_num_workers
 
     def _check_second(self) -> None:
         name = self.embedding_model_name or self.embedding_model

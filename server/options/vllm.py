@@ -12,7 +12,7 @@ ANY = "*"
 _JSON = frozenset((
     "model-loader-extra-config", "limit-mm-per-prompt", "mm-processor-kwargs",
     "kv-transfer-config", "compilation-config", "default-chat-template-kwargs",
-    "default-mm-loras", "tokenizer-pool-extra-config", "additional-config", "override-neuron-config",
+    "default-mm-loras", "eplb-config", "tokenizer-pool-extra-config", "additional-config", "override-neuron-config",
 ))  # fmt: skip
 OFF = "off"  # of a switch
 HERE = "here"  # says how many engines are this server's (fleet.py); the reason says what follows
@@ -22,6 +22,7 @@ _ONE_OF_SEVERAL = "one engine runs here, and whoever is before the servers choos
 _PROMPT_ADAPTERS = "prompt adapters are not served, only LoRA is: --enable-lora"
 _IMAGES = "models here read text only"
 _PLUGIN = "vserve loads no code of others: leave it out"
+_EXPERTS = "experts stay on the cards where they are: leave it out"
 _TOKENIZER_POOL = "texts are tokenized on threads as it is"
 _TYPICAL = "only typical acceptance has it, which changes answers and is refused"
 
@@ -38,6 +39,9 @@ _ROWS = (
     ("data-parallel-backend", "dpb", True, "mp", f"{_ONE_HOST}; start a server on each host, and `vserve router` "
      "before them"),
     ("decode-context-parallel-size", "dcp", True, "1", "a context stays on its cards: leave it out"),
+    ("enable-eplb", "", False, OFF, _EXPERTS),
+    ("eplb-config", "", True, "{}", _EXPERTS),
+    ("enable-dbo", "", False, OFF, "a step is not cut in two: leave it out"),
     # ---- the model ----
     ("code-revision", "", True, ANY, "a model's code is that of its own --revision"),
     ("config-format", "", True, "auto hf", "models are read from config.json and safetensors: leave it out"),
@@ -46,8 +50,15 @@ _ROWS = (
     ("max-parallel-loading-workers", "", True, ANY, "loading is parallel as it is"),
     ("use-tqdm-on-load", "", False, ANY, "the progress line is always shown"),
     ("cpu-offload-gb", "", True, "0", "weights stay on the GPU: choose a smaller model or a larger GPU"),
+    ("safetensors-load-strategy", "", True, ANY, "files are read ahead as it is"),
+    ("pt-load-map-location", "", True, ANY, "pickled tensors are read on the CPU, always"),
     ("enable-sleep-mode", "", False, OFF, "sleeping is not built: stop the server, it starts in seconds"),
     ("enable-prompt-embeds", "", False, OFF, "prompts are text or token ids"),
+    ("language-model-only", "", False, ANY, _IMAGES),
+    ("skip-mm-profiling", "", False, ANY, _IMAGES),
+    ("interleave-mm-strings", "", False, ANY, _IMAGES),
+    ("mm-encoder-tp-mode", "", True, ANY, _IMAGES),
+    ("allowed-media-domains", "", True, ANY, _IMAGES),
     ("limit-mm-per-prompt", "", True, ANY, _IMAGES),
     ("mm-processor-kwargs", "", True, ANY, _IMAGES),
     ("mm-processor-cache-gb", "", True, ANY, _IMAGES),
@@ -97,6 +108,7 @@ _ROWS = (
     ("prefix-caching-hash-algo", "", True, ANY, "prefixes are told apart by SHA-256"),
     ("disable-hybrid-kv-cache-manager", "", False, ANY, "what is behind a layer's window is given back, always"),
     ("kv-offloading-size", "", True, "0", "the cache stays on the GPU: leave it out"),
+    ("kv-offloading-backend", "", True, ANY, "the cache stays on the GPU"),
     ("kv-transfer-config", "", True, "", "prompts and answers are computed in one place: leave it out"),
     ("compilation-config", "cc", True, ANY, "nothing is compiled at start; --enforce-eager turns CUDA graphs off"),
     ("optimization-level", "O", True, ANY, "nothing is compiled at start; --performance-mode sets what suits a load"),
@@ -104,6 +116,7 @@ _ROWS = (
     ("cuda-graph-sizes", "", True, "", "use --max-cudagraph-capture-size"),
     ("max-seq-len-to-capture", "", True, ANY, "CUDA graphs serve every length"),
     ("attention-backend", "", True, ANY, "the attention kernels are vserve's own"),
+    ("moe-backend", "", True, ANY, "the kernels of experts are vserve's own"),
     # ---- text ----
     ("guided-decoding-backend", "", True, "auto xgrammar guidance outlines lm-format-enforcer",
      "llguidance or xgrammar, whichever fits the grammar: leave it out; for its options use "
@@ -120,12 +133,20 @@ _ROWS = (
     ("tokenizer-pool-extra-config", "", True, ANY, _TOKENIZER_POOL),
     ("tool-parser-plugin", "", True, "", _PLUGIN),
     ("reasoning-parser-plugin", "", True, "", _PLUGIN),
-    ("logits-processor-pattern", "", True, ANY, "no code of requests runs here, their logits_processors are refused "
-     "whatever it allows"),
+    ("logits-processor-pattern", "", True, ANY, "no code of others runs here, requests that name some in "
+     "'logits_processors' are refused whatever it allows"),
     ("logits-processors", "", True, "", _PLUGIN),
+    ("io-processor-plugin", "", True, "", _PLUGIN),
+    ("logprobs-mode", "", True, "raw_logprobs", "log-probabilities are the model's own, before penalties and "
+     "temperature: leave it out"),
+    ("exclude-tools-when-tool-choice-none", "", False, ANY, "chat templates get no tools then, always"),
+    ("enable-tokenizer-info-endpoint", "", False, ANY, "/tokenizer_info always tells"),
     ("tool-server", "", True, "", "tools run at the client's: leave it out"),
     # ---- server ----
     ("disable-log-requests", "", False, ANY, "prompts are not logged unless --enable-log-requests asks for it"),
+    ("enable-log-deltas", "", False, ANY, "--enable-log-outputs logs whole answers"),
+    ("disable-fastapi-docs", "", False, OFF, "/docs says nothing of this server, and /openapi.json wants a key where "
+     "there are keys: leave it out"),
     ("disable-uvicorn-access-log", "", False, OFF, "use --no-access-log"),
     ("uvicorn-log-level", "", True, ANY, "use --log-level for all that is logged"),
     ("log-config-file", "", True, "", "use --log-level and --log-format"),

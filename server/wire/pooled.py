@@ -77,7 +77,7 @@ class InputRequest(PooledRequest):
     @field_validator("input", mode="plain", json_schema_input_type=str | list[str] | list[int] | list[list[int]])
     @classmethod
     def _input(cls, value: Any) -> list[str] | list[list[int]]:
-        return fields.prompts(value, "input", MAX_INPUTS)
+        return [] if value is None else fields.prompts(value, "input", MAX_INPUTS)
 
     @field_validator("messages", mode="plain", json_schema_input_type=list[Message] | None)
     @classmethod

@@ -59,6 +59,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
+# Of these, why, and what there is instead.
+_INSTEAD = {
+    "logits_processors": "no code of others runs here, whatever --logits-processor-pattern allows; there are "
+    "'logit_bias', 'allowed_token_ids', 'bad_words' and 'structured_outputs'",
+}
 GUIDED = frozenset((*(f"guided_{kind}" for kind in structured.KINDS), "guided_whitespace_pattern"))
 
 
@@ -178,7 +183,7 @@ class GenerationRequest(BaseModel):
                 continue
             neutral = (raw.get("n") or 1,) if name == "best_of" else _UNSUPPORTED[name]  # the best n of n
             if value is not None and value not in neutral:
-                raise unsupported(name)
+                raise unsupported(name, f"'{name}' ({_INSTEAD[name]})" if name in _INSTEAD else None)
         return kept
 
     @model_validator(mode="after")

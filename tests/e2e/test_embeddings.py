@@ -158,7 +158,7 @@ def test_beside_running_generations(http: httpx.Client, states: Any) -> None:
 
 REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing": ({}, "input", "Missing required parameter: 'input'"),
-    "null": ({"input": None}, "input", "must be a string, token ids, or a list of either"),
+    "null": ({"input": None}, "input", "Missing required parameter"),
     "empty text": ({"input": ""}, "input", "must not be empty"),
     "no inputs": ({"input": []}, "input", "must not be empty"),
     "one empty text": ({"input": ["a", ""]}, "input", "must not be empty"),

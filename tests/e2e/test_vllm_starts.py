@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,13 +94,16 @@ def test_a_cache_of_the_hub_and_a_revision_of_its_tokenizer(
         assert greedy(llm) == expected(tiny_model("llama"))
 
 
-@pytest.mark.parametrize("load_format", ["auto", "npcache"])
-def test_pickled_weights(tiny_model: Any, tmp_path: Path, load_format: str) -> None:
+@pytest.mark.parametrize(("load_format", "without_text"), [("auto", False), ("pt", True), ("npcache", False)])
+def test_pickled_weights(tiny_model: Any, tmp_path: Path, load_format: str, without_text: bool) -> None:
     folder = shutil.copytree(tiny_model("qwen2"), tmp_path / "model")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with started(folder, load_format=load_format) as llm:
+    with started(folder, load_format=load_format, skip_tokenizer_init=without_text) as llm:
         assert greedy(llm) == expected(tiny_model("qwen2"))
+        if without_text:
+            with pytest.raises(ValueError, match=r"has no tokenizer \(skip_tokenizer_init\)"):
+                llm.generate("text", use_tqdm=False)
 
 
 def test_prompts_that_share_steps(tiny_model: Any) -> None:
@@ -108,6 +112,28 @@ def test_prompts_that_share_steps(tiny_model: Any) -> None:
         assert (told["max_num_partial_prefills"], told["max_long_partial_prefills"]) == (2, 1)
         assert told["long_prefill_token_threshold"] == 512 // 25, "as nothing says what is long"
         assert greedy(llm) == expected(tiny_model("llama"))
+
+
+def sentencepiece_file(words: list[str]) -> bytes:
+    """A unigram model: <unk>, <s>, </s>, the bytes, then these words."""
+
+    def piece(text: str, score: float, kind: int) -> bytes:
+        told = b"\x0a" + bytes([len(text.encode())]) + text.encode() + struct.pack("<Bf", 0x15, score)
+        return b"\x0a" + bytes([len(told) + 2]) + told + bytes([0x18, kind])
+
+    pieces = [piece("<unk>", 0.0, 2), piece("<s>", 0.0, 3), piece("</s>", 0.0, 3)]
+    pieces += [piece(f"<0x{i:02X}>", 0.0, 6) for i in range(256)] + [piece(word, -1.0, 1) for word in words]
+    return b"".join(pieces) + b"\x12\x05\x18\x01\x98\x02\x01"  # of type unigram, with bytes for what is no word
+
+
+def test_prompts_in_pieces_and_the_file_of_sentencepiece(tiny_model: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    (folder / "tokenizer.model").write_bytes(sentencepiece_file(["▁the", "▁cat", *(f"▁{i}" for i in range(39))]))
+    with started(folder, tokenizer_mode="slow", long_prefill_token_threshold=3) as llm:
+        assert llm.model.tokenizer.encode("the cat", False) == [259, 260]
+        assert greedy(llm) == expected(tiny_model("llama"))
+        steps = llm._engine.begin(llm._engine.client.last_steps(100))()
+        assert [step.num_tokens for step in steps if step.num_requests][:4] == [3, 3, 2, 1], "8 tokens of the prompt"
 
 
 def test_a_pooler(tiny_model: Any) -> None:

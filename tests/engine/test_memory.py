@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import vserve.engine.cpu_memory as cpu_memory
+import vserve.engine.memory as memory_module
 import vserve.engine.runner as runner_module
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.device_cache import DeviceCache
@@ -149,6 +150,17 @@ def test_the_remedy_for_too_many_rows_fits(tiny_model, monkeypatch) -> None:
     most = int(str(refused.value).split("set --max-num-seqs ")[1].split()[0])
     engine = on_cpu(tiny_model("llama"), max_num_seqs=most)
     assert 10_000 < most == engine.info.max_num_seqs
+
+
+@pytest.mark.parametrize("option", ["kv_cache_memory_bytes", "num_gpu_blocks_override"])
+def test_the_remedy_for_too_large_a_cache_leaves_room_for_others(option, tiny_model, monkeypatch) -> None:
+    for module in (cpu_memory, memory_module):
+        monkeypatch.setattr(module, "machine_bytes", lambda: 512 << 20)
+    with pytest.raises(ConfigError, match="does not fit") as refused:
+        on_cpu(tiny_model("llama"), **{option: 10**10})
+    most = int(str(refused.value).split("set it to ")[1].split()[0])
+    taken = sum(on_cpu(tiny_model("llama"), **{option: most}).info.memory.values())
+    assert 0.85 < taken / (512 << 20) <= 0.9
 
 
 def test_the_plan_on_the_cpu_counts_rows_and_steps(tiny_model) -> None:

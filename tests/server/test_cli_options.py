@@ -329,6 +329,9 @@ def test_help_on_a_word(capsys: Any, words: list[str], shown: str, hidden: str) 
         (["/m", "-e"], "unknown option -e (`"),
         (["/m", "-a", "x"], "unknown option -a; did you mean --served-model-name?"),
         (["/m", "-d", "cpu"], "unknown option -d; did you mean --device?"),
+        (["/m", "--gpus", "2"], "unknown option --gpus; did you mean --tensor-parallel-size?"),
+        (["/m", "--max-batch-size", "2"], "unknown option --max-batch-size; did you mean --max-num-seqs?"),
+        (["/m", "--max-total-tokens", "9"], "unknown option --max-total-tokens; did you mean --max-model-len?"),
         (["/m", "-tp2"], "unknown option -tp2 (`"),
         (["/m", "--tensor-parallel-sise", "2"], "unknown option --tensor-parallel-sise; did you mean --tensor-para"),
         (["/m", "--swap-spaces", "2"], "unknown option --swap-spaces; did you mean --swap-space?"),
@@ -385,14 +388,14 @@ def test_short_options_of_vllm() -> None:
 
 
 @pytest.mark.parametrize("option", ["--served-model-name", "--api-key", "--admin-api-key"])
-@pytest.mark.parametrize("model", ["folder", "file", "owner/model"])
+@pytest.mark.parametrize("model", ["folder", "file", "owner/model", "./mistyped", "/no/such/folder", "elsewhere.GGUF"])
 @pytest.mark.parametrize("before", [["sesame"], []])
 def test_a_list_that_has_swallowed_the_model(
     option: str, model: str, before: list[str], tmp_path: Path, config_file: Any
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    if "/" not in model:
+    if model in ("folder", "file"):
         model = str(tmp_path / model)
     with pytest.raises(ConfigError) as caught:
         read_flags(parse(option, *before, model))

@@ -19,6 +19,7 @@ import vserve
 from vserve.engine.config import EngineConfig
 from vserve.engine.model_config import ModelConfig
 from vserve.server.cli import collect_env, completion, doctor, machine, main, model_finding
+from vserve.server.cli.bench.command import MEASUREMENTS
 from vserve.server.cli.machine import Card, Torch
 from vserve.server.options.config import ServerConfig
 
@@ -346,6 +347,19 @@ def test_help_ends_with_examples_that_work(name: str, monkeypatch: Any) -> None:
         called = words.pop(0) if words[0] in main.COMMANDS else "serve"
         assert called == name or not name or name == "serve"
         main.command_parser(called, main.load(called)).parse_args(words)  # exits where it is wrong
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_help_of_a_measurement_ends_with_examples_too(name: str, capsys: Any) -> None:
+    parser = main.command_parser("bench", main.load("bench"))
+    with pytest.raises(SystemExit):
+        parser.parse_args([name, "--help"])
+    commands = capsys.readouterr().out.partition("examples:\n")[2].strip().splitlines()
+    assert len(commands) == 2
+    for command in commands:
+        words = shlex.split(command)
+        assert words[:3] == ["vserve", "bench", name]
+        parser.parse_args(words[2:])
 
 
 def test_help_shows_what_switches_are(monkeypatch: Any) -> None:

@@ -40,6 +40,7 @@ def embedding(client: Any, engine: Any) -> Any:
             "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[x]",
         ),
         ({"truncate_prompt_tokens": 2}, "<|im_end|>\n"),
+        ({"input": None}, "<|im_start|>user\nHi<|im_end|>\n"),
     ],
 )
 def test_what_is_embedded(embedding: Any, engine: Any, text_model: Any, options: Any, text: str) -> None:

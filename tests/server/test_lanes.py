@@ -14,6 +14,7 @@ import httpx
 import msgspec
 import pytest
 
+from vserve.engine.config import ConfigError
 from vserve.server import lanes
 from vserve.server.app import create_app
 from vserve.server.errors import ApiError
@@ -157,9 +158,12 @@ def test_too_much_waiting_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     run(test)
 
 
-@pytest.mark.parametrize(("size", "threads"), [(0, lanes.NUM_THREADS), (1, 1), (7, 7)])
-def test_the_pool_has_the_size_that_was_asked_for(new_client: Any, size: int, threads: int) -> None:
-    client = new_client(tokenizer_pool_size=size)
+@pytest.mark.parametrize(
+    ("name", "size", "threads"),
+    [("tokenizer_pool_size", 0, lanes.NUM_THREADS), ("tokenizer_pool_size", 1, 1), ("renderer_num_workers", 7, 7)],
+)
+def test_the_pool_has_the_size_that_was_asked_for(new_client: Any, name: str, size: int, threads: int) -> None:
+    client = new_client(**{name: size})
     made = client.app.state.server.lanes
 
     async def most_at_once() -> int:
@@ -179,6 +183,11 @@ def test_the_pool_has_the_size_that_was_asked_for(new_client: Any, size: int, th
         for what in ("sum", "count")
     )
     assert count == 10 and total >= 0.05 * (10 - threads)
+
+
+def test_the_pool_has_one_size() -> None:
+    with pytest.raises(ConfigError, match="--tokenizer-pool-size and --renderer-num-workers are one"):
+        ServerConfig(tokenizer_pool_size=2, renderer_num_workers=2)
 
 
 def test_whom_there_is_no_room_for_is_counted(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

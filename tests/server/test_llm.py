@@ -535,7 +535,7 @@ def test_what_scripts_for_vllm_hand_over(folder, llm, monkeypatch):
     assert vserve.sampling_params.SamplingParams is SamplingParams
     neutral = SamplingParams(
         temperature=0, max_tokens=4, best_of=1, use_beam_search=False, length_penalty=1.0, early_stopping=False,
-        truncate_prompt_tokens=None, guided_decoding=None,
+        truncate_prompt_tokens=None, guided_decoding=None, logits_processors=None,
     )  # fmt: skip
     ids = [5, 6, 7, 8]
     (plain,) = llm.generate([ids], neutral, use_tqdm=False, lora_request=None)
@@ -554,7 +554,8 @@ def test_what_scripts_for_vllm_hand_over(folder, llm, monkeypatch):
     with pytest.raises(ValueError, match="'guided_decoding' and 'structured_outputs' are one"):
         SamplingParams(guided_decoding=choice, structured_outputs=choice)
     for wrong, words in (({"best_of": 3}, "best_of"), ({"use_beam_search": True}, "use_beam_search"),
-                         ({"length_penalty": 2.0}, "length_penalty")):  # fmt: skip
+                         ({"length_penalty": 2.0}, "length_penalty"),
+                         ({"logits_processors": [print]}, "'logits_processors' is not supported")):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             SamplingParams(**wrong)
     with pytest.raises(ValueError, match=r"^prompts is 5: give text, token ids"):
@@ -577,7 +578,8 @@ def test_a_line_shows_how_far_loading_is(folder, monkeypatch, capsys):
 
     assert "vserve: " not in load(), "no terminal"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    assert "vserve: weights" in load()
+    shown = load()
+    assert "vserve: weights" in shown and ": :" not in shown
     assert "vserve: " not in load(use_tqdm_on_load=False)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from vserve.engine import logs
-from vserve.server.observe.request_log import RequestLog
+from vserve.server.observe.request_log import Finished, RequestLog
+from vserve.server.options.config import ServerConfig
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
@@ -54,3 +55,12 @@ def test_a_line_costs_the_event_loop_few_calls(new_client: Any, form: str, tmp_p
     first, second = (tmp_path / "log").read_text().splitlines()
     assert "/v1/completions" in first and "/v1/completions" in second
     assert num_calls <= 85
+
+
+@pytest.mark.parametrize(("client", "begins"), [("10.0.0.1", "10.0.0.1 GET"), ("", "unix GET")])
+def test_a_line_begins_with_who_asked(client: str, begins: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vserve.request")
+    RequestLog(ServerConfig()).finished(
+        Finished("id", client, "GET", "/v1/models", "/v1/models", 200, 0.0, 0.5, {}, None)
+    )
+    assert caplog.messages == [f"{begins} /v1/models 200 in 0.500 s, id"]

@@ -55,6 +55,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"truncate_prompt_tokens": -1, "max_tokens": 128}, "truncate_prompt_tokens"),
     *[({"truncation_side": value}, "truncation_side") for value in ("middle", "", 1)],
     ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+    ({"logits_processors": ["some.code"]}, "logits_processors"),
     *[({"repetition_detection": value}, "repetition_detection") for value in (5, [], "x")],
     ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection.min_count"),
     ({"repetition_detection": {"max_pattern_size": 10**6, "min_count": 2}}, "repetition_detection.max_pattern_size"),
@@ -230,6 +231,13 @@ def test_values_that_ask_for_nothing_are_fine(client: Any) -> None:
     )  # fmt: skip
     assert response.status_code == 200 and "x-vserve-ignored-params" not in response.headers
     assert client.complete(n=2, temperature=1, best_of=2).status_code == 200
+
+
+def test_code_that_a_request_names_is_refused_with_what_there_is_instead(client: Any) -> None:
+    assert client.chat(logits_processors=[]).status_code == 200
+    said = client.chat(logits_processors=["some.code"]).json()["error"]
+    assert said["code"] == "unsupported_parameter" and "whatever --logits-processor-pattern allows" in said["message"]
+    assert "'logit_bias', 'allowed_token_ids', 'bad_words' and 'structured_outputs'" in said["message"]
 
 
 def test_strict_params(engine: Any, text_model: Any, new_client: Any) -> None:

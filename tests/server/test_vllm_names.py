@@ -42,6 +42,14 @@ NAMES = """
     typical-acceptance-sampler-posterior-threshold use-tqdm-on-load use-v2-block-manager worker-cls
     worker-extension-cls
 """.split()  # noqa: SIM905 (113 lines otherwise)
+# What its present command line has beside them, of the same kind.
+PRESENT = """
+    allowed-media-domains attention-backend convert default-chat-template-kwargs disable-fastapi-docs enable-dbo
+    enable-eplb enable-log-deltas enable-tokenizer-info-endpoint eplb-config exclude-tools-when-tool-choice-none
+    interleave-mm-strings io-processor-plugin kv-offloading-backend language-model-only logits-processors logprobs-mode
+    max-cudagraph-capture-size mm-encoder-tp-mode moe-backend pooler-config pt-load-map-location renderer-num-workers
+    runner safetensors-load-strategy skip-mm-profiling structured-outputs-config
+""".split()  # noqa: SIM905
 # Where "1" is no value of theirs.
 VALUES = {
     "block-size": "16", "config-format": "hf", "device": "cpu", "distributed-executor-backend": "mp",
@@ -51,6 +59,8 @@ VALUES = {
     "quantization": "none", "reasoning-parser": "auto", "scheduling-policy": "fcfs", "task": "generate",
     "tokenizer": ".", "tokenizer-mode": "slow", "worker-cls": "auto", "additional-config": "{}",
     "model-loader-extra-config": "{}", "override-neuron-config": "{}", "otlp-traces-endpoint": "http://localhost:4318",
+    "convert": "auto", "runner": "auto", "pooler-config": "{}", "structured-outputs-config": "{}",
+    "eplb-config": "{}",
 }  # fmt: skip
 
 
@@ -77,7 +87,7 @@ def test_the_list_is_whole() -> None:
     assert len(NAMES) == len(set(NAMES)) == 113
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + PRESENT)
 def test_each_is_known_everywhere(name: str, tmp_path: Path) -> None:
     value = VALUES.get(name, "1")
     words = [f"--{name}"] if is_switch(name) else [f"--{name}", value]
@@ -111,7 +121,7 @@ def test_a_switch_off_is_off_in_a_file_and_by_keyword(tmp_path: Path) -> None:
         (["--speculative-disable-mqa-scorer"], "--speculative-disable-mqa-scorer changes nothing: drafts are verified"),
         (
             ["--logits-processor-pattern", "my.*"],
-            "--logits-processor-pattern changes nothing: no code of requests runs",
+            "--logits-processor-pattern changes nothing: no code of others runs here, requests that",
         ),
         (["--enable-lora-bias"], "--enable-lora-bias changes nothing: adapters with a bias of their own are refused"),
         (["--max-prompt-adapters", "2"], "--max-prompt-adapters changes nothing: prompt adapters are not served, only"),

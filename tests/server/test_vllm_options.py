@@ -276,6 +276,7 @@ def test_who_computes_a_model(capsys: Any) -> None:
             ["--speculative-model", "[ngram]", "--num-speculative-tokens", "5", "--ngram-prompt-lookup-max", "4"],
             {"model": "[ngram]", "num_speculative_tokens": "5", "prompt_lookup_max": "4", "prompt_lookup_min": 1},
         ),
+        (["--speculative-mode", "[ngram]"], {"method": "[ngram]"}),
         (["--spec-method", "ngram", "--ngram-prompt-lookup-min", "0"], {"method": "ngram"}),
         (
             ["--spec-method", "ngram", "--speculative-disable-by-batch-size", "5",

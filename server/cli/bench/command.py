@@ -7,6 +7,8 @@ import importlib
 import signal
 import sys
 
+from ..terminal import examples
+
 MEASUREMENTS = ("serve", "throughput", "latency", "startup")
 
 
@@ -22,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         module = importlib.import_module(f".{name}", __package__)
         subparser = subparsers.add_parser(name, help=module.__doc__, description=module.__doc__)
         module.add_arguments(subparser)
+        subparser.epilog = examples(module.EXAMPLES)
         subparser.set_defaults(measure=module.run)
 
 

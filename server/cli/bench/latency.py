@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
+EXAMPLES = (
+    "vserve bench latency ./my-model --batch-size 8",
+    "vserve bench latency ./my-model --input-len 1024 --output-len 128 --output-json found.json",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from .engine_options import add_engine_arguments
 

@@ -33,6 +33,12 @@ from .report import TITLES, measure, print_report, to_json
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 
+EXAMPLES = (
+    "vserve bench serve --num-prompts 100 --request-rate 4",
+    "vserve bench serve --base-url http://host:8000 --max-concurrency 16 --random-input-len 1024",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--backend", choices=sorted(ENDPOINTS), default="openai",

@@ -40,6 +40,12 @@ class StartUp:
     phases: dict[str, float]  # as the engine counts them
 
 
+EXAMPLES = (
+    "vserve bench startup ./my-model --num-iters-cold 0",
+    "vserve bench startup --num-iters-warm 5 --output-json found.json",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("measurement")
     for name, default, help in (

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from ...offline.llm import LLM
 
 
+EXAMPLES = (
+    "vserve bench throughput ./my-model --input-len 1024 --output-len 128",
+    "vserve bench throughput ./my-model --num-prompts 200 --output-json found.json",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from .engine_options import add_engine_arguments
 
