@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vserve.engine import kv_events
@@ -17,6 +18,7 @@ from vserve.server.cli.flags import read_flags
 from vserve.server.cli.given import notices
 from vserve.server.offline.llm import LLM
 from vserve.server.options.config import ServerConfig
+from vserve.server.options.keywords import from_keywords
 from vserve.server.options.reading import options
 from vserve.server.options.vllm import vllm_options
 
@@ -282,6 +284,10 @@ def test_who_computes_a_model(capsys: Any) -> None:
              "--speculative-draft-tensor-parallel-size", "1"],
             {"method": "ngram", "disable_by_batch_size": "5", "draft_tensor_parallel_size": "1"},
         ),
+        # Without who drafts, as it was with vLLM: nobody does.
+        (["--speculative-draft-tensor-parallel-size", "1"],
+         {"draft_tensor_parallel_size": "1", "num_speculative_tokens": 0}),
+        (["--spec-model", "/d", "--speculative-model-quantization", "None"], {"model": "/d"}),
     ],
 )  # fmt: skip
 def test_names_of_parts_of_the_speculative_config(words: list[str], keys: dict[str, Any]) -> None:
@@ -289,6 +295,28 @@ def test_names_of_parts_of_the_speculative_config(words: list[str], keys: dict[s
     assert json.loads(engine.speculative_config or "") == keys
     lines = [line for line in notices(arguments) if "is read as --speculative-config." in line]
     assert len(lines) == sum(word.startswith("--") and "config" not in word for word in words)
+
+
+def test_no_speculative_model() -> None:
+    assert read_flags(parse("/m", "--speculative-model", "None"))[0].speculative_config is None
+    with pytest.raises(ConfigError, match=r"speculative-config is '\{': it is no JSON"):
+        from_keywords({"model": "/m", "speculative_config": "{", "num_speculative_tokens": 3})
+
+
+def test_values_of_python() -> None:
+    """Paths, and numbers of NumPy's."""
+    given = {"model": Path("/m"), "speculative_model": Path("/d"), "num_speculative_tokens": np.int64(3)}
+    engine, _, _ = from_keywords(given)
+    assert engine.model == "/m" and json.loads(engine.speculative_config or "") == {
+        "model": "/d",
+        "num_speculative_tokens": 3,
+    }
+    engine, _, _ = from_keywords(
+        {"model": "/m", "speculative_config": {"model": Path("/d"), "max_model_len": np.int64(9)}}
+    )
+    assert json.loads(engine.speculative_config or "") == {"model": "/d", "max_model_len": 9}
+    with pytest.raises(ConfigError, match=r"object at .* in it is no JSON"):
+        from_keywords({"model": "/m", "speculative_config": {"model": object()}})
 
 
 def test_offline() -> None:
