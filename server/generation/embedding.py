@@ -66,14 +66,14 @@ def embedding(model: TextModel, info: EngineInfo, normalize: bool, dimensions: i
     pooling = model.pooling
     if pooling.problem is not None:
         raise unsupported("model", f"Embedding with this model ({pooling.problem}; --pooling overrides it)")
+    name = "'dimensions'" if dimensions is not None else "'dimensions' of --pooler-config"
+    dimensions = pooling.dimensions if dimensions is None else dimensions
     if dimensions is not None:
         if dimensions > info.hidden_size:
-            raise bad_request(
-                f"'dimensions' is {dimensions}; this model's embeddings have {info.hidden_size}.", "dimensions"
-            )
+            raise bad_request(f"{name} is {dimensions}; this model's embeddings have {info.hidden_size}.", "dimensions")
         if pooling.matryoshka and dimensions not in pooling.matryoshka:
             known = ", ".join(map(str, pooling.matryoshka))
-            raise bad_request(f"'dimensions' is {dimensions}; this model was trained for {known}.", "dimensions")
+            raise bad_request(f"{name} is {dimensions}; this model was trained for {known}.", "dimensions")
     return Pooling(pooling.kind, normalize, dimensions, head=True)
 
 

@@ -20,7 +20,7 @@ from ..generation.embedding import (
     resolve_pooled,
 )
 from ..generation.pooling import pooled_values, pooling_of
-from ..generation.scores import activated, check_scores_pairs, cosine, encode_pair, score
+from ..generation.scores import activated, activation_of, check_scores_pairs, cosine, encode_pair, score
 from ..generation.tasks import CLASSIFY, EMBED, REWARD, check_task
 from ..options.keywords import in_keywords
 from ..text.model import TextModel
@@ -113,8 +113,8 @@ class PooledCalls:
 
             token_ids = list(choice.prompt.token_ids)
             values = pooled_values(
-                vector, token_ids, pooling, info, model.pooling, activate=params.use_activation is not False,
-                normalize=request.is_normalized,
+                vector, token_ids, pooling, info, model.pooling,
+                activation=activation_of(params.use_activation, model, info), normalize=request.is_normalized,
             )  # fmt: skip
             data = PoolingOutput(np.asarray(values, np.float32))
             return PoolingRequestOutput(id, data, token_ids, choice.num_cached_tokens)
@@ -152,7 +152,7 @@ class PooledCalls:
             )
 
         def output(id: str, choice: EmbeddingChoice, vector: bytes) -> ClassificationRequestOutput:
-            activation = info.activation if params.use_activation is not False else ""
+            activation = activation_of(params.use_activation, self.model, info)
             classes = ClassificationOutput(activated(numbers(vector), activation))
             given = list(choice.prompt.token_ids), choice.num_cached_tokens
             return ClassificationRequestOutput(id, classes, *given)
@@ -203,7 +203,8 @@ class PooledCalls:
         found = self._pool(prompts, use_tqdm, lambda id, choice, vector: (id, choice, vector))
         count = len(documents)
         if joined:
-            scores = [score(vector, info, params.use_activation is not False) for _, _, vector in found]
+            activation = activation_of(params.use_activation, model, info)
+            scores = [score(vector, activation) for _, _, vector in found]
             firsts = found
         else:
             firsts = found[:-count] * (count if len(queries) == 1 else 1)
@@ -244,4 +245,4 @@ class PooledCalls:
 
 
 def _texts(given: Texts) -> str | list[str]:
-    return given if isinstance(given, str) else list(given)
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else given

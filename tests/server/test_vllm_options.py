@@ -238,7 +238,16 @@ def test_structured_outputs_that_are_not_built(config: str, message: str) -> Non
     ("words", "message"),
     [
         (["--pooler-config.pooling_type", "MAX"], "has pooling_type 'MAX': choose one of LAST, MEAN, CLS"),
-        (["--pooler-config.dimensions", "8"], "has 'dimensions': it may set pooling_type, seq_pooling_type, normalize"),
+        (
+            ["--pooler-config.logit_bias", "8"],
+            "has 'logit_bias': it may set pooling_type, seq_pooling_type, tok_pooling",
+        ),
+        (["--pooler-config.dimensions", "0"], "has dimensions 0: it must be an integer of at least 1"),
+        (["--pooler-config.tok_pooling_type", "MEAN"], "has tok_pooling_type 'MEAN': choose one of ALL, STEP"),
+        (
+            ["--pooler-config.use_activation=false", "--pooler-config.normalize=true"],
+            "has normalize True, and False too: leave one out",
+        ),
         (["--pooler-config.normalize", "2"], "has normalize 2: it must be true or false"),
         (["--pooler-config", "[]"], "is no JSON object: give one such as"),
         (
@@ -254,6 +263,17 @@ def test_pooler_and_download_that_cannot_be(words: list[str], message: str) -> N
         read_flags(parse("/m", *words))
     assert message in str(caught.value)
     assert read_flags(parse("/m", "--pooler-config.pooling_type", "MEAN"))[1].pooler() == ("mean", None)
+
+
+def test_what_a_pooler_config_sets() -> None:
+    def pooled(**config: Any) -> dict[str, Any]:
+        return ServerConfig(pooler_config=json.dumps(config)).pooled()
+
+    assert pooled() == {"longest": None}
+    assert pooled(tok_pooling_type="ALL", dimensions=8) == {"dimensions": 8, "longest": None}
+    for name in ("use_activation", "activation", "softmax"):
+        assert pooled(**{name: False}) == {"activate": False, "longest": None}
+    assert ServerConfig(pooler_config='{"use_activation": false}').pooler() == ("auto", False)
 
 
 def test_who_computes_a_model(capsys: Any) -> None:
