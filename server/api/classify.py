@@ -81,7 +81,8 @@ class PoolingDialect(InputDialect):
         server, body = self.server, self.body
         model, info = server.model, server.engine_info()
         self._pooling = pooling_of(body.task, model, info, normalize=body.normalize, dimensions=body.dimensions)
-        token_ids = await self.token_ids(body.truncate_prompt_tokens is None)
+        prefix = model.pooling.prefix if EMBED in info.tasks else ""
+        token_ids = await self.token_ids(body.truncate_prompt_tokens is None, prefix)
         limited = of_embeddings(model, info) if EMBED in info.tasks else info
         work = partial(
             resolve_pooled, body, token_ids, self._pooling, model, limited, param=body.param, is_text=body.is_text

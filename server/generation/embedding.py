@@ -117,11 +117,13 @@ def _with_ends(request: PooledRequest, ids: array[int], most: int, tokenizer: To
 def prompt_prefix(request: EmbeddingRequest, model: TextModel) -> str:
     """What stands before each text. Raises ApiError (400) for a prompt that the model's folder does not have."""
     prompts, name = model.pooling.prompts, request.prompt_name
-    if name is not None and name not in prompts:
+    if name is None:
+        return model.pooling.prefix
+    if name not in prompts:
         known = f"choose one of {', '.join(prompts)}" if prompts else "it has none"
         raise bad_request(f"'prompt_name' is {shorten(name)!r}, which the model's folder does not have: {known}.",
                           "prompt_name")  # fmt: skip
-    return prompts.get((model.pooling.default_prompt if name is None else name) or "", "")
+    return prompts[name]
 
 
 def is_normalized(request: EmbeddingRequest, model: TextModel) -> bool:

@@ -72,7 +72,7 @@ def encode_pair(
             raise bad_request(
                 "'instruction' is for models that read both texts at once: put it before the query.", "instruction"
             )
-        return Pair(pairs.tokenizer.encode(document or query or "", True))
+        return pairs.alone(document or query or "")
     keep = request.truncate_prompt_tokens
     if keep is not None and (keep == -1 or keep > info.max_model_len):
         keep = info.max_model_len

@@ -70,7 +70,8 @@ class PooledCalls:
         """An embedding of each prompt; see `generate`."""
         self._check_task(EMBED)
         request = (pooling_params or PoolingParams()).request()
-        found = self._checked(lambda: resolve_embeddings(request, self._inputs(prompts), self.model, self.info))
+        inputs = self._inputs(prompts, self.model.pooling.prefix)
+        found = self._checked(lambda: resolve_embeddings(request, inputs, self.model, self.info))
         return self._pool([prompt for (prompt,) in found], use_tqdm, embedded)
 
     def encode(
@@ -102,9 +103,8 @@ class PooledCalls:
             normalize, dimensions = request.is_normalized, request.dimensions
             pooling = pooling_of(pooling_task, model, info, normalize=normalize, dimensions=dimensions)
             limited = of_embeddings(model, info) if EMBED in info.tasks else info
-            return pooling, resolve_pooled(
-                request, self._inputs(prompts), pooling, model, limited, param="input", is_text=False
-            )
+            inputs = self._inputs(prompts, model.pooling.prefix if EMBED in info.tasks else "")
+            return pooling, resolve_pooled(request, inputs, pooling, model, limited, param="input", is_text=False)
 
         pooling, found = self._checked(resolved)
 
@@ -219,7 +219,7 @@ class PooledCalls:
 
     @cached_property
     def _pairs(self) -> PairEncoder:
-        return PairEncoder(self.model.tokenizer, self.info.reranks)
+        return PairEncoder(self.model.tokenizer, self.info.reranks, self.model.pooling.prefix)
 
     def _pool(
         self, prompts: Sequence[Prompt], use_tqdm: Bar, output: Callable[[str, EmbeddingChoice, bytes], Output]
@@ -229,8 +229,8 @@ class PooledCalls:
             work = embed_all(self._engine.client, self.model.tokenizer, prompts, ids, Progress(bar), output)
             return self._engine.begin(work)()
 
-    def _inputs(self, prompts: PromptLike | Sequence[PromptLike]) -> list[list[int]]:
-        return [token_ids for _, token_ids in tokenised(prompts, self.model.tokenizer)]
+    def _inputs(self, prompts: PromptLike | Sequence[PromptLike], prefix: str = "") -> list[list[int]]:
+        return [token_ids for _, token_ids in tokenised(prompts, self.model.tokenizer, prefix)]
 
     def _check_task(self, *tasks: str) -> None:
         """Raises ValueError for a model that does none of these, RuntimeError when closed."""

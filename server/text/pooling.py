@@ -37,6 +37,11 @@ class PoolingDefaults:
     step_tag: int | None = None  # the token that ends a step, for models that rate steps of reasoning
     longest: int | None = None  # tokens of an input that is embedded in pieces; 0: any number, None: never
 
+    @property
+    def prefix(self) -> str:
+        """What stands before each text, where nothing else is asked for."""
+        return self.prompts.get(self.default_prompt or "", "")
+
 
 def read_pooling(folder: Path, asked: str, normalized: bool | None = None, default: str = LAST) -> PoolingDefaults:
     """`asked`: --pooling; `normalized`: whether their length becomes 1, None where no option says.

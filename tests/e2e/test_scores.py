@@ -426,6 +426,19 @@ def test_offline_scores(generator: tuple[Path, Any], embedder: tuple[Path, Any])
         assert llm.generate("a", use_tqdm=False)[0].outputs[0].token_ids
 
 
+def test_offline_the_default_prompt_stands_before_texts(embedder: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = shutil.copytree(embedder[0], tmp_path / "model")
+    file = folder / "config_sentence_transformers.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"default_prompt_name": "query"}))
+    one, other = (vector(embedder, f"Query: {text}") for text in (QUERY, DOCUMENTS[0]))
+    ids = tokenizer_of(folder)(QUERY).input_ids
+    with offline(folder) as llm:
+        found, plain = llm.embed([QUERY, ids], use_tqdm=False)
+        assert found.outputs.embedding == near(one) and plain.outputs.embedding == near(vector(embedder, QUERY))
+        assert llm.encode(QUERY, use_tqdm=False)[0].outputs.data == near(one)
+        assert llm.score(QUERY, DOCUMENTS[0], use_tqdm=False)[0].outputs.score == near(float(one @ other))
+
+
 def test_steps_of_reasoning(tiny_model: Any, tmp_path: Path) -> None:
     """Of a process reward model, the tokens that end a step are rated; without --pooler-config every token is."""
     from safetensors.torch import load_file, save_file
