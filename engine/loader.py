@@ -24,6 +24,7 @@ from .encoders.decoder import attend_both_ways
 from .encoders.model import Encoder
 from .foreign.modules import Plain
 from .layers.experts import Experts
+from .layers.head import Projection
 from .layers.norm import Norm
 from .layers.weights import Placement, WeightHolder
 from .model_config import ModelConfig
@@ -332,6 +333,7 @@ def _match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
     headers = checkpoint.headers
     loads: list[_Load] = []
     missing: list[str] = []
+    lacking: list[WeightHolder] = []
     for path, (holder, part) in model.weight_map().items():
         load = _Load(holder, part)
         try:
@@ -344,6 +346,7 @@ def _match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
             if info is None:
                 if not stored.optional:
                     missing.append(name)
+                    lacking.append(holder)
                 continue
             if info.shape != stored.shape:
                 raise ModelError(
@@ -359,6 +362,11 @@ def _match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[_Load]:
             load.num_bytes += info.num_bytes
         if load.names:
             loads.append(load)
+    if missing and all(isinstance(holder, Projection) for holder in lacking):
+        raise ModelError(
+            f"the checkpoint lacks {missing[0]}{and_more(missing)}: it has no head that classifies; leave out --task "
+            "and --convert, or, where they are not given, download it again"
+        )
     if missing:
         raise ModelError(
             f"the checkpoint lacks {missing[0]}{and_more(missing)}: the weights are incomplete or do not fit "
