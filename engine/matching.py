@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from .checkpoint import Checkpoint, TensorInfo
 from .foreign.modules import Plain
+from .layers.head import Projection
 from .layers.norm import Norm
 from .layers.weights import WeightHolder
 from .model_file import ModelError, and_more
@@ -77,6 +78,7 @@ def match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[Load]:
     headers = checkpoint.headers
     loads: list[Load] = []
     missing: list[str] = []
+    lacking: list[WeightHolder] = []
     for path, (holder, part) in model.weight_map().items():
         load = Load(holder, part)
         try:
@@ -89,6 +91,7 @@ def match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[Load]:
             if info is None:
                 if not stored.optional:
                     missing.append(name)
+                    lacking.append(holder)
                 continue
             if info.shape != stored.shape:
                 raise ModelError(
@@ -104,6 +107,11 @@ def match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[Load]:
             load.num_bytes += info.num_bytes
         if load.names:
             loads.append(load)
+    if missing and all(isinstance(holder, Projection) for holder in lacking):
+        raise ModelError(
+            f"the checkpoint lacks {missing[0]}{and_more(missing)}: it has no head that classifies; leave out --task "
+            "and --convert, or, where they are not given, download it again"
+        )
     if missing:
         raise ModelError(
             f"the checkpoint lacks {missing[0]}{and_more(missing)}: the weights are incomplete or do not fit "

@@ -89,7 +89,7 @@ class ServerState:
     @cached_property
     def pairs(self) -> PairEncoder:
         """Once the engine is there, which says whether it reranks."""
-        return PairEncoder(self.model.tokenizer, self.client.info.reranks)
+        return PairEncoder(self.model.tokenizer, self.client.info.reranks, self.model.pooling.prefix)
 
     @cached_property
     def responses(self) -> Store:

@@ -16,6 +16,8 @@ DEFAULT_NGRAM = 5
 # Up to so many requests that decode, at most so many drafts each: weights that are read once serve a few hundred tokens
 # as fast as one; beyond, wrong drafts take the time of right ones.
 DEPTHS = ((8, MAX_DRAFTS), (32, 3), (64, 1))
+# Ways to verify that keep the model's distribution: here, where a draft holds that is drawn, they are one.
+_EXACT = ("standard", "block", "strict", "probabilistic", "rejection_sampler")
 _LOSSY = "it accepts tokens that the model would not have sampled; drafts here never change an answer"
 _INSTEAD = 'use {"method": "ngram"}, which needs no weights, or leave speculation out: the answers are the same'
 MODELS = ("eagle", "eagle3", "mtp", "draft_model")  # whose drafts a model makes
@@ -35,6 +37,7 @@ _OF_MODELS = (
     "code_revision", "disable_padded_drafter_batch", "parallel_drafting", "enforce_eager", "attention_backend",
     "moe_backend", "use_heterogeneous_vocab",
 )  # fmt: skip
+_OLD = ("acceptance_method", "disable_logprobs", "disable_mqa_scorer", "posterior_alpha", "posterior_threshold")
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def _read(asked: dict[str, Any]) -> Speculation | None:
         "synthetic_acceptance_rates", "synthetic_acceptance_length",
     )  # fmt: skip
     for key in asked:
-        if key not in known and key not in _OF_MODELS and not key.startswith("suffix_decoding_"):
+        if key not in (*known, *_OF_MODELS, *_OLD) and not key.startswith("suffix_decoding_"):
             raise ConfigError(f"it has {key!r}: it may have {', '.join((*known, *_OF_MODELS))}")
     method = _check_method(asked)
     default_drafts = DEFAULT_DRAFTS if method == "ngram" else DEFAULT_DRAFTS_OF_MODELS
@@ -176,10 +179,11 @@ def _of_model(asked: dict[str, Any], method: str) -> dict[str, Any]:
 
 def _acceptance(asked: dict[str, Any], drafts: int) -> tuple[float, ...]:
     """(): drafts hold that are right. Otherwise how often the drafts up to each hold, as the synthetic method says."""
-    method = asked.get("rejection_sample_method", "standard")
+    key = "acceptance_method" if "acceptance_method" in asked else "rejection_sample_method"
+    method = asked.get(key, "standard")
     rates, length = (asked.get(f"synthetic_acceptance_{name}") for name in ("rates", "length"))
-    if method not in ("standard", "strict", "rejection_sampler", "synthetic"):
-        raise ConfigError(f"its rejection_sample_method is {method!r}: {_LOSSY}; leave it out")
+    if method not in (*_EXACT, "synthetic"):
+        raise ConfigError(f"its {key} is {method!r}: {_LOSSY}; leave it out")
     if method != "synthetic":
         if rates is not None or length is not None:
             raise ConfigError(

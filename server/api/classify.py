@@ -16,7 +16,7 @@ from ..generation.choice import Prompt
 from ..generation.embedding import as_bytes, numbers, of_embeddings, resolve_pooled
 from ..generation.generation import Generation
 from ..generation.pooling import MAX_NUMBERS, check_numbers, pooled_values, pooling_of
-from ..generation.scores import activated
+from ..generation.scores import activated, activation_of
 from ..generation.tasks import CLASSIFY, EMBED, REWARD
 from ..wire.pooled import ClassifyRequest, PoolingRequest
 from .answer import answer
@@ -59,11 +59,12 @@ class Classify(InputDialect):
 
     def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         info = self.server.client.info
+        activation = activation_of(self.body.activates, self.server.model, info)
         data = []
         for index, choice in enumerate(generation.choices):
             logits = numbers(vector_of(choice))
             best = max(range(len(logits)), key=logits.__getitem__)
-            probabilities = activated(logits, info.activation if self.body.activates else "")
+            probabilities = activated(logits, activation)
             data.append(
                 {"index": index, "label": info.labels[best], "probs": probabilities, "num_classes": len(logits)}
             )
@@ -80,7 +81,8 @@ class PoolingDialect(InputDialect):
         server, body = self.server, self.body
         model, info = server.model, server.engine_info()
         self._pooling = pooling_of(body.task, model, info, normalize=body.normalize, dimensions=body.dimensions)
-        token_ids = await self.token_ids(body.truncate_prompt_tokens is None)
+        prefix = model.pooling.prefix if EMBED in info.tasks else ""
+        token_ids = await self.token_ids(body.truncate_prompt_tokens is None, prefix)
         limited = of_embeddings(model, info) if EMBED in info.tasks else info
         work = partial(
             resolve_pooled, body, token_ids, self._pooling, model, limited, param=body.param, is_text=body.is_text
@@ -121,8 +123,8 @@ class PoolingDialect(InputDialect):
         return as_bytes(list(chain.from_iterable(found))), (len(found), len(found[0]))
 
     def _values(self, values: bytes, prompt: Prompt) -> Any:
-        body, defaults = self.body, self.server.model.pooling
+        body, model, info = self.body, self.server.model, self.server.client.info
         return pooled_values(
-            values, prompt.token_ids, self._pooling, self.server.client.info, defaults,
-            activate=body.use_activation is not False, normalize=body.normalize,
+            values, prompt.token_ids, self._pooling, info, model.pooling,
+            activation=activation_of(body.use_activation, model, info), normalize=body.normalize,
         )  # fmt: skip

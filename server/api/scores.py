@@ -14,7 +14,7 @@ from ..generation.answer import Answer
 from ..generation.choice import Prompt
 from ..generation.embedding import embedding, of_embeddings, resolve_pooled
 from ..generation.generation import Generation
-from ..generation.scores import check_scores_pairs, cosine, encode_pair, score
+from ..generation.scores import activation_of, check_scores_pairs, cosine, encode_pair, score
 from ..generation.tasks import CLASSIFY, EMBED
 from ..text.encoding import FREE, MOST, TURN
 from ..text.tokenizer import Pair
@@ -97,7 +97,8 @@ class Pairs(PooledDialect):
         """Of each pair, in their order."""
         info, vectors = self.server.client.info, [vector_of(choice) for choice in generation.choices]
         if CLASSIFY in info.tasks:
-            return [score(vector, info, self.body.use_activation is not False) for vector in vectors]
+            activation = activation_of(self.body.use_activation, self.server.model, info)
+            return [score(vector, activation) for vector in vectors]
         count = self.body.num_pairs
         queries = vectors[:-count] * (count if len(vectors) == count + 1 else 1)
         return [cosine(*pair) for pair in zip(queries, vectors[-count:], strict=True)]

@@ -66,14 +66,14 @@ def embedding(model: TextModel, info: EngineInfo, normalize: bool, dimensions: i
     pooling = model.pooling
     if pooling.problem is not None:
         raise unsupported("model", f"Embedding with this model ({pooling.problem}; --pooling overrides it)")
+    name = "'dimensions'" if dimensions is not None else "'dimensions' of --pooler-config"
+    dimensions = pooling.dimensions if dimensions is None else dimensions
     if dimensions is not None:
         if dimensions > info.hidden_size:
-            raise bad_request(
-                f"'dimensions' is {dimensions}; this model's embeddings have {info.hidden_size}.", "dimensions"
-            )
+            raise bad_request(f"{name} is {dimensions}; this model's embeddings have {info.hidden_size}.", "dimensions")
         if pooling.matryoshka and dimensions not in pooling.matryoshka:
             known = ", ".join(map(str, pooling.matryoshka))
-            raise bad_request(f"'dimensions' is {dimensions}; this model was trained for {known}.", "dimensions")
+            raise bad_request(f"{name} is {dimensions}; this model was trained for {known}.", "dimensions")
     return Pooling(pooling.kind, normalize, dimensions, head=True)
 
 
@@ -117,11 +117,13 @@ def _with_ends(request: PooledRequest, ids: array[int], most: int, tokenizer: To
 def prompt_prefix(request: EmbeddingRequest, model: TextModel) -> str:
     """What stands before each text. Raises ApiError (400) for a prompt that the model's folder does not have."""
     prompts, name = model.pooling.prompts, request.prompt_name
-    if name is not None and name not in prompts:
+    if name is None:
+        return model.pooling.prefix
+    if name not in prompts:
         known = f"choose one of {', '.join(prompts)}" if prompts else "it has none"
         raise bad_request(f"'prompt_name' is {shorten(name)!r}, which the model's folder does not have: {known}.",
                           "prompt_name")  # fmt: skip
-    return prompts.get((model.pooling.default_prompt if name is None else name) or "", "")
+    return prompts[name]
 
 
 def is_normalized(request: EmbeddingRequest, model: TextModel) -> bool:

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from ...engine.messages import RequestOutput
 from ...engine.plan import TokenLogprobs
 from ..client.client import Client
@@ -171,7 +173,11 @@ class Generation:
             if output.finish_reason == "abort" and self._cancelled:
                 return self._end_cancelled(choice, output)
             if output.finish_reason in ("error", "abort"):
-                return self._failed(choice, output)
+                if not output.token_ids:
+                    return self._failed(choice, output)
+                # Tokens of one step, or of several that were read late: they come first, and may end the choice.
+                choice.mailbox.put(RequestOutput(output.id, [], output.finish_reason, error=output.error))
+                output = msgspec.structs.replace(output, finish_reason=None, error=None)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[choice.index // self.n] = output.prompt_logprobs
         now, num_before = time.monotonic(), self._num_output

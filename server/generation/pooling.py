@@ -52,19 +52,19 @@ def check_numbers(prompts: Sequence[Prompt], pooling: Pooling, info: EngineInfo,
 
 def pooled_values(
     values: bytes, token_ids: Sequence[int], pooling: Pooling, info: EngineInfo, defaults: PoolingDefaults,
-    activate: bool, normalize: bool | None,
+    activation: str, normalize: bool | None,
 ) -> list[float] | list[list[float]]:  # fmt: skip
     """Of a prompt; lists of a token each where `pooling` wants all, or of each that ends a step of reasoning."""
     flat = numbers(values)
     if pooling.kind != ALL:
-        return activated(flat, info.activation) if activate and info.labels else flat
+        return activated(flat, activation) if info.labels else flat
     width = len(flat) // len(token_ids)
     rows = [flat[start : start + width] for start in range(0, len(flat), width)]
     if info.steps and defaults.step_tag is not None:
         rows = [row for row, token in zip(rows, token_ids, strict=True) if token == defaults.step_tag]
-    if activate and info.labels:
-        return [activated(row, info.activation) for row in rows]
-    return [_unit(row) for row in rows] if normalize and not info.labels else rows
+    if info.labels:
+        return [activated(row, activation) for row in rows]
+    return [_unit(row) for row in rows] if normalize else rows
 
 
 def _unit(row: list[float]) -> list[float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ...engine.messages import EngineInfo
 from ..errors import bad_request
+from ..text.model import TextModel
 from ..text.pairs import PairEncoder
 from ..text.tokenizer import Pair
 from ..wire.scores import PairRequest
@@ -25,13 +26,18 @@ def activated(logits: Sequence[float], activation: str) -> list[float]:
     return list(logits)
 
 
+def activation_of(asked: bool | None, model: TextModel, info: EngineInfo) -> str:
+    """`asked`: use_activation of a request."""
+    return info.activation if (model.pooling.activate if asked is None else asked) else ""
+
+
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def score(logits: bytes, info: EngineInfo, activate: bool = True) -> float:
+def score(logits: bytes, activation: str) -> float:
     """Of a classifier with one class."""
-    (value,) = activated(numbers(logits), info.activation if activate else "")
+    (value,) = activated(numbers(logits), activation)
     return value
 
 
@@ -66,7 +72,7 @@ def encode_pair(
             raise bad_request(
                 "'instruction' is for models that read both texts at once: put it before the query.", "instruction"
             )
-        return Pair(pairs.tokenizer.encode(document or query or "", True))
+        return pairs.alone(document or query or "")
     keep = request.truncate_prompt_tokens
     if keep is not None and (keep == -1 or keep > info.max_model_len):
         keep = info.max_model_len

@@ -38,6 +38,10 @@ class CompletionOutput:
 class EmbeddingOutput:
     embedding: list[float]
 
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:

@@ -20,7 +20,7 @@ from ..generation.embedding import (
     resolve_pooled,
 )
 from ..generation.pooling import pooled_values, pooling_of
-from ..generation.scores import activated, check_scores_pairs, cosine, encode_pair, score
+from ..generation.scores import activated, activation_of, check_scores_pairs, cosine, encode_pair, score
 from ..generation.tasks import CLASSIFY, EMBED, REWARD, check_task
 from ..options.keywords import in_keywords
 from ..text.model import TextModel
@@ -70,7 +70,8 @@ class PooledCalls:
         """An embedding of each prompt; see `generate`."""
         self._check_task(EMBED)
         request = (pooling_params or PoolingParams()).request()
-        found = self._checked(lambda: resolve_embeddings(request, self._inputs(prompts), self.model, self.info))
+        inputs = self._inputs(prompts, self.model.pooling.prefix)
+        found = self._checked(lambda: resolve_embeddings(request, inputs, self.model, self.info))
         return self._pool([prompt for (prompt,) in found], use_tqdm, embedded)
 
     def encode(
@@ -102,9 +103,8 @@ class PooledCalls:
             normalize, dimensions = request.is_normalized, request.dimensions
             pooling = pooling_of(pooling_task, model, info, normalize=normalize, dimensions=dimensions)
             limited = of_embeddings(model, info) if EMBED in info.tasks else info
-            return pooling, resolve_pooled(
-                request, self._inputs(prompts), pooling, model, limited, param="input", is_text=False
-            )
+            inputs = self._inputs(prompts, model.pooling.prefix if EMBED in info.tasks else "")
+            return pooling, resolve_pooled(request, inputs, pooling, model, limited, param="input", is_text=False)
 
         pooling, found = self._checked(resolved)
 
@@ -113,8 +113,8 @@ class PooledCalls:
 
             token_ids = list(choice.prompt.token_ids)
             values = pooled_values(
-                vector, token_ids, pooling, info, model.pooling, activate=params.use_activation is not False,
-                normalize=request.is_normalized,
+                vector, token_ids, pooling, info, model.pooling,
+                activation=activation_of(params.use_activation, model, info), normalize=request.is_normalized,
             )  # fmt: skip
             data = PoolingOutput(np.asarray(values, np.float32))
             return PoolingRequestOutput(id, data, token_ids, choice.num_cached_tokens)
@@ -152,7 +152,7 @@ class PooledCalls:
             )
 
         def output(id: str, choice: EmbeddingChoice, vector: bytes) -> ClassificationRequestOutput:
-            activation = info.activation if params.use_activation is not False else ""
+            activation = activation_of(params.use_activation, self.model, info)
             classes = ClassificationOutput(activated(numbers(vector), activation))
             given = list(choice.prompt.token_ids), choice.num_cached_tokens
             return ClassificationRequestOutput(id, classes, *given)
@@ -203,7 +203,8 @@ class PooledCalls:
         found = self._pool(prompts, use_tqdm, lambda id, choice, vector: (id, choice, vector))
         count = len(documents)
         if joined:
-            scores = [score(vector, info, params.use_activation is not False) for _, _, vector in found]
+            activation = activation_of(params.use_activation, model, info)
+            scores = [score(vector, activation) for _, _, vector in found]
             firsts = found
         else:
             firsts = found[:-count] * (count if len(queries) == 1 else 1)
@@ -218,7 +219,7 @@ class PooledCalls:
 
     @cached_property
     def _pairs(self) -> PairEncoder:
-        return PairEncoder(self.model.tokenizer, self.info.reranks)
+        return PairEncoder(self.model.tokenizer, self.info.reranks, self.model.pooling.prefix)
 
     def _pool(
         self, prompts: Sequence[Prompt], use_tqdm: Bar, output: Callable[[str, EmbeddingChoice, bytes], Output]
@@ -228,8 +229,8 @@ class PooledCalls:
             work = embed_all(self._engine.client, self.model.tokenizer, prompts, ids, Progress(bar), output)
             return self._engine.begin(work)()
 
-    def _inputs(self, prompts: PromptLike | Sequence[PromptLike]) -> list[list[int]]:
-        return [token_ids for _, token_ids in tokenised(prompts, self.model.tokenizer)]
+    def _inputs(self, prompts: PromptLike | Sequence[PromptLike], prefix: str = "") -> list[list[int]]:
+        return [token_ids for _, token_ids in tokenised(prompts, self.model.tokenizer, prefix)]
 
     def _check_task(self, *tasks: str) -> None:
         """Raises ValueError for a model that does none of these, RuntimeError when closed."""
@@ -244,4 +245,4 @@ class PooledCalls:
 
 
 def _texts(given: Texts) -> str | list[str]:
-    return given if isinstance(given, str) else list(given)
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else given

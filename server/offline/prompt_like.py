@@ -27,10 +27,12 @@ class TokensPrompt(TypedDict):
 PromptLike = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
 
-def tokenised(prompts: PromptLike | Sequence[PromptLike], tokenizer: Tokenizer) -> list[tuple[str | None, list[int]]]:
-    """(text where there is one, token ids) of each prompt. Raises ValueError."""
+def tokenised(
+    prompts: PromptLike | Sequence[PromptLike], tokenizer: Tokenizer, prefix: str = ""
+) -> list[tuple[str | None, list[int]]]:
+    """(text where there is one, token ids) of each prompt; `prefix`: stands before each text. Raises ValueError."""
     parsed = [_parse_prompt(prompt, i) for i, prompt in enumerate(_as_list(prompts))]
-    texts = [text for text, token_ids in parsed if token_ids is None and text is not None]
+    texts = [prefix + text for text, token_ids in parsed if token_ids is None and text is not None]
     try:
         encoded = iter(tokenizer.encode_prompts(texts))
     except ApiError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
+import os
 import re
 import types
 import typing
@@ -51,22 +52,22 @@ def read(name: str, value: Any) -> Any:
 
     Raises ValueError: the value, and what it must be.
     """
-    text = value.strip() if isinstance(value, str) else value
+    text = value.strip() if isinstance(value, str) else _plain(value)
     if (foreign := vllm_options().get(name)) is not None:
         if foreign.takes_value:
-            return json.dumps(text) if isinstance(text, dict | list) else text
+            return _json(text) if isinstance(text, dict | list) else text
         return switch(text)
     spec, kind = options()[name]
     if kind is bool:
         return switch(text)
     if kind is tuple:
         if isinstance(text, dict):
-            return (json.dumps(text),)
+            return (_json(text),)
         if isinstance(text, list | tuple):
-            return tuple(json.dumps(word) if isinstance(word, dict) else str(word) for word in text)
+            return tuple(_json(word) if isinstance(word, dict) else str(word) for word in text)
         return _words(str(text))
     if kind is str:
-        return json.dumps(text) if isinstance(text, dict | list | bool) else _spelled(spec, str(text))
+        return _json(text) if isinstance(text, dict | list | bool) else _spelled(spec, str(text))
     if (word := _NUMBER_WORDS.get((name, str(text).lower()))) is not None:
         return word
     if isinstance(text, str):
@@ -100,6 +101,26 @@ def switch(value: Any) -> bool:
 
 def _words(text: str) -> tuple[str, ...]:
     return (text,) if text[:1] in "{[" else tuple(text.replace(",", " ").split())
+
+
+def _plain(value: Any) -> Any:
+    """A path, or a number of NumPy's, as YAML would have it; whatever else as it is."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _json(value: Any) -> str:
+    """Raises ValueError."""
+
+    def of_python(part: Any) -> Any:
+        if (found := _plain(part)) is part:
+            raise ValueError(f"{value!r}: {part!r} in it is no JSON")
+        return found
+
+    return json.dumps(value, default=of_python)
 
 
 def _spelled(spec: dataclasses.Field[Any], text: str) -> str:

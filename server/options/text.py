@@ -35,10 +35,12 @@ _STRUCTURED: dict[str, tuple[type, str]] = {
 _BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")  # vLLM's; the one that fits is taken
 # Of --pooler-config: vLLM's names, older and present, and what they set.
 _POOLER = {
-    "pooling_type": "pooling", "seq_pooling_type": "pooling", "normalize": "normalize", "use_activation": "normalize",
-    "enable_chunked_processing": "chunked", "max_embed_len": "longest", "step_tag_id": "step_tag",
+    "pooling_type": ("pooling",), "seq_pooling_type": ("pooling",), "tok_pooling_type": ("by_token",),
+    "normalize": ("normalize",), "use_activation": ("normalize", "activate"), "activation": ("activate",),
+    "softmax": ("activate",), "dimensions": ("dimensions",), "enable_chunked_processing": ("chunked",),
+    "max_embed_len": ("longest",), "step_tag_id": ("step_tag",),
 }  # fmt: skip
-_BY_TOKEN = ("all", "step")  # of pooling_type: for /pooling alone
+_BY_TOKEN = ("all", "step")  # what every token has is to be had of every model, at /pooling
 _KINDS = {bool: "true or false", str: "a text"}
 
 
@@ -80,9 +82,10 @@ class TextConfig:
         choices=("auto", "last", "mean", "cls"), group="text",
     )  # fmt: skip
     pooler_config: str | None = option(
-        None, "JSON object on embeddings, as vLLM has it: pooling_type (LAST, MEAN, CLS), normalize, "
-        "enable_chunked_processing (texts beyond the context: the mean of their pieces), max_embed_len, step_tag_id "
-        "(the token that ends a step, of models that rate steps)",
+        None, "JSON object on vectors and classes, as vLLM has it: pooling_type (LAST, MEAN, CLS), use_activation "
+        "(false: embeddings of any length, logits of classes) or normalize (of embeddings alone), dimensions (of "
+        "requests that say none), enable_chunked_processing (texts beyond the context: the mean of their pieces), "
+        "max_embed_len, step_tag_id (the token that ends a step, of models that rate steps)",
         group="text", is_json=True,
     )  # fmt: skip
     override_pooler_config: str | None = option(None, "the same, by vLLM's older name", group="text", is_json=True)
@@ -151,9 +154,11 @@ class TextConfig:
             raise ConfigError(f"{flag} has max_embed_len without enable_chunked_processing: set that too")
         return asked.get("longest", 0) if asked.get("chunked") else None
 
-    def step_tag(self) -> int | None:
-        """The token that ends a step of reasoning, of models that rate steps. Raises ConfigError."""
-        return self._pooler()[1].get("step_tag")
+    def pooled(self) -> dict[str, Any]:
+        """Fields of PoolingDefaults that --pooler-config alone can say. Raises ConfigError."""
+        asked = self._pooler()[1]
+        found = {name: asked[name] for name in ("activate", "dimensions", "step_tag") if name in asked}
+        return found | {"longest": self.embed_limit()}
 
     def _pooler(self) -> tuple[str, dict[str, Any]]:
         """(the flag, what it has by our names). Raises ConfigError."""
@@ -164,22 +169,15 @@ class TextConfig:
         content = _object(flag, text, '{"pooling_type": "MEAN", "normalize": true}')
         asked: dict[str, Any] = {}
         for name, value in content.items():
-            if (key := _POOLER.get(name)) is None:
+            if name not in _POOLER:
                 raise ConfigError(f"{flag} has {name[:60]!r}: it may set {', '.join(_POOLER)}")
             if value is None:
                 continue
-            if key in ("normalize", "chunked") and not isinstance(value, bool):
-                raise ConfigError(f"{flag} has {name} {value!r:.60}: it must be true or false")
-            if key == "longest" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{flag} has {name} {value!r:.60}: it must be an integer of at least 1")
-            if key == "step_tag" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ConfigError(f"{flag} has {name} {value!r:.60}: it must be the id of a token")
-            if key == "pooling" and str(value).lower() in _BY_TOKEN:
-                continue  # what every token has is to be had of every model
-            if key == "pooling" and str(value).lower() not in POOLINGS:
-                raise ConfigError(f"{flag} has {name} {value!r:.60}: choose one of {', '.join(POOLINGS).upper()}")
-            if asked.setdefault(key, value) != value:
-                raise ConfigError(f"{flag} has {name} {value!r:.60}, and {asked[key]!r:.60} too: leave one out")
+            for key in _POOLER[name]:
+                if problem := _pooler_problem(key, value):
+                    raise ConfigError(f"{flag} has {name} {value!r:.60}: {problem}")
+                if str(value).lower() not in _BY_TOKEN and asked.setdefault(key, value) != value:
+                    raise ConfigError(f"{flag} has {name} {value!r:.60}, and {asked[key]!r:.60} too: leave one out")
         return flag, asked
 
     def structured_outputs(self) -> dict[str, bool]:
@@ -197,6 +195,19 @@ class TextConfig:
             if remedy and value:
                 raise ConfigError(f"{flag} has {name} {value!r:.60}: {remedy}")
         return {name: value for name, value in content.items() if isinstance(value, bool)}
+
+
+def _pooler_problem(key: str, value: Any) -> str | None:
+    """What is wrong with a value of --pooler-config."""
+    if key in ("normalize", "activate", "chunked"):
+        return None if isinstance(value, bool) else "it must be true or false"
+    if key in ("longest", "dimensions", "step_tag"):
+        least = 0 if key == "step_tag" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            return "it must be an integer of at least 1" if least else "it must be the id of a token"
+        return None
+    kinds = _BY_TOKEN if key == "by_token" else POOLINGS
+    return None if str(value).lower() in (*kinds, *_BY_TOKEN) else f"choose one of {', '.join(kinds).upper()}"
 
 
 def _object(flag: str, text: str | None, example: str) -> dict[str, Any]:

@@ -110,8 +110,7 @@ def load_text_model(
         pooling=replace(
             read_pooling(folder, *config.pooler(), default=MEAN if reads_both_ways(described) else LAST),
             **read_embedding_files(folder, described),
-            longest=config.embed_limit(),
-            step_tag=config.step_tag(),
+            **config.pooled(),
         ),
         any_whitespace=not structured.get("disable_any_whitespace"),
         additional_properties=not structured.get("disable_additional_properties"),

@@ -33,9 +33,10 @@ def joins_pairs(template: str) -> bool:
 class PairEncoder:
     """Safe to use from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, reranks: bool) -> None:
-        """reranks: the model is Qwen3-Reranker, or one like it."""
+    def __init__(self, tokenizer: Tokenizer, reranks: bool, prefix: str = "") -> None:
+        """reranks: the model is Qwen3-Reranker, or one like it; prefix: of texts that are embedded, not joined."""
         self.tokenizer = tokenizer
+        self._prefix = prefix
         self._template: Tokenizer | None = None
         if tokenizer.has_chat_template and joins_pairs(tokenizer.template().source):
             self._template = tokenizer
@@ -45,6 +46,10 @@ class PairEncoder:
     @property
     def takes_instructions(self) -> bool:
         return self._template is not None
+
+    def alone(self, text: str) -> Pair:
+        """A text that is embedded."""
+        return Pair(self.tokenizer.encode(self._prefix + text, True))
 
     def cut(self, text: str, most: int | None) -> str:
         """Its first `most` tokens; None and 0: all."""

@@ -32,8 +32,15 @@ class PoolingDefaults:
     default_prompt: str | None = None  # the name of the one that is put before all
     max_tokens: int | None = None  # of an input
     matryoshka: tuple[int, ...] = ()  # the dimensions that it was trained for; (): any
+    dimensions: int | None = None  # of requests that say none; None: all
+    activate: bool = True  # where a request says nothing, classes are probabilities; otherwise logits
     step_tag: int | None = None  # the token that ends a step, for models that rate steps of reasoning
     longest: int | None = None  # tokens of an input that is embedded in pieces; 0: any number, None: never
+
+    @property
+    def prefix(self) -> str:
+        """What stands before each text, where nothing else is asked for."""
+        return self.prompts.get(self.default_prompt or "", "")
 
 
 def read_pooling(folder: Path, asked: str, normalized: bool | None = None, default: str = LAST) -> PoolingDefaults:

@@ -198,7 +198,8 @@ class Tokenizer:
         if template is None:
             if name not in self._templates:
                 raise bad_request(
-                    "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
+                    "This model has no chat template: send text in place of messages ('prompt' of /v1/completions, "
+                    "'input' of embeddings), or start the server with --chat-template.",
                     "messages",
                     "no_chat_template",
                 )

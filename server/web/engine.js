@@ -149,6 +149,7 @@ export class EngineView {
     this._showLatency(scrape);
     this._showMemory(scrape);
     this._showExperts(scrape);
+    this._showDrafts(scrape);
     this._engines.show(scrape, before ?? scrape);
     this.repaint();
   }
@@ -222,6 +223,21 @@ export class EngineView {
     byId("experts-figures").textContent = `Over all layers expert ${busiest} got the most tokens: ${(most / mean).toFixed(2)} of the mean.${
       imbalance.length ? ` Within a layer the busiest expert had ${Math.max(...imbalance).toFixed(2)} of the mean.` : ""}`;
     byId("experts").setAttribute("aria-label", `Tokens of each of ${all.length} experts; the busiest is ${busiest}`);
+  }
+
+  /** Of each position in what was drafted, how often that draft and all before it held. */
+  _showDrafts(now) {
+    const read = (scrape) => ["num_drafts", "num_draft_tokens"].map((name) => scrape.value(`spec_decode_${name}_total`))
+      .concat(scrape.sums("spec_decode_num_accepted_tokens_per_pos_total", "position").map(([, value]) => value));
+    const all = read(now), old = read(this._scrapes[0]), lately = all[0] > old[0];
+    byId("drafts-card").hidden = !now.has("spec_decode_num_drafts_total");
+    byId("drafts-window").textContent = !all[0] ? "" : lately ? `last ${WINDOW} s` : "since the start";
+    const [drafts, tokens, ...held] = lately ? all.map((value, index) => value - (old[index] ?? 0)) : all;
+    bars(byId("drafts"), drafts ? held.map((value, place) =>
+      [`Draft ${place + 1}`, value / drafts, percent(value / drafts), "decode"]) : []);
+    const sum = held.reduce((total, value) => total + value, 0);
+    byId("drafts-figures").textContent = !drafts ? "Nothing has been drafted yet."
+      : `${count(sum)} of ${count(tokens)} drafted tokens held: ${(1 + sum / drafts).toFixed(2)} tokens a step for who has drafts.`;
   }
 
   _showMemory(now) {

@@ -19,6 +19,10 @@ export class Scrape {
     }
   }
 
+  has(name) {
+    return this._samples.has(name);
+  }
+
   /** The sum over all labels. */
   value(name) {
     return (this._samples.get(name) ?? []).reduce((sum, sample) => sum + sample.value, 0);

@@ -156,8 +156,10 @@ class ClassifyRequest(InputRequest):
     activation: bool | None = Field(None, description="an older name of use_activation")
 
     @property
-    def activates(self) -> bool:
-        return self.use_activation is not False and self.activation is not False
+    def activates(self) -> bool | None:
+        """None: as the server's options say."""
+        given = [one for one in (self.use_activation, self.activation) if one is not None]
+        return all(given) if given else None
 
 
 class PoolingRequest(EncodedRequest):

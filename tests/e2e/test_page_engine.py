@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
@@ -86,6 +87,7 @@ def test_the_engine_view_moves_under_load(demo_server: Any, open_page: Any, pict
         expect(step).not_to_have_text(first)
         page.get_by_role("button", name="Pause").click()
     expect(tile("Running")).to_have_text("0")
+    expect(page.locator("#drafts-card")).to_be_hidden()
     page.get_by_role("button", name="Theme").click()
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
     picture(page, "engine-light")
@@ -103,6 +105,22 @@ def test_experts_of_a_mixture_have_a_card(live_server: Any, tiny_model: Any, ope
         expect(page.locator("#experts-figures")).to_contain_text("got the most tokens")
         page.wait_for_function(HAS_COLOURS, arg=["experts", "decode"])
         page.close()  # before the server goes, of which it would complain
+
+
+def test_drafts_have_a_card(live_server: Any, tiny_model: Any, open_page: Any) -> None:
+    folder = tiny_model("llama")
+    drafting = json.dumps({"model": str(folder), "num_speculative_tokens": 3})
+    with live_server(folder, speculative_config=drafting) as url:
+        page = open_page(f"{url}/#engine")
+        figures = page.locator("#drafts-figures")
+        expect(figures).to_have_text("Nothing has been drafted yet.")
+        body = {"model": "tiny", "prompt": [1, 2, 3, 4], "max_tokens": 41, "ignore_eos": True, "temperature": 0}
+        httpx.post(f"{url}/v1/completions", json=body).raise_for_status()
+        # It drafts for itself: whatever it drafts holds, four tokens a step.
+        expect(figures).to_have_text("30 of 30 drafted tokens held: 4.00 tokens a step for who has drafts.")
+        for place in (1, 2, 3):
+            expect(page.locator("#drafts > div").nth(place - 1)).to_have_text(f"Draft {place}100 %")
+        page.close()
 
 
 def test_a_key_is_asked_for_and_an_open_page_does_not_hold_up_the_end(serve: Any, open_page: Any) -> None:

@@ -374,6 +374,35 @@ def test_offline_classes(classifier: tuple[Path, Any]) -> None:
                 call()
 
 
+def test_a_pooler_config_says_what_requests_leave_open(tiny_model: Any) -> None:
+    from transformers import AutoModelForSequenceClassification as Classifier
+
+    folder = tiny_model("llama", kind=Classifier, id2label={0: "good"})
+    with offline(folder, pooler_config={"use_activation": False}) as llm:
+        ids = tokenizer_of(folder)("hello there").input_ids
+        with torch.inference_mode():
+            (logit,) = Classifier.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+        assert llm.classify("hello there", use_tqdm=False)[0].outputs.probs == near([float(logit)], 10)
+        assert llm.encode("hello there", use_tqdm=False)[0].outputs.data == near([float(logit)], 10)
+        on = PoolingParams(use_activation=True)
+        asked = llm.classify("hello there", pooling_params=on, use_tqdm=False)[0].outputs.probs
+        assert asked == near([float(logit.sigmoid())])
+        raw, scored = (llm.score("a", "b", pooling_params=p, use_tqdm=False)[0].outputs.score for p in (None, on))
+        assert scored == pytest.approx(float(torch.tensor(raw).sigmoid()), abs=TOLERANCE)
+        with pytest.raises(ValueError, match="'data_1' must be a text or a list of texts"):
+            llm.score({"content": [{"type": "text", "text": "a"}]}, "b")  # type: ignore[arg-type]
+    with offline(folder, convert="embed", pooler_config={"dimensions": 16}) as llm:
+        (output,) = llm.embed("hello there", use_tqdm=False)
+        assert output.outputs.hidden_size == len(output.outputs.embedding) == 16
+        (more,) = llm.embed("hello there", pooling_params=PoolingParams(dimensions=32), use_tqdm=False)
+        cut = torch.tensor(more.outputs.embedding[:16])
+        assert output.outputs.embedding == near(cut / cut.norm())
+    words = "'dimensions' of pooler_config is 80; this model's embeddings have 64"
+    wide = offline(folder, convert="embed", pooler_config={"dimensions": 80})
+    with wide as llm, pytest.raises(ValueError, match=words):
+        llm.embed("hello there", use_tqdm=False)
+
+
 def test_offline_scores(generator: tuple[Path, Any], embedder: tuple[Path, Any]) -> None:
     changes = {"classifier_from_token": ["n", "y"], "is_original_qwen3_reranker": True}
     wanted = [likely(generator, PROMPT.format(INSTRUCTION, QUERY, text)) for text in DOCUMENTS]
@@ -395,6 +424,19 @@ def test_offline_scores(generator: tuple[Path, Any], embedder: tuple[Path, Any])
         (output,) = llm.encode(QUERY, use_tqdm=False, pooling_task="embed")
         assert output.outputs.data == near(query)
         assert llm.generate("a", use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_offline_the_default_prompt_stands_before_texts(embedder: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = shutil.copytree(embedder[0], tmp_path / "model")
+    file = folder / "config_sentence_transformers.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"default_prompt_name": "query"}))
+    one, other = (vector(embedder, f"Query: {text}") for text in (QUERY, DOCUMENTS[0]))
+    ids = tokenizer_of(folder)(QUERY).input_ids
+    with offline(folder) as llm:
+        found, plain = llm.embed([QUERY, ids], use_tqdm=False)
+        assert found.outputs.embedding == near(one) and plain.outputs.embedding == near(vector(embedder, QUERY))
+        assert llm.encode(QUERY, use_tqdm=False)[0].outputs.data == near(one)
+        assert llm.score(QUERY, DOCUMENTS[0], use_tqdm=False)[0].outputs.score == near(float(one @ other))
 
 
 def test_steps_of_reasoning(tiny_model: Any, tmp_path: Path) -> None:

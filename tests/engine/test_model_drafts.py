@@ -153,6 +153,36 @@ def test_heads_draft_what_plain_code_drafts(
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
 
 
+def test_a_draft_model_drafts_what_transformers_makes_of_it(
+    served: Any, plain: Any, proposed: Any, tiny_model: Any
+) -> None:
+    """The second time, behind prompts whose keys and values it finds in the cache. In codes it drafts a little else."""
+    folder = tiny_model("qwen3", num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    (answers, again), stats = served.run(
+        requests(), requests(), speculative_config=config(folder, 3), max_num_seqs=8, **CHUNKS
+    )
+    same(answers, plain)
+    same(again, plain)
+    histories = [prompt + answer.tokens for (prompt, _), answer in zip(requests(), answers, strict=True)]
+    checked = 0
+    with torch.no_grad():
+        for history, sampling, drafts in proposed[::3]:
+            if any(known[: len(history)] == history for known in histories):
+                tokens, draws = list(history), draw(sampling)
+                for _ in drafts:
+                    tokens.append(int(draws(model(torch.tensor([tokens])).logits[0, -1], len(tokens))))
+                assert drafts == tokens[len(history) :], f"behind {len(history)} tokens"
+                checked += 1
+    assert checked > 60 and stats.num_drafts > 40
+    whole = {tuple(history): drafts for history, _, drafts in proposed}
+    proposed.clear()
+    (answers,), _ = served.run(requests(), speculative_config=config(folder, 3, quantization="int8"), max_num_seqs=8)
+    same(answers, plain)
+    alike = [drafts == whole[tuple(history)] for history, _, drafts in proposed if tuple(history) in whole]
+    assert 0.5 < sum(alike) / len(alike) < 1
+
+
 def mtp(count: int, **options: Any) -> str:
     table = {"num_speculative_tokens_per_batch_size": [[1, 64, count]]}
     return json.dumps({"method": "mtp", "num_speculative_tokens": count, **table, **options})

@@ -371,6 +371,14 @@ def test_an_imposed_acceptance_is_for_random_weights_alone(engine: Any) -> None:
             Speculation(4, 5, 5, ((8, 4), (16, 2))),
         ),
         ({"method": "ngram", "disable_by_batch_size": 5}, Speculation(7, 5, 5, ((4, 7),))),
+        *(
+            ({"method": "ngram", "rejection_sample_method": method}, Speculation(7, 5, 5, ((8, 7), (32, 3), (64, 1))))
+            for method in ("standard", "block", "probabilistic")
+        ),
+        (
+            {"model": "[ngram]", "acceptance_method": "rejection_sampler", "disable_mqa_scorer": True},
+            Speculation(7, 5, 5, ((8, 7), (32, 3), (64, 1))),
+        ),
         ({"method": "ngram", "draft_tensor_parallel_size": 1}, Speculation(7, 5, 5, ((8, 7), (32, 3), (64, 1)))),
     ],
 )  # fmt: skip
@@ -392,6 +400,7 @@ def test_read(asked: dict[str, Any], found: Speculation | None) -> None:
         ({"method": "mlp_speculator"}, "MLP speculators"),
         ({"method": "magic"}, "its method is 'magic': it must be ngram, eagle, eagle3, mtp or draft_model"),
         ({"method": "ngram", "rejection_sample_method": "fly"}, "accepts tokens that the model would not have sampled"),
+        ({"model": "[ngram]", "acceptance_method": "typical_acceptance_sampler"}, "would not have sampled"),
         ({"method": "ngram", "synthetic_acceptance_length": 3}, 'say "rejection_sample_method": "synthetic"'),
         ({"method": "ngram", **SYNTHETIC}, "say synthetic_acceptance_length or synthetic_acceptance_rates, one of"),
         ({"method": "ngram", **SYNTHETIC, "synthetic_acceptance_length": 9}, "it must be a number from 1 to 8"),

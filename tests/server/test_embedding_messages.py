@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +70,28 @@ def test_what_is_refused(embedding: Any, engine: Any, body: Any, param: str) -> 
     answer = embedding.post("/v1/embeddings", body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
     assert not engine.submitted
+
+
+def test_the_default_prompt_stands_before_every_text(
+    embedding: Any, new_client: Any, engine: Any, model_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    prompts = {"prompts": {"query": "Say it: ", "document": ""}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    model = load_text_model(str(folder), ServerConfig(served_model_name=("test",)))
+    client, ids = new_client(model), model.tokenizer.encode("Hi", True)
+    for path, body, texts in (
+        ("/v1/embeddings", {"input": ["Hi", "Hello"]}, ["Say it: Hi", "Say it: Hello"]),
+        ("/v1/embeddings", {"input": "Hi", "prompt_name": "document"}, ["Hi"]),
+        ("/v1/embeddings", {"input": ids}, ["Hi"]),
+        ("/pooling", {"input": "Hi"}, ["Say it: Hi"]),
+        ("/score", {"text_1": "Hi", "text_2": "Hello"}, ["Say it: Hi", "Say it: Hello"]),
+        ("/v2/embed", {"texts": ["Hi"], "model": "test"}, ["Say it: Hi"]),
+        ("/v2/embed", {"texts": ["Hi"], "input_type": "search_document", "model": "test"}, ["Hi"]),
+    ):  # fmt: skip
+        engine.submitted.clear()
+        assert client.post(path, body).status_code == 200, path
+        assert [model.tokenizer.core.decode(request.token_ids) for request in engine.submitted] == texts, (path, body)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -277,6 +278,20 @@ def test_engine_error_is_a_500_and_aborts_the_siblings(client: Any, engine: Any)
     assert response.json()["error"]["message"] == "The engine failed on this request: NaN logits."
     assert engine.num_open == 0 and sorted(engine.aborted) == [1, 2]
     assert client.chat(n=1).status_code == 500
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_came_before_an_error_in_the_same_output_counts(client: Any, engine: Any, say: Any, n: int) -> None:
+    """A step with drafts brings several tokens, and somebody who reads late finds several steps' as one."""
+    engine.script, engine.fail_with, engine.delay = say("The answer is 42.", ends=False), "NaN logits", -1
+    answer = client.complete(stop="is", max_tokens=50, n=n)
+    assert answer.status_code == 200
+    assert [(c["text"], c["stop_reason"]) for c in answer.json()["choices"]] == [("The answer ", "is")] * n
+    assert client.complete(stop="was", max_tokens=50, n=n).status_code == 500
+    streamed = client.complete(max_tokens=50, n=n, stream=True).text
+    chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    texts = ["".join(c["text"] for chunk in chunks[:-1] for c in chunk["choices"] if c["index"] == i) for i in range(n)]
+    assert texts == ["The answer is 42."] * n and "NaN logits" in chunks[-1]["error"]["message"]
 
 
 @pytest.mark.parametrize(

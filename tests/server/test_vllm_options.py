@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vserve.engine import kv_events
@@ -17,6 +18,7 @@ from vserve.server.cli.flags import read_flags
 from vserve.server.cli.given import notices
 from vserve.server.offline.llm import LLM
 from vserve.server.options.config import ServerConfig
+from vserve.server.options.keywords import from_keywords
 from vserve.server.options.reading import options
 from vserve.server.options.vllm import vllm_options
 
@@ -236,7 +238,16 @@ def test_structured_outputs_that_are_not_built(config: str, message: str) -> Non
     ("words", "message"),
     [
         (["--pooler-config.pooling_type", "MAX"], "has pooling_type 'MAX': choose one of LAST, MEAN, CLS"),
-        (["--pooler-config.dimensions", "8"], "has 'dimensions': it may set pooling_type, seq_pooling_type, normalize"),
+        (
+            ["--pooler-config.logit_bias", "8"],
+            "has 'logit_bias': it may set pooling_type, seq_pooling_type, tok_pooling",
+        ),
+        (["--pooler-config.dimensions", "0"], "has dimensions 0: it must be an integer of at least 1"),
+        (["--pooler-config.tok_pooling_type", "MEAN"], "has tok_pooling_type 'MEAN': choose one of ALL, STEP"),
+        (
+            ["--pooler-config.use_activation=false", "--pooler-config.normalize=true"],
+            "has normalize True, and False too: leave one out",
+        ),
         (["--pooler-config.normalize", "2"], "has normalize 2: it must be true or false"),
         (["--pooler-config", "[]"], "is no JSON object: give one such as"),
         (
@@ -252,6 +263,17 @@ def test_pooler_and_download_that_cannot_be(words: list[str], message: str) -> N
         read_flags(parse("/m", *words))
     assert message in str(caught.value)
     assert read_flags(parse("/m", "--pooler-config.pooling_type", "MEAN"))[1].pooler() == ("mean", None)
+
+
+def test_what_a_pooler_config_sets() -> None:
+    def pooled(**config: Any) -> dict[str, Any]:
+        return ServerConfig(pooler_config=json.dumps(config)).pooled()
+
+    assert pooled() == {"longest": None}
+    assert pooled(tok_pooling_type="ALL", dimensions=8) == {"dimensions": 8, "longest": None}
+    for name in ("use_activation", "activation", "softmax"):
+        assert pooled(**{name: False}) == {"activate": False, "longest": None}
+    assert ServerConfig(pooler_config='{"use_activation": false}').pooler() == ("auto", False)
 
 
 def test_who_computes_a_model(capsys: Any) -> None:
@@ -283,6 +305,10 @@ def test_who_computes_a_model(capsys: Any) -> None:
              "--speculative-draft-tensor-parallel-size", "1"],
             {"method": "ngram", "disable_by_batch_size": "5", "draft_tensor_parallel_size": "1"},
         ),
+        # Without who drafts, as it was with vLLM: nobody does.
+        (["--speculative-draft-tensor-parallel-size", "1"],
+         {"draft_tensor_parallel_size": "1", "num_speculative_tokens": 0}),
+        (["--spec-model", "/d", "--speculative-model-quantization", "None"], {"model": "/d"}),
     ],
 )  # fmt: skip
 def test_names_of_parts_of_the_speculative_config(words: list[str], keys: dict[str, Any]) -> None:
@@ -290,6 +316,28 @@ def test_names_of_parts_of_the_speculative_config(words: list[str], keys: dict[s
     assert json.loads(engine.speculative_config or "") == keys
     lines = [line for line in notices(arguments) if "is read as --speculative-config." in line]
     assert len(lines) == sum(word.startswith("--") and "config" not in word for word in words)
+
+
+def test_no_speculative_model() -> None:
+    assert read_flags(parse("/m", "--speculative-model", "None"))[0].speculative_config is None
+    with pytest.raises(ConfigError, match=r"speculative-config is '\{': it is no JSON"):
+        from_keywords({"model": "/m", "speculative_config": "{", "num_speculative_tokens": 3})
+
+
+def test_values_of_python() -> None:
+    """Paths, and numbers of NumPy's."""
+    given = {"model": Path("/m"), "speculative_model": Path("/d"), "num_speculative_tokens": np.int64(3)}
+    engine, _, _ = from_keywords(given)
+    assert engine.model == "/m" and json.loads(engine.speculative_config or "") == {
+        "model": "/d",
+        "num_speculative_tokens": 3,
+    }
+    engine, _, _ = from_keywords(
+        {"model": "/m", "speculative_config": {"model": Path("/d"), "max_model_len": np.int64(9)}}
+    )
+    assert json.loads(engine.speculative_config or "") == {"model": "/d", "max_model_len": 9}
+    with pytest.raises(ConfigError, match=r"object at .* in it is no JSON"):
+        from_keywords({"model": "/m", "speculative_config": {"model": object()}})
 
 
 def test_offline() -> None:
