@@ -24,6 +24,7 @@ from .encoders.decoder import attend_both_ways
 from .encoders.model import Encoder
 from .foreign.modules import Plain
 from .layers.experts import Experts
+from .layers.linear import Linear
 from .layers.norm import Norm
 from .layers.weights import Placement, WeightHolder
 from .model_config import ModelConfig
@@ -164,6 +165,8 @@ def _prepared(
         raise ModelError("--quantization experts_int8, but the model has no experts: use --quantization int8")
     config = with_stored_experts(config, {name: info.shape for name, info in headers.items()})
     model = make_model(config, place, max_model_len)
+    if adapter is not None:
+        adapter.check_complete(path for path, (holder, _) in model.weight_map().items() if type(holder) is Linear)
     note = None if checkpoint is None else _check_claims(model, headers)
     holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
     loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
