@@ -70,9 +70,11 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         return read_header(stream, file)[0]
 
 
-def read_header(stream: BinaryIO, file: Path) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+def read_header(
+    stream: BinaryIO, file: Path, limit: int = _HEADER_LIMIT
+) -> tuple[dict[str, TensorInfo], dict[str, int]]:
     """(tensors, the byte at which each begins) of a safetensors file, opened: 8 bytes of little-endian length n, then n
-    bytes of JSON, then the data. Raises ModelError."""
+    bytes of JSON, at most `limit`, then the data. Raises ModelError."""
     again = "download it again"
     size = os.fstat(stream.fileno()).st_size
     start = stream.read(8)
@@ -82,6 +84,10 @@ def read_header(stream: BinaryIO, file: Path) -> tuple[dict[str, TensorInfo], di
         raise ModelError(f"{file} is no safetensors file ({size} bytes, bad header): {again}")
     if 8 + length > size:
         raise ModelError(f"{file} is truncated ({size} bytes, its header alone takes {8 + length}): {again}")
+    if length > limit:
+        raise ModelError(
+            f"{file} has a header of {length} bytes, and at most {limit} are read: has it padding, or notes?"
+        )
     raw = stream.read(length)
     try:
         header = json.loads(raw)

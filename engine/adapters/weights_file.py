@@ -12,6 +12,9 @@ from ..checkpoint import FLOAT_TYPES, TensorInfo
 from ..model_file import ModelError, one_line, unreadable
 from ..safetensors_files import read_header
 
+# Who parses JSON holds the interpreter's lock: this much takes about a second, in which no step runs. Three pairs of
+# each of 256 experts in 60 layers take 14 million bytes.
+LONGEST_HEADER = 16 << 20
 Stamp = tuple[int, ...]  # tells a file from what takes its place
 
 
@@ -31,7 +34,7 @@ class WeightsFile:
             with file.open("rb") as stream:
                 self.stamp = stamp_of(stream.fileno())
                 self.headers: dict[str, TensorInfo]
-                self.headers, self._starts = read_header(stream, file)
+                self.headers, self._starts = read_header(stream, file, LONGEST_HEADER)
         except PermissionError:
             raise unreadable(file) from None
         except OSError as error:

@@ -81,6 +81,7 @@ SPOILT: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "weights without end": (WEIGHTS_FILE, link_to("/dev/zero"), "has no adapter_model.safetensors"),
     "a header too deep": (WEIGHTS_FILE, header("[" * 10**5), "has a corrupt header (RecursionError"),
     "a header too long": (WEIGHTS_FILE, lambda f: f.write_bytes(struct.pack("<Q", 1 << 40)), "bad header"),
+    "a header that takes long": (WEIGHTS_FILE, header(" " * (17 << 20)), "has a header of 17825792 bytes, and at most"),
 }  # fmt: skip
 
 
