@@ -12,7 +12,7 @@ from .config import EngineConfig
 from .executor import Executor, ThreadExecutor, steps_in_flight
 from .messages import EngineInfo, Progress
 from .model_config import ModelConfig
-from .parallel.gain import more_ranks
+from .parallel.gain import more_ranks, more_stages
 from .rank import ALONE, Rank
 from .ranks.effort import stepping
 from .ranks.executor import RanksExecutor
@@ -43,6 +43,11 @@ class Engine:
                 config.enable_expert_parallel,
             )  # fmt: skip
             self.info = msgspec.structs.replace(self.info, more_ranks=(size, times))
+            if not size and not config.speculative_config:
+                size, times, _ = more_stages(
+                    rank.model.config, config.pipeline_parallel_size, settings.plan.weights, settings.plan.cache
+                )
+                self.info = msgspec.structs.replace(self.info, more_stages=(size, times))
 
     @property
     def adapter_store(self) -> AdapterStore | None:

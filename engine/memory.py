@@ -17,7 +17,7 @@ from .cpu_memory import machine_bytes, row_bytes, step_bytes
 from .host_memory import GIB, gib
 from .kv_layout import KVLayout
 from .models.model import Model
-from .parallel.gain import more_ranks
+from .parallel.gain import more_ranks, more_stages
 from .parallel.group import Group
 from .parallel.pipeline import stage_of
 from .ranks.agreement import gather
@@ -160,14 +160,16 @@ def plan_memory(
 
 
 def _ranks(runner: ModelRunner, config: EngineConfig, weights: int, cache: int) -> str:
-    """Where more would do."""
-    size, times, left = more_ranks(
-        runner.model.config, config.tensor_parallel_size, weights, cache, config.enable_expert_parallel
-    )
+    """Where more would do; stages where the model cannot be divided further."""
+    model, option = runner.model.config, "tensor-parallel-size"
+    size, times, left = more_ranks(model, config.tensor_parallel_size, weights, cache, config.enable_expert_parallel)
+    if not size and not config.speculative_config:
+        option = "pipeline-parallel-size"
+        size, times, left = more_stages(model, config.pipeline_parallel_size, weights, cache)
     if not size:
         return ""
     gain = f"the cache then holds about {times} times as much" if times else f"{gib(left)} a card for the cache"
-    return f", or set --tensor-parallel-size {size} ({gain})"
+    return f", or set --{option} {size} ({gain})"
 
 
 def _sent_bytes(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> int:

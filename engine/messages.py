@@ -149,6 +149,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     kv_cache: dict[str, str | int] = {}  # dtype, scales, block_bytes
     # The next number of ranks that can share the model, and how many times as many tokens the cache would then hold
     more_ranks: tuple[int, float] = (0, 0.0)
+    more_stages: tuple[int, float] = (0, 0.0)  # the same of stages, where there is no such number
     fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow
 
 

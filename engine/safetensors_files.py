@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -65,22 +66,33 @@ class SafetensorsFiles:
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """The header of a safetensors file: 8 bytes of little-endian length n, then n bytes of JSON, then the data."""
-    again = "download it again"
-    size = file.stat().st_size
     with file.open("rb") as stream:
-        start = stream.read(8)
-        refuse_pointer(file, start)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > _HEADER_LIMIT:
-            raise ModelError(f"{file} is no safetensors file ({size} bytes, bad header): {again}")
-        if 8 + length > size:
-            raise ModelError(f"{file} is truncated ({size} bytes, its header alone takes {8 + length}): {again}")
-        raw = stream.read(length)
+        return read_header(stream, file)[0]
+
+
+def read_header(
+    stream: BinaryIO, file: Path, limit: int = _HEADER_LIMIT
+) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """(tensors, the byte at which each begins) of a safetensors file, opened: 8 bytes of little-endian length n, then n
+    bytes of JSON, at most `limit`, then the data. Raises ModelError."""
+    again = "download it again"
+    size = os.fstat(stream.fileno()).st_size
+    start = stream.read(8)
+    refuse_pointer(file, start)
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > _HEADER_LIMIT:
+        raise ModelError(f"{file} is no safetensors file ({size} bytes, bad header): {again}")
+    if 8 + length > size:
+        raise ModelError(f"{file} is truncated ({size} bytes, its header alone takes {8 + length}): {again}")
+    if length > limit:
+        raise ModelError(
+            f"{file} has a header of {length} bytes, and at most {limit} are read: has it padding, or notes?"
+        )
+    raw = stream.read(length)
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        tensors, end = {}, 0
+        tensors, starts, end = {}, {}, 0
         for name, entry in header.items():
             first, last = entry["data_offsets"]
             shape = tuple(int(extent) for extent in entry["shape"])
@@ -88,9 +100,10 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             if not 0 <= first <= last or (bits and prod(shape) * bits != (last - first) * 8):
                 raise ValueError(f"{name} takes bytes {first} to {last} for shape {list(shape)} {entry['dtype']}")
             tensors[name] = TensorInfo(file, entry["dtype"], shape, last - first)
+            starts[name] = 8 + length + first
             end = max(end, last)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} has a corrupt header ({type(error).__name__}: {one_line(error)}): {again}") from None
     if 8 + length + end != size:
         raise ModelError(f"{file} is truncated or corrupt ({size} bytes, its header says {8 + length + end}): {again}")
-    return tensors
+    return tensors, starts

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..checkpoint import FLOAT_TYPES
 from ..model_file import ModelError, and_more
-from ..safetensors_files import SafetensorsFiles
 from .peft_config import AdapterError, PeftConfig
+from .weights_file import Stamp, WeightsFile
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
@@ -21,6 +22,14 @@ _PREFIX = "base_model.model."
 _MATRIX = re.compile(
     r"(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
 )
+
+
+def names_in_base(name: str) -> Iterator[str]:
+    """What a module or parameter may be called in the base's checkpoint: adapters are trained with or without a head
+    around the model, and transformers 5 calls Mixtral's mixtures as all others, but for their files."""
+    for path in (name, f"model.{name}", name.removeprefix("model.")):
+        yield path
+        yield path.replace(".mlp.", ".block_sparse_moe.")
 
 
 @dataclass
@@ -51,7 +60,7 @@ class Pair:
 class Adapter:
     folder: Path
     config: PeftConfig
-    files: SafetensorsFiles
+    files: WeightsFile
     pairs: dict[str, Pair] = field(default_factory=dict)  # by path
     whole: dict[str, str] = field(default_factory=dict)  # parameter of the base model → tensor that takes its place
     # Module → copy of the base's weight, which PEFT saves beside the pair of an embedding or a head.
@@ -61,6 +70,11 @@ class Adapter:
     def rank(self) -> int:
         """The largest."""
         return max((pair.rank for pair in self.pairs.values()), default=0)
+
+    @property
+    def stamp(self) -> tuple[Stamp, Stamp]:
+        """Where it is another, the folder holds another adapter."""
+        return self.config.stamp, self.files.stamp
 
     @classmethod
     def open(cls, folder: Path) -> Adapter:
@@ -74,25 +88,33 @@ class Adapter:
                 )
             raise AdapterError(f"{folder} has no {WEIGHTS_FILE}: download the adapter again")
         try:
-            files = SafetensorsFiles([folder / WEIGHTS_FILE], {})
+            files = WeightsFile(folder / WEIGHTS_FILE)
         except ModelError as error:
             raise AdapterError(str(error)) from None
         adapter = cls(folder, config, files)
         adapter._read_names()
         if config.parameters:
             adapter._name_parameters()
-        for pair in adapter.pairs.values():
-            adapter._complete(pair)
+        rank_of = config.ranks_of(list(adapter.pairs))
+        alpha_of = config.alphas_of(list(adapter.pairs))
+        for path, pair in adapter.pairs.items():
+            adapter._complete(pair, rank_of[path])
+            pair.scale = config.scale(alpha_of[path], pair.rank)
         if not adapter.pairs and not adapter.whole:
             raise AdapterError(f"{folder / WEIGHTS_FILE} has no tensors: download the adapter again")
         return adapter
 
     def read(self, name: str) -> Tensor:
-        """As stored. Raises AdapterError."""
+        """As stored. Raises AdapterError, also for what would make every answer one of NaN."""
         try:
-            return self.files.read(name)
+            tensor = self.files.read(name)
         except ModelError as error:
             raise AdapterError(str(error)) from None
+        if not (
+            tensor.sum(dtype=torch.float32).isfinite() or tensor.isfinite().all()
+        ):  # a sum is one pass, and no copy
+            raise AdapterError(f"{self.folder} has NaN or infinite values in {name}: its training failed, get another")
+        return tensor
 
     def check_copy(self, module: str, shape: tuple[int, ...]) -> None:
         """Raises AdapterError where the weight that the pair was trained beside is not of the base's shape."""
@@ -102,10 +124,17 @@ class Adapter:
                 f"model's is {list(shape)}: it has more tokens, merge it with PEFT"
             )
 
-    def lacking(self, modules: Iterable[str]) -> list[str]:
-        """Of these modules of the base model, those that the configuration names and no tensors are there for."""
-        wanted = (m for m in modules if self.config.all_linear or self.config.targets_module(m))
-        return [module for module in wanted if module not in self.pairs]
+    def check_complete(self, products: Iterable[str]) -> None:
+        """Raises AdapterError where the configuration names one of these products of the base, by their paths, and no
+        tensors are there for it."""
+        paths = set(products)
+        prefix = next((p for p in ("", "model.") if any(f"{p}{module}" in paths for module in self.pairs)), "")
+        targeted = self.config.targeted([path.removeprefix(prefix) for path in paths])
+        if lacking := sorted(module for module in targeted if module not in self.pairs):
+            raise AdapterError(
+                f"{self.folder} lacks the matrices of {lacking[0]}{and_more(lacking)}, which its target_modules name: "
+                "the file is incomplete, or of another base"
+            )
 
     def _read_names(self) -> None:
         for name, info in self.files.headers.items():
@@ -134,8 +163,9 @@ class Adapter:
             if self.config.parameters_of(inner):
                 depth = (len(module) - len(inner)) // len(".base_layer")
                 wrapped.setdefault(inner, {})[depth] = self.pairs.pop(module)
-        if not wrapped:
-            raise AdapterError(f"{self.folder} lacks the matrices of {self.config.parameters[0]}: get it again")
+        there = [f"{module}.{name}" for module in wrapped for name in self.config.parameters_of(module)]
+        if lacking := self.config.parameters_without([*there, *(f"{module}.weight" for module in self.pairs)]):
+            raise AdapterError(f"{self.folder} lacks the matrices of {lacking[0]}: get it again")
         for module, pairs in wrapped.items():
             names = self.config.parameters_of(module)
             if sorted(pairs) != list(range(len(names))):
@@ -148,8 +178,9 @@ class Adapter:
                 pair.module, pair.parameter = module, name
                 self.pairs[pair.path] = pair
 
-    def _complete(self, pair: Pair) -> None:
-        """Raises AdapterError where a matrix is missing or the two do not go together."""
+    def _complete(self, pair: Pair, expected: int) -> None:
+        """`expected`: its rank, by the configuration. Raises AdapterError where a matrix is missing or the two do not
+        go together."""
         headers, folder = self.files.headers, self.folder
         names = ("lora_embedding_A", "lora_embedding_B") if pair.is_embedding else ("lora_A", "lora_B")
         missing = [f"{pair.path}.{name}" for name, there in zip(names, (pair.a, pair.b), strict=True) if not there]
@@ -160,7 +191,6 @@ class Adapter:
             raise AdapterError(
                 f"{folder}: A of {pair.path} is {list(a)} and B is {list(b)}: they must be [r, in] and [out, r]"
             )
-        expected = self.config.rank_of(pair.path)
         if pair.parameter:
             pair.experts = max(a[0] // expected, 1)
         pair.rank = a[0] // pair.experts
@@ -171,4 +201,3 @@ class Adapter:
             )
         if bool(pair.magnitude) != self.config.dora:
             raise AdapterError(f"{folder}: use_dora is {self.config.dora}, and {pair.path} differs: get it again")
-        pair.scale = self.config.scale_of(pair.path, pair.rank)

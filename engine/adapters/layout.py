@@ -16,7 +16,7 @@ from ..layers.linear import Linear
 from ..layers.weights import LinearShape
 from ..model_file import and_more
 from ..models.model import Model
-from .adapter import Adapter, Pair
+from .adapter import Adapter, Pair, names_in_base
 from .experts_places import makes_transposed
 from .experts_slots import EXPERTS, PRODUCTS, modules, path_of_all, product_of, put, shapes
 from .peft_config import AdapterError
@@ -107,9 +107,8 @@ class SlotLayout:
         return self.size * dtype.itemsize
 
     def find(self, pair: Pair) -> str | None:
-        """The model's path of what a pair changes; adapters are trained with or without a head around."""
-        path = path_of_all(pair) if pair.parameter else pair.module
-        for name in (path, f"model.{path}", path.removeprefix("model.")):
+        """The model's path of what a pair changes."""
+        for name in names_in_base(path_of_all(pair) if pair.parameter else pair.module):
             if name in self.holders or name in self.others or name in self.without_room:
                 return name
         return None
@@ -156,13 +155,7 @@ class SlotLayout:
                 raise AdapterError(f"{folder} changes {module}, which the model does not have: it is of another base")
             self._check_shapes(adapter, pair, *self.holders[path])
             paths[path] = pair
-        prefix = next((p for p in ("", "model.") if any(f"{p}{module}" in paths for module in adapter.pairs)), "")
-        names = [path.removeprefix(prefix) for path, (holder, _) in self.holders.items() if type(holder) is Linear]
-        if lacking := adapter.lacking(names):
-            raise AdapterError(
-                f"{folder} lacks the matrices of {lacking[0]}{and_more(lacking)}, which its target_modules name: the "
-                "file is incomplete, or of another base"
-            )
+        adapter.check_complete(path for path, (holder, _) in self.holders.items() if type(holder) is Linear)
         return paths
 
     def _check_shapes(self, adapter: Adapter, pair: Pair, holder: Holder, part: str) -> None:

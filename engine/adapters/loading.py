@@ -13,7 +13,9 @@ from ..model_file import ModelError
 from .adapter import Adapter
 from .book import AdapterBook
 from .layout import Packed
+from .peft_config import AdapterError
 from .store import AdapterStore
+from .weights_file import Stamp
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class AdapterLoading:
         self._send, self._failed, self._wake = send, failed, wake
         self._reading: dict[int, asyncio.Task[tuple[Packed, Adapter]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-adapter")
+        self._stamps: dict[int, tuple[Stamp, Stamp]] = {}  # of those that are loaded
         self.with_head: set[int] = set()  # adapters that change logits
 
     def close(self) -> None:
@@ -57,6 +60,7 @@ class AdapterLoading:
     def drop(self, message: DropAdapter) -> None:
         self._forget([message.id])
         self.with_head.discard(message.id)
+        self._stamps.pop(message.id, None)
         self._book.remove(message.id)
 
     def knows(self, id: int) -> bool:
@@ -71,6 +75,14 @@ class AdapterLoading:
                 return
             self._book.coming.add(id)  # the room is its own
             self._read(id)
+
+    def _changed(self, id: int, adapter: Adapter, first: bool) -> AdapterError | None:
+        """Whether it is no longer what was loaded: in slots and in cached prefixes may be what it was."""
+        if first:
+            self._stamps[id] = adapter.stamp
+        if adapter.stamp == self._stamps[id]:
+            return None
+        return AdapterError(f"{adapter.folder} has changed since it was loaded: load it again")
 
     def _make_room(self) -> bool:
         leaving = self._book.make_room()
@@ -106,6 +118,8 @@ class AdapterLoading:
         if done.cancelled():
             return
         error = done.exception()
+        if error is None and id in self._book.paths:
+            error = self._changed(id, done.result()[1], first)
         if error is not None or id not in self._book.paths:
             self._forget([id])  # some ranks may have read it
         if id not in self._book.paths:

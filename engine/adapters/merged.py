@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checkpoint import FLOAT_TYPES, Checkpoint, TensorInfo
 from ..model_config import ModelConfig
-from .adapter import Adapter, Pair
+from .adapter import Adapter, Pair, names_in_base
 from .experts_places import ExpertsPlaces, Place, Term
 from .peft_config import AdapterError
 
@@ -88,8 +88,8 @@ class MergedCheckpoint:
         return terms
 
     def _find(self, name: str) -> str:
-        """The base's name of a parameter, with or without a head around it."""
-        for candidate in (name, f"model.{name}", name.removeprefix("model.")):
+        """The base's name of a parameter."""
+        for candidate in names_in_base(name):
             if candidate in self.headers:
                 return candidate
         raise AdapterError(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..model_file import ModelError, one_line
+from .patterns import PatternError, check_pattern, matching
+from .weights_file import Stamp, stamp_of
 
 CONFIG_FILE = "adapter_config.json"
-LONGEST_PATTERN = 1000  # characters of a regular expression
+LARGEST = 16 << 20  # bytes of it
 
 # Fields whose values change what the adapter computes in ways that nothing here does, with what to tell.
 _UNSERVED = {
@@ -28,6 +31,11 @@ _UNSERVED = {
 # Of target_parameters, those that are read: what the experts' modules of transformers hold, in the order of their
 # registration, by which PEFT nests the wrappers of a module.
 EXPERTS_PARAMETERS = ("gate_up_proj", "down_proj")
+# Of fields that switch something on, those that change nothing, or that are looked at above and below.
+_KNOWN = {
+    "use_rslora", "use_dora", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
+    "megatron_config", "runtime_config", "quantization_config",
+}  # fmt: skip
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take the base model apart
 
 
@@ -48,6 +56,7 @@ class PeftConfig:
     saved: tuple[str, ...] = ()  # modules that were trained and saved whole
     dora: bool = False
     parameters: tuple[str, ...] = ()  # target_parameters: of modules that hold all experts' matrices
+    stamp: Stamp = ()  # of its file
     swapped: bool = False  # written before PEFT 0.19, which took the sides of such parameters for each other
     base: str | None = None  # base_model_name_or_path
 
@@ -57,16 +66,24 @@ class PeftConfig:
         file = folder / CONFIG_FILE
         remedy = "pass a folder that PEFT's save_pretrained has written"
         try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
+            if file.exists() and not file.is_file():  # a pipe or a device may have no end
+                raise AdapterError(f"{file} is no file: {remedy}")
+            with file.open("rb") as stream:
+                stamp, content = stamp_of(stream.fileno()), stream.read(LARGEST + 1)
+            if len(content) > LARGEST:
+                raise AdapterError(f"{file} has more than {LARGEST >> 20} MB: {remedy}")
+            raw = json.loads(content.decode("utf-8"))
         except FileNotFoundError:
             what = f"{folder} has no {CONFIG_FILE}" if folder.is_dir() else f"{folder} is no folder"
             raise AdapterError(f"{what}: {remedy}") from None
-        except (OSError, ValueError) as error:
+        except AdapterError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
             raise AdapterError(f"cannot read {file} ({one_line(error)}): {remedy}") from None
         if not isinstance(raw, dict):
             raise AdapterError(f"{file} holds a {type(raw).__name__} where an object belongs: {remedy}")
         try:
-            return cls._of(raw)
+            return replace(cls._of(raw), stamp=stamp)
         except AdapterError as error:
             raise AdapterError(f"{file}: {error}") from None
 
@@ -79,6 +96,13 @@ class PeftConfig:
                 raise AdapterError(
                     f"{name} is set, and {what} cannot be served: merge it into its base model with PEFT"
                 )
+        if unknown := [name for name in raw if name.startswith("use_") or name.endswith("_config")]:
+            unknown = [name for name in unknown if raw[name] and name not in _KNOWN and name not in _UNSERVED]
+        if unknown:
+            raise AdapterError(
+                f"{unknown[0][:60]} is set, which nobody here knows: merge it into its base model with the PEFT that "
+                "wrote it"
+            )
         if str(start := raw.get("init_lora_weights", True)).lower().startswith(_OTHER_BASE):
             raise AdapterError(
                 f"init_lora_weights is {str(start)[:40]!r}, which alters the base model too: convert it to a plain "
@@ -87,10 +111,10 @@ class PeftConfig:
         if (bias := raw.get("bias") or "none") != "none":
             raise AdapterError(f"bias is {str(bias)[:40]!r}, and trained biases cannot be served: merge it with PEFT")
         parameters = _texts(raw, "target_parameters", str)
-        if other := [name for name in parameters if name.rpartition(".")[2] not in EXPERTS_PARAMETERS]:
+        if other := [name for name in parameters if name.rpartition(".")[2] not in (*EXPERTS_PARAMETERS, "weight")]:
             raise AdapterError(
-                f"target_parameters has {other[0][:60]!r}, and only {' and '.join(EXPERTS_PARAMETERS)} of experts are "
-                "served: merge it into its base model with PEFT"
+                f"target_parameters has {other[0][:60]!r}, and only {' and '.join(EXPERTS_PARAMETERS)} of experts and "
+                "weights of modules are served: merge it into its base model with PEFT"
             )
         layers = raw.get("layers_to_transform")
         if layers is not None:
@@ -111,22 +135,42 @@ class PeftConfig:
             base=raw.get("base_model_name_or_path") if isinstance(raw.get("base_model_name_or_path"), str) else None,
         )
 
-    def rank_of(self, module: str) -> int:
-        return _first(self.rank_pattern, module, self.rank)
+    def ranks_of(self, paths: Sequence[str]) -> dict[str, int]:
+        """Of each of what pairs change. Raises AdapterError, as the next two."""
+        return self._values("rank_pattern", self.rank_pattern, paths, self.rank)
 
-    def scale_of(self, module: str, rank: int) -> float:
+    def alphas_of(self, paths: Sequence[str]) -> dict[str, float]:
+        return self._values("alpha_pattern", self.alpha_pattern, paths, self.alpha)
+
+    def scale(self, alpha: float, rank: int) -> float:
         """What B A is multiplied by: alpha / r, with rslora alpha / √r (Kalajdzievski, arXiv 2312.03732)."""
-        return _first(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
 
-    def targets_module(self, module: str) -> bool:
-        """Whether the module, named as in the base model, should have a pair. Not of all-linear, which needs more than
-        a name."""
-        if self.excluded and _matches(self.excluded, module):
-            return False
-        if any(re.match(rf"(^|.*\.){re.escape(name)}($|\..*)", module) for name in self.saved):
-            return False
-        if not _matches(self.targets, module):
-            return False
+    def targeted(self, modules: Sequence[str]) -> list[str]:
+        """Of modules that are products, named as in the base model, those that should have a pair."""
+        wanted = set(modules) if self.all_linear else _chosen("target_modules", self.targets, modules)
+        wanted -= _chosen("exclude_modules", self.excluded, modules)
+        wanted = {module for module in wanted if self._in_layers(module) and not self._is_saved(module)}
+        return [module for module in modules if module in wanted or self.key_of(module) != module]
+
+    def key_of(self, path: str) -> str:
+        """What patterns look at: of target_parameters such as a router's gate.weight, the parameter."""
+        return f"{path}.weight" if _ends(self.parameters, f"{path}.weight") else path
+
+    def _values(self, field: str, patterns: dict[str, Any], paths: Sequence[str], otherwise: Any) -> dict[str, Any]:
+        """Of each path the value of the first expression that the end of its name matches."""
+        keys = {path: self.key_of(path) for path in paths}
+        try:
+            found = matching(list(patterns), list(keys.values()), ends=True)
+        except PatternError as error:
+            raise AdapterError(f"{field} has {error}") from None
+        hits = [(set(names), value) for names, value in zip(found, patterns.values(), strict=True)]
+        return {path: next((value for names, value in hits if key in names), otherwise) for path, key in keys.items()}
+
+    def _is_saved(self, module: str) -> bool:
+        return any(re.match(rf"(^|.*\.){re.escape(name)}($|\..*)", module) for name in self.saved)
+
+    def _in_layers(self, module: str) -> bool:
         if self.layers is None or isinstance(self.targets, str) or module in self.targets:
             return True
         layer = re.match(r".*?\.[^.]*\.(\d+)\.", module)
@@ -135,22 +179,29 @@ class PeftConfig:
     def parameters_of(self, module: str) -> list[str]:
         """Of the experts' parameters in this module those that have a pair, the innermost wrapper's first."""
         full = (f"{module}.{name}" for name in EXPERTS_PARAMETERS if module.rpartition(".")[2] == "experts")
-        return [path.rpartition(".")[2] for path in full if _matches(self.parameters, path)]
+        return [path.rpartition(".")[2] for path in full if _ends(self.parameters, path)]
+
+    def parameters_without(self, paths: Sequence[str]) -> list[str]:
+        """Those of target_parameters that none of these paths is meant by."""
+        return [name for name in self.parameters if not any(_ends((name,), path) for path in paths)]
 
     @property
     def all_linear(self) -> bool:
         return isinstance(self.targets, str) and self.targets.lower() == "all-linear"
 
 
-def _matches(rule: tuple[str, ...] | str, module: str) -> bool:
-    if isinstance(rule, str):
-        return re.fullmatch(rule, module) is not None
-    return module in rule or module.endswith(tuple(f".{name}" for name in rule))
+def _ends(names: tuple[str, ...], path: str) -> bool:
+    """Whether it is one of these, or ends with one."""
+    return path in names or path.endswith(tuple(f".{name}" for name in names))
 
 
-def _first(patterns: dict[str, Any], module: str, otherwise: Any) -> Any:
-    """The value of the first expression that the end of the module's name matches."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+def _chosen(field: str, rule: tuple[str, ...] | str, modules: Sequence[str]) -> set[str]:
+    if not isinstance(rule, str):
+        return {module for module in modules if _ends(rule, module)}
+    try:
+        return set(*matching([rule], modules)) if rule else set()
+    except PatternError as error:
+        raise AdapterError(f"{field} has {error}") from None
 
 
 def _number(raw: dict[str, Any], name: str, default: float, *, whole: bool = False) -> Any:
@@ -194,8 +245,6 @@ def _version(raw: dict[str, Any]) -> tuple[int, int]:
 
 def _check_pattern(name: str, pattern: str) -> None:
     try:
-        if len(pattern) > LONGEST_PATTERN:
-            raise AdapterError(f"{name} has a regular expression of {len(pattern)} characters: {LONGEST_PATTERN} fit")
-        re.compile(pattern)
-    except re.error as error:
-        raise AdapterError(f"{name} has {pattern[:60]!r}, which is no regular expression ({error})") from None
+        check_pattern(pattern)
+    except PatternError as error:
+        raise AdapterError(f"{name} has {error}") from None

@@ -1,11 +1,11 @@
-"""What more ranks would bring to the cache: for those whose requests do not fit."""
+"""What more ranks, or more stages, would bring to the cache: for those whose requests do not fit."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ..layer_spec import AttentionSpec, LatentAttentionSpec
-from .divide import sizes
+from .divide import MOST, sizes
 
 if TYPE_CHECKING:
     from ..model_config import ModelConfig
@@ -21,6 +21,16 @@ def more_ranks(model: ModelConfig, now: int, weights: int, cache: int, expert_pa
         return 0, 0.0, 0
     times = left / cache * _token_elements(model, now) / _token_elements(model, size) if cache > 0 else 0.0
     return size, round(times, 1), left
+
+
+def more_stages(model: ModelConfig, now: int, weights: int, cache: int) -> tuple[int, float, int]:
+    """As more_ranks, of stages: the fewest that bring room. Each has its own layers, and the cache of these alone."""
+    if model.foreign is not None or not model.causal:
+        return 0, 0.0, 0
+    for count in range(now + 1, min(len(model.layers), MOST) + 1):
+        if (left := cache + weights - weights * now // count) > 0:
+            return count, round(left / cache * count / now, 1) if cache > 0 else 0.0, left
+    return 0, 0.0, 0
 
 
 def _token_elements(model: ModelConfig, size: int) -> int:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -115,6 +116,27 @@ def test_chat_streams_and_stop_stops_the_engine_too(demo_server: Any, open_page:
     expect(page.get_by_label("Message", exact=True)).to_be_focused()
     more(page)
     expect(answered(page, "Hello!").locator(".prose")).not_to_be_empty()
+
+
+def test_an_adapter_is_chosen_beside_new_chat(
+    serve: Any, open_page: Any, tiny_model: Any, adapter_files: Any, tmp_path: Path
+) -> None:
+    """Other names of the model are no choice; without adapters there is none."""
+    base = tiny_model("qwen3")
+    adapter = adapter_files.write_adapter(tmp_path / "sql", base)
+    options = ("--served-model-name", "tiny", "alias", "--enable-lora", "--lora-modules", f"sql={adapter}")
+    with serve(str(base), *options) as server:
+        page = open_page(server.url)
+        choice = page.get_by_role("combobox", name="Model", exact=True)
+        expect(choice).to_be_visible()
+        assert choice.locator("option").all_inner_texts() == ["tiny", "sql"]
+        with scripted(page, event_stream({"content": "a"}), event_stream({"content": "b"})) as bodies:
+            answered(page, "Hello!")
+            choice.select_option("sql")
+            expect(page.get_by_label("Message", exact=True)).to_have_attribute("placeholder", "Message sql")
+            answered(page, "Hello!")
+        assert [body["model"] for body in bodies] == ["tiny", "sql"]
+        page.close()
 
 
 HOSTILE = (

@@ -198,7 +198,7 @@ class SlowStore:
     def read(self, path: str) -> Any:
         time.sleep(0.001)
         self.read_paths.append(path)
-        return SimpleNamespace(has_head=False, rank=4), SimpleNamespace(config=SimpleNamespace(base="base"))
+        return SimpleNamespace(has_head=False, rank=4), SimpleNamespace(stamp=(), config=SimpleNamespace(base="base"))
 
 
 def test_the_host_keeps_no_more_than_it_may_while_many_wait() -> None:

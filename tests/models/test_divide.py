@@ -21,7 +21,7 @@ from vserve.engine.memory import _ranks, weight_bytes
 from vserve.engine.model_config import ModelConfig, parse_model_config
 from vserve.engine.model_file import ModelError
 from vserve.engine.parallel.divide import check_divides, vocab_share, whole_experts
-from vserve.engine.parallel.gain import more_ranks
+from vserve.engine.parallel.gain import more_ranks, more_stages
 from vserve.engine.parallel.group import SingleGroup
 
 QWEN_7B = {
@@ -251,6 +251,27 @@ def test_what_more_ranks_bring() -> None:
     assert more_ranks(config(QWEN_7B), 2, 100, -10, False) == (4, 0.0, 40), "a cache that has no room yet"
     assert more_ranks(config(QWEN_7B), 2, 100, -60, False) == (0, 0.0, 0), "nor then"
     assert more_ranks(latent, 1, 100, 50, False) == (2, 2.0, 100), "latent keys"
+
+
+def test_what_more_stages_bring() -> None:
+    """Each has its share of the layers, and of every token's cache."""
+    qwen = config(QWEN_7B, num_hidden_layers=28)
+    assert more_stages(qwen, 1, 100, 10) == (2, 12.0, 60)
+    assert more_stages(qwen, 2, 60, 20) == (3, 3.0, 40)
+    assert more_stages(qwen, 1, 100, -60) == (3, 0.0, 7), "two would have no room yet"
+    assert more_stages(qwen, 28, 100, 10) == (0, 0.0, 0), "no more than there are layers"
+    assert more_stages(replace(qwen, causal=False), 1, 100, 10) == (0, 0.0, 0)
+
+
+def test_memory_that_is_not_enough_names_more_stages_where_it_cannot_be_divided() -> None:
+    runner: Any = SimpleNamespace(model=SimpleNamespace(config=config(QWEN_7B)))
+    gib, asked = 1 << 30, EngineConfig("m", tensor_parallel_size=4)
+    assert _ranks(runner, asked, 10 * gib, 5 * gib) == (
+        ", or set --pipeline-parallel-size 2 (the cache then holds about 4.0 times as much)"
+    )
+    drafts = '{"model": "d", "num_speculative_tokens": 1}'
+    drafting = EngineConfig("m", tensor_parallel_size=4, speculative_config=drafts)
+    assert _ranks(runner, drafting, 10 * gib, 5 * gib) == "", "who drafts beside a whole model only"
 
 
 def test_memory_that_is_not_enough_names_more_ranks() -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from vserve.engine.adapters.adapter import Adapter
+from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.peft_config import AdapterError
 
 Load = Callable[[Path], Any]
@@ -148,6 +149,40 @@ def test_one_experts_wrong_matrix_is_noticed(
     assert gap(parity, base, folder, model) > 1e-3
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_the_router_beside_its_experts(
+    family: str, parity: Any, tiny_model: Any, adapter_files: Any, tmp_path: Path
+) -> None:
+    """As PEFT makes `all-linear` of a mixture: patterns look at the parameter, not at the module. Mixtral's files have
+    another name for it than transformers. Beside other adapters it cannot be, and that is said."""
+    base = tiny_model(family)
+    model = transformers_model(base)
+    folder = adapter_files.write_experts_adapter(
+        tmp_path / "a", model, alpha_pattern={"gate.weight": 4}, target_parameters=[
+            "gate_up_proj", "down_proj", "gate.weight",
+        ],
+    )  # fmt: skip
+    file, generator, tensors = folder / "adapter_model.safetensors", torch.Generator().manual_seed(1), {}
+    routers = [name for name, _ in model.named_modules() if name.endswith("mlp.gate")]
+    for name in routers:
+        rows, columns = model.get_submodule(name).weight.shape
+        tensors[f"{adapter_files.PREFIX}{name}.lora_A.weight"] = torch.randn(4, columns, generator=generator) / 8
+        tensors[f"{adapter_files.PREFIX}{name}.lora_B.weight"] = torch.randn(rows, 4, generator=generator)
+    save_file(load_file(file) | tensors, file)
+    oracle = adapter_files.merge_experts(model, folder)
+    assert gap(parity, base, folder, oracle) > 1e-3
+    with torch.no_grad():
+        for name in routers:
+            a, b = (tensors[f"{adapter_files.PREFIX}{name}.lora_{kind}.weight"] for kind in "AB")
+            oracle.get_submodule(name).weight += b @ a
+    assert gap(parity, base, folder, oracle) < 1e-4
+    save_file(tensors, file)
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_parameters": ["gate.weight"]}))
+    with pytest.raises(AdapterError, match=r"changes model.layers.\d.mlp.gate, and only .* serve it with --merge-lora"):
+        SlotLayout(parity.load(base), 16).check(Adapter.open(folder))
+
+
 def test_what_does_not_fit_is_said_in_one_line(
     parity: Any, tiny_model: Any, adapter_files: Any, tmp_path: Path
 ) -> None:
@@ -172,7 +207,13 @@ def test_what_does_not_fit_is_said_in_one_line(
     wide = write(tmp_path / "wide", transformers_model(tiny_model("qwen3_moe", moe_intermediate_size=48)))
     assert "it is of another base" in error(wide)
     assert "the base model has no such experts" in error(write(tmp_path / "dense", model), tiny_model("qwen3"))
-    router = write(tmp_path / "router", model, target_parameters=["mlp.gate.weight"])
-    assert "target_parameters has 'mlp.gate.weight', and only gate_up_proj and down_proj of experts" in error(router)
+    biases = write(tmp_path / "biases", model, target_parameters=["mlp.experts.gate_up_proj_bias"])
+    assert "target_parameters has 'mlp.experts.gate_up_proj_bias', and only gate_up_proj and down" in error(biases)
+    router = write(tmp_path / "router", model, target_parameters=["gate_up_proj", "down_proj", "gate.weight"])
+    assert "lacks the matrices of gate.weight" in error(router)
+    lost = adapter_files.write_adapter(
+        tmp_path / "lost", base, ["q_proj", "v_proj"], skip=lambda m: "1.self_attn.v" in m
+    )
+    assert "lacks the matrices of model.layers.1.self_attn.v_proj, which its target_modules name" in error(lost)
     nothing = adapter_files.write_adapter(tmp_path / "no", base, ["q_proj"], target_parameters=["experts.down_proj"])
     assert "lacks the matrices of experts.down_proj" in error(nothing)

@@ -1,10 +1,11 @@
 """Kills and stops every rank of an engine in every phase of its start and while it serves; prints what became of it.
 
-    python tools/gpu/lose_ranks.py MODEL [--tensor-parallel-size 2] [--device cpu] [--kinds kill,exit,segv,error]
+    python tools/gpu/lose_ranks.py MODEL [--tensor-parallel-size 2] [--pipeline-parallel-size 1] [--device cpu]
+        [--kinds kill,exit,segv,error] [--ranks 0,1] [--phases weights,step:20]
 
-Each line: rank, phase, kind, seconds until the engine said so, what it said. Exit code 1 where it took more than ten
-seconds, where what was said does not name the rank, or where a process was left. On the CPU it needs no card: two ranks
-of a small model on two cores take about six seconds a line.
+Each line: rank, phase, kind, seconds until it was said, what was said. Exit code 1 where it took more than ten seconds,
+where what was said does not name the rank (rank 0 is the engine itself: its process, or its error), or where a process
+was left. On the CPU it needs no card: two ranks of a small model on two cores take about six seconds a line.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ async def lose(config: EngineConfig, fault: str) -> tuple[float, str, list[int]]
         await client.close()
 
 
+def is_named(rank: int, size: int, said: str) -> bool:
+    """Rank 0 is the engine: its process is named, or what it raised."""
+    engine = ("the engine process", "rank 0", "injected at")
+    return f"rank {rank} of {size}" in said or (rank == 0 and any(words in said for words in engine))
+
+
 def left(pids: list[int]) -> bool:
     """Whether one still runs a moment after the engine has ended; those that nobody has waited for yet do not."""
     until = time.monotonic() + 2
@@ -79,18 +86,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kinds", default="kill,exit,segv,error", help="of faults (default: %(default)s)")
+    parser.add_argument("--ranks", help="which are lost (default: each in turn)")
+    parser.add_argument("--phases", help="when (default: in each of the start, and while it serves)")
     arguments = parser.parse_args()
-    size = arguments.tensor_parallel_size
-    config = EngineConfig(arguments.model, device=arguments.device, tensor_parallel_size=size)
-    places = [f"phase:{phase}" for phase in STARTING] + (["phase:graphs"] if arguments.device != "cpu" else [])
+    config = EngineConfig(
+        arguments.model, device=arguments.device, tensor_parallel_size=arguments.tensor_parallel_size,
+        pipeline_parallel_size=arguments.pipeline_parallel_size,
+    )  # fmt: skip
+    size = config.world_size
+    phases = [*STARTING, *(["graphs"] if arguments.device != "cpu" else []), *SERVING]
+    chosen = arguments.phases.split(",") if arguments.phases else phases
+    places = [phase if ":" in phase else f"phase:{phase}" for phase in chosen]
+    ranks = [int(rank) for rank in arguments.ranks.split(",")] if arguments.ranks else range(size)
     failures = 0
     for kind in arguments.kinds.split(","):
-        for place in (*places, *SERVING):
-            for rank in range(1, size):
+        for place in places:
+            for rank in ranks:
                 seconds, said, pids = asyncio.run(lose(config, f"{place}:{kind}:{rank}"))
-                wrong = seconds > LIMIT or f"rank {rank} of {size}" not in said or left(pids)
+                wrong = seconds > LIMIT or not is_named(rank, size, said) or left(pids)
                 failures += wrong
                 print(f"{'FAULT ' if wrong else ''}rank {rank}, {place}, {kind}: {seconds:.1f} s: {said}", flush=True)
     return int(failures > 0)
