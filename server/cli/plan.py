@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ...engine.config import ConfigError, EngineConfig
 from .flags import add_flags, read_flags
 from .given import given_options
+from .plan_inputs import fitted_costs, read_trace
 
 if TYPE_CHECKING:
     from ...engine.model_config import ModelConfig
     from ...engine.planning.card import Card
     from ...engine.planning.load import Result, Wanted
     from ...engine.planning.setup import Setup
-    from ...engine.planning.simulation import Ask
-    from ...engine.planning.step_model import Costs
 
 EXAMPLES = (
     "vserve plan Qwen/Qwen3-8B --gpu h200 --rate 20 --in 1024 --out 256 --ttft 500 --tpot 40",
@@ -119,7 +117,10 @@ def _setups(
     from ...engine.planning.divisions import divisions, fitting
     from ...engine.planning.setup import set_up, weights_of
 
-    costs, weights = _fitted(arguments, engine, model, card), weights_of(model, engine, card)
+    costs, weights = None, weights_of(model, engine, card)
+    if arguments.fit is not None:
+        context = arguments.num_prompt + arguments.num_output // 2
+        costs = fitted_costs(arguments.fit, engine, model, card, context)
     configs = [engine] if named else divisions(model, engine)
     try:
         return fitting(configs, lambda config: set_up(stored, model, config, card, costs, weights))
@@ -275,8 +276,10 @@ class _Question:
             )
 
     def _command(self, setup: Setup, replicas: int) -> str:
-        words = f"vserve {self.arguments.model or 'MODEL'}{setup.options}" + (
-            f" -dp {replicas}" if replicas > 1 else ""
+        words = (
+            " ".join(filter(None, ("vserve", self.arguments.model)))
+            + setup.options
+            + (f" -dp {replicas}" if replicas > 1 else "")
         )
         words += " --enable-expert-parallel" if self.arguments.opt_enable_expert_parallel and setup.ranks > 1 else ""
         return words + (" --spec-method ngram" if setup.acceptance else "")
@@ -284,55 +287,3 @@ class _Question:
 
 def _engine(setup: Setup) -> str:
     return "one card" if setup.cards == 1 else f"one engine of {setup.cards} cards ({setup.options.strip()})"
-
-
-def read_trace(path: Path) -> list[Ask]:
-    """Raises ConfigError."""
-    from ...engine.planning.simulation import Ask
-
-    asks = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--trace {path}: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            ask = Ask(float(entry["timestamp"]) / 1e3, int(entry["input_length"]), int(entry["output_length"]))
-            if ask.num_prompt < 1 or ask.num_output < 1 or ask.arrival < 0:
-                raise ValueError("lengths are at least 1, timestamps at least 0")
-        except (ValueError, KeyError, TypeError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ConfigError(
-                f"--trace {path}, line {number}: {what}; a line is "
-                '{"timestamp": 27.5, "input_length": 1024, "output_length": 256}'
-            ) from None
-        asks.append(ask)
-    if not asks:
-        raise ConfigError(f"--trace {path} has no requests: give a file with a JSON object a line")
-    return asks
-
-
-def _fitted(arguments: argparse.Namespace, engine: EngineConfig, model: ModelConfig, card: Card) -> Costs | None:
-    if arguments.fit is None:
-        return None
-    import httpx
-
-    from ...engine.planning.fit import fit
-    from ...engine.planning.setup import set_up
-
-    try:
-        answer = httpx.get(f"{arguments.fit.rstrip('/')}/server_info?steps=1024", timeout=30)
-        answer.raise_for_status()
-        steps = answer.json()["steps"]
-    except (httpx.HTTPError, ValueError, KeyError) as failure:
-        raise ConfigError(
-            f"--fit {arguments.fit}: {failure}; name a vserve server that has answered requests"
-        ) from None
-    context = arguments.num_prompt + arguments.num_output // 2
-    costs, error, count = fit(set_up(0, model, engine, card).stages[0], steps, context)
-    print(f"fitted on {count} steps: products × {costs.products:.2f}, weights × {costs.weights:.2f}, a step "
-          f"{costs.step * 1e6:.0f} µs; on as many others the median error is {100 * error:.1f} %")  # fmt: skip
-    return costs

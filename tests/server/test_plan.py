@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import httpx
 import pytest
 
 from vserve.server.cli import main
@@ -101,6 +102,45 @@ def test_one_answer_that_is_to_come_faster(capsys: pytest.CaptureFixture[str], f
     assert f"{folder} on h200" in texts and "time an output token, ms" in texts and "2 (-tp 2)" in texts
     code, out, _ = run(capsys, folder, *words[:6], "--tpot", "1")
     assert code == 1 and "no rate meets this, not even one request at a time" in out
+
+
+def info(ranks: int, stages: int = 1, vocab_size: int = 128256) -> dict[str, Any]:
+    """What a server tells of steps that took 5 ms, and 20 µs a token."""
+    sizes = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+    steps = [
+        {"num_tokens": n, "num_decodes": n, "num_requests": n, "device_seconds": 5e-3 + 20e-6 * n}
+        for n in range(1, 201)
+    ]
+    settings = {name: {"value": value, "source": "flag"} for name, value in sizes.items()}
+    return {"settings": settings, "model": {"vocab_size": vocab_size}, "steps": steps}
+
+
+def test_steps_of_a_server(capsys: pytest.CaptureFixture[str], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They correct the card for all ways to divide the model, by the way that the server has."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(
+        httpx, "get", lambda url, timeout: httpx.Response(200, json=told, request=httpx.Request("GET", url))
+    )
+    words = (folder, "--rate", "1", "--in", "64", "--out", "16", "--replicas", "1", "--fit", "http://there")
+    tpots = []
+    for ranks in (1, 2):
+        told |= info(ranks)
+        code, out, _ = run(capsys, *words, "--output", str(Path(folder) / "plan.json"))
+        assert code == 0 and "fitted on 100 steps: products ×" in out
+        tpots.append(json.loads((Path(folder) / "plan.json").read_text())["rows"][0]["tpot_p50_ms"])
+    assert tpots[0] == pytest.approx(5, rel=0.15) and tpots[1] > 1.3 * tpots[0], "two such cards took as long"
+    for answer, message in (
+        (info(1, stages=2), "it has --pipeline-parallel-size 2, and what it tells of a step is not of one stage"),
+        (
+            info(1, vocab_size=7),
+            "it serves a model with a vocabulary of 7, and LlamaForCausalLM here has one of 128256",
+        ),
+        ({"steps": []}, "its /server_info lacks 'settings'"),
+    ):
+        told.clear()
+        told |= answer
+        code, _, err = run(capsys, *words)
+        assert code == 1 and message in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
