@@ -117,12 +117,16 @@ def set_up(
     plan = MemoryPlan(
         card.memory, card.memory, tightest.weights, tightest.step, 0, 0, tightest.cache, blocks, length, layout
     )
+    tokens = plan.num_tokens
+    # Of a tiny model millions fit, of which no load needs more than these; a pool of all would take minutes to make.
+    most = 1 + 2 * settings.max_num_seqs * layout.request_blocks(length, chunk)
+    plan = dataclasses.replace(plan, num_blocks=min(blocks, most))
     # On one card its depth is 1: the clock knows a step's result before the next is planned.
     depth = num_stages + 1 if num_stages > 1 else 1
     scheduler = settings.fitted(plan).scheduler_config(layout.windows, depth)
     models = tuple(StepModel(shape, card, costs, ranks * num_stages) for shape in shapes)
     acceptance = settings.speculation.acceptance
-    return Setup(card, ranks, tightest.weights, tightest.cache, plan.num_tokens, scheduler, models, acceptance)
+    return Setup(card, ranks, tightest.weights, tightest.cache, tokens, scheduler, models, acceptance)
 
 
 def _room(

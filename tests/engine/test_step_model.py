@@ -8,14 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vserve.engine.config import EngineConfig
+from vserve.engine.kv_format import NUMBERS
+from vserve.engine.loader import count_parameters
+from vserve.engine.model_config import parse_model_config
 from vserve.engine.overrides import read_model_config
+from vserve.engine.parallel.pipeline import Stage
+from vserve.engine.parallel.stages import stage_layers
 from vserve.engine.planning.card import CARDS, NVLINK4, PCIE4
 from vserve.engine.planning.load import FRONT, steady
 from vserve.engine.planning.setup import Setup, set_up
+from vserve.engine.planning.shape import kept_weights, shape_of
 from vserve.engine.planning.simulation import Answer, Ask, Simulation
 from vserve.engine.planning.step_model import StepModel
+
+from ..tiny_models import FAMILIES, tiny_config
 
 GB = 1_000_000_000
 SHAPES: dict[str, dict[str, Any]] = {
@@ -39,6 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         ]},
     },
 }  # fmt: skip
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
 
 def set_up_as(folder: Path, shape: str, **options: Any) -> Setup:
@@ -139,11 +149,14 @@ def test_quantised_weights_are_known_from_config_json_alone(tmp_path: Path) -> N
     numbers, codes = set_up_as(tmp_path, "8B"), set_up_as(tmp_path, "8B", quantization="int4")
     assert numbers.weights == pytest.approx(16.06e9, rel=0.01)
     assert codes.weights == pytest.approx((6.98e9 * 0.57 + 2 * 2 * 128256 * 4096), rel=0.02)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["8B"] | {"quantization_config": AWQ}))
+    config = EngineConfig(str(tmp_path), max_model_len=8192)
+    awq = set_up(0, read_model_config(tmp_path, config), config, CARDS["h200"]).stages[0].shape.weights
+    assert awq.layers.is_converted and awq.layers.item == pytest.approx((4 + 16 / 32 + 4 / 32) / 8, rel=0.001)
     mixture = set_up_as(tmp_path, "gpt-oss")
     kept = mixture.stages[0].shape.weights
     assert (kept.layers.item, kept.experts.item) == (2, 17 / 32), "of MXFP4, 4 bits and a byte for 32 of them"
     assert mixture.weights == pytest.approx(13.8e9, rel=0.05)
-    config = EngineConfig(str(tmp_path), max_model_len=8192)
     older = set_up(0, read_model_config(tmp_path, config), config, CARDS["a100"])
     assert older.weights > 2.9 * mixture.weights
 
@@ -192,3 +205,19 @@ def test_stages_share_layers_and_the_matrices_around_them(tmp_path: Path, dense:
     assert (scheduler.num_stages, scheduler.depth, scheduler.max_num_batched_tokens) == (3, 4, 8192 // 3)
     assert scheduler.context_cost > 0 and setup.cache_tokens > 2.8 * dense.cache_tokens
     assert setup.seconds_alone() > dense.seconds_alone()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_of_every_family(family: str) -> None:
+    """All that the loader counts but the last norm, of the whole and of two stages; ranks have a part of them. A pool
+    of no more blocks than requests can have is made, however many fit."""
+    model = parse_model_config(tiny_config(family).to_dict())
+    weights, parameters = kept_weights(model, torch.bfloat16), count_parameters(model)
+    assert shape_of(model, weights, NUMBERS).num_weights == parameters - model.hidden_size
+    parts = [Stage(index, 2, layers) for index, layers in enumerate(stage_layers(model, 2))]
+    divided = [shape_of(model, weights, NUMBERS, stage=stage).num_weights for stage in parts]
+    twice = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
+    assert sum(divided) == parameters - model.hidden_size + twice, "a tied matrix is in both"
+    setup = set_up(0, model, EngineConfig("m", tensor_parallel_size=2), CARDS["h200"])
+    assert setup.stages[0].shape.num_weights < parameters
+    assert setup.scheduler.num_blocks < 2**21 and setup.cache_tokens > 2**24
