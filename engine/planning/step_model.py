@@ -49,7 +49,7 @@ class StepModel:
     def __init__(self, shape: Shape, card: Card, costs: Costs | None = None, cards: int = 1) -> None:
         """cards: of the whole engine."""
         self.shape, self.card, self.costs = shape, card, costs or Costs()
-        self.link = card.joined(cards)
+        self.link, self.way = card.joined(shape.ranks), card.joined(cards)  # between ranks, and to the next stage
         count = shape.windows.count
         self._full = count(0) / len(shape.windows)  # share of the layers
         self._share = [(window, count(window) / len(shape.windows)) for window in set(shape.windows)]
@@ -120,7 +120,7 @@ class StepModel:
 
     def handing_seconds(self, tokens: int) -> float:
         """Until the next stage has what this one made."""
-        return self.link.send_seconds(tokens * self.shape.hidden * self.shape.weights.item)
+        return self.way.send_seconds(tokens * self.shape.hidden * self.shape.weights.item)
 
     def _experts(self, tokens: int) -> tuple[float, float]:
         """→ (experts that evenly routed tokens touch, rows that their tiles have, full or not)."""

@@ -268,11 +268,16 @@ class _Question:
             print()
             head(setup, self.architecture, self.model)
         if setup.cards > 1:
-            link = setup.stages[0].link
+            stage = setup.stages[0]
+            links = [stage.link] if setup.ranks > 1 else []
+            links += [stage.way] if len(setup.stages) > 1 and stage.way not in links else []
             print(
-                f"\nwhat cards tell each other is computed of data sheets, and was not measured: {link.name}, "
-                f"{link.bandwidth / 1e9:.0f} GB/s each way, {link.share:.0%} of it for sums, "
-                f"{link.latency * 1e6:.0f} µs to begin one"
+                "\nwhat cards tell each other is computed of data sheets, and was not measured: "
+                + "; ".join(
+                    f"{link.name}, {link.bandwidth / 1e9:.0f} GB/s each way, of which {link.share:.0%} are used, "
+                    f"{link.latency * 1e6:.0f} µs to begin"
+                    for link in links
+                )
             )
 
     def _command(self, setup: Setup, replicas: int) -> str:

@@ -17,7 +17,7 @@ from vserve.engine.model_config import parse_model_config
 from vserve.engine.overrides import read_model_config
 from vserve.engine.parallel.pipeline import Stage
 from vserve.engine.parallel.stages import stage_layers
-from vserve.engine.planning.card import CARDS, NVLINK4, PCIE4
+from vserve.engine.planning.card import CARDS, NETWORK, NVLINK4, PCIE4
 from vserve.engine.planning.load import FRONT, steady
 from vserve.engine.planning.setup import Setup, set_up
 from vserve.engine.planning.shape import kept_weights, shape_of
@@ -175,6 +175,9 @@ def test_ranks_divide_what_is_read_and_pay_for_sums(tmp_path: Path, dense: Setup
     )
     assert part.sum_seconds(4096, 0) == pytest.approx(64 * (7e-6 + 4096 * 8192 / (0.65 * 450e9)))
     assert 0.6 < half.seconds_alone() / dense.seconds_alone() < 0.9
+    hosts = StepModel(part.shape, part.card, cards=16)
+    assert hosts.sum_seconds(64, 1) == part.sum_seconds(64, 1), "ranks of a stage are in one host"
+    assert hosts.handing_seconds(64) == NETWORK.send_seconds(64 * 8192) > part.handing_seconds(64)
     slow = StepModel(part.shape, dataclasses.replace(part.card, link=PCIE4))
     assert (
         slow.product_seconds(4096, 1) == part.product_seconds(4096, 1) and slow.seconds_alone() > part.seconds_alone()
