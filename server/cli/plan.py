@@ -168,8 +168,9 @@ class _Question:
             left = ask(best.setup, best.replicas - 1)
             rows.append({"one_dies": row(best.setup, best.replicas - 1, left, wanted)})
             verdict = "still" if wanted.met(left) and left.keeps_up else "no longer"
+            done = "meets it" if self._has_target else "is worked off as it comes"
             print(
-                f"\nwith one of them dead, the load {verdict} meets it: TTFT p95 {left.ttft(0.95) * 1e3:.0f} ms, "
+                f"\nwith one of them dead, the load {verdict} {done}: TTFT p95 {left.ttft(0.95) * 1e3:.0f} ms, "
                 f"TPOT p95 {left.tpot(0.95) * 1e3:.1f} ms"
             )
         elif searches:

@@ -158,3 +158,10 @@ def test_steps_of_a_server(capsys: pytest.CaptureFixture[str], folder: str, monk
 def test_wrong_options(capsys: pytest.CaptureFixture[str], folder: str, words: tuple[str, ...], message: str) -> None:
     code, _, err = run(capsys, folder, *words)
     assert code in (1, 2) and message in err and len(err.splitlines()) == 1
+
+
+def test_so_many_engines_without_a_target(capsys: pytest.CaptureFixture[str], folder: str) -> None:
+    words = (folder, "--rate", "10", "--in", "256", "--out", "8", "--replicas", "2")
+    code, out, _ = run(capsys, *words)
+    assert code == 0 and "with one of them dead, the load still is worked off as it comes" in out
+    assert "vserve " not in out, "nothing was searched, so nothing is advised"
