@@ -22,11 +22,7 @@ from .dummy_weights import fill_with_noise
 from .encoders.decoder import attend_both_ways
 from .encoders.model import Encoder
 from .layers.experts import Experts
-<<<<<<< HEAD
-=======
 from .layers.linear import Linear
-from .layers.norm import Norm
->>>>>>> i26
 from .layers.weights import Placement, WeightHolder
 from .matching import Load, by_module, choose_formats, claims_of, match
 from .model_config import ModelConfig
@@ -161,17 +157,11 @@ def _prepared(
         raise ModelError("--quantization experts_int8, but the model has no experts: use --quantization int8")
     config = with_stored_experts(config, {name: info.shape for name, info in headers.items()})
     model = make_model(config, place, max_model_len)
-<<<<<<< HEAD
+    if adapter is not None:
+        adapter.check_complete(path for path, (holder, _) in model.weight_map().items() if type(holder) is Linear)
     note = None if checkpoint is None else claims_of(model, headers)
     holders = choose_formats(model, None if checkpoint is None else by_module(model, headers, prefix))
     loads = [] if checkpoint is None else match(model, checkpoint, prefix)
-=======
-    if adapter is not None:
-        adapter.check_complete(path for path, (holder, _) in model.weight_map().items() if type(holder) is Linear)
-    note = None if checkpoint is None else _check_claims(model, headers)
-    holders = choose_formats(model, None if checkpoint is None else _by_module(model, headers, prefix))
-    loads = [] if checkpoint is None else _match(model, checkpoint, prefix)
->>>>>>> i26
     return _Prepared(model, checkpoint, holders, loads, stored, note)
 
 

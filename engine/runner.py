@@ -411,8 +411,8 @@ class ModelRunner:
     def dummy_step(
         self, num_seqs: int, num_tokens: int, sampling: SamplingParams, num_drafts: int = 0, adapted: bool = False
     ) -> StepResult:
-        """A step through the real path that leaves nothing behind, as dummy_plan makes it. There are more requests where
-        contexts of so many are too short for the tokens."""
+        """A step through the real path that leaves nothing behind, as dummy_plan makes it. There are more requests
+        where contexts of so many are too short for the tokens."""
         num_seqs = min(max(num_seqs, -(-num_tokens // self.max_model_len)), self.max_num_seqs)
         plan = dummy_plan(
             num_seqs, num_tokens, sampling, num_drafts, adapted, max_model_len=self.max_model_len,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..layer_spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MLPSpec
+from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec
 from ..model_file import ModelError
 
 if TYPE_CHECKING:
@@ -79,6 +80,16 @@ def vocab_share(vocab_size: int, size: int) -> int:
     if vocab_size < ROWS * size * size:  # or ranks would be left without any
         return share
     return -(-share // ROWS) * ROWS
+
+
+def kv_share(config: ModelConfig, index: int, size: int) -> KVSpec:
+    """What a rank keeps of a token in a layer: neighbours share the heads of keys where these are fewer than ranks, and
+    latents are whole on every rank."""
+    spec = config.layers[index].attention
+    layout = None if config.foreign is None else config.foreign.layout
+    if not isinstance(spec, AttentionSpec) or (layout is not None and not layout.is_divided(layout.attention[index])):
+        return spec.kv
+    return replace(spec.kv, num_kv_heads=max(1, spec.num_kv_heads // size))
 
 
 def whole_experts(num_experts: int, inner: int, size: int, quantised: bool, wanted: bool) -> bool:

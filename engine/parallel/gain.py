@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..layer_spec import AttentionSpec, LatentAttentionSpec
-from .divide import MOST, sizes
+from .divide import MOST, kv_share, sizes
 
 if TYPE_CHECKING:
     from ..model_config import ModelConfig
@@ -33,16 +32,6 @@ def more_stages(model: ModelConfig, now: int, weights: int, cache: int) -> tuple
     return 0, 0.0, 0
 
 
-def _token_elements(model: ModelConfig, size: int) -> int:
-    """Of keys and values on a rank. Neighbours share the heads of keys where these are fewer than ranks."""
-    layout = None if model.foreign is None else model.foreign.layout
-    found = 0
-    for index, layer in enumerate(model.layers):
-        spec = layer.attention
-        if isinstance(spec, LatentAttentionSpec):
-            found += spec.kv.token_elements  # which is whole on every rank
-        elif isinstance(spec, AttentionSpec):
-            divided = layout is None or layout.is_divided(layout.attention[index])
-            heads = max(1, spec.num_kv_heads // size) if divided else spec.num_kv_heads
-            found += heads * (spec.head_dim + (spec.value_dim or spec.head_dim))
-    return found
+def _token_elements(model: ModelConfig, now: int) -> int:
+    """Of keys and values on a rank."""
+    return sum(kv_share(model, index, now).token_elements for index in range(len(model.layers)))

@@ -11,7 +11,7 @@ from ..model_file import ModelError
 if TYPE_CHECKING:
     from ..model_config import ModelConfig
 
-ATTENTION = 1.7  # times as long as products of as many operations: fitted on steps of a GPU (engine/step_model.py)
+ATTENTION = 1.7  # times as long as products of as many operations: fitted on steps of a GPU (engine/planning)
 
 
 def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> None:

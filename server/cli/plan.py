@@ -1,33 +1,40 @@
-"""how many cards with a copy of a model each hold a load: the real scheduler under a virtual clock, without cards"""
+"""how many cards hold a load, over how many a model is best divided: the real scheduler under a virtual clock"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...engine.config import ConfigError, EngineConfig
 from .flags import add_flags, read_flags
-from .machine import gib
+from .given import given_options
+from .plan_inputs import fitted_costs, read_trace
 
 if TYPE_CHECKING:
-    from ...engine.planning import Result, Setup, Wanted
-    from ...engine.simulation import Ask
-    from ...engine.step_model import Costs
+    from ...engine.model_config import ModelConfig
+    from ...engine.planning.card import Card
+    from ...engine.planning.load import Result, Wanted
+    from ...engine.planning.setup import Setup
 
 EXAMPLES = (
     "vserve plan Qwen/Qwen3-8B --gpu h200 --rate 20 --in 1024 --out 256 --ttft 500 --tpot 40",
-    "vserve plan ./my-model --gpu h100 --trace requests.jsonl --replicas 2",
+    "vserve plan ./my-70b --gpu h100 -tp 4 --ttft 1000 --tpot 50",
+    "vserve plan ./my-model --gpu h100 --trace requests.jsonl --replicas 2 --output plan.svg",
 )
 _ENGINE = (
     "model", "revision", "max_model_len", "dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "quantization",
     "kv_cache_dtype", "calculate_kv_scales", "max_num_batched_tokens", "max_num_seqs", "max_mixed_tokens", "block_size",
-    "speculative_config", "tensor_parallel_size", "pipeline_parallel_size",
+    "backlog_steps", "enable_chunked_prefill", "max_num_partial_prefills", "max_long_partial_prefills",
+    "long_prefill_token_threshold", "speculative_config", "tensor_parallel_size", "pipeline_parallel_size",
+    "pipeline_layer_partition", "enable_expert_parallel",
 )  # fmt: skip
-BAR = 40
-_VERDICTS = {None: "", True: "met", False: "not met"}
+_DIVIDE = ("tensor_parallel_size", "pipeline_parallel_size")
+MOST_ENGINES = 64
+SHARES = (0.25, 0.5, 0.75, 1.0, 1.1, 1.25)  # of the knee, that are looked at around it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", "tokens of an answer (default: 256)", default=256, dest="num_output", **whole)
     add("--ttft", "time to first token that 95 of 100 requests must not exceed", type=_above(float), metavar="MS")
     add("--tpot", "time an output token that 95 of 100 must not exceed", type=_above(float), metavar="MS")
-    add("--replicas", "so many, instead of as many as are needed", **whole)
+    add("--replicas", "so many engines, instead of as many as are needed", **whole)
     add("--trace", "JSON lines with timestamp (ms), input_length and output_length, instead of --rate", metavar="FILE")
     add("--fit", "a vserve server with this model on such a card: its last steps, under a load like --in and --out, "
         "correct the numbers of the card", metavar="URL")  # fmt: skip
-    add("--output", "also write what was computed, as JSON", metavar="FILE")
+    add("--output", "also write what was computed: a picture (.svg), or JSON", metavar="FILE")
 
 
 def _above(kind: type) -> Any:
@@ -78,173 +85,211 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
     from ...engine.model_file import ModelError
     from ...engine.model_source import resolve_model_path
     from ...engine.overrides import read_model_config
-    from ...engine.planning import Wanted, replay, set_up, stored_bytes
-    from ...engine.step_model import CARDS
+    from ...engine.planning.card import CARDS
+    from ...engine.planning.load import Wanted
+    from ...engine.planning.setup import stored_bytes
+    from .plan_table import write
 
     if (card := CARDS.get(arguments.gpu.lower())) is None:
         raise ConfigError(f"--gpu {arguments.gpu}: there are numbers of {', '.join(CARDS)}; choose the nearest")
-    if engine.world_size > 1:
-        raise ConfigError(
-            f"{engine.divided_by}: plans are of copies on one card each, as there are no measured times of what cards "
-            "tell each other: leave it out, and measure a divided model with `vserve bench serve`"
-        )
     if arguments.rate is None and arguments.trace is None and arguments.ttft is None and arguments.tpot is None:
         raise ConfigError("say what is asked: --rate (requests a second), --trace, or --ttft and --tpot for the knee")
     try:
         folder = resolve_model_path(engine.model, engine.revision, engine.download_dir, "dummy")
         model = read_model_config(folder, engine)
-        setup = set_up(stored_bytes(folder), model, engine, card, _fitted(arguments, engine, model, card))
-        _head(setup, model.architecture, engine.model)
-        wanted = Wanted(_seconds(arguments.ttft), _seconds(arguments.tpot))
-        if arguments.trace is not None:
-            result = replay(setup, read_trace(Path(arguments.trace)), arguments.replicas or 1)
-            rows, code = [_row(arguments.replicas or 1, result, wanted)], 0
-            _table(rows)
-        else:
-            rows, code = _search(setup, wanted, arguments)
+        named = any(name in given_options(arguments) for name in _DIVIDE)
+        setups = _setups(arguments, engine, model, card, stored_bytes(folder), named)
+        wanted = Wanted(*(None if ms is None else ms / 1e3 for ms in (arguments.ttft, arguments.tpot)))
+        rows, code = _Question(arguments, wanted, setups, model.architecture, engine.model, named).answer()
     except (ModelError, ConfigError) as error:
         print(f"vserve: {error}", file=sys.stderr)
         return 1
     if arguments.output:
-        Path(arguments.output).write_text(json.dumps({"gpu": card.name, "model": engine.model, "rows": rows}, indent=1))
+        write(Path(arguments.output), {"gpu": card.name, "model": engine.model, "rows": rows})
     return code
 
 
-def _search(setup: Setup, wanted: Wanted, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    from ...engine.planning import MOST_REPLICAS, knee, steady
+def _setups(
+    arguments: argparse.Namespace, engine: EngineConfig, model: ModelConfig, card: Card, stored: int, named: bool
+) -> list[Setup]:
+    """Ways to divide the model that fit, fewest cards first; where one is named, that. Raises ConfigError or
+    ModelError."""
+    from ...engine.planning.divisions import divisions, fitting
+    from ...engine.planning.setup import set_up, weights_of
 
-    size = arguments.num_prompt, arguments.num_output
-    rows: list[dict[str, Any]] = []
-    best = knee(setup, wanted, *size) if wanted.ttft or wanted.tpot else None
-    if wanted.ttft or wanted.tpot:
+    costs, weights = None, weights_of(model, engine, card)
+    if arguments.fit is not None:
+        context = arguments.num_prompt + arguments.num_output // 2
+        costs = fitted_costs(arguments.fit, engine, model, card, context)
+    configs = [engine] if named else divisions(model, engine)
+    try:
+        return fitting(configs, lambda config: set_up(stored, model, config, card, costs, weights))
+    except ConfigError as error:
+        if "does not fit" not in str(error):
+            raise
+        more = "more cards (-tp, -pp)" if named else "several hosts (-tp and -pp name the cards)"
+        raise ConfigError(f"{error}; take a larger card, {more}, or a smaller model") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """What was asked of which engines, the smallest first."""
+
+    arguments: argparse.Namespace
+    wanted: Wanted
+    setups: list[Setup]
+    architecture: str
+    model: str
+    named: bool  # there is one division only, which was asked for
+
+    def answer(self) -> tuple[list[dict[str, Any]], int]:
+        """→ the rows of the table, the exit code."""
+        from ...engine.planning.divisions import fewest
+        from .plan_table import head, row, table
+
+        arguments, wanted, setups = self.arguments, self.wanted, self.setups
+        head(setups[0], self.architecture, self.model)
+        if arguments.rate is None and arguments.trace is None:
+            return self._around_the_knee()
+        ask, searches = self._asked(), arguments.replicas is None and (self._has_target or arguments.rate is not None)
+        if searches:
+            best, asked = fewest(setups, wanted, ask, self._likely)
+        else:
+            best, asked = self._of_so_many(ask, arguments.replicas or 1)
+        if not asked:
+            return self._too_slow()
+        rows = [row(fleet.setup, fleet.replicas, fleet.result, wanted) for fleet in asked]
+        table(rows)
         if best is None:
-            slow = steady(setup, 0.01, *size, seconds=2000)
-            _table([_row(1, slow, wanted)])
-            print("\nno rate meets this on one card, not even one request at a time: take a faster card, or more time")
+            print("\nnone of these meets what is wanted")
             return rows, 1
-        print(f"one card holds {best.rate:.3g} requests a second ({best.output_rate:.0f} output tokens a second)")
-    if arguments.rate is None:
-        assert best is not None, "one of them was given"
-        rows = [_row(1, steady(setup, best.rate * share, *size), wanted) for share in (0.25, 0.5, 0.75, 1.0, 1.1, 1.25)]
-        _table(rows)
+        self._tell_of(best.setup)
+        if best.replicas > 1:
+            left = ask(best.setup, best.replicas - 1)
+            rows.append({"one_dies": row(best.setup, best.replicas - 1, left, wanted)})
+            verdict = "still" if wanted.met(left) and left.keeps_up else "no longer"
+            done = "meets it" if self._has_target else "is worked off as it comes"
+            print(
+                f"\nwith one of them dead, the load {verdict} {done}: TTFT p95 {left.ttft(0.95) * 1e3:.0f} ms, "
+                f"TPOT p95 {left.tpot(0.95) * 1e3:.1f} ms"
+            )
+        elif searches:
+            print("\nwith its only engine dead, nobody is served until that has started again: -dp 2 would go on")
+        if searches:
+            print(f"\n{self._command(best.setup, best.replicas)}")
         return rows, 0
-    first = arguments.replicas or (max(1, int(arguments.rate / best.rate)) if best else 1)
-    last = first if arguments.replicas else 2 * first + 2
-    if last > MOST_REPLICAS:
-        raise ConfigError(
-            f"--rate {arguments.rate:g} needs some {first} cards: at most {MOST_REPLICAS} are computed; ask for a "
-            "smaller rate"
-        )
-    found = None
-    for replicas in range(first, last + 1):
-        result = steady(setup, arguments.rate, *size, replicas)
-        rows.append(_row(replicas, result, wanted))
-        if arguments.replicas or (wanted.met(result) and result.keeps_up):
-            found = replicas
-            break
-    _table(rows)
-    if found is None:
-        print("\nnone of these meets what is wanted")
-        return rows, 1
-    if found > 1:
-        left = steady(setup, arguments.rate, *size, found - 1)
-        rows.append({"one_dies": _row(found - 1, left, wanted)})
-        verdict = "still" if wanted.met(left) else "no longer"
-        print(
-            f"\nwith one of them dead, the load {verdict} meets it: TTFT p95 {left.ttft(0.95) * 1e3:.0f} ms, "
-            f"TPOT p95 {left.tpot(0.95) * 1e3:.1f} ms"
-        )
-    told = " --spec-method ngram" if setup.acceptance else ""
-    if not arguments.replicas:
-        print(f"\nvserve {arguments.model or 'MODEL'}" + (f" -dp {found}" if found > 1 else "") + told)
-    return rows, 0
 
+    @property
+    def _has_target(self) -> bool:
+        return self.wanted.ttft is not None or self.wanted.tpot is not None
 
-def _head(setup: Setup, architecture: str, name: str) -> None:
-    known = "measured" if setup.card.measured else "from its data sheet: expect 20 % either way"
-    print(
-        f"{architecture} ({name}) on {setup.card.name} ({known}): weights {gib(setup.weights)}, cache "
-        f"{gib(setup.cache)} = {setup.cache_tokens} tokens"
-    )
-    if setup.acceptance:
-        most, held = len(setup.acceptance), sum(setup.acceptance)
-        print(f"drafts: up to {most} of every request in a step, of which {held:.3g} are assumed to hold")
+    @property
+    def _size(self) -> tuple[int, int]:
+        return self.arguments.num_prompt, self.arguments.num_output
 
+    def _asked(self) -> Callable[[Setup, int], Result]:
+        """What answers a load: a rate, or a trace."""
+        from ...engine.planning.load import replay, steady
 
-def _row(replicas: int, result: Result, wanted: Wanted) -> dict[str, Any]:
-    return {
-        "replicas": replicas,
-        "rate": round(result.rate or len(result.answers) / result.seconds, 3),
-        **{f"ttft_p{p}_ms": round(result.ttft(p / 100) * 1e3, 1) for p in (50, 95)},
-        **{f"tpot_p{p}_ms": round(result.tpot(p / 100) * 1e3, 2) for p in (50, 95)},
-        "output_tokens_per_second": round(result.output_rate, 1),
-        "preemptions": result.num_preemptions,
-        "met": wanted.met(result) if wanted.ttft or wanted.tpot else None,
-    }
+        if self.arguments.trace is None:
+            return lambda setup, replicas: steady(setup, self.arguments.rate, *self._size, replicas)
+        asks = read_trace(Path(self.arguments.trace))
+        return lambda setup, replicas: replay(setup, asks, replicas)
 
+    def _of_so_many(self, ask: Callable[[Setup, int], Result], replicas: int) -> tuple[Any, list[Any]]:
+        """The least divided engines of which so many are enough; where nothing is wanted of them, the smallest."""
+        from ...engine.planning.divisions import Fleet
 
-def _table(rows: list[dict[str, Any]]) -> None:
-    print("\ncards  requests/s  TTFT p50 / p95 ms   TPOT p50 / p95 ms   out tok/s  preempted")
-    most = max(row["ttft_p95_ms"] for row in rows)
-    for row in rows:
-        bar = "#" * max(1, round(BAR * row["ttft_p95_ms"] / most))
-        print(
-            f"{row['replicas']:5d}  {row['rate']:10.3g}  {row['ttft_p50_ms']:8.0f} / {row['ttft_p95_ms']:<8.0f} "
-            f"{row['tpot_p50_ms']:8.1f} / {row['tpot_p95_ms']:<8.1f} {row['output_tokens_per_second']:10.0f}  "
-            f"{row['preemptions']:9d}  {_VERDICTS[row['met']]:<8}{bar}"
-        )
+        asked = []
+        for setup in self.setups:
+            asked.append(Fleet(setup, replicas, ask(setup, replicas)))
+            if self.wanted.met(asked[-1].result) or not self._has_target:
+                return asked[-1], asked
+        return None, asked
 
+    def _likely(self, setup: Setup) -> int:
+        """Engines that a load needs, about; 0: no number of them is enough. Says what one holds."""
+        from ...engine.planning.load import knee, likely_rate
 
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
-
-
-def read_trace(path: Path) -> list[Ask]:
-    """Raises ConfigError."""
-    from ...engine.simulation import Ask
-
-    asks = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--trace {path}: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            ask = Ask(float(entry["timestamp"]) / 1e3, int(entry["input_length"]), int(entry["output_length"]))
-            if ask.num_prompt < 1 or ask.num_output < 1 or ask.arrival < 0:
-                raise ValueError("lengths are at least 1, timestamps at least 0")
-        except (ValueError, KeyError, TypeError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else error
+        arguments = self.arguments
+        if arguments.trace is not None:
+            return 1
+        rate = likely_rate(setup, *self._size)
+        if self._has_target:
+            if (best := knee(setup, self.wanted, *self._size)) is None:
+                return 0
+            rate = best.rate
+            print(
+                f"{_engine(setup)} holds {rate:.3g} requests a second ({best.output_rate:.0f} output tokens a second)"
+            )
+        if (count := max(1, int(arguments.rate / rate))) > MOST_ENGINES:
             raise ConfigError(
-                f"--trace {path}, line {number}: {what}; a line is "
-                '{"timestamp": 27.5, "input_length": 1024, "output_length": 256}'
-            ) from None
-        asks.append(ask)
-    if not asks:
-        raise ConfigError(f"--trace {path} has no requests: give a file with a JSON object a line")
-    return asks
+                f"--rate {arguments.rate:g} needs some {count} engines: at most {MOST_ENGINES} are computed; ask for a "
+                "smaller rate"
+            )
+        return count
+
+    def _around_the_knee(self) -> tuple[list[dict[str, Any]], int]:
+        from ...engine.planning.load import knee, steady
+        from .plan_table import row, table
+
+        count = self.arguments.replicas or 1
+        for setup in self.setups:
+            if (best := knee(setup, self.wanted, *self._size, count)) is None:
+                continue
+            holds = f"{count} of them hold" if count > 1 else f"{_engine(setup)} holds"
+            print(f"{holds} {best.rate:.3g} requests a second ({best.output_rate:.0f} output tokens a second)")
+            rows = [
+                row(setup, count, steady(setup, best.rate * share, *self._size, count), self.wanted) for share in SHARES
+            ]
+            table(rows)
+            self._tell_of(setup)
+            print(f"\n{self._command(setup, count)}")
+            return rows, 0
+        return self._too_slow()
+
+    def _too_slow(self) -> tuple[list[dict[str, Any]], int]:
+        from ...engine.planning.load import alone
+        from .plan_table import row, table
+
+        rows = [row(setup, 1, alone(setup, *self._size), self.wanted) for setup in self.setups]
+        table(rows)
+        print(
+            "\nno rate meets this, not even one request at a time: take a faster card, "
+            + ("another division (-tp), " if self.named else "")
+            + "or more time"
+        )
+        return rows, 1
+
+    def _tell_of(self, setup: Setup) -> None:
+        """What was not told of it above, and how sure times between cards are."""
+        from .plan_table import head
+
+        if setup is not self.setups[0]:
+            print()
+            head(setup, self.architecture, self.model)
+        if setup.cards > 1:
+            stage = setup.stages[0]
+            links = [stage.link] if setup.ranks > 1 else []
+            links += [stage.way] if len(setup.stages) > 1 and stage.way not in links else []
+            print(
+                "\nwhat cards tell each other is computed of data sheets, and was not measured: "
+                + "; ".join(
+                    f"{link.name}, {link.bandwidth / 1e9:.0f} GB/s each way, of which {link.share:.0%} are used, "
+                    f"{link.latency * 1e6:.0f} µs to begin"
+                    for link in links
+                )
+            )
+
+    def _command(self, setup: Setup, replicas: int) -> str:
+        words = (
+            " ".join(filter(None, ("vserve", self.arguments.model)))
+            + setup.options
+            + (f" -dp {replicas}" if replicas > 1 else "")
+        )
+        words += " --enable-expert-parallel" if self.arguments.opt_enable_expert_parallel and setup.ranks > 1 else ""
+        return words + (" --spec-method ngram" if setup.acceptance else "")
 
 
-def _fitted(arguments: argparse.Namespace, engine: EngineConfig, model: Any, card: Any) -> Costs | None:
-    if arguments.fit is None:
-        return None
-    import httpx
-
-    from ...engine.planning import fit, set_up
-
-    try:
-        answer = httpx.get(f"{arguments.fit.rstrip('/')}/server_info?steps=1024", timeout=30)
-        answer.raise_for_status()
-        steps = answer.json()["steps"]
-    except (httpx.HTTPError, ValueError, KeyError) as failure:
-        raise ConfigError(
-            f"--fit {arguments.fit}: {failure}; name a vserve server that has answered requests"
-        ) from None
-    context = arguments.num_prompt + arguments.num_output // 2
-    costs, error, count = fit(set_up(0, model, engine, card).model, steps, context)
-    print(f"fitted on {count} steps: products × {costs.products:.2f}, weights × {costs.weights:.2f}, a step "
-          f"{costs.step * 1e6:.0f} µs; on as many others the median error is {100 * error:.1f} %")  # fmt: skip
-    return costs
+def _engine(setup: Setup) -> str:
+    return "one card" if setup.cards == 1 else f"one engine of {setup.cards} cards ({setup.options.strip()})"

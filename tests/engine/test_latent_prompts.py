@@ -16,10 +16,10 @@ from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.models import latent_attention
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.planning import set_up
+from vserve.engine.planning.card import CARDS
+from vserve.engine.planning.setup import set_up
 from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
-from vserve.engine.step_model import CARDS
 from vserve.kernels.latent_prompts import LatentSizes
 
 CPU, GREEDY = torch.device("cpu"), SamplingParams(max_tokens=9, temperature=0.0)

@@ -11,29 +11,23 @@ import pytest
 
 from vserve.engine import planner
 from vserve.engine.config import SchedulerConfig
-from vserve.engine.model_config import ModelConfig, parse_model_config
+from vserve.engine.kv_format import NUMBERS
+from vserve.engine.model_config import parse_model_config
+from vserve.engine.parallel.pipeline import Stage
 from vserve.engine.parallel.stages import context_cost, stage_layers
 from vserve.engine.plan import StepPlan, StepResult
+from vserve.engine.planning.card import CARDS
+from vserve.engine.planning.shape import kept_weights, shape_of
+from vserve.engine.planning.step_model import StepModel
 from vserve.engine.request import Request, SamplingParams
 from vserve.engine.scheduler import Scheduler
 from vserve.engine.stage_turns import equal_chunk, whose_turn
-from vserve.engine.step_model import CARDS, Costs, Shape, StepModel, shape_of
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "num_hidden_layers": 80,
     "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672, "torch_dtype": "bfloat16",
 }  # fmt: skip
 HOST = 0.5e-3  # seconds from a result to the launch that follows
-
-
-def shape(model: ModelConfig, part: range, has_head: bool) -> Shape:
-    """Of a stage."""
-    layer = 8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672
-    vocab = model.vocab_size if has_head else 0
-    return shape_of(
-        [model.layers[index] for index in part], parameters=len(part) * layer + 2 * vocab * 8192, vocab=vocab,
-        hidden=8192, tied=False, item=2, kv_item=2,
-    )  # fmt: skip
 
 
 @dataclass
@@ -86,10 +80,9 @@ class Clock:
 def clock(num_stages: int, **options: Any) -> Clock:
     model = parse_model_config(LLAMA_70B)
     parts = stage_layers(model, num_stages)
-    models = [
-        StepModel(shape(model, part, index == num_stages - 1), CARDS["h200"], Costs())
-        for index, part in enumerate(parts)
-    ]
+    weights = kept_weights(model, model.dtype)
+    stages = [Stage(index, num_stages, part) for index, part in enumerate(parts)]
+    models = [StepModel(shape_of(model, weights, NUMBERS, stage=stage), CARDS["h200"]) for stage in stages]
     values = {
         "max_model_len": 16384, "max_num_batched_tokens": max(1024, 8192 // num_stages), "max_num_seqs": 256,
         "max_mixed_tokens": 1024, "num_blocks": 60_000, "depth": num_stages + 1, "num_stages": num_stages,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from .config import SchedulerConfig
-from .plan import StepPlan, StepResult
-from .request import Request, SamplingParams
-from .scheduler import Scheduler
+from ..config import SchedulerConfig
+from ..plan import StepPlan, StepResult
+from ..request import Request, SamplingParams
+from ..scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +43,58 @@ class Answer:
         return (self.last - self.first) / max(1, self.ask.num_output - 1)
 
 
+class Clock(Protocol):
+    """Of one stage of an engine: see step_model.py."""
+
+    def seconds(self, plan: StepPlan, shared: int = 0) -> float: ...
+
+    def handing_seconds(self, tokens: int) -> float: ...
+
+
 @dataclass
 class Engine:
-    """One scheduler and the clock of its card."""
+    """One scheduler and the clocks of its stages, which compute as many plans at once."""
 
     scheduler: Scheduler
-    seconds: Callable[[StepPlan, int], float]
+    stages: Sequence[Clock]
     index: int = 0
     acceptance: tuple[float, ...] = ()  # how often the drafts up to each hold; (): nobody drafts
     luck: random.Random = field(default_factory=lambda: random.Random(0))
-    plan: StepPlan | None = None
-    ends: float = 0.0  # of the step under way
+    plans: deque[tuple[StepPlan, float]] = field(default_factory=deque)  # under way, and when each ends
     open: dict[int, Answer] = field(default_factory=dict)
     rows: dict[int, Ask] = field(default_factory=dict)  # who computes on which row
+    free: list[float] = field(init=False)  # when each stage has computed all that it knows of
+    known: dict[int, float] = field(default_factory=dict)  # row → when its newest token is there
+
+    def __post_init__(self) -> None:
+        self.free = [0.0] * len(self.stages)
+
+    @property
+    def ends(self) -> float:
+        """Of the oldest plan."""
+        return self.plans[0][1]
 
     def begin(self, now: float) -> None:
-        """Plans a step, where there is something to compute and none is under way."""
-        if self.plan is None and self.scheduler.has_unfinished():
-            self.plan = self.scheduler.schedule()
-            if self.plan is not None:
-                self.ends = now + self.seconds(self.plan, self._shared(self.plan))
+        """Plans steps, where there is something to compute and as many as may be are not under way."""
+        while len(self.plans) < self.scheduler.config.depth and self.scheduler.has_unfinished():
+            if (plan := self.scheduler.schedule()) is None:
+                return
+            self.plans.append((plan, self._end(plan, now)))
+
+    def _end(self, plan: StepPlan, now: float) -> float:
+        """Stages take plans in their order. A stage begins when it has what the one before it made, and the first one
+        when the tokens are there that earlier plans sample."""
+        shared, tokens = self._shared(plan), plan.total_tokens
+        time = max(now, *(self.known.get(row, 0.0) for row in plan.rows)) if plan.rows else now
+        for place, stage in enumerate(self.stages):
+            time = max(time, self.free[place])
+            time = self.free[place] = time + stage.seconds(plan, shared)
+            if place < len(self.stages) - 1:
+                time += stage.handing_seconds(tokens)
+        if len(self.stages) > 1:
+            for place in plan.sampled:
+                self.known[plan.rows[place]] = time
+        return time
 
     def _shared(self, plan: StepPlan) -> int:
         """Tokens of context that several who decode have, counted for each but one of them."""
@@ -77,15 +110,14 @@ class Engine:
         return shared
 
     def end(self) -> list[Answer]:
-        """Takes in the step under way. Returns the answers that are over."""
-        assert self.plan is not None
-        plan, self.plan = self.plan, None
+        """Takes in the oldest step under way. Returns the answers that are over."""
+        plan, ended = self.plans.popleft()
         over = []
         for output in self.scheduler.update(self._result(plan)):
             answer = self.open[output.id]
             if output.token_ids:
-                answer.first = answer.first or self.ends
-                answer.last = self.ends
+                answer.first = answer.first or ended
+                answer.last = ended
             if output.finish_reason is not None:
                 del self.open[output.id]
                 over.append(answer)
@@ -108,10 +140,10 @@ class Simulation:
     matter."""
 
     def __init__(
-        self, config: SchedulerConfig, seconds: Callable[[StepPlan, int], float], num_engines: int = 1,
+        self, config: SchedulerConfig, stages: Sequence[Clock], num_engines: int = 1,
         acceptance: tuple[float, ...] = (),
     ) -> None:  # fmt: skip
-        self.engines = [Engine(Scheduler(config), seconds, index, acceptance) for index in range(num_engines)]
+        self.engines = [Engine(Scheduler(config), stages, index, acceptance) for index in range(num_engines)]
         self._next_id = 0
         self._seed = 0
 
@@ -127,7 +159,7 @@ class Simulation:
                 num_open += 1
             for engine in self.engines:
                 engine.begin(now)
-            busy = [(engine.ends, engine.index) for engine in self.engines if engine.plan is not None]
+            busy = [(engine.ends, engine.index) for engine in self.engines if engine.plans]
             may_send = waiting and (not concurrency or num_open < concurrency)
             if not busy:
                 assert may_send, "requests are open, but no engine has anything to compute"

@@ -1,0 +1,91 @@
+"""Over how many cards an engine is best divided, and how many engines hold a load: the fewest cards that do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ..config import ConfigError, EngineConfig
+from ..model_config import ModelConfig
+from ..parallel.divide import sizes
+from .card import HOST_CARDS
+from .load import Result, Wanted
+from .setup import Setup
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """So many engines alike, and what a load meets there."""
+
+    setup: Setup
+    replicas: int
+    result: Result
+
+    @property
+    def cards(self) -> int:
+        return self.setup.cards * self.replicas
+
+
+def divisions(model: ModelConfig, config: EngineConfig) -> list[EngineConfig]:
+    """The same on one card, and divided in each way that the model can be over the cards of one host: the fewest cards
+    first, then the fewest stages."""
+    whole = dataclasses.replace(config, tensor_parallel_size=1, pipeline_parallel_size=1)
+    stages = len(model.layers) if model.foreign is None else 1
+    pairs = [
+        (ranks, count)
+        for ranks in sizes(model, config.enable_expert_parallel)
+        for count in range(1, min(stages, HOST_CARDS // ranks) + 1)
+        if ranks <= HOST_CARDS
+    ]
+    return [
+        dataclasses.replace(whole, tensor_parallel_size=ranks, pipeline_parallel_size=count)
+        for ranks, count in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]))
+    ]
+
+
+def fitting(configs: Iterable[EngineConfig], make: Callable[[EngineConfig], Setup]) -> list[Setup]:
+    """Those that the cards' memory holds, of stages no more than that takes: more would bring an engine less than as
+    many engines. Raises ConfigError, that of the last one, where there is none."""
+    found: list[Setup] = []
+    refused = ConfigError("nothing was asked for")
+    for config in configs:
+        if any(setup.ranks == config.tensor_parallel_size for setup in found):
+            continue
+        try:
+            found.append(make(config))
+        except ConfigError as error:
+            refused = error
+    if not found:
+        raise refused
+    return found
+
+
+def fewest(
+    setups: Sequence[Setup], wanted: Wanted, ask: Callable[[Setup, int], Result], guess: Callable[[Setup], int]
+) -> tuple[Fleet | None, list[Fleet]]:
+    """→ the fewest cards that meet what is wanted, of as many those with the least divided engines; all that were
+    asked. setups: in the order of `divisions`; guess: engines that are likely to be needed; 0: no number is enough."""
+    best: Fleet | None = None
+    asked: list[Fleet] = []
+
+    def meets(setup: Setup, replicas: int) -> bool:
+        nonlocal best
+        result = ask(setup, replicas)
+        asked.append(Fleet(setup, replicas, result))
+        if met := wanted.met(result) and result.keeps_up:
+            best = asked[-1]
+        return met
+
+    for setup in setups:
+        if best is not None:
+            below = (best.cards - 1) // setup.cards
+        elif likely := guess(setup):
+            counts = range(likely, 2 * likely + 3)
+            found = next((count for count in counts if meets(setup, count)), 0)
+            below = found - 1 if found == likely else 0  # one less than others has been asked
+        else:
+            continue
+        while below and meets(setup, below):
+            below -= 1
+    return best, asked
