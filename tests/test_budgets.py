@@ -81,8 +81,8 @@ def test_a_folder_without_a_budget_needs_one(reports: list[Path]) -> None:
 
 
 def test_all_together_have_a_limit_too(reports: list[Path]) -> None:
-    code, lines = judge(reports, 100, minutes=0.01)
-    assert code == 1 and lines[-1].endswith("minutes, and 0.01 are allowed: make some faster")
+    code, lines = judge(reports, 100, minutes=0.001)
+    assert code == 1 and lines[-1].endswith("times the 0.001 that budgets.toml allows: make some faster")
 
 
 def test_every_folder_has_its_budget() -> None:
