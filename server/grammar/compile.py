@@ -23,6 +23,8 @@ MAX_PAYLOAD = 4 << 20
 TRIAL_TOKENS = 100
 TRIAL_SECONDS = 0.1  # of CPU, for one mask or one token
 _LARK_OPTIONS = re.compile(r"%llguidance\s*\{[^}]*\}")
+# Of EBNF: a text in quotes, or characters in brackets; [^…]: all but those.
+_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|\[(\^?)(?:\\.|[^\]\\])*\]')
 _WHITESPACE_PATTERN = re.compile(r"(\\[nrts]|[ \n\r\t*+?()|\[\]]|\{\d*,?\d*\})+")
 
 
@@ -130,11 +132,20 @@ def _json(constraint: Constraint) -> Iterator[Attempt]:
     if schema.obstacle is None and not flexible:
         yield (
             "xgrammar",
-            _xgrammar(lambda compiler: compiler.compile_json_schema(text, any_whitespace=False, strict_mode=False)),
+            _xgrammar(lambda compiler: compiler.compile_grammar(_of_characters(text))),
         )
     compact = JSON_OPTIONS | {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     options = between_tokens(between) if flexible else compact
     yield "llguidance", _llguidance("start: %json " + json.dumps(schema.root | {"x-guidance": options}))
+
+
+def _of_characters(schema: str) -> str:
+    """xgrammar's EBNF of a schema, whose strings it would also let have halves of surrogate pairs, written as if they
+    were characters: no text has those bytes, and what is decoded of them is longer than the schema may allow."""
+    from xgrammar import Grammar
+
+    grammar = str(Grammar.from_json_schema(schema, any_whitespace=False, strict_mode=False))
+    return _LITERAL.sub(lambda found: rf"{found[0][:-1]}\ud800-\udfff]" if found[1] else found[0], grammar)
 
 
 def _quote(text: str) -> str:

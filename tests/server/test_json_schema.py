@@ -284,6 +284,37 @@ _SCHEMAS = st.recursive(
 )
 
 
+@pytest.mark.parametrize(
+    "schema, before, backend",
+    [
+        ({}, '"', "xgrammar"),
+        ({"type": "object"}, '{"', "xgrammar"),
+        ({"type": "array", "items": {"type": "string"}}, '["', "xgrammar"),
+        (
+            {"type": "object", "properties": {"a": {"enum": ['"[^']}, "b": {"type": "string"}}, "required": ["a", "b"]},
+            '{"a": "\\"[^", "b": "',
+            "xgrammar",
+        ),
+        ({"type": "string", "maxLength": 3}, '"', "llguidance"),
+    ],
+)
+def test_strings_have_no_halves_of_characters(
+    schema: dict[str, Any], before: str, backend: str, vocabulary: Vocabulary
+) -> None:
+    """Halves of surrogate pairs, written as if they were characters, are no UTF-8: of each three would become."""
+    found, payload = compile(Constraint("json", json.dumps(schema), any_whitespace=False), vocabulary)
+    assert found == backend
+
+    def follows(text: bytes) -> bool:
+        matcher = GrammarMatcher(vocabulary, BACKENDS[backend](vocabulary, payload))
+        return all(matcher.accept(byte) for byte in before.encode() + text)
+
+    for text in ("\ud7ff", "\ue000", "a", "日", "\U00010000", "\U0010ffff"):
+        assert follows(text.encode())
+    for half in (0xD800, 0xDBFF, 0xDC00, 0xDFFF):
+        assert not follows(chr(half).encode(errors="surrogatepass"))
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=_SCHEMAS, seed=st.integers(0, 999), closed=st.booleans(), compact=st.booleans())
 def test_what_follows_any_grammar_is_valid(
