@@ -15,17 +15,18 @@ def dummy_plan(
     num_drafts: int,
     adapted: bool,
     *,
+    max_num_seqs: int,
     max_model_len: int,
     num_groups: int,
     generates: bool,
 ) -> StepPlan:
     """Its block tables point to the null block.
 
-    num_seqs: at most, and no more than tokens. num_drafts: of each request, beside one token; what num_tokens has
-    beyond that is another one's prompt. adapted: every request has the adapter of the first slot, whatever is in it.
-    generates: or the model makes vectors alone. num_groups: of the cache.
+    num_seqs: more where contexts of so many are too short for the tokens, and no more than tokens. num_drafts: of each
+    request, beside one token; what num_tokens has beyond that is another one's prompt. adapted: every request has the
+    adapter of the first slot, whatever is in it. generates: or the model makes vectors alone. num_groups: of the cache.
     """
-    num_seqs = min(num_seqs, num_tokens)
+    num_seqs = min(max(num_seqs, -(-num_tokens // max_model_len)), num_tokens, max_num_seqs)
     lengths = [min(num_tokens // num_seqs + (i < num_tokens % num_seqs), max_model_len) for i in range(num_seqs)]
     if num_drafts:
         prompt = num_tokens - num_seqs * (1 + num_drafts)

@@ -12,7 +12,7 @@ from .config import EngineConfig
 from .executor import Executor, ThreadExecutor, steps_in_flight
 from .messages import EngineInfo, Progress
 from .model_config import ModelConfig
-from .parallel.gain import more_ranks, more_stages
+from .parallel.gain import more_cards
 from .rank import ALONE, Rank
 from .ranks.effort import stepping
 from .ranks.executor import RanksExecutor
@@ -38,16 +38,8 @@ class Engine:
             settings.info(rank.seconds, rank.quantization), experts=rank.experts, **served(rank.model.config)
         )
         if runner.device.type == "cuda" and config.fits_cache:
-            size, times, _ = more_ranks(
-                rank.model.config, config.tensor_parallel_size, settings.plan.weights, settings.plan.cache,
-                config.enable_expert_parallel,
-            )  # fmt: skip
-            self.info = msgspec.structs.replace(self.info, more_ranks=(size, times))
-            if not size and not config.speculative_config:
-                size, times, _ = more_stages(
-                    rank.model.config, config.pipeline_parallel_size, settings.plan.weights, settings.plan.cache
-                )
-                self.info = msgspec.structs.replace(self.info, more_stages=(size, times))
+            more = more_cards(rank.model.config, config, settings.plan.weights, settings.plan.cache)
+            self.info = msgspec.structs.replace(self.info, more_cards=(more.option, more.size, more.times))
 
     @property
     def adapter_store(self) -> AdapterStore | None:

@@ -17,7 +17,7 @@ from .cpu_memory import machine_bytes, row_bytes, step_bytes
 from .host_memory import GIB, gib
 from .kv_layout import KVLayout
 from .models.model import Model
-from .parallel.gain import more_ranks, more_stages
+from .parallel.gain import more_cards
 from .parallel.group import Group
 from .parallel.pipeline import stage_of
 from .ranks.agreement import gather
@@ -161,15 +161,15 @@ def plan_memory(
 
 def _ranks(runner: ModelRunner, config: EngineConfig, weights: int, cache: int) -> str:
     """Where more would do; stages where the model cannot be divided further."""
-    model, option = runner.model.config, "tensor-parallel-size"
-    size, times, left = more_ranks(model, config.tensor_parallel_size, weights, cache, config.enable_expert_parallel)
-    if not size and not config.speculative_config:
-        option = "pipeline-parallel-size"
-        size, times, left = more_stages(model, config.pipeline_parallel_size, weights, cache)
-    if not size:
+    more = more_cards(runner.model.config, config, weights, cache)
+    if not more.option:
         return ""
-    gain = f"the cache then holds about {times} times as much" if times else f"{gib(left)} a card for the cache"
-    return f", or set --{option} {size} ({gain})"
+    gain = (
+        f"the cache then holds about {more.times} times as much"
+        if more.times
+        else (f"{gib(more.left)} a card for the cache")
+    )
+    return f", or set --{more.option.replace('_', '-')} {more.size} ({gain})"
 
 
 def _sent_bytes(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> int:

@@ -147,9 +147,9 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     quantization: dict[str, str | int] = {}  # of quant/described.py; empty: none
     experts: dict[str, str | int] = {}  # of expert_info.py; empty: none
     kv_cache: dict[str, str | int] = {}  # dtype, scales, block_bytes
-    # The next number of ranks that can share the model, and how many times as many tokens the cache would then hold
-    more_ranks: tuple[int, float] = (0, 0.0)
-    more_stages: tuple[int, float] = (0, 0.0)  # the same of stages, where there is no such number
+    # The option by which more cards can share the model, what to set it to, and how many times as many tokens the cache
+    # would then hold; "": there is none
+    more_cards: tuple[str, int, float] = ("", 0, 0.0)
     fitted: tuple[str, ...] = ()  # options that became less than the model or the device would allow
 
 

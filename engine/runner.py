@@ -17,6 +17,7 @@ from .device_cache import DeviceCache
 from .dummy_plan import dummy_plan
 from .graphs import StepGraph, StepGraphs, most_drafting_rows, padded_logits
 from .kv_format import NUMBERS, KVFormat
+from .kv_layout import KVLayout
 from .layers.expert_load import ExpertCounter, ExpertLoad
 from .mask import TokenMask
 from .models.model import Model
@@ -85,7 +86,7 @@ class ModelRunner:
             model, model_drafter, max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size,
             kv_format=kv_format, device=device,
         )  # fmt: skip
-        self.layers, self.layout = self.cache.layers, self.cache.layout
+        self.layers = self.cache.layers
         self.latent_prompts = self.cache.latent_prompts
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.workspace = self._make_workspace() if device.type == "cuda" else None
@@ -104,6 +105,10 @@ class ModelRunner:
         self.relay = Relay(stage, width, model.place.dtype, device, drafts) if ring else None
         self._counter, self._experts_read = ExpertCounter(), 0.0
         self.make_rows(max_model_len)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.cache.layout
 
     def make_rows(self, max_model_len: int) -> None:
         """(Re)makes the row tables: their width is the context, which may shrink when memory has been planned.
@@ -411,12 +416,10 @@ class ModelRunner:
     def dummy_step(
         self, num_seqs: int, num_tokens: int, sampling: SamplingParams, num_drafts: int = 0, adapted: bool = False
     ) -> StepResult:
-        """A step through the real path that leaves nothing behind, as dummy_plan makes it. There are more requests
-        where contexts of so many are too short for the tokens."""
-        num_seqs = min(max(num_seqs, -(-num_tokens // self.max_model_len)), self.max_num_seqs)
+        """A step through the real path that leaves nothing behind, as dummy_plan makes it."""
         plan = dummy_plan(
-            num_seqs, num_tokens, sampling, num_drafts, adapted, max_model_len=self.max_model_len,
-            num_groups=len(self.layout.groups), generates=self.model.config.generates,
+            num_seqs, num_tokens, sampling, num_drafts, adapted, max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len, num_groups=len(self.layout.groups), generates=self.model.config.generates,
         )  # fmt: skip
         self.execute(plan)
         if self.is_last:

@@ -110,9 +110,8 @@ class Adapter:
             tensor = self.files.read(name)
         except ModelError as error:
             raise AdapterError(str(error)) from None
-        if not (
-            tensor.sum(dtype=torch.float32).isfinite() or tensor.isfinite().all()
-        ):  # a sum is one pass, and no copy
+        # A sum is one pass, and no copy; only one that is too large for its type needs another look.
+        if not (tensor.sum(dtype=torch.float32).isfinite() or tensor.isfinite().all()):
             raise AdapterError(f"{self.folder} has NaN or infinite values in {name}: its training failed, get another")
         return tensor
 

@@ -56,6 +56,6 @@ class WeightsFile:
         if not whole:
             raise ModelError(f"{self.file} has changed while it was read: load it again when it is whole")
         dtype = FLOAT_TYPES[info.dtype]
-        return (
-            torch.frombuffer(memory, dtype=dtype).view(info.shape) if memory else torch.empty(info.shape, dtype=dtype)
-        )
+        if not memory:  # which frombuffer refuses
+            return torch.empty(info.shape, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype).view(info.shape)

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .divide import MOST, kv_share, sizes
 
 if TYPE_CHECKING:
+    from ..config import EngineConfig
     from ..model_config import ModelConfig
+
+
+class Gain(NamedTuple):
+    option: str  # the field of EngineConfig that brings it; "": none does
+    size: int  # what to set that to
+    times: float  # how many times as many tokens the cache then holds; 0.0: it holds none now
+    left: int  # bytes of the cache, on each card
+
+
+def more_cards(model: ModelConfig, config: EngineConfig, weights: int, cache: int) -> Gain:
+    """More ranks; more stages where the model cannot be divided further. weights, cache: see more_ranks."""
+    found = more_ranks(model, config.tensor_parallel_size, weights, cache, config.enable_expert_parallel)
+    if found[0]:
+        return Gain("tensor_parallel_size", *found)
+    if not config.speculative_config:  # who drafts beside a whole model only
+        found = more_stages(model, config.pipeline_parallel_size, weights, cache)
+    return Gain("pipeline_parallel_size" if found[0] else "", *found)
 
 
 def more_ranks(model: ModelConfig, now: int, weights: int, cache: int, expert_parallel: bool) -> tuple[int, float, int]:

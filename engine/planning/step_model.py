@@ -1,7 +1,7 @@
 """How long a card is likely to take for a step: what it has to read, to multiply, and what it costs to begin.
 
 Nothing here runs on a card: a plan is made of numbers of config.json and of the card. What no data sheet says was
-fitted once, on measurements of one H200 (tests/gpu/RESULTS.md, tests/engine/test_planning.py).
+fitted once, on measurements of one H200 (tests/gpu/RESULTS.md, tests/engine/test_step_model.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ OVERLAP = 1.75
 TILES, LARGEST_TILE = ((8, 16), (24, 32), (48, 64)), 128
 FEW_ROWS = 8  # up to which codes that become numbers on their way hide behind their reading
 FP8_ROWS = 48  # up to which FP8 weights are multiplied by 16-bit activations
-CODES_ROWS = (
-    1023  # up to which codes that are not FP8 become numbers in registers; beyond in memory, before the product
-)
+# Up to which codes that are not FP8 become numbers in registers; beyond in memory, before the product.
+CODES_ROWS = 1023
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,12 @@ class Preemptions:
 
     def _ranks(self) -> str:
         """With more cards a rank has less of the weights, and a token takes less of its cache."""
-        config, info = self._client.config, self._client.info
-        for name, now, (size, times) in (
-            ("tensor-parallel-size", config.tensor_parallel_size, info.more_ranks),
-            ("pipeline-parallel-size", config.pipeline_parallel_size, info.more_stages),
-        ):
-            if size:
-                return f" or --{name} (now {now}; with {size} the cache holds about {times} times as much)"
-        return ""
+        option, size, times = self._client.info.more_cards
+        if not option:
+            return ""
+        now = getattr(self._client.config, option)
+        name = option.replace("_", "-")
+        return f" or --{name} (now {now}; with {size} the cache holds about {times} times as much)"
 
     def _warn(self, message: StepOutputs) -> None:
         info, stats = self._client.info, message.stats

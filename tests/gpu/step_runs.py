@@ -102,7 +102,7 @@ class Steps:
         )
         # One table for all layers, whatever their windows: the oracle keeps every key.
         specs = tuple(model.kv_specs())
-        self.runner.layout = self.runner.cache.layout = KVLayout(specs, (GroupSpec(0, tuple(range(len(specs)))),), PAGE)
+        self.runner.cache.layout = KVLayout(specs, (GroupSpec(0, tuple(range(len(specs)))),), PAGE)
         self.runner.make_rows(max_len)
         self.runner.bind_cache(self.num_blocks, self.dtype)
         self.caches: list[Tensor] = self.models.caches_of(model)

@@ -39,7 +39,7 @@ def test_once_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     monkeypatch.setattr(preemptions, "time", SimpleNamespace(monotonic=lambda: now[0]))
     info = SimpleNamespace(
         settings={}, memory={"kv_cache": 7, "weights": 42}, device="NVIDIA H100", max_num_seqs=64,
-        max_num_batched_tokens=512, more_ranks=(2, 8.0), more_stages=(0, 0.0),
+        max_num_batched_tokens=512, more_cards=("tensor_parallel_size", 2, 8.0),
     )  # fmt: skip
     config = EngineConfig("m", gpu_memory_utilization=0.8)  # what was asked for: no other setting becomes of it
     client: Any = SimpleNamespace(info=info, config=config, stats_listeners=[], engines=[None])
@@ -57,7 +57,7 @@ def test_once_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
         in (caplog.records[0].getMessage())
     )
     assert "64) to about 9, or --max-num-batched-tokens (now 512)" in caplog.records[0].getMessage()
-    info.more_ranks, info.more_stages = (0, 0.0), (3, 4.0)  # of a model that cannot be divided further
+    info.more_cards = ("pipeline_parallel_size", 3, 4.0)  # of a model that cannot be divided further
     now[0] = 9.0 + 100.0
     step(StepOutputs([], stats, [6]))
     assert "or --pipeline-parallel-size (now 1; with 3 the cache holds about 4.0 times as much), or lower" in (
