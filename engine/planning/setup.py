@@ -32,6 +32,10 @@ GRAPHS, OTHER = 2 * GIB, 1 * GIB  # of a card, about: CUDA graphs, and context a
 EXCHANGE = GIB // 2  # of each of several ranks, about: what NCCL keeps
 
 
+class TooLarge(ConfigError):
+    """The cards' memory does not hold it."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """One engine on one card or several. Bytes are those of the card with the least room."""
@@ -82,8 +86,8 @@ def set_up(
     weights: Weights | None = None,
 ) -> Setup:  # fmt: skip
     """The engine's settings on so many of that card, resolved as the engine itself does. `stored`: bytes of the
-    weights' files; 0 where they are not here. weights: those of `weights_of`, where they are known. Raises ConfigError
-    where the model does not fit, ModelError where it cannot be divided so."""
+    weights' files; 0 where they are not here. weights: those of `weights_of`, where they are known. Raises ConfigError,
+    TooLarge where the model does not fit, ModelError where it cannot be divided so."""
     if not model.causal:
         raise ConfigError(f"{model.architecture} generates no text: only loads of generation are planned")
     ranks, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
@@ -112,7 +116,7 @@ def set_up(
     longest = layout.longest_request(blocks, chunk, settings.max_model_len) if blocks > 1 else 0
     needed = config.max_model_len or min(config.block_size, settings.max_model_len)
     if longest < needed:
-        raise ConfigError(_too_large(config, card, tightest, longest))
+        raise TooLarge(_too_large(config, card, tightest, longest))
     length = min(settings.max_model_len, longest)
     plan = MemoryPlan(
         card.memory, card.memory, tightest.weights, tightest.step, 0, 0, tightest.cache, blocks, length, layout

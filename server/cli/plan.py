@@ -115,7 +115,7 @@ def _setups(
     """Ways to divide the model that fit, fewest cards first; where one is named, that. Raises ConfigError or
     ModelError."""
     from ...engine.planning.divisions import divisions, fitting
-    from ...engine.planning.setup import set_up, weights_of
+    from ...engine.planning.setup import TooLarge, set_up, weights_of
 
     costs, weights = None, weights_of(model, engine, card)
     if arguments.fit is not None:
@@ -124,9 +124,7 @@ def _setups(
     configs = [engine] if named else divisions(model, engine)
     try:
         return fitting(configs, lambda config: set_up(stored, model, config, card, costs, weights))
-    except ConfigError as error:
-        if "does not fit" not in str(error):
-            raise
+    except TooLarge as error:
         more = "more cards (-tp, -pp)" if named else "several hosts (-tp and -pp name the cards)"
         raise ConfigError(f"{error}; take a larger card, {more}, or a smaller model") from None
 
