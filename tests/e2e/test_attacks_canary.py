@@ -185,6 +185,7 @@ def judge(answer: bytes, attack: Attack) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ATTACKS)
 def test_the_others_are_served_as_ever(server: Any, before: Any, attacks: Any, name: str) -> None:
     """In three tries: whoever is stopped is so each time, whoever was disturbed by the machine is not."""
