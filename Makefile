@@ -24,8 +24,8 @@ endif
 # The tests of a file share servers, so a process runs whole files; in their order, for the longest are not the last.
 TESTS_TOGETHER = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 TESTS_ALONE = $(BIN)/python -m pytest
-# What each folder of tests has used and may use; fails above 1.5 times that.
-BUDGETS = $(BIN)/python tests/budgets.py
+# What each folder of tests has used and may use; fails above 1.5 times that, by how fast the machine was meanwhile.
+BUDGETS = $(BIN)/python tests/budgets.py --pace $(TEST_PACE)
 
 GROUP ?= core
 # An interpreter that somebody names has what it needs.
@@ -48,12 +48,16 @@ BUILD_ARGS = $(foreach name,BASE_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL,$(if $(
 serve: $(VENV)/.installed
 	@$(BIN)/vserve $(ARGS)
 
+test test-all: export TEST_PACE = build/pace.txt
+
 test: $(VENV)/.installed-test
+	@mkdir -p build && rm -f $(TEST_PACE)
 	$(TESTS_TOGETHER) -m "not slow and not alone and not gpu" --junitxml=build/together.xml
 	$(TESTS_ALONE) -m "not slow and (alone or gpu)" --junitxml=build/alone.xml
 	$(BUDGETS) test build/together.xml build/alone.xml
 
 test-all: $(VENV)/.installed-test
+	@mkdir -p build && rm -f $(TEST_PACE)
 	$(TESTS_TOGETHER) -m "not alone and not gpu" --junitxml=build/together.xml
 	$(TESTS_ALONE) -m "alone or gpu" --junitxml=build/alone.xml
 	$(BUDGETS) test-all build/together.xml build/alone.xml

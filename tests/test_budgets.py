@@ -48,10 +48,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def judge(reports: list[Path], big: float, *, small: str = "small = 5\n", minutes: float = 5) -> tuple[int, list[str]]:
+def judge(
+    reports: list[Path], big: float, *, small: str = "small = 5\n", minutes: float = 5, pace: Path | None = None
+) -> tuple[int, list[str]]:
     budgets = reports[0].with_name("budgets.toml")
     budgets.write_text(f'[test]\nminutes = {minutes}\n[test.seconds]\nbig = {big}\n{small}"." = 5\n')
     command = [sys.executable, str(TESTS / "budgets.py"), "test", *map(str, reports), f"--budgets={budgets}"]
+    command += [] if pace is None else [f"--pace={pace}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert not done.stderr
     return done.returncode, done.stdout.splitlines()
@@ -73,6 +76,18 @@ def test_a_folder_may_take_half_as_much_again_and_no_more(reports: list[Path]) -
     assert code == 0 and lines[2].endswith("above it")
     code, lines = judge(reports, used / 1.8)
     assert code == 1 and lines[-1].startswith(f"FAILED: the tests of big took {used} s, more than 1.5 times the")
+
+
+def test_a_slow_machine_may_take_longer_and_a_fast_one_no_less(reports: list[Path], tmp_path: Path) -> None:
+    used, pace = int(judge(reports, 100)[1][2].split()[1]), tmp_path / "pace.txt"
+    pace.write_text("0.5\n0.018\n0.018\n0.001\n")
+    code, lines = judge(reports, used / 2.7, pace=pace)
+    assert code == 0 and lines[-1] == "this machine took 2.0 times as long as the one that the budgets are of"
+    code, lines = judge(reports, used / 3.4, pace=pace)
+    assert code == 1 and "more than 1.5 times (and 2.0 times, for the machine is slow) the" in lines[-1]
+    pace.write_text("0.001\n")
+    assert judge(reports, used / 1.3, pace=pace)[0] == 0 and judge(reports, used / 1.8, pace=pace)[0] == 1
+    assert judge(reports, used / 1.8, pace=tmp_path / "none")[0] == 1, "where nobody measured"
 
 
 def test_a_folder_without_a_budget_needs_one(reports: list[Path]) -> None:
