@@ -147,11 +147,11 @@ def rng() -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# What a script that compiles for sm_90 without a GPU begins with: its launchers get CPU tensors, and the launch itself
-# is replaced by a warm-up. `kernels`: (name, what was compiled) of every variant. `resources(kernel)`: its registers.
+# What scripts that compile for sm_90 without a GPU find done: their launchers get CPU tensors, and the launch itself is
+# replaced by a warm-up. `kernels`: (name, what was compiled) of every variant. `resources(kernel)`: its registers.
 # `around_wait(kernel)`: its PTX, and the parts of that before, at and after the wait for the kernel before it.
 _FOR_HOPPER = """
-import json, re, subprocess, sys, tempfile
+import json, os, re, subprocess, sys, tempfile
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -186,22 +186,44 @@ def around_wait(kernel):
 
 driver.set_active(Hopper())
 JITFunction.__getitem__ = warm_up_instead
+
+for line in sys.stdin:
+    script, sys.argv[1:], cache, output, errors = json.loads(line)
+    if (child := os.fork()) == 0:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for descriptor, path in ((1, output), (2, errors)):
+            with open(path, "w") as stream:
+                os.dup2(stream.fileno(), descriptor)
+        exec(script)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
+@pytest.fixture(scope="session")
+def _compiler() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported torch and Triton, which takes longer than many kernels; a script runs in a fork."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    with subprocess.Popen(
+        [sys.executable, "-c", _FOR_HOPPER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as compiler:
+        yield compiler
+
+
 @pytest.fixture
-def run_for_hopper(tmp_path: Path) -> Callable[..., Any]:
+def run_for_hopper(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
     """run_for_hopper(script, *arguments) → the JSON that the script prints of its `kernels`."""
     ptxas = pytest.importorskip("triton.knobs").nvidia.ptxas
     if not os.path.exists(ptxas.path):
         pytest.skip("triton without ptxas")
+    compiler = request.getfixturevalue("_compiler")
 
     def run(script: str, *arguments: str) -> Any:
-        environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-        command = [sys.executable, "-c", _FOR_HOPPER + script, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout)
+        output, errors = tmp_path / "output", tmp_path / "errors"
+        asked = script, arguments, str(tmp_path), str(output), str(errors)
+        print(json.dumps(asked), file=compiler.stdin, flush=True)
+        assert int(compiler.stdout.readline()) == 0, errors.read_text()[-3000:]
+        return json.loads(output.read_text())
 
     return run
 
