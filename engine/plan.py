@@ -96,8 +96,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 NOT_FINITE = "the model computed NaN or infinite values for this request"
 # Why a sample is worthless though the model is sound: its request has excluded every token.
 NOTHING_ALLOWED = (
-    "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar of this request "
-    "exclude every one; loosen one of them"
+    "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens, the budget of thinking and the "
+    "grammar of this request exclude every one; loosen one of them"
 )
 
 

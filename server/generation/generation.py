@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...engine.messages import RequestOutput
-from ...engine.plan import TokenLogprobs
+from ...engine.plan import NOTHING_ALLOWED, TokenLogprobs
 from ..client.client import Client
 from ..client.mailbox import Mailboxes, MailboxLike
 from ..client.routing import ANYWHERE, Route
@@ -206,6 +206,8 @@ class Generation:
         if output.finish_reason == "error":
             self.abort_reason = "error"
             self._finish(choice, "error")
+            if output.error == NOTHING_ALLOWED:  # its own doing, which shows only here
+                raise ApiError(400, f"{NOTHING_ALLOWED[0].upper()}{NOTHING_ALLOWED[1:]}.", code="nothing_allowed")
             raise ApiError(500, f"The engine failed on this request: {output.error}.", type="server_error")
         self.abort_reason = "error" if self.on_abort is None else "timeout"
         self._finish(choice, "abort")

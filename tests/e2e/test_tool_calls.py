@@ -136,6 +136,15 @@ def test_the_budget_holds_without_a_grammar(url: str) -> None:
     assert free["choices"][0]["message"]["content"] is None
 
 
+def test_the_end_of_the_reasoning_must_be_allowed(url: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"think": True},
+            "thinking_token_budget": 2, "max_tokens": 5}  # fmt: skip
+    for allowed, status in (([70, 80], 400), ([70, 80, 303], 200)):
+        response = httpx.post(f"{url}/v1/chat/completions", json=body | {"allowed_token_ids": allowed})
+        assert response.status_code == status, response.text
+        assert status == 200 or "the budget of thinking" in response.json()["error"]["message"]
+
+
 def test_structured_output_starts_after_the_reasoning(url: str) -> None:
     answer = ask(
         url, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMAS["turn"]}},

@@ -10,6 +10,7 @@ import pytest
 
 import vserve
 from vserve.engine.messages import Progress
+from vserve.engine.plan import NOTHING_ALLOWED
 from vserve.server import openapi
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.model import load_text_model
@@ -278,6 +279,16 @@ def test_engine_error_is_a_500_and_aborts_the_siblings(client: Any, engine: Any)
     assert response.json()["error"]["message"] == "The engine failed on this request: NaN logits."
     assert engine.num_open == 0 and sorted(engine.aborted) == [1, 2]
     assert client.chat(n=1).status_code == 500
+
+
+def test_a_request_that_excludes_every_token_is_told_so(client: Any, engine: Any) -> None:
+    engine.script = lambda request: [[50]] * 100
+    engine.fail_with = NOTHING_ALLOWED
+    response = client.chat()
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"].startswith("No token is left to sample: allowed_token_ids, ") and error["param"] is None
+    assert (error["type"], error["code"]) == ("invalid_request_error", "nothing_allowed")
 
 
 @pytest.mark.parametrize("n", [1, 2])
