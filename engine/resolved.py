@@ -201,6 +201,8 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
     stages = config.pipeline_parallel_size
     check_stages(model, stages, config.stage_layers)
     tokens, seqs, reduced, notices = resolve_limits(config, machine, mixture)
+    if config.enable_expert_parallel and not mixture and model.foreign is None:
+        notices += ("--enable-expert-parallel changes nothing: this model has no experts",)
     mixed = resolve_max_mixed_tokens(config, device.type, tokens, mixture)
     length = choose_max_model_len(config, model)
     dtype = choose_dtype(config.dtype, model.dtype, device)

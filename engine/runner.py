@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..kernels.attention import DecodeWorkspace
 from .adapters.tables import AdapterTables
-from .batch import ROWS, SAMPLE_INDEX, WANTED, Batch, BatchBuilder, SampleBatch, Shape
+from .batch import WANTED, Batch, BatchBuilder, Shape
 from .compilations import LateCompilations
 from .device_cache import DeviceCache
 from .dummy_plan import dummy_plan
-from .graphs import StepGraph, StepGraphs, most_drafting_rows, padded_logits
+from .graphs import StepGraphs, most_drafting_rows, padded_logits
 from .kv_format import NUMBERS, KVFormat
 from .kv_layout import KVLayout
 from .layers.expert_load import ExpertCounter, ExpertLoad
 from .mask import TokenMask
 from .models.model import Model
-from .pending import Drafts, Pending
+from .pending import Pending
 from .plan import StepPlan, StepResult
 from .planner import BESIDE_DRAFTS
-from .pooling import Pooled, Pooler
-from .prompt_logprobs import PromptScorer, PromptScores
-from .relay import Awaited, Relay
+from .pooling import Pooler
+from .prompt_logprobs import PromptScorer
+from .relay import Relay
 from .request import SamplingParams
 from .rows import RowTables
+from .sampled import Launched, SampledTokens
 from .sampler import Sampler
 from .speculation.drafter import Drafter, NgramDrafter
 from .speculation.model_drafter import ModelDrafter
@@ -38,22 +38,6 @@ from .speculation.synthetic import Always, thresholds
 logger = logging.getLogger(__name__)
 
 EXPERT_SECONDS = 1.0  # between two looks at the load of experts
-
-
-@dataclass
-class Launched:
-    """A step between `execute` and `sample`."""
-
-    header: Tensor
-    shape: Shape
-    samples: SampleBatch
-    hidden: Tensor  # [≥ S, hidden], rows of padding behind
-    scores: PromptScores | None
-    pooled: Pooled | None
-    started: float
-    event: torch.cuda.Event | None
-    batch: Batch
-    graph: StepGraph | None
 
 
 class ModelRunner:
@@ -119,7 +103,7 @@ class ModelRunner:
         max_blocks = -(-max_model_len // self.block_size)
         # The old ones go first: with a long context there is no room for both, nor should the cache be without theirs.
         self.cache.unbind()
-        for name in ("tables", "builder", "sampler", "scorer", "pooler"):
+        for name in ("tables", "builder", "sampler", "sampled", "scorer", "pooler"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -130,6 +114,9 @@ class ModelRunner:
         self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
         self.builder.thresholds = thresholds(self.acceptance, self.device) if self.acceptance else None
         self.sampler = Sampler(self.tables)
+        self.sampled = SampledTokens(
+            self.builder, self.relay, self.model.place.group, drafter=self.drafter, model_drafter=self.model_drafter
+        )
         # Beside these logits live the hidden states of the whole step, and no clone or counts as when sampling.
         self.scorer = PromptScorer(self.tables, self.model.logits, max(16, self.max_num_seqs // 2))
         self.pooler = Pooler(self.tables, self.model.pooling_head)
@@ -141,7 +128,7 @@ class ModelRunner:
         """Launches the forward pass. `sample` must follow: two calls, so that a mask can be made in between."""
         started, event = time.perf_counter(), self._record()
         builder, relay = self.builder, self.relay
-        self.settle(plan)
+        self.sampled.settle(plan)
         builder.write_rows(plan)
         num_sampled, num_wanted = plan.num_samples, plan.num_samples + len(plan.pooled)
         wants_all = bool(plan.scored) or self.pooler.needs_all(plan)
@@ -204,7 +191,7 @@ class ModelRunner:
         plan = step.samples.plan
         logits = self._logits(step)[: plan.num_samples]
         samples = self.sampler(logits, step.samples, mask)
-        drafts = self._take(step, samples.tokens, *((mask.postponed, mask.cuts) if mask is not None else ()))
+        drafts = self.sampled.take(step, samples.tokens, *((mask.postponed, mask.cuts) if mask is not None else ()))
         if plan.told:
             drafts.told = self.builder.tell_drafts(plan, self.num_drafts)
         scores, pooled = step.scores, step.pooled
@@ -247,37 +234,17 @@ class ModelRunner:
         """What `sample` is on the other ranks: rank 0 samples, they take its tokens. The rest is as in its mask."""
         assert self._launched is not None, "follow() without execute()"
         step, self._launched = self._launched, None
-        plan = step.samples.plan
         if not self.is_last:
-            self._go_on(step, postponed, cuts)
+            self.sampled.go_on(step, postponed, cuts)
             return
         self._logits(step)  # rank 0 needs this rank's part of them
-        tokens = torch.empty(plan.num_samples, dtype=torch.int32, device=self.device)
-        self._take(step, tokens, postponed, cuts)
-
-    def _go_on(self, step: Launched, postponed: tuple[int, ...], cuts: tuple[tuple[int, int], ...]) -> None:
-        """On other stages than the last: tokens come when they are needed, if they are."""
-        relay, plan = self.relay, step.samples.plan
-        assert relay is not None
-        if relay.awaits:
-            self.builder.advance(plan)
-            if plan.num_samples:
-                relay.expect(Awaited(plan.of_samples(), postponed, cuts))
-            return
-        nobody_s = torch.zeros(plan.num_samples, dtype=torch.int32, device=self.device)
-        self.builder.commit(step.header, step.shape, nobody_s)
-        if postponed:
-            self.builder.take_back(plan, postponed, None)
+        tokens = torch.empty(step.samples.plan.num_samples, dtype=torch.int32, device=self.device)
+        self.sampled.take(step, tokens, postponed, cuts)
 
     @torch.inference_mode()
-    def settle(self, plan: StepPlan | None = None) -> None:
-        """On other stages than the last: appends the tokens that have come late and that the plan needs; None: all."""
-        if self.relay is None or not self.relay.awaits:
-            return
-        for late, tokens in self.relay.arrived(plan):
-            shape = Shape.of(late.plan)
-            header = self.builder.header(late.plan, shape).to(self.device, non_blocking=True)
-            self._append(late.plan, header, shape, tokens, late.postponed, late.cuts)
+    def settle(self) -> None:
+        """On other stages than the last: appends all tokens that are still to come."""
+        self.sampled.settle(None)
 
     def _logits(self, step: Launched) -> Tensor:
         if self.adapters is None:
@@ -286,41 +253,6 @@ class ModelRunner:
         logits = self.model.logits(step.hidden)
         self.adapters.end()
         return logits
-
-    def _take(
-        self, step: Launched, tokens: Tensor, postponed: tuple[int, ...] = (), cuts: tuple[tuple[int, int], ...] = ()
-    ) -> Drafts:
-        """On every rank: the tokens of rank 0 into the rows, and drafts of what may follow."""
-        if step.samples.plan.num_samples:
-            self.model.place.group.broadcast(tokens)
-        if self.relay is not None:
-            # Who imposes what holds writes into them, also while they are on their way.
-            self.relay.hand_round(tokens if self.builder.thresholds is None else tokens.clone())
-        kept, proposed = self._append(step.samples.plan, step.header, step.shape, tokens, postponed, cuts)
-        if step.graph is not None and step.graph.drafts is not None:
-            proposed = step.graph.drafts.replay()
-        elif self.model_drafter is not None:
-            proposed = self._propose(step.batch, step.header, step.shape)
-        return Drafts(kept, proposed)
-
-    def _append(
-        self, plan: StepPlan, header: Tensor, shape: Shape, tokens: Tensor, postponed: tuple[int, ...],
-        cuts: tuple[tuple[int, int], ...],
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """→ `kept` and `proposed` of Drafts."""
-        if cuts:
-            self.builder.cut_drafts(plan, cuts, tokens)
-        kept = self.builder.commit(header, shape, tokens)
-        if postponed:
-            self.builder.take_back(plan, postponed, kept)
-        if self.drafter is None:
-            return kept, None
-        rows = shape.rows
-        return kept, self.drafter.propose(self.tables, header[ROWS, :rows], header[SAMPLE_INDEX, :rows])
-
-    def _propose(self, batch: Batch, header: Tensor, shape: Shape) -> Tensor:
-        assert self.model_drafter is not None
-        return self.model_drafter.propose(self.tables, batch, header, shape)
 
     def forward(self, batch: Batch, wanted: Tensor | None) -> Tensor:
         """Hidden states of the wanted tokens, or of all."""
@@ -357,6 +289,10 @@ class ModelRunner:
         hidden = self.forward(batch, wanted)
         self.adapters.end()
         return hidden
+
+    def _propose(self, batch: Batch, header: Tensor, shape: Shape) -> Tensor:
+        """While graphs are captured, which are planned before the rows are made for good."""
+        return self.sampled.propose(batch, header, shape)
 
     def plan_graphs(self, max_decodes: int, max_mixed_tokens: int, large_mixed_tokens: tuple[int, ...]) -> StepGraphs:
         """For steps with up to this many decodes, or these numbers of tokens in all; `capture_graphs` makes them."""

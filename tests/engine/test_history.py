@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar, cast
 
@@ -17,11 +16,12 @@ from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.mask import TokenMask
 from vserve.engine.messages import unpack_tokens
+from vserve.engine.parallel.group import ALONE
 from vserve.engine.parallel.pipeline import Ring, Stage
 from vserve.engine.plan import StepPlan, StepResult
 from vserve.engine.relay import Relay
 from vserve.engine.rows import RowTables
-from vserve.engine.runner import Launched, ModelRunner
+from vserve.engine.sampled import Launched, SampledTokens
 
 from .test_scheduler_properties import VOCAB, Device, Simulation
 
@@ -130,11 +130,11 @@ class Late(Paged):
         super().__init__(config, salts)
         self.queue = Queue()
         stage = Stage(0, config.num_stages, None, cast(Ring, self.queue))
-        self.relay, self.device, self.drafter = Relay(stage, 1, torch.float32, CPU), CPU, None
-        self._append = partial(ModelRunner._append, cast(ModelRunner, self))
+        relay = Relay(stage, 1, torch.float32, CPU)
+        self.sampled = SampledTokens(self.builder, relay, ALONE, drafter=None, model_drafter=None)
 
     def execute(self, plan: StepPlan, fails: bool) -> None:
-        ModelRunner.settle(cast(ModelRunner, self), plan)
+        self.sampled.settle(plan)
         self.seen["late"] += len(self.queue.waiting)
         for row in {*plan.rows} - {new.row for new in plan.new_rows}:
             assert int(self.tables.num_computed[row]) == self.rows[row].computed
@@ -147,7 +147,7 @@ class Late(Paged):
         if len(sampled):
             self.queue.waiting.append(sampled)
         step = SimpleNamespace(samples=SimpleNamespace(plan=plan), header=self.header, shape=self.shape)
-        ModelRunner._go_on(cast(ModelRunner, self), cast(Launched, step), postponed, cuts)
+        self.sampled.go_on(cast(Launched, step), postponed, cuts)
 
 
 KINDS = {"plain": {}, "windows": {"windowed": True}, "drafts": {"drafts": True}, "stages": {"stages": True}}

@@ -105,6 +105,14 @@ def test_a_checkpoint_in_float32_is_served_in_bfloat16_on_a_card(model: ModelCon
     assert resolve(EngineConfig("m", dtype="float32"), model, CARD).dtype is torch.float32
 
 
+def test_experts_that_are_not_there_are_not_divided(model: ModelConfig, tiny_model: Any) -> None:
+    config = EngineConfig("m", enable_expert_parallel=True)
+    assert resolve(config, model, CPU).notices == (
+        "--enable-expert-parallel changes nothing: this model has no experts",
+    )
+    assert not resolve(config, ModelConfig.from_folder(tiny_model("mixtral")), CPU).notices
+
+
 def test_without_chunked_prefill_a_step_takes_a_whole_prompt(model: ModelConfig) -> None:
     found = resolve(EngineConfig("m", enable_chunked_prefill=False, max_num_batched_tokens=500), model, CARD)
     assert (found.max_mixed_tokens, found.large_mixed_tokens) == (0, ())
