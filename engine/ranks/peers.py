@@ -193,6 +193,8 @@ class Peers:
         if self._config.engine_in_process:
             return
         time.sleep(BLAME + LAST_WORDS + BLAME * follows)
+        if not self._ending and self._lost.done():
+            time.sleep(LAST_WORDS)  # its loop has heard it: a machine that is slow gets the time to say so
         if not self._ending:
             self._exit(f"{cause}; rank 0 hangs with it, and is ended")
 
