@@ -167,7 +167,7 @@ def _ranks(runner: ModelRunner, config: EngineConfig, weights: int, cache: int) 
     gain = (
         f"the cache then holds about {more.times} times as much"
         if more.times
-        else (f"{gib(more.left)} a card for the cache")
+        else f"{gib(more.left)} a card for the cache"
     )
     return f", or set --{more.option.replace('_', '-')} {more.size} ({gain})"
 
@@ -198,17 +198,23 @@ def _tightest(runner: ModelRunner, world: Group, plan: MemoryPlan) -> MemoryPlan
 
 
 def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:
-    """On the CPU. What is advised leaves a tenth to the processes themselves, and to others."""
+    """On the CPU. What is advised leaves a tenth to the processes themselves, and to others, where there is as much."""
     page_bytes = plan.layout.page_bytes
-    room = plan.budget * 9 // 10 - plan.needed + plan.num_blocks * page_bytes
-    blocks = max(0, room) // (block_bytes + page_bytes)
+
+    def most_blocks(budget: int) -> int:
+        return max(0, budget - plan.needed + plan.num_blocks * page_bytes) // (block_bytes + page_bytes)
+
+    blocks = most_blocks(plan.budget * 9 // 10)
+    blocks = blocks if blocks > 1 else most_blocks(plan.budget)
     option, most = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", blocks * block_bytes
     if config.num_gpu_blocks_override is not None:
         option, most = f"--num-gpu-blocks-override {config.num_gpu_blocks_override}", blocks - 1
+    remedy = f"set it to {most} or less"
+    if blocks < 2:  # one is nobody's
+        remedy = "lower --max-num-seqs or --max-num-batched-tokens, or take a smaller model"
     return (
         f"{option} does not fit{_at(plan)}: the KV cache would take {gib(plan.cache)}; of {gib(plan.budget)}, weights "
-        f"take {gib(plan.weights)}, a step {gib(plan.activations)} and rows {gib(plan.other)}; set it to "
-        f"{max(1, most)} or less"
+        f"take {gib(plan.weights)}, a step {gib(plan.activations)} and rows {gib(plan.other)}; {remedy}"
     )
 
 

@@ -172,7 +172,7 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     runner = rank.make_runner(model, settings, format, drafter)
     assert isinstance(runner, ModelRunner)
     runner.bind_cache(1, settings.dtype)
-    more = warm_steps.tile_steps(runner.model)
+    more = warm_steps.prompt_steps(runner, settings.max_num_batched_tokens)
     for step in warm_steps.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)[index::count]:
         runner.dummy_step(*step)
     for drafts in warm_steps.draft_steps(settings.draft_depths, settings.max_num_seqs)[index::count]:

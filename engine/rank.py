@@ -38,7 +38,7 @@ from .parallel.pipeline import WHOLE, Stage, form_ring
 from .parallel.rendezvous import Rendezvous
 from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
-from .ranks.agreement import check_equal, gather
+from .ranks.agreement import check_equal, gather, union
 from .ranks.messages import Seat
 from .ranks.network import advice
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
@@ -47,7 +47,7 @@ from .shortage import is_out_of_memory, out_of_memory
 from .speculation.draft_size import draft_bytes
 from .speculation.loading import find_draft, load_drafter
 from .speculation.model_drafter import ModelDrafter
-from .warm_steps import GREEDY, adapter_steps, draft_steps, expert_steps, tile_steps, warm_up_steps
+from .warm_steps import GREEDY, adapter_steps, draft_steps, expert_steps, prompt_steps, warm_up_steps
 from .weight_size import check_weights
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Rank:
                 raise ConfigError("--enable-lora: encoders are served without adapters, leave it out")
             self.settings, graphs = take_memory(self.runner, config, asked, self.world)
         with self._phase("warm-up"):
-            self.longest_step = warm_up(self.runner, self.settings)
+            self.longest_step = warm_up(self.runner, self.settings, self.world)
         if graphs is not None:
             assert not isinstance(self.runner, EncoderRunner)
             with self._phase("graphs"):
@@ -337,8 +337,9 @@ def take_memory(
     return fitted, graphs
 
 
-def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved) -> float:
-    """Compiles every kernel variant a request can meet: decode and prefill, small and large, greedy and sampled.
+def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved, world: Group) -> float:
+    """Compiles every kernel variant a request can meet: decode and prefill, small and large, greedy and sampled. All
+    ranks take the same steps, whatever each of them holds: stages wait for one another in each.
     → seconds that the largest step takes on a card; 0 where it has no such step."""
     if isinstance(runner, EncoderRunner):
         runner.warm_up()
@@ -348,13 +349,15 @@ def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved) -> float:
         return 0.0
     largest = settings.max_num_batched_tokens
     seconds = [float("inf")]  # of the largest ones: the first has waited for compilers
-    for step in warm_up_steps(settings.max_num_seqs, largest, tile_steps(runner.model)):
+    prompts = union(world, runner.device, prompt_steps(runner, largest))
+    for step in warm_up_steps(settings.max_num_seqs, largest, prompts):
         result = runner.dummy_step(*step)
         seconds += [result.device_seconds] if step[1] == largest else []
     for drafts in draft_steps(settings.draft_depths, settings.max_num_seqs):
         runner.dummy_step(*drafts)
     if runner.adapters is not None:
-        more = expert_steps(runner.model) if runner.adapters.layout.experts else ()
+        more = expert_steps(runner.model) if runner.adapters.layout.experts else []
+        more = union(world, runner.device, more)
         for num_seqs, num_tokens in adapter_steps(settings.max_num_seqs, largest, more):
             runner.dummy_step(num_seqs, num_tokens, GREEDY, adapted=True)
     return min(seconds)

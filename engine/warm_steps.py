@@ -4,6 +4,7 @@ as arguments of ModelRunner.dummy_step."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..kernels.lora import TILINGS
 from ..kernels.moe_codes import tokens_of_codes
@@ -17,13 +18,29 @@ from .quant.packed import PackedMatrix
 from .quant.packed_experts import PackedExperts
 from .request import SamplingParams
 
+if TYPE_CHECKING:
+    from .runner import ModelRunner
+    from .speculation.model_drafter import Network
+
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-def tile_steps(model: Model) -> list[int]:
+def prompt_steps(runner: ModelRunner, max_num_batched_tokens: int) -> list[int]:
+    """Tokens of prompts that are met one at a time: each tile's, and as many as one context holds where latents are
+    expanded, which a prompt gets that is alone in its step."""
+    drafter = runner.model_drafter
+    found = tile_steps(runner.model, *([] if drafter is None else [drafter.network]))
+    if runner.latent_prompts is not None:
+        found.append(min(max_num_batched_tokens, runner.max_model_len))
+    return sorted(set(found))
+
+
+def tile_steps(model: Model, *others: Network) -> list[int]:
     """Numbers of tokens that meet every tile of the products of experts and of those with codes: prompts have any
-    number, however few requests there may be."""
-    matrices = [part for part in model.modules() if isinstance(part, PackedMatrix)]
+    number, however few requests there may be. others: who drafts beside the model."""
+    networks: list[Model | Network] = [model, *others]
+    parts = [part for network in networks for part in network.modules()]
+    matrices = [part for part in parts if isinstance(part, PackedMatrix)]
     found = {
         rows for part in matrices for rows in rows_of_tiles(part.matrix.rows, part.matrix.kind) if rows <= part.few_rows
     }

@@ -189,6 +189,9 @@ class Service:
             await engine  # it failed: the tokenizer may take minutes to load
         made = await app
         await engine
+        from .generation.embedding import check_dimensions  # made has imported it
+
+        check_dimensions(made.state.server.model.pooling, self.client.info)
         if self._is_first:
             await made.state.server.adapters.load_all(self.config.modules())
         return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..speculation.settings import drafts_by_model
 from .divide import MOST, kv_share, sizes
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def more_cards(model: ModelConfig, config: EngineConfig, weights: int, cache: in
     found = more_ranks(model, config.tensor_parallel_size, weights, cache, config.enable_expert_parallel)
     if found[0]:
         return Gain("tensor_parallel_size", *found)
-    if not config.speculative_config:  # who drafts beside a whole model only
+    if not drafts_by_model(config.speculative_config):  # which it does beside a whole model only
         found = more_stages(model, config.pipeline_parallel_size, weights, cache)
     return Gain("pipeline_parallel_size" if found[0] else "", *found)
 
@@ -50,6 +51,6 @@ def more_stages(model: ModelConfig, now: int, weights: int, cache: int) -> tuple
     return 0, 0.0, 0
 
 
-def _token_elements(model: ModelConfig, now: int) -> int:
-    """Of keys and values on a rank."""
-    return sum(kv_share(model, index, now).token_elements for index in range(len(model.layers)))
+def _token_elements(model: ModelConfig, size: int) -> int:
+    """Of keys and values on one of so many ranks."""
+    return sum(kv_share(model, index, size).token_elements for index in range(len(model.layers)))

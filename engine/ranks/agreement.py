@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,16 @@ def gather(group: Group, device: torch.device, numbers: Sequence[int]) -> list[l
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     return [part.tolist() for part in group.all_gather(mine, 0).chunk(group.size)]
+
+
+def union(group: Group, device: torch.device, numbers: Collection[int]) -> list[int]:
+    """What any rank has given, in order; numbers: from 0 on. Every rank has to call it."""
+    if group.size == 1:
+        return sorted(set(numbers))
+    if not (most := max(count for (count,) in gather(group, device, [len(numbers)]))):
+        return []
+    padded = gather(group, device, [*numbers, *[-1] * (most - len(numbers))])
+    return sorted({number for found in padded for number in found if number >= 0})
 
 
 def check_equal(group: Group, settings: Resolved) -> None:

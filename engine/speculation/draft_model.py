@@ -37,3 +37,6 @@ class DraftModel:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.model.parameters()
+
+    def modules(self) -> Iterator[nn.Module]:
+        return self.model.modules()

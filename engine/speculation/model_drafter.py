@@ -56,6 +56,8 @@ class Network(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
+    def modules(self) -> Iterator[nn.Module]: ...
+
 
 class ModelDrafter:
     def __init__(self, network: Network, settings: Speculation, group: Group = ALONE) -> None:

@@ -105,6 +105,12 @@ def read_speculation(text: str | None) -> Speculation | None:
     return _read({key.replace("-", "_"): value for key, value in asked.items() if value is not None})
 
 
+def drafts_by_model(text: str | None) -> bool:
+    """Whether a valid --speculative-config names a model, or a head, that drafts."""
+    found = read_speculation(text or None)
+    return found is not None and found.by_model
+
+
 def _read(asked: dict[str, Any]) -> Speculation | None:
     known = (
         "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
@@ -179,12 +185,12 @@ def _of_model(asked: dict[str, Any], method: str) -> dict[str, Any]:
 
 def _acceptance(asked: dict[str, Any], drafts: int) -> tuple[float, ...]:
     """(): drafts hold that are right. Otherwise how often the drafts up to each hold, as the synthetic method says."""
-    key = "acceptance_method" if "acceptance_method" in asked else "rejection_sample_method"
-    method = asked.get(key, "standard")
+    methods = {key: asked.get(key, "standard") for key in ("acceptance_method", "rejection_sample_method")}
     rates, length = (asked.get(f"synthetic_acceptance_{name}") for name in ("rates", "length"))
-    if method not in (*_EXACT, "synthetic"):
-        raise ConfigError(f"its {key} is {method!r}: {_LOSSY}; leave it out")
-    if method != "synthetic":
+    for key, method in methods.items():
+        if method not in (*_EXACT, "synthetic"):
+            raise ConfigError(f"its {key} is {method!r}: {_LOSSY}; leave it out")
+    if "synthetic" not in methods.values():
         if rates is not None or length is not None:
             raise ConfigError(
                 'it has a synthetic acceptance: say "rejection_sample_method": "synthetic", or leave it out'

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ...engine.config import ConfigError
 from ...engine.messages import EngineInfo, RequestOutput
 from ...engine.request import Pooling, SamplingParams
 from ..client.mailbox import MailboxLike
 from ..errors import bad_request, context_length_exceeded, shorten, unsupported
 from ..text.detokenizer import Detokenizer, NoText
 from ..text.model import TextModel
+from ..text.pooling import PoolingDefaults
 from ..text.tokenizer import Pair, Tokenizer
 from ..wire.embeddings import EmbeddingRequest
 from ..wire.pooled import PooledRequest
@@ -66,15 +68,26 @@ def embedding(model: TextModel, info: EngineInfo, normalize: bool, dimensions: i
     pooling = model.pooling
     if pooling.problem is not None:
         raise unsupported("model", f"Embedding with this model ({pooling.problem}; --pooling overrides it)")
-    name = "'dimensions'" if dimensions is not None else "'dimensions' of --pooler-config"
-    dimensions = pooling.dimensions if dimensions is None else dimensions
-    if dimensions is not None:
-        if dimensions > info.hidden_size:
-            raise bad_request(f"{name} is {dimensions}; this model's embeddings have {info.hidden_size}.", "dimensions")
-        if pooling.matryoshka and dimensions not in pooling.matryoshka:
-            known = ", ".join(map(str, pooling.matryoshka))
-            raise bad_request(f"{name} is {dimensions}; this model was trained for {known}.", "dimensions")
-    return Pooling(pooling.kind, normalize, dimensions, head=True)
+    if dimensions is not None and (problem := _problem(dimensions, pooling, info)):
+        raise bad_request(f"'dimensions' is {dimensions}; {problem}.", "dimensions")
+    return Pooling(pooling.kind, normalize, pooling.dimensions if dimensions is None else dimensions, head=True)
+
+
+def check_dimensions(pooling: PoolingDefaults, info: EngineInfo) -> None:
+    """Those that requests get which say none. Raises ConfigError."""
+    if pooling.dimensions is not None and (problem := _problem(pooling.dimensions, pooling, info)):
+        raise ConfigError(
+            f"--pooler-config has dimensions {pooling.dimensions}: {problem}; set it to what the model has, or leave "
+            "it out"
+        )
+
+
+def _problem(dimensions: int, pooling: PoolingDefaults, info: EngineInfo) -> str:
+    if dimensions > info.hidden_size:
+        return f"this model's embeddings have {info.hidden_size}"
+    if pooling.matryoshka and dimensions not in pooling.matryoshka:
+        return f"this model was trained for {', '.join(map(str, pooling.matryoshka))}"
+    return ""
 
 
 def of_embeddings(model: TextModel, info: EngineInfo) -> EngineInfo:

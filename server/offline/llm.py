@@ -18,6 +18,7 @@ from ..client.thread import EngineThread
 from ..errors import ApiError
 from ..generation.adapters import Adapters
 from ..generation.choice import Prompt, TextOptions
+from ..generation.embedding import check_dimensions
 from ..generation.sampling import resolve, text_options
 from ..generation.tasks import GENERATE
 from ..grammar.tools import definitions
@@ -99,6 +100,7 @@ class LLM(PooledCalls):
                 starting = self._engine.begin(self._engine.client.start())
                 self.model: TextModel = load_text_model(config.model, text, config)
                 starting()
+                check_dimensions(self.model.pooling, self._engine.client.info)
                 self._engine.client.progress_listeners.remove(report)
         except (ConfigError, EngineDeadError) as error:
             self.close()

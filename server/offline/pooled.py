@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ from .prompt_like import PromptLike, tokenised
 from .sampling_params import PoolingParams, validate
 
 Bar = bool | Callable[..., Any]
-Texts = str | Sequence[str]
+Texts = str | Iterable[str]
 Output = TypeVar("Output")
 
 
@@ -182,7 +182,11 @@ class PooledCalls:
         queries, documents = request.queries_and_documents
         info, pairs = self.info, self._pairs
         if chat_template is not None:
-            pairs = self._checked(lambda: PairEncoder(model.tokenizer.with_template(chat_template), reranks=False))
+            pairs = self._checked(
+                lambda: PairEncoder(
+                    model.tokenizer.with_template(chat_template), reranks=False, prefix=model.pooling.prefix
+                )
+            )
             if not pairs.takes_instructions:
                 raise ValueError(
                     "chat_template is none of pairs: it must read messages of the roles query and document"
@@ -244,5 +248,6 @@ class PooledCalls:
             raise ValueError(in_keywords(error.message)) from None
 
 
-def _texts(given: Texts) -> str | list[str]:
-    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
+def _texts(given: Texts) -> Any:
+    """Columns of tables and arrays are lists, too."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping) else given

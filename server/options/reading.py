@@ -120,7 +120,10 @@ def _json(value: Any) -> str:
             raise ValueError(f"{value!r}: {part!r} in it is no JSON")
         return found
 
-    return json.dumps(value, default=of_python)
+    try:
+        return json.dumps(value, default=of_python)
+    except TypeError as error:  # of keys
+        raise ValueError(f"{value!r:.60}: {error}") from None
 
 
 def _spelled(spec: dataclasses.Field[Any], text: str) -> str:

@@ -62,7 +62,9 @@ class CohereEmbedRequest(PooledRequest):
     embedding_types: list[Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]] | None = Field(
         None, description="(default float) binary and ubinary: a bit a number, whether it is above 0"
     )
-    output_dimension: int | None = Field(None, ge=1, description="only so many of the leading ones (default: all)")
+    output_dimension: int | None = Field(
+        None, ge=1, description="only so many of the leading ones (default: what --pooler-config says, or all)"
+    )
     max_tokens: int | None = Field(None, ge=1, description="of a text; what is beyond is cut off")
     truncate: Literal["NONE", "START", "END"] | None = Field(
         None, description="where a text beyond the context or max_tokens is cut off; NONE: it is refused (default END)"

@@ -122,7 +122,9 @@ class EncodedRequest(InputRequest):
         description="float: numbers (default); base64: their bytes, little-endian float32 where nothing else is said; "
         "bytes: the body is nothing but these, and the header `metadata` says what lies where; bytes_only: without it",
     )
-    dimensions: int | None = Field(None, ge=1, description="only so many of the leading ones (default: all)")
+    dimensions: int | None = Field(
+        None, ge=1, description="only so many of the leading ones (default: what --pooler-config says, or all)"
+    )
     embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
         None, description="of base64 and bytes (default float32)"
     )

@@ -21,7 +21,9 @@ class PairRequest(PooledRequest):
         max_length=1 << 16,
         description="what the query wants, for models whose template of pairs has a place for it",
     )
-    use_activation: bool | None = Field(None, description="of classifiers; false: their logits (default true)")
+    use_activation: bool | None = Field(
+        None, description="of classifiers; false: their logits (default: what --pooler-config says, or true)"
+    )
     max_tokens_per_doc: int | None = Field(None, ge=0, description="a document's further ones are cut off; 0: none")
     max_tokens_per_query: int | None = Field(None, ge=0, description="a query's further ones are cut off; 0: none")
 

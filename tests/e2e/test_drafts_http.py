@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,10 @@ def request(rng: random.Random) -> tuple[str, dict[str, Any]]:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     formed, limits = rng.random() < 0.3, ("min_tokens", "allowed_token_ids", "bad_words", "logit_bias")
     if rng.random() < 0.5:
-        body |= {"prompt": [text, "fox"] if rng.random() < 0.3 else text, "min_tokens": rng.choice([0, 3])}
+        body |= {
+            "prompt": [text, "fox"] if rng.random() < 0.3 else text,
+            "min_tokens": min(body["max_tokens"], rng.choice([0, 3])),
+        }
         body |= {"logprobs": rng.choice([0, 4])} | ({"echo": True} if rng.random() < 0.3 else {})
         if formed:
             body = {name: value for name, value in body.items() if name not in limits} | rng.choice(FORMS)
@@ -58,6 +62,7 @@ def request(rng: random.Random) -> tuple[str, dict[str, Any]]:
     body |= {"messages": [{"role": "user", "content": text}], "logprobs": True, "top_logprobs": rng.choice([0, 3])}
     if rng.random() < 0.5:
         body |= {"chat_template_kwargs": {"think": True}, "thinking_token_budget": rng.choice([0, 1, 7])}
+        body.pop("allowed_token_ids", None)  # without the end of the thinking nothing would be left
     else:
         body["chat_template_kwargs"] = {"enable_thinking": False}
     if formed:
@@ -128,12 +133,12 @@ def thinker(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(thinker: Path, live_server: Callable[..., Any]) -> Iterator[tuple[list[Any], list[Any]]]:
-    rng = random.Random(random.randrange(1 << 30))
+    rng = random.Random(f"{os.environ['TEST_SEED']} drafts")  # whichever test comes first
     requests = [request(rng) for _ in range(40)]
     with live_server(thinker, max_num_seqs=16) as url:
         found = answers(url, requests)
     refused = [one for one in found if isinstance(one, list) and one[0] != 200]
-    assert len(refused) < 4, refused
+    assert not refused
     yield requests, found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from vserve import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
+from vserve.engine.config import ConfigError
 from vserve.server.cli.main import main
 
 TOLERANCE = 1e-5
@@ -397,10 +400,17 @@ def test_a_pooler_config_says_what_requests_leave_open(tiny_model: Any) -> None:
         (more,) = llm.embed("hello there", pooling_params=PoolingParams(dimensions=32), use_tqdm=False)
         cut = torch.tensor(more.outputs.embedding[:16])
         assert output.outputs.embedding == near(cut / cut.norm())
-    words = "'dimensions' of pooler_config is 80; this model's embeddings have 64"
-    wide = offline(folder, convert="embed", pooler_config={"dimensions": 80})
-    with wide as llm, pytest.raises(ValueError, match=words):
-        llm.embed("hello there", use_tqdm=False)
+    with pytest.raises(ConfigError, match="pooler_config has dimensions 80: this model's embeddings have 64; set"):
+        offline(folder, convert="embed", pooler_config={"dimensions": 80})
+
+
+def test_dimensions_that_the_model_does_not_have_end_the_start(embedder: tuple[Path, Any]) -> None:
+    """And are nobody's request's fault: only the engine, and the model's files, say how many there are."""
+    command = [sys.executable, "-m", "vserve.server.cli.main", str(embedder[0]), "--device", "cpu", "--port", "0",
+               "--pooler-config.dimensions", "24"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "--pooler-config has dimensions 24: this model was trained for 16, 32; set" in last
 
 
 def test_offline_scores(generator: tuple[Path, Any], embedder: tuple[Path, Any]) -> None:
@@ -419,8 +429,9 @@ def test_offline_scores(generator: tuple[Path, Any], embedder: tuple[Path, Any])
             llm.score(["a", "b"], DOCUMENTS)
     query, *others = (vector(embedder, text) for text in (QUERY, *DOCUMENTS))
     with offline(embedder[0]) as llm:
-        outputs = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
-        assert [output.outputs.score for output in outputs] == near([float(query @ other) for other in others])
+        for documents in (DOCUMENTS, iter(DOCUMENTS), dict.fromkeys(DOCUMENTS).keys()):
+            outputs = llm.score(QUERY, documents, use_tqdm=False)
+            assert [output.outputs.score for output in outputs] == near([float(query @ other) for other in others])
         (output,) = llm.encode(QUERY, use_tqdm=False, pooling_task="embed")
         assert output.outputs.data == near(query)
         assert llm.generate("a", use_tqdm=False)[0].outputs[0].token_ids
@@ -437,6 +448,9 @@ def test_offline_the_default_prompt_stands_before_texts(embedder: tuple[Path, An
         assert found.outputs.embedding == near(one) and plain.outputs.embedding == near(vector(embedder, QUERY))
         assert llm.encode(QUERY, use_tqdm=False)[0].outputs.data == near(one)
         assert llm.score(QUERY, DOCUMENTS[0], use_tqdm=False)[0].outputs.score == near(float(one @ other))
+        template = "{% for m in messages if m.role in ('query', 'document') %}{{ m.content }}{% endfor %}"
+        (scored,) = llm.score(QUERY, DOCUMENTS[0], chat_template=template, use_tqdm=False)
+        assert scored.outputs.score == near(float(one @ other)), "a template of pairs is no one's who embeds texts"
 
 
 def test_steps_of_reasoning(tiny_model: Any, tmp_path: Path) -> None:

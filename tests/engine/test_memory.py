@@ -17,7 +17,7 @@ from vserve.engine.engine import Engine
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.layers.weights import Placement
-from vserve.engine.memory import plan_memory
+from vserve.engine.memory import MemoryPlan, plan_memory
 from vserve.engine.model_config import parse_model_config
 from vserve.engine.rows import RowTables
 
@@ -161,6 +161,20 @@ def test_the_remedy_for_too_large_a_cache_leaves_room_for_others(option, tiny_mo
     most = int(str(refused.value).split("set it to ")[1].split()[0])
     taken = sum(on_cpu(tiny_model("llama"), **{option: most}).info.memory.values())
     assert 0.85 < taken / (512 << 20) <= 0.9
+
+
+@pytest.mark.parametrize(
+    ("weights", "remedy"),
+    [(50, "set it to 39"), (92, "set it to 7"), (99, "lower --max-num-seqs or --max-num-batched-tokens")],
+)
+def test_what_is_left_beside_large_weights(weights: int, remedy: str) -> None:
+    """A tenth for others where there is as much; and no advice of a cache that nobody's request fits."""
+    layout = KVLayout.of([KVSpec(1, 8, 8)], 16, 32)
+    page = layout.page_bytes
+    each = 1000 - page  # bytes of a block, which are a thousand with its tokens
+    plan = MemoryPlan(100_000, 100_000, weights * 1000, 0, 0, 20 * page, 20 * each, 20, 32, layout)
+    said = memory_module._too_large(EngineConfig("m", num_gpu_blocks_override=19), plan, each)
+    assert remedy in said, said  # one block is nobody's
 
 
 def test_the_plan_on_the_cpu_counts_rows_and_steps(tiny_model) -> None:

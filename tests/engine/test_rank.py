@@ -16,12 +16,14 @@ from vserve.engine.layer_spec import KVSpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.memory import MemoryPlan
 from vserve.engine.model_config import ModelConfig
+from vserve.engine.parallel.group import ALONE
 from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.packed import PackedMatrix
 from vserve.engine.quant.packed_experts import PackedExperts
+from vserve.engine.ranks import agreement
 from vserve.engine.runner import ModelRunner
 from vserve.kernels import linear_hopper
-from vserve.kernels.quant_many import many_tile
+from vserve.kernels.quant_many import many_tile, rows_of_tiles
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,7 @@ class Card:
     layout = SimpleNamespace(windows=(0,))
     device = SimpleNamespace(type="cuda")
     model = SimpleNamespace(config=SimpleNamespace(layers=()), modules=lambda: ())
+    model_drafter = latent_prompts = None
 
     def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
@@ -149,13 +152,46 @@ def test_products_with_codes_warm_their_tiles_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Card, "adapters", None, raising=False)
     monkeypatch.setattr(card, "model", SimpleNamespace(config=card.model.config, modules=lambda: matrices))
     settings = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192, draft_depths=())
-    rank.warm_up(card, settings)  # type: ignore[arg-type]
+    rank.warm_up(card, settings, ALONE)  # type: ignore[arg-type]
     for part in matrices:
         met = {many_tile(call[2], part.matrix.rows, bits) for call in calls}
         assert {many_tile(m, part.matrix.rows, bits) for m in range(1, 1024)} <= met
     for part in matrices:
         part.few_rows = 48  # FP8 multiplies by FP8 from there on
     assert warm_steps.tile_steps(card.model) == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "found"),
+    [([65, 129], [], [65, 129]), ([], [65, 129], [65, 129]), ([300, 65], [65], [65, 300]), ([], [], [])],
+)
+def test_stages_warm_up_with_the_same_steps(mine: list[int], other: list[int], found: list[int]) -> None:
+    """Also where one of them has codes and the other has none: a step's hidden states go from each to the next."""
+    answers = [[len(other)], other + [-1] * (len(mine) - len(other))]
+
+    def all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
+        answer = torch.tensor(answers.pop(0), dtype=x.dtype)
+        assert len(answer) == len(x), "ranks that tell different amounts wait for ever"
+        return torch.cat((x, answer), dim)
+
+    group = SimpleNamespace(size=2, all_gather=all_gather)
+    assert agreement.union(group, torch.device("cpu"), mine) == found  # type: ignore[arg-type]
+
+
+def test_a_lone_prompt_fits_a_context_where_latents_are_expanded() -> None:
+    """Or their kernels would be met by requests only, where a step has more tokens than a context."""
+    runner = SimpleNamespace(model=Card.model, model_drafter=None, latent_prompts=object(), max_model_len=4096)
+    assert warm_steps.prompt_steps(runner, 8192) == [4096]  # type: ignore[arg-type]
+    runner.latent_prompts = None
+    assert warm_steps.prompt_steps(runner, 8192) == []  # type: ignore[arg-type]
+
+
+def test_who_drafts_has_tiles_of_its_own() -> None:
+    part = PackedMatrix(Codes(torch.zeros(64, 128, dtype=torch.int8), torch.ones(64, 1), 128, 4), torch.bfloat16)
+    part.matrix, part.few_rows = part.matrix._replace(rows=4096), 1023  # as on a card
+    drafter = SimpleNamespace(network=SimpleNamespace(modules=lambda: [part]))
+    runner = SimpleNamespace(model=Card.model, model_drafter=drafter, latent_prompts=None)
+    assert warm_steps.prompt_steps(runner, 8192) == sorted(rows_of_tiles(4096, "int4"))  # type: ignore[arg-type]
 
 
 def test_a_step_that_is_made_up_has_requests_for_all_its_tokens(

@@ -16,6 +16,7 @@ from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.engine import Engine
 from vserve.engine.loader import count_parameters
 from vserve.engine.model_config import ModelConfig
+from vserve.engine.parallel.gain import more_cards
 from vserve.engine.quant.online import OnlineScheme
 from vserve.engine.quant.scheme import make_scheme
 from vserve.engine.resolved import Machine
@@ -55,6 +56,20 @@ def test_a_card_refuses_weights_that_do_not_fit(
         asked = EngineConfig("m", enable_lora=True)  # stages hold adapters as well
         check_weights(asked, eight(tiny_model), machine, torch.bfloat16, int(parameters), 0)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    ("drafts", "stages"), [('{"method": "ngram"}', True), ('{"model": "m", "num_speculative_tokens": 2}', False)]
+)
+def test_stages_are_advised_to_all_but_those_beside_whom_a_model_drafts(
+    tiny_model: Any, drafts: str, stages: bool
+) -> None:
+    config, model = EngineConfig("m", speculative_config=drafts), eight(tiny_model)
+    with pytest.raises(ConfigError) as refused:
+        check_weights(config, model, card(80, 79), torch.bfloat16, 40 * 10**9, 0)
+    assert ("set --pipeline-parallel-size 2" in str(refused.value)) is stages
+    undivided = dataclasses.replace(config, tensor_parallel_size=8)
+    assert (more_cards(model, undivided, 40 << 30, 1 << 30).option == "pipeline_parallel_size") is stages
 
 
 def test_a_card_takes_what_fits(tiny_model: Any) -> None:

@@ -401,6 +401,8 @@ def test_read(asked: dict[str, Any], found: Speculation | None) -> None:
         ({"method": "magic"}, "its method is 'magic': it must be ngram, eagle, eagle3, mtp or draft_model"),
         ({"method": "ngram", "rejection_sample_method": "fly"}, "accepts tokens that the model would not have sampled"),
         ({"model": "[ngram]", "acceptance_method": "typical_acceptance_sampler"}, "would not have sampled"),
+        ({"method": "ngram", "acceptance_method": "rejection_sampler", "rejection_sample_method": "fly"},
+         "its rejection_sample_method is 'fly'"),
         ({"method": "ngram", "synthetic_acceptance_length": 3}, 'say "rejection_sample_method": "synthetic"'),
         ({"method": "ngram", **SYNTHETIC}, "say synthetic_acceptance_length or synthetic_acceptance_rates, one of"),
         ({"method": "ngram", **SYNTHETIC, "synthetic_acceptance_length": 9}, "it must be a number from 1 to 8"),

@@ -103,7 +103,7 @@ def ranks() -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            mine = f"{MARK}={os.environ[MARK]}".encode() in (folder / "environ").read_bytes()
+            mine = f"{MARK}={os.environ[MARK]}".encode() in (folder / "environ").read_bytes().split(b"\0")
             if mine and RANK in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return sorted(found)
@@ -133,7 +133,7 @@ def ray_cluster(size: int) -> Iterator[None]:
         made.shutdown()
 
 
-def check(model: Path, options: list[str], size: int, two_commands: bool) -> int:
+def check(model: Path, device: str, options: list[str], size: int, two_commands: bool) -> int:
     failures = 0
 
     def tell(step: str, seconds: float, right: bool = True) -> None:
@@ -141,14 +141,27 @@ def check(model: Path, options: list[str], size: int, two_commands: bool) -> int
         failures += not right
         print(f"{'' if right else 'FAULT '}{step}: {seconds:.1f} s", flush=True)
 
-    common = [str(model), "--served-model-name", "m", "--max-model-len", "512", "--dtype", "float32"]
+    common = [
+        str(model),
+        "--served-model-name",
+        "m",
+        "--max-model-len",
+        "512",
+        "--dtype",
+        "float32",
+        "--device",
+        device,
+    ]
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    alone = Command(*common, "--port", str(port), "--device", "cpu")
-    tell("one process is ready", until(lambda: is_ready(url), PATIENCE, alone))
-    expected = answers(url)
-    alone.process.terminate()
-    alone.process.wait(60)
+    alone = Command(*common, "--port", str(port))
+    try:
+        tell("one process is ready", until(lambda: is_ready(url), PATIENCE, alone))
+        expected = answers(url)
+        alone.process.terminate()
+        alone.process.wait(60)
+    finally:
+        alone.process.kill()
 
     nodes = ["--nnodes", "2", "--master-port", str(free_port())] if two_commands else []
     other = [*common, *options, *nodes, "--node-rank", "1", "--headless", "--host-ip", OTHER_HOST]
@@ -198,16 +211,15 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     tensor, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
-    options = ["-tp", str(tensor), "-pp", str(stages), "--device", arguments.device]
-    options += ["--cpu-threads", str(tensor * stages)]
+    options = ["-tp", str(tensor), "-pp", str(stages), "--cpu-threads", str(tensor * stages)]
     os.environ[MARK] = str(os.getpid())
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or make_model(Path(folder))
         if arguments.backend == "mp":
-            return int(check(model, options, tensor * stages, True) > 0)
+            return int(check(model, arguments.device, options, tensor * stages, True) > 0)
         with ray_cluster(tensor * stages):
             options += ["--distributed-executor-backend", "ray"]
-            return int(check(model, options, tensor * stages, False) > 0)
+            return int(check(model, arguments.device, options, tensor * stages, False) > 0)
 
 
 if __name__ == "__main__":
