@@ -29,11 +29,11 @@ class LatentPrompts:
         self.numbers: Tensor | None = None
 
     @classmethod
-    def planned(cls, config: ModelConfig) -> LatentPrompts | None:
-        """Of a card that has all heads, before there is a model; None for one without latent attention."""
+    def planned(cls, config: ModelConfig, ranks: int = 1) -> LatentPrompts | None:
+        """Of a card that has its share of the heads, before there is a model; None for one without latent attention."""
         specs = (layer.attention for layer in config.layers)
         sizes = {
-            LatentSizes(spec.kv_rank, spec.rope_dim, spec.nope_dim, spec.value_dim, spec.num_heads)
+            LatentSizes(spec.kv_rank, spec.rope_dim, spec.nope_dim, spec.value_dim, spec.num_heads // ranks)
             for spec in specs
             if isinstance(spec, LatentAttentionSpec)
         }

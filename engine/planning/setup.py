@@ -146,9 +146,9 @@ def _room(
         step += 4 * LOGIT_COPIES * settings.max_num_seqs * model.vocab_size // 2
     else:
         step += item * tokens * model.hidden_size * (stage.count + 2)  # sent, and not all received yet
-    if (latents := LatentPrompts.planned(model)) is not None:
+    if (latents := LatentPrompts.planned(model, ranks)) is not None:
         longest = -(-settings.max_model_len // config.block_size) * config.block_size
-        step += latents.elements(settings.max_num_seqs, longest, item) * item // ranks
+        step += latents.elements(settings.max_num_seqs, longest, item) * item
     step += GRAPHS + OTHER + (EXCHANGE if ranks * stage.count > 1 else 0)
     cache = int(card.memory * config.gpu_memory_utilization) - weights - step
     if config.kv_cache_memory_bytes is not None:
@@ -166,7 +166,10 @@ def _too_large(config: EngineConfig, card: Card, room: _Room, longest: int) -> s
     cards = config.world_size
     where = f"one {card.name}" if cards == 1 else f"{cards} cards of {card.name} ({config.divided_by})"
     if longest >= config.block_size:
-        return f"--max-model-len {config.max_model_len} does not fit {where}, whose cache holds {longest} tokens"
+        return (
+            f"--max-model-len {config.max_model_len} does not fit {where}, whose cache holds {longest} tokens: set it "
+            f"to {longest} or less"
+        )
     budget = int(card.memory * config.gpu_memory_utilization)
     return (
         f"the model does not fit {where}: of {gib(budget)} each, weights take {gib(room.weights)}, a step and graphs "

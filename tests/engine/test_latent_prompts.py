@@ -82,6 +82,10 @@ def test_vserve_plan_counts_the_workspace(folder, tiny_model, monkeypatch: pytes
     config = ModelConfig.from_folder(folder)
     planned, made = LatentPrompts.planned(config), LatentPrompts.of(runner_of(folder).model)
     assert planned is not None and made is not None and planned.sizes == made.sizes
+    halves = LatentPrompts.planned(config, 2)
+    assert halves is not None and planned is not None and halves.sizes.heads == planned.sizes.heads // 2
+    # Of long contexts each rank's workspace is as large as one card's: it holds more heads at a time.
+    assert halves.elements(64, 1 << 20, 2) == planned.elements(64, 1 << 20, 2)
     assert LatentPrompts.planned(ModelConfig.from_folder(tiny_model("llama"))) is None
     engine = EngineConfig("m", max_model_len=120, block_size=16)
     caches = []

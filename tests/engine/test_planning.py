@@ -96,7 +96,8 @@ def test_what_does_not_fit_is_refused() -> None:
         set_up(0, deep, EngineConfig("m"), CARDS["l4"])
     with pytest.raises(ConfigError, match=r"does not fit 2 cards of l4 \(--tensor-parallel-size 2\): of 20\.24 GiB"):
         set_up(0, deep, EngineConfig("m", tensor_parallel_size=2), CARDS["l4"])
-    with pytest.raises(ConfigError, match=r"--max-model-len 8192 does not fit one l4, whose cache holds \d+ tokens"):
+    words = r"--max-model-len 8192 does not fit one l4, whose cache holds (\d+) tokens: set it to \1 or less"
+    with pytest.raises(ConfigError, match=words):
         narrow = EngineConfig("m", max_model_len=8192, kv_cache_memory_bytes=600_000_000)
         set_up(0, parse_model_config(LLAMA_8B), narrow, CARDS["l4"])
 
