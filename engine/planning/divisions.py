@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..config import ConfigError, EngineConfig
 from ..model_config import ModelConfig
@@ -12,6 +13,8 @@ from ..parallel.divide import sizes
 from .card import HOST_CARDS
 from .load import Result, Wanted
 from .setup import Setup
+
+MOST_ENGINES = 64  # that a server may have
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,12 @@ def fitting(configs: Iterable[EngineConfig], make: Callable[[EngineConfig], Setu
 
 
 def fewest(
-    setups: Sequence[Setup], wanted: Wanted, ask: Callable[[Setup, int], Result], guess: Callable[[Setup], int]
-) -> tuple[Fleet | None, list[Fleet]]:
+    setups: Sequence[Setup], wanted: Wanted, ask: Callable[[Setup, int], Result], guess: Callable[[Setup], int],
+    most: int = MOST_ENGINES,
+) -> tuple[Fleet | None, list[Fleet]]:  # fmt: skip
     """→ the fewest cards that meet what is wanted, of as many those with the least divided engines; all that were
-    asked. setups: in the order of `divisions`; guess: engines that are likely to be needed; 0: no number is enough."""
+    asked. setups: in the order of `divisions`; guess: engines that are likely to be needed; 0: no number is enough;
+    `most`: engines that are asked, where more are likely to be needed none is."""
     best: Fleet | None = None
     asked: list[Fleet] = []
 
@@ -73,19 +78,36 @@ def fewest(
         nonlocal best
         result = ask(setup, replicas)
         asked.append(Fleet(setup, replicas, result))
-        if met := wanted.met(result) and result.keeps_up:
+        if met := wanted.held(result):
             best = asked[-1]
         return met
 
     for setup in setups:
+        start = len(asked)
         if best is not None:
-            below = (best.cards - 1) // setup.cards
-        elif likely := guess(setup):
-            counts = range(likely, 2 * likely + 3)
-            found = next((count for count in counts if meets(setup, count)), 0)
-            below = found - 1 if found == likely else 0  # one less than others has been asked
-        else:
-            continue
-        while below and meets(setup, below):
-            below -= 1
+            below = min(most, (best.cards - 1) // setup.cards)
+            _find_least(partial(meets, setup), below, below)
+        elif 0 < (likely := guess(setup)) <= most:
+            _find_least(partial(meets, setup), likely, most)
+        asked[start:] = sorted(asked[start:], key=lambda fleet: fleet.replicas)
     return best, asked
+
+
+def _find_least(meets: Callable[[int], bool], first: int, most: int) -> None:
+    """Asks until it is known which of 1 to `most` is the least that meets: the last one that did. From `first` on in
+    steps that double, then in halves of what is left, for a number that meets is taken to have none above it that does
+    not. Nothing is asked twice."""
+    too_few, enough = 0, most + 1
+    count, step = first, 1
+    while enough - too_few > 1:
+        if meets(count):
+            enough = count
+        else:
+            too_few = count
+        if enough > most:
+            count = min(most, too_few + step)
+        elif too_few == 0:
+            count = max(1, enough - step)
+        else:
+            count = (too_few + enough) // 2
+        step *= 2

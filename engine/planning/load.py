@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..config import ConfigError
@@ -13,6 +13,8 @@ from .simulation import Answer, Ask, Simulation
 
 FRONT = 3.4e-3  # seconds from the client to the engine and back to its first token, beside the engine
 SHARE = 0.95  # of requests that have to meet what is wanted
+KEPT = 0.85  # of what is asked for, that at least ends in the same time where no queue grows
+SEEN = 20.0  # seconds of a load, or as long as six of its requests take: in less a queue does not show
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,17 @@ class Wanted:
             self.tpot is None or result.tpot(SHARE) <= self.tpot
         )
 
+    def held(self, result: Result) -> bool:
+        """Met, and no queue is seen to grow: who asks for little only, time a token for instance, is served at any rate
+        while one does."""
+        return self.met(result) and result.keeps_up is not False
+
 
 @dataclass(frozen=True)
 class Result:
     """Of one simulated load."""
 
-    rate: float  # requests a second that came in
+    rate: float  # requests a second that came in; 0: as a trace has them
     answers: Sequence[Answer]  # those that count, by the time they were sent
     num_preemptions: int
     ends: Sequence[tuple[float, int]] = ()  # of all: when, and how many tokens they had
@@ -56,11 +63,40 @@ class Result:
         return sum(tokens for time, tokens in self.ends if start <= time <= end) / (end - start)
 
     @property
-    def keeps_up(self) -> bool:
-        """Whether answers end as fast as requests come."""
+    def keeps_up(self) -> bool | None:
+        """Whether answers end as fast as requests come; None: the load does not show it."""
+        if not self.rate:
+            return self._trace_keeps_up()
         seconds = self.answers[-1].sent - self.answers[0].sent
         asked = sum(answer.ask.num_output for answer in self.answers)
-        return not self.rate or self.output_rate * seconds >= 0.85 * asked
+        return self.output_rate * seconds >= KEPT * asked
+
+    def _trace_keeps_up(self) -> bool | None:
+        """By how much later than so many requests so many answers are over: at the end of the trace, at its beginning
+        and half-way. A trace may have bursts: what has been worked off by its end did not grow."""
+        sent = [answer.sent for answer in self.answers]
+        seconds = sent[-1] - sent[0]
+        if seconds < SEEN:
+            return None
+        early, half, late = (min(len(sent) - 1, int(share * len(sent))) for share in (1 - SHARE, 0.5, SHARE))
+        came = sent[late] - sent[half]  # the seconds in which those did that lags are compared of
+
+        def lags(times: Iterable[float]) -> list[float]:
+            return [time - start for time, start in zip(sorted(times), sent, strict=True)]
+
+        def grow(lags: list[float]) -> bool:
+            return lags[late] - lags[half] > (1 - KEPT) * came
+
+        ends = lags(answer.last for answer in self.answers)
+        if ends[late] - ends[early] <= (1 - KEPT) * seconds:
+            return True
+        if came < (1 - KEPT) * seconds:  # a burst, of which the trace ends before it can have been worked off
+            return None
+        # Of answers that take about as long as the trace more and more are open until its end, whatever the load; not
+        # of requests that wait for their first token.
+        is_long = seconds < 6 * _percentile([answer.last - answer.first for answer in self.answers], 0.5)
+        waits = lags(answer.first for answer in self.answers)
+        return False if grow(waits) or (grow(ends) and not is_long) else None
 
 
 def steady(
@@ -69,7 +105,7 @@ def steady(
     """Requests that arrive at random (Poisson), of one size, for so long (0: what shows a queue that grows), the first
     fifth of them not counted."""
     alone = num_output * setup.seconds_alone()
-    count = round(min(4000 * replicas, max(100 * replicas, rate * (seconds or max(20.0, 6 * alone)))))
+    count = round(min(4000 * replicas, max(100 * replicas, rate * (seconds or max(SEEN, 6 * alone)))))
     source, now, asks = random.Random(0), 0.0, []
     for _ in range(count):
         asks.append(Ask(now, num_prompt, num_output))
@@ -110,6 +146,15 @@ def likely_rate(setup: Setup, num_prompt: int, num_output: int) -> float:
     )
 
 
+def likely_engines(setup: Setup, asks: Sequence[Ask], wanted: Wanted) -> int:
+    """That a trace needs, about: for its work, in the time until its last request has to be answered."""
+    num_prompt = sum(ask.num_prompt for ask in asks) // len(asks)
+    num_output = sum(ask.num_output for ask in asks) // len(asks)
+    arrivals = [ask.arrival for ask in asks]
+    seconds = max(arrivals) - min(arrivals) + (wanted.ttft or 0) + num_output * (wanted.tpot or setup.seconds_alone())
+    return max(1, int(len(asks) / likely_rate(setup, num_prompt, num_output) / seconds))
+
+
 def knee(setup: Setup, wanted: Wanted, num_prompt: int, num_output: int, replicas: int = 1) -> Result | None:
     """The highest rate of requests that meets what is wanted, to 3 %; None: none does."""
 
@@ -120,11 +165,9 @@ def knee(setup: Setup, wanted: Wanted, num_prompt: int, num_output: int, replica
         return None
     low = high = None
     rate = 0.5 * replicas * likely_rate(setup, num_prompt, num_output)
-    # Who asks for little only, time a token for instance, is served at any rate while a queue grows: the load has to be
-    # worked off as well.
     while low is None or high is None or high.rate > 1.03 * low.rate:
         result = asked(rate)
-        if wanted.met(result) and result.keeps_up:
+        if wanted.held(result):
             low = result
             rate = rate * 2 if high is None else (low.rate + high.rate) / 2
         else:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ...engine.planning.simulation import Ask
     from ...engine.planning.step_model import Costs
 
+_OF_A_STEP = ("num_tokens", "num_decodes", "num_requests", "device_seconds")
+
 
 def read_trace(path: Path) -> list[Ask]:
     """Raises ConfigError."""
@@ -56,11 +58,11 @@ def fitted_costs(url: str, engine: EngineConfig, model: ModelConfig, card: Card,
         ranks, stages = (
             int(info["settings"][name]["value"]) for name in ("tensor_parallel_size", "pipeline_parallel_size")
         )
-        steps, vocab_size = info["steps"], int(info["model"]["vocab_size"])
+        vocab_size = int(info["model"]["vocab_size"])
+        steps = [{name: float(step[name]) for name in _OF_A_STEP} for step in info["steps"]]
     except (KeyError, TypeError, ValueError) as failure:
-        raise ConfigError(
-            f"--fit {url}: its /server_info lacks {failure}; name a vserve server of this version"
-        ) from None
+        what = f"lacks {failure}" if isinstance(failure, KeyError) else f"is none of vserve's ({failure})"
+        raise ConfigError(f"--fit {url}: its /server_info {what}; name a vserve server of this version") from None
     if vocab_size != model.vocab_size:
         raise ConfigError(
             f"--fit {url}: it serves a model with a vocabulary of {vocab_size}, and {model.architecture} here has one "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...engine.config import ConfigError
 from .machine import gib
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from ...engine.planning.setup import Setup
 
 BAR = 30
+_FORMATS = (".svg", ".json")
 _VERDICTS = {None: "", True: "met", False: "not met"}
 _MEASURES = (("ttft", "time to first token"), ("tpot", "time an output token"))
 _COLOURS = {"p50": "#4c78a8", "p95": "#e45756"}
@@ -44,7 +47,7 @@ def row(setup: Setup, replicas: int, result: Result, wanted: Wanted) -> dict[str
         **{f"tpot_p{p}_ms": round(result.tpot(p / 100) * 1e3, 2) for p in (50, 95)},
         "output_tokens_per_second": round(result.output_rate, 1),
         "preemptions": result.num_preemptions,
-        "met": wanted.met(result) and result.keeps_up if wanted.ttft or wanted.tpot else None,
+        "met": wanted.held(result) if wanted.ttft or wanted.tpot else None,
     }
 
 
@@ -67,16 +70,34 @@ def named(row: dict[str, Any]) -> str:
     return " ".join(f"-{short} {row[name]}" for short, name in sizes if row[name] > 1) or "-"
 
 
+def check_output(path: Path) -> None:
+    """Before anything is computed, which may take minutes. Raises ConfigError."""
+    if path.suffix not in _FORMATS:
+        raise ConfigError(
+            f"--output {path}: what is computed is written as a picture, .svg, or as JSON, .json; let the name end so"
+        )
+    if path.is_dir():
+        raise ConfigError(f"--output {path} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: there is no folder {path.parent}; make it, or name another one")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--output {path} may not be written: name a file that you may write")
+
+
 def write(path: Path, found: dict[str, Any]) -> None:
-    """As JSON, or as a picture where the name ends with .svg."""
+    """As JSON, or as a picture where the name ends with .svg. Raises ConfigError."""
     text = picture(found) if path.suffix == ".svg" else json.dumps(found, indent=1)
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written ({error.strerror}): name another file") from None
 
 
 def picture(found: dict[str, Any]) -> str:
-    """SVG: both times by the rate, or where there is one only by the cards."""
+    """SVG: both times by the rate where all rows are of the same cards, as around a knee, otherwise by the cards: of a
+    trace or of requests that come alone rates differ too, as each fleet answers them."""
     rows = [row for row in found["rows"] if "rate" in row]
-    by_rate = len({row["rate"] for row in rows}) > 1
+    by_rate = len(rows) > 1 and len({named(row) for row in rows}) == 1
     rows.sort(key=lambda row: row["rate" if by_rate else "cards"])
     ticks = [f"{row['rate']:.3g}/s" if by_rate else f"{row['cards']} ({named(row)})" for row in rows]
     parts = [_drawn(rows, ticks, *measure, top=index * _HEIGHT) for index, measure in enumerate(_MEASURES)]

@@ -13,7 +13,7 @@ from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.model_config import parse_model_config
 from vserve.engine.plan import StepPlan
 from vserve.engine.planning.card import CARDS
-from vserve.engine.planning.divisions import divisions, fewest, fitting
+from vserve.engine.planning.divisions import MOST_ENGINES, divisions, fewest, fitting
 from vserve.engine.planning.fit import fit
 from vserve.engine.planning.load import Result, Wanted, knee, replay, steady
 from vserve.engine.planning.setup import Setup, set_up
@@ -248,6 +248,68 @@ class TestDivisions:
             best, asked = fewest(setups, Wanted(ttft=1.0), ask, guess)
             assert (best and (best.cards, best.setup.cards)) == min(fine, default=None)
             assert len({(fleet.setup.cards, fleet.replicas) for fleet in asked}) == len(asked), "nothing is asked twice"
+
+    def test_from_a_poor_guess_to_as_many_as_may_be(self) -> None:
+        """Few are asked, none above the limit, and who is likely to need more than that makes room for the next."""
+        setups: Any = [Engines(1), Engines(2)]
+
+        def search(needed: dict[int, int], guesses: dict[int, int]) -> tuple[Any, list[tuple[int, int]]]:
+            def ask(engines: Any, count: int) -> Result:
+                late = Answer(Ask(0, 1, 1), 0, *[0.0 if count >= needed[engines.cards] else 9.0] * 2)
+                return Result(0.0, [late], 0)
+
+            best, asked = fewest(setups, Wanted(ttft=1.0), ask, lambda engines: guesses[engines.cards])
+            return best and (best.setup.cards, best.replicas), [(f.setup.cards, f.replicas) for f in asked]
+
+        for needed in range(1, MOST_ENGINES + 1):
+            for guess in (1, 5, MOST_ENGINES):
+                best, asked = search({1: needed, 2: 99}, {1: guess, 2: 1})
+                assert best == (1, needed) and len(asked) <= 14 and asked == sorted(asked)
+        best, asked = search({1: 99, 2: 99}, {1: 1, 2: 60})
+        assert best is None and {count for _, count in asked} == {1, 2, 4, 8, 16, 32, 64, 60, 61, 63}
+        best, asked = search({1: 99, 2: 40}, {1: MOST_ENGINES + 1, 2: 33})
+        assert best == (2, 40) and {cards for cards, _ in asked} == {2}
+
+
+def answers(*times: tuple[float, float, float]) -> Result:
+    """Of a trace whose requests were sent, had their first token and ended then."""
+    return Result(0.0, [Answer(Ask(sent, 8, 8), sent, first, last) for sent, first, last in times], 0)
+
+
+class TestQueueOfATrace:
+    def test_as_a_trace_shows_it(self) -> None:
+        even = [i / 10 for i in range(1000)]
+        assert answers(*((t, t + 0.2, t + 2) for t in even)).keeps_up is True
+        assert answers(*((t, t + 0.3 * t, t + 0.3 * t + 2) for t in even)).keeps_up is False
+        assert answers(*((t, t + 0.1 * t, t + 0.1 * t + 2) for t in even)).keeps_up is True, "to 15 %, as of a rate"
+        assert answers(*((t, t + 0.2, t + 2 + 0.2 * t) for t in even)).keeps_up is False, "its tokens are what waits"
+
+        assert answers(*((t, t + 0.3 * t, t + 0.3 * t + 20) for t in even)).keeps_up is False, "they wait to begin"
+
+    def test_a_burst_that_is_worked_off(self) -> None:
+        even = [i / 10 for i in range(1000)]
+        burst = [(40.0, 41.0 + i / 20, 42.0 + i / 20) for i in range(400)]
+        calm = [(t, t + 0.2, t + 2) for t in even]
+        assert answers(*sorted(calm + burst)).keeps_up is True
+        late = [(100.0, 101.0 + i / 40, 102.0 + i / 40) for i in range(400)]
+        assert answers(*sorted(calm + late)).keeps_up is True, "as long as it takes no large part of the time"
+
+    def test_what_does_not_show_it(self) -> None:
+        """All at once, little time, and answers that take as long as the trace."""
+        assert answers(*((0.0, 1.0 + i, 2.0 + i) for i in range(100))).keeps_up is None
+        assert answers(*((i / 10, i / 2, 1 + i / 2) for i in range(100))).keeps_up is None
+        assert answers(*((i / 10, i / 10 + 1, 10 + 3 * i / 10) for i in range(300))).keeps_up is None
+        calm, burst = [(i, i + 1, i + 2) for i in range(100)], [(100, 101 + i / 20, 102 + i / 20) for i in range(900)]
+        assert answers(*calm, *burst).keeps_up is None, "nothing comes after it"
+        assert Wanted(ttft=9.0).held(answers((0.0, 1.0, 2.0))), "what was met counts as met"
+
+    def test_of_the_clock(self, setup: Setup) -> None:
+        """Prompts that take an engine a sixth of a second: six a second, not eight."""
+        load = [Ask(i / 8, 7000, 2) for i in range(240)]
+        assert [replay(setup, load, replicas).keeps_up for replicas in (1, 2)] == [False, True]
+        assert replay(setup, [Ask(0, 7000, 2)] * 240).keeps_up is None
+        wanted = Wanted(tpot=9.0)
+        assert wanted.met(replay(setup, load)) and not wanted.held(replay(setup, load))
 
 
 class Engines:
