@@ -18,6 +18,7 @@ from .weights_file import Stamp, WeightsFile
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
+LONGEST_NAME = 1000  # characters of a tensor's; expressions are matched with them
 # Of a tensor's name: the module, which of its matrices; some versions put the adapter's name, "default", in between.
 _MATRIX = re.compile(
     r"(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
@@ -137,6 +138,11 @@ class Adapter:
 
     def _read_names(self) -> None:
         for name, info in self.files.headers.items():
+            if len(name) > LONGEST_NAME:
+                raise AdapterError(
+                    f"{self.folder} has a tensor whose name has {len(name)} characters, {name[:40]!r}…, and at most "
+                    f"{LONGEST_NAME} are read: get it again"
+                )
             if info.dtype not in FLOAT_TYPES:
                 raise AdapterError(f"{name} is stored as {info.dtype}: only floats are read")
             bare = name.removeprefix(_PREFIX)

@@ -108,6 +108,14 @@ def test_numbers_that_are_none(value: float, folder: Path) -> None:
         Adapter.open(folder).read(FIRST)
 
 
+def test_a_name_without_end_is_refused(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    tensors[FIRST.replace("layers", "l" * 1000)] = tensors.pop(FIRST)
+    save_file(tensors, folder / WEIGHTS_FILE)
+    assert "has a tensor whose name has 1056 characters, 'base_model.model.model.llll" in refusal(folder)
+    assert "and at most 1000 are read" in refusal(folder)
+
+
 def test_a_file_that_is_cut_short_kills_nobody(folder: Path) -> None:
     """A mapped page behind the end of its file would end this process."""
     adapter = Adapter.open(folder)
