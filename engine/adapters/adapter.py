@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..checkpoint import FLOAT_TYPES
@@ -111,8 +110,8 @@ class Adapter:
             tensor = self.files.read(name)
         except ModelError as error:
             raise AdapterError(str(error)) from None
-        # A sum is one pass, and no copy; only one that is too large for its type needs another look.
-        if not (tensor.sum(dtype=torch.float32).isfinite() or tensor.isfinite().all()):
+        # A sum in its own type is one pass, and no copy; only one that is too large for it needs another look.
+        if not (tensor.sum().isfinite() or tensor.isfinite().all()):
             raise AdapterError(f"{self.folder} has NaN or infinite values in {name}: its training failed, get another")
         return tensor
 

@@ -108,6 +108,24 @@ def test_numbers_that_are_none(value: float, folder: Path) -> None:
         Adapter.open(folder).read(FIRST)
 
 
+def test_numbers_that_are_many_are_looked_at_where_they_lie(folder: Path) -> None:
+    """Without a copy in float32; their sum may be too large for their own type."""
+    tensors = {name: tensor.half() for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+    tensors[FIRST][:, 2] = 6e4
+    save_file(tensors, folder / WEIGHTS_FILE)
+    adapter = Adapter.open(folder)
+    assert torch.equal(adapter.read(FIRST), tensors[FIRST])
+    other = FIRST.replace("lora_B", "lora_A")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        shape = list(adapter.read(other).shape)
+    done = {event.name for event in profile.events() if event.input_shapes[:1] == [shape]}
+    assert "aten::sum" in done and not done & {"aten::copy_", "aten::isfinite"}
+    tensors[other][3, 1] = float("nan")
+    save_file(tensors, folder / WEIGHTS_FILE)
+    with pytest.raises(AdapterError, match=f"NaN or infinite values in {other}"):
+        Adapter.open(folder).read(other)
+
+
 def test_a_name_without_end_is_refused(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS_FILE)
     tensors[FIRST.replace("layers", "l" * 1000)] = tensors.pop(FIRST)
