@@ -14,6 +14,8 @@ from ..model_file import ModelError, and_more
 from .peft_config import AdapterError, PeftConfig
 from .weights_file import Stamp, WeightsFile
 
+# How to have an adapter read as it is now, whatever was read before.
+AGAIN = "load it again with load_inplace (from --lora-dir), or restart the server"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
@@ -72,9 +74,19 @@ class Adapter:
         return max((pair.rank for pair in self.pairs.values()), default=0)
 
     @property
-    def stamp(self) -> tuple[Stamp, Stamp]:
-        """Where it is another, the folder holds another adapter."""
-        return self.config.stamp, self.files.stamp
+    def stamp(self) -> Stamp:
+        """Where it is another, the folder may hold another adapter; of one host."""
+        return self.config.stamp + self.files.stamp
+
+    @property
+    def version(self) -> str:
+        """The same for the same files on any host, another for another adapter."""
+        return self.config.digest + self.files.digest
+
+    def check_unchanged(self, version: str, stamp: Stamp = ()) -> None:
+        """Raises AdapterError where it was of another version or stamp when it was loaded; empty: that is not known."""
+        if self.version != (version or self.version) or self.stamp != (stamp or self.stamp):
+            raise AdapterError(f"{self.folder} has changed since it was loaded: {AGAIN}")
 
     @classmethod
     def open(cls, folder: Path) -> Adapter:

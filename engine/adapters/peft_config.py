@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -58,6 +59,7 @@ class PeftConfig:
     dora: bool = False
     parameters: tuple[str, ...] = ()  # target_parameters: of modules that hold all experts' matrices
     stamp: Stamp = ()  # of its file
+    digest: str = ""  # of its content
     swapped: bool = False  # written before PEFT 0.19, which took the sides of such parameters for each other
     base: str | None = None  # base_model_name_or_path
 
@@ -84,7 +86,7 @@ class PeftConfig:
         if not isinstance(raw, dict):
             raise AdapterError(f"{file} holds a {type(raw).__name__} where an object belongs: {remedy}")
         try:
-            return replace(cls._of(raw), stamp=stamp)
+            return replace(cls._of(raw), stamp=stamp, digest=hashlib.blake2b(content, digest_size=16).hexdigest())
         except AdapterError as error:
             raise AdapterError(f"{file}: {error}") from None
 
