@@ -24,6 +24,7 @@ from .messages import (
     SetVocabulary,
     unpack_tokens,
 )
+from .plan import ADAPTER_NOT_LOADED
 from .request import FinishReason, Request, SamplingParams, SharedPrompt, unknown_token_problem
 from .scheduler import Scheduler
 from .thinking import ThinkingMatcher
@@ -135,7 +136,7 @@ class Arrivals:
         if not (id := sampling.adapter):
             return None
         if self.adapters is None or not self.adapters.knows(id):
-            return "its adapter is not loaded"
+            return ADAPTER_NOT_LOADED
         if sampling.prompt_logprobs is not None and id in self.adapters.with_head:
             return "its adapter changes the output matrix, and there are no prompt_logprobs of such"
         return None

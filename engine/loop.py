@@ -40,7 +40,7 @@ from .messages import (
     WatchSteps,
 )
 from .pacing import Kind, Pacer
-from .plan import StepResult
+from .plan import ADAPTER_UNUSABLE, StepResult
 from .scheduler import Scheduler
 from .watch import StepWatch
 
@@ -210,11 +210,11 @@ class EngineLoop:
         elif isinstance(message, LoadAdapter):
             self.adapters.load(message)
         else:
-            self._adapter_failed(message.id, "it was unloaded")  # nobody should be left who has it
+            self._adapter_failed(message.id)  # nobody should be left who has it
             self.adapters.drop(message)
 
-    def _adapter_failed(self, id: int, error: str) -> None:
-        ended = self.scheduler.reject_adapter(id, f"its adapter cannot be used: {error}")
+    def _adapter_failed(self, id: int) -> None:
+        ended = self.scheduler.reject_adapter(id, ADAPTER_UNUSABLE)
         if ended:
             self._emit(ended, 0)
 

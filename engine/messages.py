@@ -77,6 +77,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapte
     id: int  # of this load, above 0: random, so that keys of cached prefixes differ from those of any other
     path: str  # of its folder
     name: str = ""  # what clients call it
+    version: str = ""  # AdapterLoaded's, of what an engine has loaded already: it must be that
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapter"):
@@ -262,6 +263,7 @@ class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True, tag="adapter_l
     rank: int = 0
     base: str | None = None  # what its configuration calls its base model
     error: str | None = None  # why it cannot be served, in one line
+    version: str = ""  # of its files, the same on any host
 
 
 class BlockMap(msgspec.Struct, frozen=True, array_like=True):

@@ -100,6 +100,11 @@ NOTHING_ALLOWED = (
     "grammar of this request exclude every one; loosen one of them"
 )
 
+# Why a request with an adapter cannot run, though it and the model are sound. The log says more: its folder's path is
+# nothing for clients.
+ADAPTER_NOT_LOADED = "its adapter is not loaded"
+ADAPTER_UNUSABLE = "its adapter cannot be used: its files are not what was loaded, or are gone"
+
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step sampled: the tokens kept of row plan.rows[plan.sampled[0]], then those of the next one …"""

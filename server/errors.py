@@ -135,6 +135,21 @@ def engine_silent() -> ApiError:
     )
 
 
+def adapter_unavailable(name: str) -> ApiError:
+    """Its files are no longer what was loaded, or an engine that started again could not load them."""
+    # 503: the request is not at fault, and a router asks another server, which may have the adapter still. This one
+    # says so until somebody loads it again: clients' libraries need not repeat themselves.
+    return ApiError(
+        503,
+        f"The adapter `{shorten(name)}` cannot be used now: its files are not what was loaded, or are gone. Whoever "
+        "runs the server has to load it again; its log says more.",
+        type="service_unavailable_error",
+        param="model",
+        code="adapter_unavailable",
+        headers={"x-should-retry": "false"},
+    )
+
+
 def took_too_long(limit: float) -> ApiError:
     """`limit`: --request-timeout, in seconds."""
     return ApiError(

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..checkpoint import FLOAT_TYPES
@@ -15,9 +14,12 @@ from ..model_file import ModelError, and_more
 from .peft_config import AdapterError, PeftConfig
 from .weights_file import Stamp, WeightsFile
 
+# How to have an adapter read as it is now, whatever was read before.
+AGAIN = "load it again with load_inplace (from --lora-dir), or restart the server"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
+LONGEST_NAME = 1000  # characters of a tensor's; expressions are matched with them
 # Of a tensor's name: the module, which of its matrices; some versions put the adapter's name, "default", in between.
 _MATRIX = re.compile(
     r"(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
@@ -72,9 +74,19 @@ class Adapter:
         return max((pair.rank for pair in self.pairs.values()), default=0)
 
     @property
-    def stamp(self) -> tuple[Stamp, Stamp]:
-        """Where it is another, the folder holds another adapter."""
-        return self.config.stamp, self.files.stamp
+    def stamp(self) -> Stamp:
+        """Where it is another, the folder may hold another adapter; of one host."""
+        return self.config.stamp + self.files.stamp
+
+    @property
+    def version(self) -> str:
+        """The same for the same files on any host, another for another adapter."""
+        return self.config.digest + self.files.digest
+
+    def check_unchanged(self, version: str, stamp: Stamp = ()) -> None:
+        """Raises AdapterError where it was of another version or stamp when it was loaded; empty: that is not known."""
+        if self.version != (version or self.version) or self.stamp != (stamp or self.stamp):
+            raise AdapterError(f"{self.folder} has changed since it was loaded: {AGAIN}")
 
     @classmethod
     def open(cls, folder: Path) -> Adapter:
@@ -110,8 +122,8 @@ class Adapter:
             tensor = self.files.read(name)
         except ModelError as error:
             raise AdapterError(str(error)) from None
-        # A sum is one pass, and no copy; only one that is too large for its type needs another look.
-        if not (tensor.sum(dtype=torch.float32).isfinite() or tensor.isfinite().all()):
+        # A sum in its own type is one pass, and no copy; only one that is too large for it needs another look.
+        if not (tensor.sum().isfinite() or tensor.isfinite().all()):
             raise AdapterError(f"{self.folder} has NaN or infinite values in {name}: its training failed, get another")
         return tensor
 
@@ -137,6 +149,11 @@ class Adapter:
 
     def _read_names(self) -> None:
         for name, info in self.files.headers.items():
+            if len(name) > LONGEST_NAME:
+                raise AdapterError(
+                    f"{self.folder} has a tensor whose name has {len(name)} characters, {name[:40]!r}…, and at most "
+                    f"{LONGEST_NAME} are read: get it again"
+                )
             if info.dtype not in FLOAT_TYPES:
                 raise AdapterError(f"{name} is stored as {info.dtype}: only floats are read")
             bare = name.removeprefix(_PREFIX)

@@ -6,11 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from ..messages import AdapterLoaded, DropAdapter, LoadAdapter
 from ..model_file import ModelError
-from .adapter import Adapter
+from .adapter import AGAIN, Adapter
 from .book import AdapterBook
 from .layout import Packed
 from .peft_config import AdapterError
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Others(Protocol):
     """The stores of the other ranks: see ranks/adapters.py."""
 
-    async def read(self, id: int, path: str) -> None: ...
+    async def read(self, id: int, path: str, version: str) -> dict[int, str]: ...
 
     def forget(self, ids: Sequence[int]) -> None: ...
 
@@ -33,15 +34,17 @@ class AdapterLoading:
 
     def __init__(
         self, store: AdapterStore, book: AdapterBook, send: Callable[[AdapterLoaded], None],
-        failed: Callable[[int, str], None], wake: Callable[[], None], others: Others | None = None,
+        failed: Callable[[int], None], wake: Callable[[], None], others: Others | None = None,
     ) -> None:  # fmt: skip
-        """`failed` gets (id, why) of an adapter that requests wait for and that can no longer be read. `others`: the
-        stores of the other ranks."""
+        """`failed` gets the id of an adapter that requests wait for and that can no longer be read; why is logged, as
+        it names folders. `others`: the stores of the other ranks."""
         self._store, self._book, self._others = store, book, others
         self._send, self._failed, self._wake = send, failed, wake
         self._reading: dict[int, asyncio.Task[tuple[Packed, Adapter]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-adapter")
-        self._stamps: dict[int, tuple[Stamp, Stamp]] = {}  # of those that are loaded
+        # Of those that are loaded, what they were then: version and stamp; the latter is () where an engine before this
+        # one has loaded it.
+        self._loaded: dict[int, tuple[str, Stamp]] = {}
         self.with_head: set[int] = set()  # adapters that change logits
 
     def close(self) -> None:
@@ -55,12 +58,13 @@ class AdapterLoading:
             return
         self._book.paths[message.id] = message.path
         self._book.names[message.id] = message.name
+        self._loaded[message.id] = message.version, ()
         self._read(message.id, first=True)
 
     def drop(self, message: DropAdapter) -> None:
         self._forget([message.id])
         self.with_head.discard(message.id)
-        self._stamps.pop(message.id, None)
+        self._loaded.pop(message.id, None)
         self._book.remove(message.id)
 
     def knows(self, id: int) -> bool:
@@ -75,14 +79,6 @@ class AdapterLoading:
                 return
             self._book.coming.add(id)  # the room is its own
             self._read(id)
-
-    def _changed(self, id: int, adapter: Adapter, first: bool) -> AdapterError | None:
-        """Whether it is no longer what was loaded: in slots and in cached prefixes may be what it was."""
-        if first:
-            self._stamps[id] = adapter.stamp
-        if adapter.stamp == self._stamps[id]:
-            return None
-        return AdapterError(f"{adapter.folder} has changed since it was loaded: load it again")
 
     def _make_room(self) -> bool:
         leaving = self._book.make_room()
@@ -100,15 +96,24 @@ class AdapterLoading:
         task.add_done_callback(lambda done: self._done(id, first, done))
 
     async def _read_everywhere(self, id: int, path: str) -> tuple[Packed, Adapter]:
-        """By all ranks at the same time. Raises what rank 0 raises, else what another does."""
-        mine = asyncio.get_running_loop().run_in_executor(self._thread, self._store.read, path)
+        """By all ranks at the same time. It must be what was loaded: slots and cached prefixes may have what it was.
+        Raises what rank 0 raises, else what another does."""
+        version, stamp = self._loaded.get(id, ("", ()))
+        check = partial(Adapter.check_unchanged, version=version, stamp=stamp)
+        mine = asyncio.get_running_loop().run_in_executor(self._thread, self._store.read, path, check)
         if self._others is None:
             return await mine
-        found, failed = await asyncio.gather(mine, self._others.read(id, path), return_exceptions=True)
+        found, theirs = await asyncio.gather(mine, self._others.read(id, path, version), return_exceptions=True)
         if isinstance(found, BaseException):
             raise found
-        if failed is not None:
-            raise failed
+        if isinstance(theirs, BaseException):
+            raise theirs
+        for rank, other in theirs.items():  # files may be replaced between two reads, and hosts may have their own
+            if other != found[1].version:
+                raise AdapterError(
+                    f"rank {rank} has read another version of {path} than rank 0: give all hosts the same files, and "
+                    f"{AGAIN}"
+                )
         return found
 
     def _done(self, id: int, first: bool, done: asyncio.Task[tuple[Packed, Adapter]]) -> None:
@@ -118,21 +123,22 @@ class AdapterLoading:
         if done.cancelled():
             return
         error = done.exception()
-        if error is None and id in self._book.paths:
-            error = self._changed(id, done.result()[1], first)
         if error is not None or id not in self._book.paths:
             self._forget([id])  # some ranks may have read it
         if id not in self._book.paths:
             return
         if error is not None:
-            if not isinstance(error, ModelError):
-                logger.error("adapter %s cannot be read", self._book.paths[id], exc_info=error)
-            said = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+            expected = isinstance(error, ModelError)
+            said = str(error) if expected else f"{type(error).__name__}: {error}"
+            if not (first and expected):  # then whoever loads it says so
+                name = self._book.names.get(id) or self._book.paths[id]
+                logger.error("adapter %s cannot be used: %s", name, said, exc_info=None if expected else error)
             self._book.wanted.pop(id, None)
             if first:
                 self._book.remove(id)
+                self._loaded.pop(id, None)
                 self._send(AdapterLoaded(id, error=said))
-            self._failed(id, said)
+            self._failed(id)
             self._wake()
             return
         packed, adapter = done.result()
@@ -144,5 +150,6 @@ class AdapterLoading:
         else:
             self._forget([id])
         if first:
-            self._send(AdapterLoaded(id, packed.rank, adapter.config.base))
+            self._loaded[id] = adapter.version, adapter.stamp
+            self._send(AdapterLoaded(id, packed.rank, adapter.config.base, version=adapter.version))
         self._wake()

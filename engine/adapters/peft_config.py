@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..model_file import ModelError, one_line
-from .patterns import PatternError, check_pattern, matching
+from .patterns import PatternError, check_pattern, endings, first_matches
 from .weights_file import Stamp, stamp_of
 
 CONFIG_FILE = "adapter_config.json"
@@ -57,6 +59,7 @@ class PeftConfig:
     dora: bool = False
     parameters: tuple[str, ...] = ()  # target_parameters: of modules that hold all experts' matrices
     stamp: Stamp = ()  # of its file
+    digest: str = ""  # of its content
     swapped: bool = False  # written before PEFT 0.19, which took the sides of such parameters for each other
     base: str | None = None  # base_model_name_or_path
 
@@ -83,7 +86,7 @@ class PeftConfig:
         if not isinstance(raw, dict):
             raise AdapterError(f"{file} holds a {type(raw).__name__} where an object belongs: {remedy}")
         try:
-            return replace(cls._of(raw), stamp=stamp)
+            return replace(cls._of(raw), stamp=stamp, digest=hashlib.blake2b(content, digest_size=16).hexdigest())
         except AdapterError as error:
             raise AdapterError(f"{file}: {error}") from None
 
@@ -96,9 +99,8 @@ class PeftConfig:
                 raise AdapterError(
                     f"{name} is set, and {what} cannot be served: merge it into its base model with PEFT"
                 )
-        if unknown := [name for name in raw if name.startswith("use_") or name.endswith("_config")]:
-            unknown = [name for name in unknown if raw[name] and name not in _KNOWN and name not in _UNSERVED]
-        if unknown:
+        switches = (name for name in raw if name.startswith("use_") or name.endswith("_config"))
+        if unknown := [name for name in switches if raw[name] and name not in _KNOWN and name not in _UNSERVED]:
             raise AdapterError(
                 f"{unknown[0][:60]} is set, which nobody here knows: merge it into its base model with the PEFT that "
                 "wrote it"
@@ -155,20 +157,20 @@ class PeftConfig:
 
     def key_of(self, path: str) -> str:
         """What patterns look at: of target_parameters such as a router's gate.weight, the parameter."""
-        return f"{path}.weight" if _ends(self.parameters, f"{path}.weight") else path
+        return f"{path}.weight" if _ends(self._parameters, f"{path}.weight") else path
 
     def _values(self, field: str, patterns: dict[str, Any], paths: Sequence[str], otherwise: Any) -> dict[str, Any]:
         """Of each path the value of the first expression that the end of its name matches."""
         keys = {path: self.key_of(path) for path in paths}
         try:
-            found = matching(list(patterns), list(keys.values()), ends=True)
+            first = first_matches(list(patterns), list(keys.values()), ends=True)
         except PatternError as error:
             raise AdapterError(f"{field} has {error}") from None
-        hits = [(set(names), value) for names, value in zip(found, patterns.values(), strict=True)]
-        return {path: next((value for names, value in hits if key in names), otherwise) for path, key in keys.items()}
+        values = list(patterns.values())
+        return {path: values[first[key]] if key in first else otherwise for path, key in keys.items()}
 
     def _is_saved(self, module: str) -> bool:
-        return any(re.match(rf"(^|.*\.){re.escape(name)}($|\..*)", module) for name in self.saved)
+        return any(f".{name}." in f".{module}." for name in self.saved)
 
     def _in_layers(self, module: str) -> bool:
         if self.layers is None or isinstance(self.targets, str) or module in self.targets:
@@ -179,27 +181,33 @@ class PeftConfig:
     def parameters_of(self, module: str) -> list[str]:
         """Of the experts' parameters in this module those that have a pair, the innermost wrapper's first."""
         full = (f"{module}.{name}" for name in EXPERTS_PARAMETERS if module.rpartition(".")[2] == "experts")
-        return [path.rpartition(".")[2] for path in full if _ends(self.parameters, path)]
+        return [path.rpartition(".")[2] for path in full if _ends(self._parameters, path)]
 
     def parameters_without(self, paths: Sequence[str]) -> list[str]:
         """Those of target_parameters that none of these paths is meant by."""
-        return [name for name in self.parameters if not any(_ends((name,), path) for path in paths)]
+        meant = {end for path in paths for end in endings(path) if end in self._parameters}
+        return [name for name in self.parameters if name not in meant]
+
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(self.parameters)
 
     @property
     def all_linear(self) -> bool:
         return isinstance(self.targets, str) and self.targets.lower() == "all-linear"
 
 
-def _ends(names: tuple[str, ...], path: str) -> bool:
+def _ends(names: Container[str], path: str) -> bool:
     """Whether it is one of these, or ends with one."""
-    return path in names or path.endswith(tuple(f".{name}" for name in names))
+    return any(end in names for end in endings(path))
 
 
 def _chosen(field: str, rule: tuple[str, ...] | str, modules: Sequence[str]) -> set[str]:
     if not isinstance(rule, str):
-        return {module for module in modules if _ends(rule, module)}
+        names = frozenset(rule)
+        return {module for module in modules if _ends(names, module)}
     try:
-        return set(*matching([rule], modules)) if rule else set()
+        return set(first_matches([rule], modules)) if rule else set()
     except PatternError as error:
         raise AdapterError(f"{field} has {error}") from None
 

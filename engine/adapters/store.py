@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,9 +22,12 @@ class AdapterStore:
         self._download_dir = download_dir
         self.packed: dict[int, Packed] = {}  # by id
 
-    def read(self, folder: str) -> tuple[Packed, Adapter]:
-        """From any thread; `folder`: or a name on the hub. Raises ModelError."""
+    def read(self, folder: str, check: Callable[[Adapter], None] | None = None) -> tuple[Packed, Adapter]:
+        """From any thread; `folder`: or a name on the hub. `check` sees it before its tensors are read, and may raise
+        ModelError, as this does."""
         adapter = Adapter.open(find_adapter(folder, self._download_dir))
+        if check is not None:
+            check(adapter)
         return self.layout.pack(adapter, self.dtype, self.pin), adapter
 
     def get(self, id: int, folder: str) -> Packed:

@@ -24,23 +24,25 @@ class OtherStores:
     def __init__(self, send: Callable[[ToRank], None], ranks: Sequence[int]) -> None:
         """`send`: to all of `ranks`."""
         self._send, self._ranks = send, frozenset(ranks)
-        self._reading: dict[int, tuple[set[int], list[str], asyncio.Future[None]]] = {}  # by id: who has not answered
+        self._reading: dict[int, tuple[dict[int, AdapterRead], asyncio.Future[None]]] = {}  # by id: answers by rank
 
-    async def read(self, id: int, path: str) -> None:
-        """Returns when all have read it. Raises ModelError with what the first has said that cannot; then some may
-        hold it still."""
+    async def read(self, id: int, path: str, version: str) -> dict[int, str]:
+        """Returns when all have read it, which version each. `version`: that it must have; "": any. Raises ModelError
+        with what the first has said that cannot; then some may hold it still."""
         if not self._ranks:
-            return
-        errors: list[str] = []
+            return {}
+        answers: dict[int, AdapterRead] = {}
         done = asyncio.get_running_loop().create_future()
-        self._reading[id] = set(self._ranks), errors, done
-        self._send(ReadAdapter(id, path))
+        self._reading[id] = answers, done
+        self._send(ReadAdapter(id, path, version))
         try:
             await done
         finally:
             del self._reading[id]
-        if errors:
-            raise ModelError(errors[0])
+        for rank, answer in answers.items():
+            if answer.error is not None:  # perhaps on another host, which has no such folder
+                raise ModelError(f"rank {rank}: {answer.error}")
+        return {rank: answer.version for rank, answer in answers.items()}
 
     def forget(self, ids: Sequence[int]) -> None:
         """Steps that were sent before still find them."""
@@ -48,13 +50,11 @@ class OtherStores:
             self._send(ForgetAdapters(list(ids)))
 
     def heard(self, rank: int, message: AdapterRead) -> None:
-        waited, errors, done = self._reading.get(message.id, (None, None, None))
-        if waited is None or errors is None or done is None:
+        if message.id not in self._reading:
             return
-        waited.discard(rank)
-        if message.error is not None:
-            errors.append(f"rank {rank}: {message.error}")  # perhaps on another host, which has no such folder
-        if not waited and not done.done():
+        answers, done = self._reading[message.id]
+        answers[rank] = message
+        if answers.keys() == self._ranks and not done.done():
             done.set_result(None)
 
 
@@ -80,10 +80,11 @@ class RankStore:
             torch.cuda.set_device(self._device)
 
     def _read(self, message: ReadAdapter) -> None:
-        error = None
+        error, version = None, ""
         try:
-            self._store.packed[message.id] = self._store.read(message.path)[0]
+            packed, adapter = self._store.read(message.path, lambda found: found.check_unchanged(message.version))
+            self._store.packed[message.id], version = packed, adapter.version
         except Exception as failure:
             error = str(failure) if isinstance(failure, ModelError) else f"{type(failure).__name__}: {failure}"
         with contextlib.suppress(OSError):  # the engine is gone, and this process with it
-            self._channel.send(AdapterRead(message.id, error))
+            self._channel.send(AdapterRead(message.id, error, version))

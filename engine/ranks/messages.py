@@ -53,6 +53,7 @@ class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="read_adapte
 
     id: int  # of its load
     path: str  # of its folder
+    version: str = ""  # that it had when it was loaded; "": it is loaded now
 
 
 class ForgetAdapters(msgspec.Struct, frozen=True, array_like=True, tag="forget_adapters"):
@@ -77,6 +78,7 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
 class AdapterRead(msgspec.Struct, frozen=True, array_like=True, tag="adapter_read"):
     id: int
     error: str | None = None
+    version: str = ""  # what it has read: see Adapter.version
 
 
 ToRank = Join | Execute | Follow | Settle | ReadAdapter | ForgetAdapters | Leave

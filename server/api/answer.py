@@ -95,6 +95,7 @@ async def _submit(dialect: Dialect, ticket: Ticket, arrival: float, name: str) -
         cache_salt=body.cache_salt,
         route=route,
         on_close=ended if adapter is None else adapter.use(ended),
+        adapter="" if adapter is None else adapter.name,
     )
     await generation.submit()
     if dialect.charge is not None:

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from ...engine.config import EngineConfig
 from ...engine.messages import (
     AdapterLoaded,
@@ -165,7 +167,8 @@ class EngineClient:
         finally:
             del self._loading[message.id]
         if answer.error is None:
-            self.adapters[message.id] = message
+            # An engine that starts again has to find what this one has loaded.
+            self.adapters[message.id] = msgspec.structs.replace(message, version=answer.version)
         return answer
 
     def know_adapter(self, message: LoadAdapter) -> None:

@@ -245,12 +245,16 @@ class Replicas:
         results = await asyncio.gather(*loads, return_exceptions=True)
         answers = [result for result in results if isinstance(result, AdapterLoaded)]
         failed = next((answer for answer in answers if answer.error is not None), None)
+        if failed is None and len({answer.version for answer in answers}) > 1:
+            what = f"the engines have read different versions of {message.path}: give all hosts the same files"
+            failed = AdapterLoaded(message.id, error=f"{what}, and load it again")
         if failed is not None or not answers:
             self.drop_adapter(message.id)
         if failed is not None:
             return failed
         if not answers:
             raise EngineDeadError(self.down or "the engines are not ready")
+        self.know_adapter(msgspec.structs.replace(message, version=answers[0].version))
         return answers[0]
 
     def know_adapter(self, message: LoadAdapter) -> None:

@@ -40,6 +40,7 @@ class Record(msgspec.Struct, frozen=True):
     id: int
     parent: str | None
     rank: int
+    version: str = ""
 
 
 class Tell(Protocol):
@@ -55,12 +56,13 @@ class ServedAdapter:
     id: int  # of this load, random: another load of the same name shares nothing with it
     parent: str | None  # name of the base model, where one was given
     rank: int = 0
+    version: str = ""  # of its files when it was loaded
     num_open: int = 0  # generations that use it
     free: asyncio.Event = field(default_factory=asyncio.Event)  # nobody uses it
 
     @property
     def record(self) -> Record:
-        return Record(self.name, self.path, self.id, self.parent, self.rank)
+        return Record(self.name, self.path, self.id, self.parent, self.rank, self.version)
 
     def use(self, ended: Callable[[], None] | None = None) -> Callable[[], None]:
         """Counts one that uses it, until what this returns is called; that calls `ended` too."""
@@ -153,7 +155,7 @@ class Adapters:
             answer = await self._client.load_adapter(LoadAdapter(adapter.id, module.path, name))
             if answer.error is not None:
                 raise _invalid(answer.error, "lora_path")
-            adapter.rank = answer.rank
+            adapter.rank, adapter.version = answer.rank, answer.version
             self._served[name] = adapter
             await self._share(adapter, before)
         logger.info("adapter %s: rank %d, from %s", name, adapter.rank, module.path)
@@ -214,9 +216,9 @@ class Adapters:
         """Another process has had it loaded, in the place of one of that name where there is one."""
         adapter = self._known.get(record.id)
         if adapter is None:
-            adapter = ServedAdapter(record.name, record.path, record.id, record.parent, record.rank)
+            adapter = ServedAdapter(record.name, record.path, record.id, record.parent, record.rank, record.version)
             adapter.free.set()
-        self._client.know_adapter(LoadAdapter(record.id, record.path, record.name))
+        self._client.know_adapter(LoadAdapter(record.id, record.path, record.name, record.version))
         self._served[record.name] = self._known[record.id] = adapter
 
     async def retire(self, id: int) -> None:

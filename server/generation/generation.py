@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import msgspec
 
 from ...engine.messages import RequestOutput
-from ...engine.plan import NOTHING_ALLOWED, TokenLogprobs
+from ...engine.plan import ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE, NOTHING_ALLOWED, TokenLogprobs
 from ..client.client import Client
 from ..client.mailbox import Mailboxes, MailboxLike
 from ..client.routing import ANYWHERE, Route
-from ..errors import ApiError
+from ..errors import ApiError, adapter_unavailable
 from ..pace import Pace
 from ..text.tokenizer import Tokenizer
 from .choice import Choice, Delta, Prompt, TextOptions
@@ -53,10 +53,11 @@ class Generation:
         cache_salt: str | None = None,
         route: Route = ANYWHERE,
         on_close: Callable[[], None] | None = None,
+        adapter: str = "",
     ) -> None:
         """Of prompts × n requests, which `submit` sends; choice i of prompt p has index p · n + i.
 
-        `on_close` is called when nothing of this is open any more.
+        `on_close` is called when nothing of this is open any more. `adapter`: what clients call that of the prompts.
         """
         self.prompts = prompts
         self.n = n
@@ -68,6 +69,7 @@ class Generation:
         self._client = client
         self._observer = observer
         self._on_close = on_close
+        self._adapter = adapter
         self._tokenizer = tokenizer
         self._text = text
         self._priority = priority
@@ -208,6 +210,8 @@ class Generation:
             self._finish(choice, "error")
             if output.error == NOTHING_ALLOWED:  # its own doing, which shows only here
                 raise ApiError(400, f"{NOTHING_ALLOWED[0].upper()}{NOTHING_ALLOWED[1:]}.", code="nothing_allowed")
+            if output.error in (ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE):
+                raise adapter_unavailable(self._adapter)
             raise ApiError(500, f"The engine failed on this request: {output.error}.", type="server_error")
         self.abort_reason = "error" if self.on_abort is None else "timeout"
         self._finish(choice, "abort")

@@ -13,15 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from vserve.engine.adapters import peft_config
 from vserve.engine.adapters.adapter import WEIGHTS_FILE, Adapter
+from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.peft_config import CONFIG_FILE, AdapterError
 from vserve.engine.config import EngineConfig
 from vserve.engine.messages import LoadAdapter
+from vserve.engine.plan import ADAPTER_UNUSABLE
 from vserve.engine.request import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
@@ -108,6 +111,42 @@ def test_numbers_that_are_none(value: float, folder: Path) -> None:
         Adapter.open(folder).read(FIRST)
 
 
+def test_numbers_that_are_many_are_looked_at_where_they_lie(folder: Path) -> None:
+    """Without a copy in float32; their sum may be too large for their own type."""
+    tensors = {name: tensor.half() for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+    tensors[FIRST][:, 2] = 6e4
+    save_file(tensors, folder / WEIGHTS_FILE)
+    adapter = Adapter.open(folder)
+    assert torch.equal(adapter.read(FIRST), tensors[FIRST])
+    other = FIRST.replace("lora_B", "lora_A")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        shape = list(adapter.read(other).shape)
+    done = {event.name for event in profile.events() if event.input_shapes[:1] == [shape]}
+    assert "aten::sum" in done and not done & {"aten::copy_", "aten::isfinite"}
+    tensors[other][3, 1] = float("nan")
+    save_file(tensors, folder / WEIGHTS_FILE)
+    with pytest.raises(AdapterError, match=f"NaN or infinite values in {other}"):
+        Adapter.open(folder).read(other)
+
+
+def test_a_name_without_end_is_refused(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    tensors[FIRST.replace("layers", "l" * 1000)] = tensors.pop(FIRST)
+    save_file(tensors, folder / WEIGHTS_FILE)
+    assert "has a tensor whose name has 1056 characters, 'base_model.model.model.llll" in refusal(folder)
+    assert "and at most 1000 are read" in refusal(folder)
+
+
+def test_a_version_is_the_same_on_any_host(base: Path, folder: Path, adapter_files: Any, tmp_path: Path) -> None:
+    """Copies are of one version, whenever they were made; another training is of another, all sizes being equal."""
+    first = Adapter.open(folder)
+    copy = Adapter.open(shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile))
+    newer = Adapter.open(adapter_files.write_adapter(tmp_path / "newer", base, ["q_proj", "up_proj"], seed=1))
+    assert copy.version == first.version and copy.stamp != first.stamp
+    assert newer.files.headers.keys() == first.files.headers.keys() and newer.version != first.version
+    assert Adapter.open(change(tmp_path / "copy", lora_alpha=9)).version != first.version
+
+
 def test_a_file_that_is_cut_short_kills_nobody(folder: Path) -> None:
     """A mapped page behind the end of its file would end this process."""
     adapter = Adapter.open(folder)
@@ -129,10 +168,19 @@ def test_all_tensors_are_of_one_version(base: Path, folder: Path, adapter_files:
 
 
 def test_a_folder_that_has_changed_is_another_adapter(
-    base: Path, folder: Path, adapter_files: Any, tmp_path: Path
-) -> None:
+    base: Path, folder: Path, adapter_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     """It had to leave the host's memory. Read again it would be mixed with what is cached of its prompts: who asks for
-    it is told, until it is loaded again."""
+    it is told, until it is loaded again. Also of an engine that starts again, which gets the version with the path."""
+    packed: list[Path] = []
+    pack = SlotLayout.pack
+
+    def count(layout: SlotLayout, adapter: Adapter, *rest: Any) -> Any:
+        packed.append(adapter.folder)
+        return pack(layout, adapter, *rest)
+
+    monkeypatch.setattr(SlotLayout, "pack", count)
     rest = [adapter_files.write_adapter(tmp_path / name, base, ["v_proj"], seed=9) for name in "ab"]
     newer = adapter_files.write_adapter(tmp_path / "newer", base, ["q_proj", "up_proj"], seed=1)
     old, new = (adapter_files.greedy(adapter_files.merged(base, path), PROMPT, 4) for path in (folder, newer))
@@ -156,9 +204,14 @@ def test_a_folder_that_has_changed_is_another_adapter(
                 assert (await client.load_adapter(LoadAdapter(id, str(path)))).error is None
                 assert (await ask(id)).error is None
             os.replace(newer / WEIGHTS_FILE, folder / WEIGHTS_FILE)
+            packed.clear()
             for _ in range(2):
-                error = (await ask(1)).error
-                assert error is not None and "has changed since it was loaded: load it again" in error
+                assert (await ask(1)).error == ADAPTER_UNUSABLE
+            known = client.adapters[1]
+            again = (await client.load_adapter(msgspec.structs.replace(known, id=5))).error
+            assert again is not None and again in caplog.text
+            assert f"{folder} has changed since it was loaded: load it again with load_inplace" in again
+            assert not packed, "its headers tell"
             assert (await client.load_adapter(LoadAdapter(4, str(folder)))).error is None
             assert (await ask(4)).tokens == new
             shutil.rmtree(folder)

@@ -195,10 +195,12 @@ class SlowStore:
         self.packed: dict[int, Any] = {}
         self.read_paths: list[str] = []
 
-    def read(self, path: str) -> Any:
+    def read(self, path: str, check: Any) -> Any:
         time.sleep(0.001)
         self.read_paths.append(path)
-        return SimpleNamespace(has_head=False, rank=4), SimpleNamespace(stamp=(), config=SimpleNamespace(base="base"))
+        adapter = SimpleNamespace(stamp=(1,), version="1", config=SimpleNamespace(base="base"))
+        check(adapter)
+        return SimpleNamespace(has_head=False, rank=4), adapter
 
 
 def test_the_host_keeps_no_more_than_it_may_while_many_wait() -> None:
@@ -207,7 +209,7 @@ def test_the_host_keeps_no_more_than_it_may_while_many_wait() -> None:
     book, store, ended = book_of(scheduler), SlowStore(), set()
 
     async def main() -> None:
-        loading = AdapterLoading(store, book, lambda answer: None, lambda id, error: None, lambda: None)  # type: ignore[arg-type]
+        loading = AdapterLoading(store, book, lambda answer: None, lambda id: None, lambda: None)  # type: ignore[arg-type]
         for adapter in range(101, 161):
             loading.load(LoadAdapter(adapter, f"path {adapter}"))
         for id, adapter in enumerate(2 * list(range(101, 161)), 1):

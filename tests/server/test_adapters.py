@@ -15,6 +15,7 @@ import pytest
 import vserve.server.generation.adapters as adapters_module
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.messages import AdapterLoaded, DropAdapter, LoadAdapter
+from vserve.engine.plan import ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE
 from vserve.server.app import create_app
 from vserve.server.cli.flags import add_flags, read_flags
 from vserve.server.client.replicas import Replicas
@@ -187,6 +188,27 @@ def test_who_may_load(run: Run, engine: Any, folder: Path) -> None:
     run(off)
 
 
+@pytest.mark.parametrize("cause", [ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE])
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_adapter_that_cannot_be_used_is_named(
+    run: Run, engine: Any, folder: Path, cause: str, streams: bool
+) -> None:
+    """By what clients call it, never by its folder."""
+    engine.script = lambda request: []
+    engine.fail_with = cause
+
+    async def main(client: httpx.AsyncClient) -> None:
+        await load(client)
+        answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "sql", "stream": streams})
+        assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
+        error = answer.json()["error"]
+        assert error["message"].startswith("The adapter `sql` cannot be used now: its files are not what was loaded")
+        assert (error["code"], error["param"]) == ("adapter_unavailable", "model")
+        assert str(folder) not in answer.text
+
+    run(main)
+
+
 def test_the_metric_says_which_run_and_wait(run: Run, engine: Any) -> None:
     engine.delay = 0.05
 
@@ -274,9 +296,11 @@ def test_an_engine_that_is_back_before_the_others_have_loaded_is_told(engine: An
             first._down("killed")
         serve(0)
         first._receive(info)  # another engine, which is ready
-        second._receive(AdapterLoaded(5, 8, "base"))
+        second._receive(AdapterLoaded(5, 8, "base", version="v"))
         assert (await loading).error is None
         assert told == [[message, message], [message]]
+        first._receive(info)  # and another, which has to find the same
+        assert told[0].pop() == LoadAdapter(5, "/a", "a", "v")
         replicas.drop_adapter(5)
         assert [messages[-1] for messages in told] == [DropAdapter(5)] * 2
         loading = await begin()
@@ -284,6 +308,11 @@ def test_an_engine_that_is_back_before_the_others_have_loaded_is_told(engine: An
         second._receive(AdapterLoaded(5, 8, "base"))
         assert (await loading).error == "no room"
         assert [messages[-1] for messages in told] == [DropAdapter(5)] * 2
+        assert not first.adapters and not second.adapters
+        loading = await begin()
+        first._receive(AdapterLoaded(5, 8, "base", version="v"))
+        second._receive(AdapterLoaded(5, 8, "base", version="w"))
+        assert "the engines have read different versions of /a: give all hosts" in ((await loading).error or "")
         assert not first.adapters and not second.adapters
 
     info = engine.info
@@ -300,9 +329,10 @@ class Engines:
 
     async def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
         self.loaded.append(message.id)
-        return AdapterLoaded(message.id, 8, "base")
+        return AdapterLoaded(message.id, 8, "base", version="v")
 
     def know_adapter(self, message: LoadAdapter) -> None:
+        assert message.version == "v", "an engine that it starts again has to find the same"
         self.loaded.append(message.id)
 
     def drop_adapter(self, id: int) -> None:
@@ -385,8 +415,8 @@ def test_an_unload_waits_for_the_load_that_it_crosses() -> None:
 def test_a_process_that_joins_hears_of_changes_meanwhile() -> None:
     async def main() -> None:
         pair = Pair()
-        records = [Record(name, f"/{name}", id, None, 8) for id, name in enumerate(("a", "b", "c"), 1)]
-        newer = Record("a", "/newer", 9, None, 8)
+        records = [Record(name, f"/{name}", id, None, 8, "v") for id, name in enumerate(("a", "b", "c"), 1)]
+        newer = Record("a", "/newer", 9, None, 8, "v")
         await pair.second.retire(2)
         pair.second.take(newer)
         pair.second.join(records)
