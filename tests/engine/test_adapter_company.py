@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine import runner
+from vserve.engine import runner, sampled
 from vserve.engine.adapters.adapter import Adapter
 from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.store import AdapterStore
@@ -105,13 +105,21 @@ def test_a_model_drafts_without_their_adapters(
     folders = [write_adapter(tmp_path / "a", base, seed=1), write_adapter(tmp_path / "b", base, ["v_proj", "lm_head"])]
     models = [adapter_files.merged(base, folder) for folder in (None, *folders)]
     wanted = [[adapter_files.greedy(model, prompt, num_tokens) for prompt in PROMPTS] for model in models]
-    adapted, propose = [], runner.ModelRunner._propose
+    adapted: list[bool] = []
+    runners: list[Any] = []
+    make_rows, propose = runner.ModelRunner.make_rows, sampled.SampledTokens.propose
+
+    def remember(self: Any, max_model_len: int) -> None:
+        runners[:] = [self]
+        make_rows(self, max_model_len)
 
     def proposed(self: Any, *arguments: Any) -> Tensor:
-        adapted.append(self.model.lm_head.adapter.active or self.model.embedding.adapter.active)
+        model = runners[0].model
+        adapted.append(model.lm_head.adapter.active or model.embedding.adapter.active)
         return propose(self, *arguments)
 
-    monkeypatch.setattr(runner.ModelRunner, "_propose", proposed)
+    monkeypatch.setattr(runner.ModelRunner, "make_rows", remember)
+    monkeypatch.setattr(sampled.SampledTokens, "propose", proposed)
 
     async def main() -> None:
         client = engine(base, max_loras=2, speculative_config=config(3, method=None, model=str(drafter)))
