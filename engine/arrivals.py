@@ -24,7 +24,7 @@ from .messages import (
     SetVocabulary,
     unpack_tokens,
 )
-from .plan import ADAPTER_NOT_LOADED
+from .plan import ADAPTER_NOT_LOADED, NO_PROMPT_LOGPROBS
 from .request import FinishReason, Request, SamplingParams, SharedPrompt, unknown_token_problem
 from .scheduler import Scheduler
 from .thinking import ThinkingMatcher
@@ -138,7 +138,7 @@ class Arrivals:
         if self.adapters is None or not self.adapters.knows(id):
             return ADAPTER_NOT_LOADED
         if sampling.prompt_logprobs is not None and id in self.adapters.with_head:
-            return "its adapter changes the output matrix, and there are no prompt_logprobs of such"
+            return NO_PROMPT_LOGPROBS
         return None
 
     def change_grammars(self, message: SetVocabulary | AddGrammar | DropGrammars) -> None:

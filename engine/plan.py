@@ -102,6 +102,9 @@ NOTHING_ALLOWED = (
 
 # Why a request with an adapter cannot run, though it and the model are sound. The log says more: its folder's path is
 # nothing for clients.
+NO_PROMPT_LOGPROBS = (
+    "its adapter changes the output matrix, and there are no prompt_logprobs of such; leave prompt_logprobs out"
+)
 ADAPTER_NOT_LOADED = "its adapter is not loaded"
 ADAPTER_UNUSABLE = "its adapter cannot be used: its files are not what was loaded, or are gone"
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...engine.messages import RequestOutput
-from ...engine.plan import ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE, NOTHING_ALLOWED, TokenLogprobs
+from ...engine.plan import ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE, NO_PROMPT_LOGPROBS, NOTHING_ALLOWED, TokenLogprobs
 from ..client.client import Client
 from ..client.mailbox import Mailboxes, MailboxLike
 from ..client.routing import ANYWHERE, Route
@@ -22,6 +22,11 @@ from .window import Window
 
 PLAIN = TextOptions()
 _numbers = itertools.count()
+
+# What a request itself has brought about, which shows only in the engine.
+_OWN_DOING: dict[str, dict[str, Any]] = {
+    NOTHING_ALLOWED: {"code": "nothing_allowed"}, NO_PROMPT_LOGPROBS: {"param": "prompt_logprobs"},
+}  # fmt: skip
 
 
 class Observer(Protocol):
@@ -208,8 +213,8 @@ class Generation:
         if output.finish_reason == "error":
             self.abort_reason = "error"
             self._finish(choice, "error")
-            if output.error == NOTHING_ALLOWED:  # its own doing, which shows only here
-                raise ApiError(400, f"{NOTHING_ALLOWED[0].upper()}{NOTHING_ALLOWED[1:]}.", code="nothing_allowed")
+            if output.error is not None and output.error in _OWN_DOING:
+                raise ApiError(400, f"{output.error[0].upper()}{output.error[1:]}.", **_OWN_DOING[output.error])
             if output.error in (ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE):
                 raise adapter_unavailable(self._adapter)
             raise ApiError(500, f"The engine failed on this request: {output.error}.", type="server_error")

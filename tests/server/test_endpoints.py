@@ -10,7 +10,7 @@ import pytest
 
 import vserve
 from vserve.engine.messages import Progress
-from vserve.engine.plan import NOTHING_ALLOWED
+from vserve.engine.plan import NO_PROMPT_LOGPROBS, NOTHING_ALLOWED
 from vserve.server import openapi
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.model import load_text_model
@@ -281,14 +281,23 @@ def test_engine_error_is_a_500_and_aborts_the_siblings(client: Any, engine: Any)
     assert client.chat(n=1).status_code == 500
 
 
-def test_a_request_that_excludes_every_token_is_told_so(client: Any, engine: Any) -> None:
+@pytest.mark.parametrize(
+    ("error", "begins", "param", "code"),
+    [
+        (NOTHING_ALLOWED, "No token is left to sample: allowed_token_ids, ", None, "nothing_allowed"),
+        (NO_PROMPT_LOGPROBS, "Its adapter changes the output matrix", "prompt_logprobs", None),
+    ],
+)
+def test_what_a_request_has_brought_about_itself_is_a_400(
+    client: Any, engine: Any, error: str, begins: str, param: str | None, code: str | None
+) -> None:
     engine.script = lambda request: [[50]] * 100
-    engine.fail_with = NOTHING_ALLOWED
+    engine.fail_with = error
     response = client.chat()
     assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["message"].startswith("No token is left to sample: allowed_token_ids, ") and error["param"] is None
-    assert (error["type"], error["code"]) == ("invalid_request_error", "nothing_allowed")
+    said = response.json()["error"]
+    assert said.pop("message").startswith(begins)
+    assert said == {"type": "invalid_request_error", "param": param, "code": code}
 
 
 @pytest.mark.parametrize("n", [1, 2])
