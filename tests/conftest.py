@@ -50,11 +50,23 @@ def _pace() -> None:
     but for what they share."""
     if (file := os.environ.get("TEST_PACE")) is None:
         return
+    with open(file, "a", encoding="utf-8") as stream:
+        stream.write(f"{_bit_of_work():.5f}\n")
+
+
+def _bit_of_work() -> float:
+    """Seconds of it."""
     begun, total = time.process_time(), 0
     for number in range(200_000):
         total += number
-    with open(file, "a", encoding="utf-8") as stream:
-        stream.write(f"{time.process_time() - begun:.5f}\n")
+    return time.process_time() - begun
+
+
+@pytest.fixture
+def slowness(load_module: Callable[[Path], Any]) -> float:
+    """How many times as long as the machine that limits in seconds are of this one takes just now; at least once."""
+    reference: float = load_module(Path(__file__).with_name("budgets.py")).PACE
+    return max(1.0, min(_bit_of_work() for _ in range(5)) / reference)
 
 
 @pytest.fixture(scope="session", autouse=True)

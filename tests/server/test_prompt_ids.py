@@ -59,7 +59,7 @@ async def travel(token_ids: list[int], state: Any, info: Any, caching: bool) -> 
 
 
 @pytest.mark.alone
-def test_a_long_prompt_costs_five_milliseconds(app: Any, engine: Any, capsys: Any) -> None:
+def test_a_long_prompt_costs_five_milliseconds(app: Any, engine: Any, capsys: Any, slowness: float) -> None:
     info = msgspec.structs.replace(
         engine.info, max_model_len=NUM_TOKENS + 64, vocab_size=VOCAB_SIZE, num_kv_tokens=19_999 * 16
     )  # fmt: skip
@@ -79,4 +79,4 @@ def test_a_long_prompt_costs_five_milliseconds(app: Any, engine: Any, capsys: An
         print(
             f" {NUM_TOKENS} ids: {1e3 * plain:.1f} ms, hashes of their blocks {1e3 * (hashed - plain):.1f} ms", end=""
         )
-    assert plain <= 5e-3
+    assert plain <= 5e-3 * slowness
