@@ -99,12 +99,12 @@ NOTHING_ALLOWED = (
     "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens, the budget of thinking and the "
     "grammar of this request exclude every one; loosen one of them"
 )
-
-# Why a request with an adapter cannot run, though it and the model are sound. The log says more: its folder's path is
-# nothing for clients.
+# Why a request asks for what its adapter has not.
 NO_PROMPT_LOGPROBS = (
     "its adapter changes the output matrix, and there are no prompt_logprobs of such; leave prompt_logprobs out"
 )
+# Why a request with an adapter cannot run, though it and the model are sound. The log says more: its folder's path is
+# nothing for clients.
 ADAPTER_NOT_LOADED = "its adapter is not loaded"
 ADAPTER_UNUSABLE = "its adapter cannot be used: its files are not what was loaded, or are gone"
 

@@ -24,6 +24,10 @@ class Wanted:
     ttft: float | None = None
     tpot: float | None = None
 
+    @property
+    def has_target(self) -> bool:
+        return self.ttft is not None or self.tpot is not None
+
     def met(self, result: Result) -> bool:
         return (self.ttft is None or result.ttft(SHARE) <= self.ttft) and (
             self.tpot is None or result.tpot(SHARE) <= self.tpot

@@ -39,7 +39,7 @@ class Question:
         head(self.setups[0], self.architecture, self.model)
         if self.arguments.rate is None and not self.trace:
             return self._around_the_knee()
-        searches = self.arguments.replicas is None and (self._has_target or not self.trace)
+        searches = self.arguments.replicas is None and (self.wanted.has_target or not self.trace)
         if searches:
             likely: list[int] = []
 
@@ -72,10 +72,6 @@ class Question:
         return rows, 0
 
     @property
-    def _has_target(self) -> bool:
-        return self.wanted.ttft is not None or self.wanted.tpot is not None
-
-    @property
     def _size(self) -> tuple[int, int]:
         return self.arguments.num_prompt, self.arguments.num_output
 
@@ -94,7 +90,7 @@ class Question:
         asked = []
         for setup in self.setups:
             asked.append(Fleet(setup, replicas, self._ask(setup, replicas)))
-            if not self._has_target or self.wanted.held(asked[-1].result):
+            if not self.wanted.has_target or self.wanted.held(asked[-1].result):
                 return asked[-1], asked
         return None, asked
 
@@ -103,7 +99,7 @@ class Question:
         if self.trace:
             return min(self._most, likely_engines(setup, self.trace, self.wanted))
         rate = likely_rate(setup, *self._size)
-        if self._has_target or self.arguments.rate > MOST_ENGINES * rate:  # nothing is refused by a guess
+        if self.wanted.has_target or self.arguments.rate > MOST_ENGINES * rate:  # nothing is refused by a guess
             if (best := knee(setup, self.wanted, *self._size)) is None:
                 return 0
             rate = best.rate
@@ -125,7 +121,7 @@ class Question:
         """Says what the others make of the load. Returns their row."""
         left = self._ask(best.setup, best.replicas - 1)
         times = f"TTFT p95 {left.ttft(0.95) * 1e3:.0f} ms, TPOT p95 {left.tpot(0.95) * 1e3:.1f} ms"
-        if self._has_target:
+        if self.wanted.has_target:
             verdict = f"the load {'still' if self.wanted.held(left) else 'no longer'} meets it: "
         elif left.keeps_up is None or not best.result.keeps_up:
             verdict = ""  # a short trace shows no queue, and one that all of them have grows anyway
