@@ -37,7 +37,7 @@ def prompt_steps(runner: ModelRunner, max_num_batched_tokens: int) -> list[int]:
 
 def tile_steps(model: Model, *others: Network) -> list[int]:
     """Numbers of tokens that meet every tile of the products of experts and of those with codes: prompts have any
-    number, however few requests there may be. others: who drafts beside the model."""
+    number, however few requests there may be. others: who drafts beside the model, by whose experts nobody goes."""
     networks: list[Model | Network] = [model, *others]
     parts = [part for network in networks for part in network.modules()]
     matrices = [part for part in parts if isinstance(part, PackedMatrix)]

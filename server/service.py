@@ -191,7 +191,10 @@ class Service:
         await engine
         from .generation.embedding import check_dimensions  # made has imported it
 
-        check_dimensions(made.state.server.model.pooling, self.client.info)
+        if self.beside is None:
+            check_dimensions(made.state.server.model.pooling, self.client.info)
+        else:  # whom --pooler-config is about
+            check_dimensions(self.beside.model.pooling, self.beside.client.info)
         if self._is_first:
             await made.state.server.adapters.load_all(self.config.modules())
         return made

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,14 @@ def test_without_files_of_sentence_transformers(models: Any, tmp_path: Path) -> 
             [output.outputs.embedding for output in llm.embed(TEXTS, pooling_params=PoolingParams(dimensions=8))]
         )
         assert np.abs(cut - normalize(torch.tensor(found)[:, :8], dim=-1).numpy()).max() < TOLERANCE
+
+
+def test_dimensions_that_it_does_not_have_end_the_start(encoder: Path) -> None:
+    command = [sys.executable, "-m", "vserve.server.cli.main", "--embedding-model", str(encoder), "--device", "cpu",
+               "--port", "0", "--pooler-config.dimensions", "4000"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1
+    assert "--pooler-config has dimensions 4000: this model's embeddings have" in done.stderr.splitlines()[-1]
 
 
 def test_refusals(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
