@@ -141,7 +141,7 @@ def test_of_many_requests_the_first_and_the_last_are_named():
     assert rows[0] == (0, 1, False) and (999, 4, True) in rows
 
 
-def test_watching_a_step_costs_two_percent_of_a_quick_one():
+def test_watching_a_step_costs_two_percent_of_a_quick_one(slowness: float):
     """As on a GPU: 256 requests, 240 steps a second, 100,000 blocks; the messages, and their encoding, are in it."""
     kv = KVCacheManager(SchedulerConfig(4096, 8192, 256, num_blocks=100_001))
     kv.pool.release([kv.pool.take() for _ in range(50_000)][::2])
@@ -161,4 +161,4 @@ def test_watching_a_step_costs_two_percent_of_a_quick_one():
         best = min(best, (time.thread_time() - started) / num_steps)
         assert len(sent) >= num_steps * seconds_a_step / 0.11
     print(f"{1e6 * best:.0f} us a step")
-    assert best < 0.02 * seconds_a_step
+    assert best < 0.02 * seconds_a_step * slowness

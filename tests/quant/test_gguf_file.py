@@ -193,7 +193,7 @@ def test_a_file_that_was_replaced_is_read_again(tmp_path: Path) -> None:
     assert read_gguf(path).metadata == {"general.architecture": "qwen3"}
 
 
-def test_a_large_vocabulary_takes_no_time(tmp_path: Path) -> None:
+def test_a_large_vocabulary_takes_no_time(tmp_path: Path, slowness: float) -> None:
     count = 150_000
     tokens = b"".join(string(f"token{number}") for number in range(count))
     merges = b"".join(string(f"left{number} right") for number in range(count))
@@ -203,5 +203,5 @@ def test_a_large_vocabulary_takes_no_time(tmp_path: Path) -> None:
     start = time.process_time()
     file = read_gguf(path)
     found: Any = list(file.metadata["t"])
-    assert time.process_time() - start < 1  # measured: 0.06
+    assert time.process_time() - start < 1 * slowness  # measured: 0.06
     assert (len(found), found[-1]) == (count, "token149999") and "b" in file.tensors

@@ -68,13 +68,13 @@ def test_a_key_has_one_place_and_one_share(boards: list[Board]) -> None:
     others.check(0, lambda reason: None)
 
 
-def test_as_many_keys_as_there_may_be_find_their_places(boards: list[Board]) -> None:
+def test_as_many_keys_as_there_may_be_find_their_places(boards: list[Board], slowness: float) -> None:
     """A file of keys is read at the start: each of them must not be compared with all."""
     digests = [number.to_bytes(32, "big") for number in range(MOST_KEYS)]
     started = time.process_time()
     for board in boards:
         assert [board.place(digest) for digest in digests] == list(range(MOST_KEYS))
-    assert time.process_time() - started < 10
+    assert time.process_time() - started < 10 * slowness
     assert boards[1].place(b"one too many".ljust(32)) is None
 
 

@@ -179,7 +179,7 @@ def ends(answer: bytes) -> list[int]:
 
 @pytest.mark.parametrize("name", WORST)
 @pytest.mark.parametrize("leaves", [False, True])
-def test_the_loop_is_never_held(engine: Any, text_model: Any, name: str, leaves: bool) -> None:
+def test_the_loop_is_never_held(engine: Any, text_model: Any, name: str, leaves: bool, slowness: float) -> None:
     """Read to its end, or left in the middle."""
     path, fields, num_choices = WORST[name]
     info = msgspec.structs.replace(
@@ -226,4 +226,4 @@ def test_the_loop_is_never_held(engine: Any, text_model: Any, name: str, leaves:
     longest, answer = asyncio.run(main())
     gc.unfreeze()
     assert leaves or ends(answer) == list(range(num_choices)), answer[:300]
-    assert longest < HOLD
+    assert longest < HOLD * slowness

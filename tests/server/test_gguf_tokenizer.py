@@ -374,7 +374,7 @@ def test_the_server_takes_sentencepiece(gguf_models: Any, tiny_model: Any, tmp_p
     assert tokenizer.token_bytes(tokens.index("▁")) == b" "
 
 
-def test_large_vocabularies_take_no_time(tmp_path: Path) -> None:
+def test_large_vocabularies_take_no_time(tmp_path: Path, slowness: float) -> None:
     """32,000 pieces of SentencePiece: their merges are found, not stored."""
     generator = random.Random(0)
     pieces = list({"".join(generator.choices("abcdefgh▁", k=generator.randint(2, 7))) for _ in range(40_000)})[:32_000]
@@ -390,7 +390,7 @@ def test_large_vocabularies_take_no_time(tmp_path: Path) -> None:
     writer.close()
     start = time.process_time()
     core = read_gguf_tokenizer(read_gguf(path)).core
-    assert time.process_time() - start < 3
+    assert time.process_time() - start < 3 * slowness
     assert core.get_vocab_size() == len(tokens)
 
 

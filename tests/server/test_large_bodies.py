@@ -93,16 +93,17 @@ def test_a_key_that_comes_twice() -> None:
         large_body.decode(raw)
 
 
-def test_numbers_that_take_long(client: Any) -> None:
+def test_numbers_that_take_long(client: Any, costs_at_most: Any) -> None:
     """A small body of those that msgspec needs 10 µs for took 0.3 s of the event loop."""
     raw = b'{"prompt":"Hello","x":[%b]}' % b",".join([b"1e300"] * 40_000)
     assert len(raw) < LARGE
-    begun = time.thread_time()
-    assert small_body.decode(raw)["x"] == [1e300] * 40_000
-    own = time.thread_time() - begun
-    begun = time.thread_time()
-    msgspec.json.decode(raw)
-    assert own < (time.thread_time() - begun) / 3
+
+    def seconds(decode: Any) -> float:
+        begun = time.thread_time()
+        assert decode(raw)["x"] == [1e300] * 40_000
+        return time.thread_time() - begun
+
+    costs_at_most(1 / 3, lambda: seconds(small_body.decode), lambda: seconds(msgspec.json.decode))
     refused = client.post("/v1/completions", content=b'{"prompt":"Hello","temperature":1e999}', headers=JSON)
     assert refused.status_code == 400 and "out of range" in refused.json()["error"]["message"]
 
@@ -209,7 +210,7 @@ WORST: dict[str, tuple[str, bytes, int]] = {
 
 
 @pytest.mark.parametrize("kind", WORST)
-def test_the_event_loop_goes_on(app: Any, kind: str) -> None:
+def test_the_event_loop_goes_on(app: Any, kind: str, slowness: float) -> None:
     """Whatever the event loop's own thread does between two turns takes little of its processor's time; the tokenizer
     of these tests is slow, what is large here is small for a real one."""
     path, raw, status = WORST[kind]
@@ -234,7 +235,7 @@ def test_the_event_loop_goes_on(app: Any, kind: str) -> None:
             assert answer.status_code == status, answer.text[:300]
 
     asyncio.run(main())
-    assert longest < 0.02
+    assert longest < 0.02 * slowness
 
 
 def test_small_bodies_do_not_change_threads(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def test_two_caches_are_worth_nearly_one_of_their_size() -> None:
     assert hits["routed"] >= 1.2 * hits["turns"], hits
 
 
-def test_routing_costs_little() -> None:
+def test_routing_costs_little(slowness: float) -> None:
     """Of a prompt of 8k tokens, with four engines that all know it: 0.3 ms are allowed, on a machine at rest."""
     router, text = Router(4, 1 << 20), prompt(0, 128)
     for index in range(4):
@@ -159,7 +159,7 @@ def test_routing_costs_little() -> None:
         started = time.perf_counter()
         router.choose(prefix_keys(text, None), len(text) // 4, [IDLE] * 4)
         times.append(time.perf_counter() - started)
-    assert min(times) <= 3e-4, min(times)
+    assert min(times) <= 3e-4 * slowness, min(times)
 
 
 class Engine:

@@ -1,7 +1,7 @@
 """Measures what tests/gpu/RESULTS.md holds: one command, on a machine with one GPU, from a checkout.
 
 Usage: python tools/gpu/measure.py [--modes NAME,...] [--in-process] [--startup] [--drafts] [--only NAME,...]
-           [--output FILE]
+           [--times N] [--output FILE]
 
 Every load comes from `vserve bench` of this checkout. A median in bold reaches its target, which is meant for the shape
 of Llama-3.1-8B on an H200. What fails is printed, the rest is measured, and the exit code is 1.
@@ -55,6 +55,18 @@ class Workload:
             output_len=scale(self.output_len, factor, 2),
             concurrency=self.concurrency and scale(self.concurrency, factor, 1),
             prefix_len=self.prefix_len and scale(self.prefix_len, factor, 1),
+        )
+
+    def multiplied(self, times: int) -> Workload:
+        """So many times the requests, at once too: what as many replicas are asked."""
+        if times == 1:
+            return self
+        return replace(
+            self,
+            title=f"{self.title}, times {times}",
+            num_requests=times * self.num_requests,
+            concurrency=self.concurrency and times * self.concurrency,
+            rate=self.rate and times * self.rate,
         )
 
     def flags(self) -> list[str]:
@@ -131,6 +143,7 @@ class Measurement:
     repeats: int
     targets: bool  # these are for the 8B shape and the defaults
     more_options: list[str]
+    times: int = 1  # of each load over HTTP, and of the processes that ask
 
     def options(self) -> list[str]:
         """Of whatever loads a model; the context holds the longest workload and the test request of `vserve bench`."""
@@ -146,7 +159,7 @@ class Measurement:
 
     def over_http(self, names: list[str], mode: str) -> None:
         """After a failure, the next workload finds a fresh server."""
-        workloads = {name: WORKLOADS[name].scaled(self.factor) for name in names}
+        workloads = {name: WORKLOADS[name].scaled(self.factor).multiplied(self.times) for name in names}
         rows = {name: self.row(name, one.title, one.figures, mode) for name, one in workloads.items()}
         more = [] if mode == "default" else [f"--performance-mode={mode}"]
         self._serve(workloads, rows, mode, more)
@@ -190,7 +203,7 @@ class Measurement:
             counters, cpu_seconds = server.counters(), server.cpu_seconds()
             result = self.vserve.bench(
                 "serve", f"--port={server.port}", "--ready-check-timeout-sec=30", "--ignore-eos",
-                f"--temperature={temperature:g}", f"--num-clients={CLIENTS}", "--metric-percentiles=50,99",
+                f"--temperature={temperature:g}", f"--num-clients={self.times * CLIENTS}", "--metric-percentiles=50,99",
                 *workload.flags(), json_flag="save-result",
             )  # fmt: skip
             cpu_seconds = server.cpu_seconds() - cpu_seconds
@@ -241,6 +254,14 @@ def main() -> int:
     add("--modes", default=MODES[0], metavar="NAME,...", help=f"of {', '.join(MODES)} (default: {MODES[0]})")
     add("--repeats", type=int, default=REPEATS, metavar="N", help=f"runs of each (default: {REPEATS})")
     add("--scale", type=float, default=1.0, metavar="X", help="of counts and lengths, to try this script (default: 1)")
+    add(
+        "--times",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of requests, streams and clients, for N replicas (default: 1)",
+    )
+    add("--layers", type=int, metavar="N", help="of --shape, where all of them do not fit (default: all)")
     add("--timeout", type=float, default=300, metavar="S", help="for a start or a run, in seconds (default: 300)")
     add("--work-dir", type=Path, metavar="DIR", help="for models and logs, emptied at the end (default: the system's)")
     add("--output", type=Path, metavar="FILE", help="the table and all results, as JSON")
@@ -253,6 +274,8 @@ def main() -> int:
     modes = arguments.modes.split(",")
     if unknown := [mode for mode in modes if mode not in MODES]:
         parser.error(f"--modes names {unknown[0]!r}: choose from {', '.join(MODES)}")
+    if arguments.times < 1:
+        parser.error(f"--times is {arguments.times}: it must be at least 1")
     if arguments.repeats < 1 or not 0 < arguments.scale <= 1:
         parser.error("--repeats must be at least 1, --scale above 0 and at most 1")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not without stopping the server
@@ -260,13 +283,15 @@ def main() -> int:
         scratch = Path(folder)
         vserve = VServe(scratch, arguments.timeout)
         report = Report(arguments.output, {"command": sys.argv[1:], "environment": vserve.environment()})
-        model = (
-            arguments.model.resolve() if arguments.model else write_model(scratch / arguments.shape, arguments.shape)
+        if (model := arguments.model and arguments.model.resolve()) is None:
+            model = write_model(scratch / arguments.shape, arguments.shape, arguments.layers)
+        usual = (
+            arguments.shape == "llama-8b" and not arguments.layers and not arguments.options and arguments.times == 1
         )
-        usual = arguments.shape == "llama-8b" and not arguments.options
         measurement = Measurement(
-            vserve, report, model, scratch, arguments.scale, arguments.repeats, usual, arguments.options.split()
-        )
+            vserve, report, model, scratch, arguments.scale, arguments.repeats, usual, arguments.options.split(),
+            arguments.times,
+        )  # fmt: skip
         try:
             if workloads := [name for name in names if name in WORKLOADS]:
                 for mode in modes:

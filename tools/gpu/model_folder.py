@@ -45,12 +45,13 @@ NOISE_BYTES = 64 << 20
 BFLOAT16 = 2  # bytes
 
 
-def write_model(folder: Path, shape: str = "llama-8b") -> Path:
-    """Writes config.json and a tokenizer, no weights: `--load-format dummy` serves it."""
+def write_model(folder: Path, shape: str = "llama-8b", layers: int | None = None) -> Path:
+    """Writes config.json and a tokenizer, no weights: `--load-format dummy` serves it. `layers`: other than it has."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    config = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
+    (folder / "config.json").write_text(json.dumps(config))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {character: i + 3 for i, character in enumerate(alphabet)}
     # Every id is text of a usual length: detokenising and streaming then cost what they cost with a real model.
