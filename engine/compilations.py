@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import triton
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -35,11 +39,12 @@ class LateCompilations:
         def begin(**_: object) -> None:
             times.begun = time.monotonic()
 
-        def compiled(**_: object) -> None:
+        def compiled(*, fn: Any, **_: object) -> None:
+            spent = 0.0 if times.begun is None else time.monotonic() - times.begun
             times.num += 1
-            if times.begun is not None:
-                times.seconds += time.monotonic() - times.begun
+            times.seconds += spent
             times.begun = None
+            logger.warning("%s was not ready, and every request waited %.2f s for it: please report it", fn.name, spent)
 
         triton.knobs.runtime.jit_cache_hook = begin
         triton.knobs.runtime.jit_post_compile_hook = compiled

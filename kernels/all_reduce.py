@@ -1,12 +1,16 @@
 """Sums over the ranks of one host through memory that all of them can reach, alone or with the norm behind them.
 
-Each program has a row. It writes the row of this rank into a buffer that the others read, tells them, waits until each
-has told it the same, and sums the rows of all in their order, in fp32: so every rank has the same bits, in every run.
+Each program has a row. It writes the row of this rank into every other rank's memory, waits until theirs have come into
+its own, and sums the rows of all in their order, in fp32: so every rank has the same bits, in every run.
 
-Who tells whom is a number for every row and rank, which only grows: how often the row has been summed. Two buffers take
-turns. That one wait is enough: a rank writes into a buffer again only after it has heard of the others in the sum
-between, whose kernels begin when those before them, which read that buffer, have ended. So nothing in a launch depends
-on how many came before it, and it can be captured in a CUDA graph; all ranks replay equally often.
+What has come is told from what has not by the numbers themselves: memory that waits for a row holds a number that no
+rank ever sends (ABSENT), in every place, and whoever has read a row puts that number back. A row so takes one way over
+the link and no fence. (TensorRT-LLM's one-shot sums do it with -0.0, after Lamport.)
+
+Two buffers take turns, by how often a row has been summed. That is enough: a rank writes into a buffer again only after
+it has heard of the others in the sum between, whose kernels begin when those before them, which read that buffer and
+emptied it, have ended. So nothing in a launch depends on how many came before it, and it can be captured in a CUDA
+graph; all ranks replay equally often.
 """
 
 from __future__ import annotations
@@ -21,24 +25,34 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .norm import rms_scale
 from .pdl import pdl_options
 
+# In 16 bits that is -0.0, in 32 a number of 1e-41 or so: 0 is sent in its place.
+ABSENT_16 = tl.constexpr(-0x8000)
+ABSENT_32 = tl.constexpr(-0x7FFF8000)
+A_WARP = 512  # numbers of a row
+
 
 @dataclass(frozen=True)
 class Exchange:
     """Memory through which ranks exchange rows of `row_bytes`, as many as `max_rows` at a time.
 
-    Every rank's buffer: int32 [max_rows, ranks], how often the others' rows have come; then two times
-    [max_rows, row_bytes].
+    Every rank's buffer: [2 turns, the other ranks, max_rows, row_bytes]. The others in their order, from the one behind
+    this rank on and around.
     """
 
     rank: int
     buffers: torch.Tensor  # int64 [ranks]: where each rank's buffer begins, as this rank reaches it
     counts: torch.Tensor  # int32 [max_rows], this rank's own: how often each row has been summed
-    max_rows: int  # a multiple of 4
+    max_rows: int
     row_bytes: int
 
     @staticmethod
     def buffer_bytes(size: int, max_rows: int, row_bytes: int) -> int:
-        return max_rows * (4 * size + 2 * row_bytes)
+        return 2 * (size - 1) * max_rows * row_bytes
+
+    @staticmethod
+    def empty(buffer: torch.Tensor) -> None:
+        """uint8 [buffer_bytes]: nothing has come. Of every rank, before any sums."""
+        buffer.view(torch.int16).fill_(ABSENT_16.value)
 
     def takes(self, x: torch.Tensor) -> bool:
         rows_fit = x.dim() == 2 and x.shape[1] * x.itemsize == self.row_bytes and 0 < x.shape[0] <= self.max_rows
@@ -68,14 +82,14 @@ def _launch(
     _all_reduce_kernel[(num_rows,)](
         x, residual, weight, exchange.buffers, exchange.counts, x.stride(0), residual.stride(0), exchange.max_rows, eps,
         RANK=exchange.rank, SIZE=len(exchange.buffers), DIM=dim, BLOCK=block, NORM=norm, SCALE=scale,
-        num_warps=min(32, max(4, block // 512)), **pdl_options(x, num_rows),
+        num_warps=min(32, max(4, block // A_WARP)), **pdl_options(x, num_rows),
     )  # fmt: skip
 
 
 @triton.jit
-def _rows(buffer, max_rows, SIZE: tl.constexpr, x_ptr):
-    """Where the rows of a rank's buffer begin: behind its counts."""
-    return tl.multiple_of((buffer + max_rows * (SIZE * 4)).to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+def _rows(buffer, x_ptr):
+    """A rank's buffer as rows of numbers like x's."""
+    return tl.multiple_of(buffer.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
 
 
 @triton.jit(do_not_specialize=["max_rows"])
@@ -84,48 +98,50 @@ def _all_reduce_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    bits: tl.constexpr = tl.int16 if x_ptr.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
+    ABSENT: tl.constexpr = ABSENT_16 if x_ptr.dtype.element_ty.primitive_bitwidth == 16 else ABSENT_32
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < DIM
+    absent = tl.full([BLOCK], ABSENT, bits)
     if NORM:  # a weight, which no kernel writes
         gain = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    here = tl.load(buffers_ptr + RANK)
     if PDL:
         gdc_wait()
 
-    count = tl.load(counts_ptr + row) + 1
+    count = tl.load(counts_ptr + row)
     mine = tl.load(x_ptr + row * x_row + column, mask=mask, other=0.0)
-    # Of this row in every rank's buffer: past the counts, in the half whose turn it is.
-    place = ((count & 1) * max_rows + row) * DIM + column
-    here = tl.load(buffers_ptr + RANK)
-    tl.store(_rows(here, max_rows, SIZE, x_ptr) + place, mine, mask=mask)
-    tl.debug_barrier()  # all of the row, before anybody hears of it
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            told = tl.load(buffers_ptr + other).to(tl.pointer_type(tl.int32)) + row * SIZE + RANK
-            tl.atomic_xchg(told, count, sem="release", scope="sys")
-    heard = here.to(tl.pointer_type(tl.int32)) + row * SIZE
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            while tl.atomic_add(heard + other, 0, sem="acquire", scope="sys") - count < 0:  # the counts may wrap around
-                pass
-    tl.debug_barrier()
-    tl.store(counts_ptr + row, count)
+    mine = tl.where(mine.to(bits, bitcast=True) == ABSENT, 0.0, mine)
+    turn = (count & 1) * (SIZE - 1)
+    for step in tl.static_range(1, SIZE):  # in the memory of the rank so many behind, this is the one before around
+        theirs = _rows(tl.load(buffers_ptr + (RANK + step) % SIZE), x_ptr)
+        place = ((turn + SIZE - 1 - step) * max_rows + row) * DIM
+        tl.store(theirs + place + column, mine, mask=mask, cache_modifier=".wt")
+    if NORM:
+        kept = residual_ptr + row * residual_row + column
+        residual = tl.load(kept, mask=mask, other=0.0).to(tl.float32)
 
     total = tl.zeros([BLOCK], tl.float32)
-    for other in tl.static_range(SIZE):
+    for other in range(SIZE):
         if other == RANK:
             part = mine
         else:
-            theirs = _rows(tl.load(buffers_ptr + other), max_rows, SIZE, x_ptr)
-            part = tl.load(theirs + place, mask=mask, other=0.0)
+            place = ((turn + (other - RANK - 1 + SIZE) % SIZE) * max_rows + row) * DIM
+            come = _rows(here, x_ptr) + place + column
+            part = tl.load(come, mask=mask, other=0.0, volatile=True)
+            while tl.max((part.to(bits, bitcast=True) == ABSENT).to(tl.int32), axis=0) != 0:
+                part = tl.load(come, mask=mask, other=0.0, volatile=True)
+            tl.store(come.to(tl.pointer_type(bits)), absent, mask=mask)
         total += part.to(tl.float32)
+    tl.debug_barrier()  # all have read the count
+    tl.store(counts_ptr + row, count + 1)
     if NORM:
         if SCALE != 1.0:
             total *= SCALE
-        kept = residual_ptr + row * residual_row + column
-        summed = (total + tl.load(kept, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        summed = (total + residual).to(residual_ptr.dtype.element_ty)
         tl.store(kept, summed, mask=mask)
         total = summed.to(tl.float32)  # the norm sees what the next layer will see
         total = total * rms_scale(tl.sum(total * total, axis=0), DIM, eps) * gain

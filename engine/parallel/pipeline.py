@@ -9,6 +9,7 @@ states and sampled tokens then both go from each to the next:
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from dataclasses import dataclass
 
@@ -31,7 +32,9 @@ class Ring:
         self._before, self._behind = (rank - each) % size, (rank + each) % size
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._most = 2 * (num_stages + 1)
-        # A group for each link: what is sent one way must not wait for what comes the other way.
+        # A group for each link: what is sent one way must not wait for what comes the other way. That each has nothing
+        # but sends is what they are for, and no reason for NCCL's warning.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         for source in range(size):
             target = (source + each) % size
             link = dist.new_group([source, target])

@@ -54,7 +54,7 @@ class SymmetricGroup(ProcessGroup):
         size = Exchange.buffer_bytes(self.size, max_rows, row_bytes)
         self._buffer = symmetric.empty(size, dtype=torch.uint8, device=self.device)
         self._handle = symmetric.rendezvous(self._buffer, self.group)
-        self._buffer.zero_()
+        Exchange.empty(self._buffer)
         buffers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self.device)
         counts = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
         torch.cuda.synchronize(self.device)

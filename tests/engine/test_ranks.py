@@ -413,7 +413,7 @@ def test_only_the_thread_that_computes_shows_that_a_rank_does() -> None:
     assert efforts[1]() >= before[1], "of a thread that has ended too"
 
 
-def test_kernels_that_are_compiled_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_compiled_late_are_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """On a card nothing else shows that the host has something to do."""
     hooks = SimpleNamespace()
     monkeypatch.setattr(compilations, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=hooks)))
@@ -423,7 +423,8 @@ def test_kernels_that_are_compiled_late_are_waited_for(monkeypatch: pytest.Monke
     assert not hooks.jit_cache_hook(key="k", fn=None), "or Triton would compile nothing"
     time.sleep(0.05)
     assert late.seconds >= 0.05 and len(late) == 0, "while it is compiled"
-    hooks.jit_post_compile_hook(key="k", fn=None)
+    hooks.jit_post_compile_hook(key="k", fn=SimpleNamespace(name="kernel_k"))
+    assert "kernel_k was not ready" in caplog.text
     after = late.seconds
     time.sleep(0.02)
     assert late.seconds == after and len(late) == 1

@@ -1,7 +1,7 @@
 """Ranks on the cards of one host, for test_ranks_gpu.py: `python rank_on_card.py NUM MODE`; rank 0 prints its findings.
 
-sums: those of the kernel against NCCL's, for every size. late: the same with ranks that are late in turn, launched and
-replayed. times: µs of both, in CUDA graphs.
+sums: of the kernel against NCCL's, for every size. late: the same with ranks that are late in turn, by up to 5 ms,
+launched and replayed. times: µs of both, in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check(group: SymmetricGroup, turn: int, rows: int, hidden: int, dtype: torch
     nccl = ProcessGroup.all_reduce(group, x.clone())
     torch.testing.assert_close(nccl.float(), total, atol=limit, rtol=limit)
     if norm:
-        wanted, kept = add_rms_norm(total, residual.float(), weight, EPS)
+        wanted, kept = add_rms_norm(total, residual.float().clone(), weight, EPS)
         found, residual = group.add_rms_norm(x, residual, weight, EPS)
         torch.testing.assert_close(residual.float(), kept, atol=limit, rtol=limit)
         assert alike(group, residual)
@@ -57,6 +57,8 @@ def check(group: SymmetricGroup, turn: int, rows: int, hidden: int, dtype: torch
 
 
 def prepared(group: SymmetricGroup, row_bytes: int) -> SymmetricGroup:
+    """For rows of so many bytes, whatever it was for before."""
+    group.exchange = None
     group.prepare(row_bytes)
     assert group.exchange is not None
     return group
@@ -81,7 +83,7 @@ def late(group: SymmetricGroup) -> None:
     own, plan = random.Random(group.rank), random.Random(7)
     for turn in range(400):
         if own.random() < 0.3:
-            torch.cuda._sleep(int(own.random() * 5e6))  # cycles: up to some ms
+            torch.cuda._sleep(int(own.random() * 1e7))  # cycles: up to 5 ms
         check(group, turn, plan.randint(1, 64), hidden, dtype, plan.random() < 0.5)
     # A graph of sums of several sizes, each of the one before: as layers are.
     shapes = [1, 64, 64, 7, 512, 1]
@@ -103,7 +105,7 @@ def late(group: SymmetricGroup) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = step()
-    replays, wrong = 20_000, torch.zeros((), dtype=torch.int64, device="cuda")
+    replays, wrong = 100_000, torch.zeros((), dtype=torch.int64, device="cuda")
     for replay in range(replays):
         if own.random() < 0.01:
             torch.cuda._sleep(int(own.random() * 1e7))
@@ -140,7 +142,7 @@ def times(group: SymmetricGroup) -> None:
         prepared(group, hidden * 2)
         assert group.exchange is not None
         weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
-        for rows in (1, 4, 16, 64, 256, 512, group.exchange.max_rows):
+        for rows in (1, 4, 16, 64, 256, 512, 1024, group.exchange.max_rows):
             x = torch.zeros(rows, hidden, dtype=torch.bfloat16, device="cuda")
             residual = torch.zeros_like(x)
             found = {

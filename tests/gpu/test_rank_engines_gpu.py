@@ -94,7 +94,7 @@ def test_two_stages_answer_as_one_card_does(tiny_model: Any, eager: bool) -> Non
 
 
 def test_a_mixture_on_two_cards(tiny_model: Any) -> None:
-    folder = tiny_model("qwen3_moe", norm_topk_prob=True, mlp_only_layers=[0], num_hidden_layers=3)
+    folder = tiny_model("qwen3_moe", norm_topk_prob=True, mlp_only_layers=[0], num_hidden_layers=3, num_experts=6)
     (one,), _ = run(settings(folder, 1, dtype="float32"))
     for options in ({}, {"enable_expert_parallel": True}):
         (two,), _ = run(settings(folder, 2, dtype="float32", **options))

@@ -21,7 +21,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton.runtime import interpreter
 
-from vserve.kernels.all_reduce import Exchange, all_reduce, all_reduce_add_rms_norm
+from vserve.kernels.all_reduce import ABSENT_32, Exchange, all_reduce, all_reduce_add_rms_norm
 from vserve.kernels.norm import add_rms_norm_torch
 
 ROUNDS, MAX_ROWS, DIM, START = 30, 4, 24, 2**31 - 10  # counts wrap around on the way
@@ -30,7 +30,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def inputs(turn: int, rank: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * turn + rank)
-    return torch.randn(num_rows, DIM, generator=generator).to(dtype)
+    x = torch.randn(num_rows, DIM, generator=generator).to(dtype)
+    x[:, rank % 3] = -0.0  # which is not sent as it is
+    if dtype == torch.float32:
+        x.view(torch.int32)[:, 3] = ABSENT_32.value
+    return x
 
 
 def wait_sometimes(rank: int, turns: random.Random) -> None:
@@ -42,17 +46,17 @@ def run(rank: int, size: int, exchanges: dict[torch.dtype, Exchange], results: t
     turns, late = random.Random(rank), random.Random(100 + rank)
     plan = random.Random(7)  # alike on all ranks
     builder = interpreter.interpreter_builder
-    barrier, atomic = builder.create_barrier, builder.create_atomic_rmw
+    store, load = builder.create_masked_store, builder.create_masked_load
 
-    def late_barrier(*arguments: Any) -> Any:
+    def late_store(*arguments: Any) -> Any:
         wait_sometimes(rank, late)
-        return barrier(*arguments)
+        return store(*arguments)
 
     def yielding(*arguments: Any) -> Any:
         os.sched_yield()  # who waits takes nothing from whom it waits for
-        return atomic(*arguments)
+        return load(*arguments)
 
-    builder.create_barrier, builder.create_atomic_rmw = late_barrier, yielding
+    builder.create_masked_store, builder.create_masked_load = late_store, yielding
     weight = torch.randn(DIM, generator=torch.Generator().manual_seed(1))
     for turn in range(ROUNDS):
         dtype, num_rows = plan.choice(DTYPES), plan.randint(1, MAX_ROWS)
@@ -89,7 +93,7 @@ def main() -> None:
         row_bytes = DIM * dtype.itemsize
         for _ in range(size):
             buffer = torch.zeros(Exchange.buffer_bytes(size, MAX_ROWS, row_bytes), dtype=torch.uint8).share_memory_()
-            buffer[: MAX_ROWS * size * 4].view(torch.int32).fill_(START)
+            Exchange.empty(buffer)
             kept.append(buffer)
             tables[dtype].append(buffer.data_ptr())
     results = torch.zeros(ROUNDS, size, MAX_ROWS * DIM).share_memory_()

@@ -1,7 +1,8 @@
 """Which kernels a second under load goes into: python tools/gpu/profile_load.py [--concurrency 64] [--input 1024] …
 
 The offline engine in this process, the 8B shape with made-up weights, and torch's profiler for a second in the middle:
-time and launches by kernel, gaps between kernels, and how long steps were.
+time and launches by kernel, gaps between kernels, and how long steps were. Of several ranks (-tp, -pp) it sees rank 0,
+whose stage is the last: where it waits for another, a kernel of NCCL runs meanwhile.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_folder import write_model
+from model_folder import SHAPES, write_model
 from torch.profiler import ProfilerActivity, profile
 
 from vserve import LLM, SamplingParams
 
 STEP_KERNEL = "_build_inputs_kernel"  # one a step
 LONGEST_GAPS = 20  # shown
+RECEIVES = "SendRecv"  # in the name of the kernel that waits for the stage before
 
 
 def record(llm: LLM, arguments: argparse.Namespace, trace: Path) -> float:
@@ -79,6 +81,8 @@ def show(events: list[dict[str, Any]], num_kernels: int) -> None:
     )
     for name, (count, time_us) in sorted(totals.items(), key=lambda item: -item[1][1])[:num_kernels]:
         print(f"{time_us / 1e3:8.1f} ms {time_us / span:6.1%} {count:7.0f} x {time_us / count:8.1f} us  {name}")
+    waited = sum(time_us for name, (_, time_us) in totals.items() if RECEIVES in name)
+    print(f"idle, in gaps or waiting for another stage: {(sum(gaps) + waited) / span:.1%}")
     starts = [event["ts"] for event in events if STEP_KERNEL in event["name"]]
     lengths = sorted(after - before for before, after in pairwise(starts))
     if lengths:
@@ -99,13 +103,22 @@ def main() -> None:
         default=4.0,
         help="seconds from the begin of the load to that of the profile (default: 4)",
     )
+    add("--shape", default="llama-8b", choices=SHAPES, help="(default: llama-8b)")
+    add("--layers", type=int, metavar="N", help="of --shape, where all of them do not fit (default: all)")
+    add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="(default: 1)")
+    add("-pp", "--pipeline-parallel-size", type=int, default=1, metavar="N", help="(default: 1)")
     add("--kernels", type=int, default=25, help="how many to list (default: 25)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("profile_load.py profiles a GPU: run it on a machine with one")
     with tempfile.TemporaryDirectory() as scratch:
-        folder, trace = write_model(Path(scratch) / "llama-8b"), Path(scratch) / "trace.json"
-        options = {"max_model_len": 8192, "max_num_seqs": arguments.concurrency, "engine_in_process": True}
+        folder = write_model(Path(scratch) / arguments.shape, arguments.shape, arguments.layers)
+        trace = Path(scratch) / "trace.json"
+        options = {
+            "max_model_len": max(8192, arguments.input + arguments.output), "max_num_seqs": arguments.concurrency, "engine_in_process": True,
+            "tensor_parallel_size": arguments.tensor_parallel_size,
+            "pipeline_parallel_size": arguments.pipeline_parallel_size,
+        }  # fmt: skip
         with LLM(str(folder), load_format="dummy", **options) as llm:
             speed = record(llm, arguments, trace)
         events = json.loads(trace.read_text())["traceEvents"]
