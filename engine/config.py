@@ -187,7 +187,7 @@ class EngineConfig:
         False, "ranks hold whole experts of a mixture, not a slice of each", group="parallel", short="ep"
     )
     disable_custom_all_reduce: bool = option(
-        False, "ranks sum through NCCL alone, as they do anyway unless VSERVE_SYMMETRIC_SUMS=1 is set", group="parallel"
+        False, "ranks sum through NCCL alone, not in memory that their cards share", group="parallel"
     )
     distributed_executor_backend: str | None = option(
         None, "what starts ranks: mp, processes of this host and of the other nodes; ray, a Ray cluster; uni, there is "

@@ -8,6 +8,10 @@ from .request import Pooling, SamplingParams
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True))
 
 
+FEW = 16  # prompts, up to which they are equally long
+SHORT = 16  # tokens of each of many, beside a long one
+
+
 def dummy_plan(
     num_seqs: int,
     num_tokens: int,
@@ -22,12 +26,13 @@ def dummy_plan(
 ) -> StepPlan:
     """Its block tables point to the null block.
 
-    num_seqs: more where contexts of so many are too short for the tokens, and no more than tokens. num_drafts: of each
+    num_seqs: more where contexts of so many are too short for the tokens, and no more than tokens. They are equally
+    long, but of many one may be long: kernels choose by the longest, and by how many there are. num_drafts: of each
     request, beside one token; what num_tokens has beyond that is another one's prompt. adapted: every request has the
     adapter of the first slot, whatever is in it. generates: or the model makes vectors alone. num_groups: of the cache.
     """
     num_seqs = min(max(num_seqs, -(-num_tokens // max_model_len)), num_tokens, max_num_seqs)
-    lengths = [min(num_tokens // num_seqs + (i < num_tokens % num_seqs), max_model_len) for i in range(num_seqs)]
+    lengths = _lengths(num_seqs, num_tokens, max_model_len)
     if num_drafts:
         prompt = num_tokens - num_seqs * (1 + num_drafts)
         lengths = [1 + num_drafts] * num_seqs + [prompt] * (prompt > 0)
@@ -40,3 +45,11 @@ def dummy_plan(
         -1, every, lengths, [0] * num_seqs, every if generates else [], num_decodes, rows,
         [[] for _ in range(num_groups)], pooled=[] if generates else every, num_drafts=num_drafts,
     )  # fmt: skip
+
+
+def _lengths(num_seqs: int, num_tokens: int, max_model_len: int) -> list[int]:
+    first, others = 0, num_seqs
+    if num_seqs > FEW and num_tokens > SHORT * num_seqs:
+        first, others = min(num_tokens - SHORT * (num_seqs - 1), max_model_len), num_seqs - 1
+    share, more = divmod(num_tokens - first, others)
+    return [first] * (first > 0) + [min(share + (i < more), max_model_len) for i in range(others)]

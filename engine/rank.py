@@ -33,7 +33,7 @@ from .model_source import resolve_model_path
 from .models.model import Model
 from .overrides import read_model_config
 from .parallel.divide import check_divides
-from .parallel.group import LOCAL, SYMMETRIC, TIMEOUT, Group, join
+from .parallel.group import LOCAL, TIMEOUT, Group, join
 from .parallel.pipeline import WHOLE, Stage, form_ring
 from .parallel.rendezvous import Rendezvous
 from .parallel.stages import check_stages, stage_layers
@@ -103,7 +103,7 @@ class Rank:
             num_stages = config.pipeline_parallel_size
             check_stages(model_config, num_stages, config.stage_layers)
             check_divides(model_config, seat.size // num_stages, config.enable_expert_parallel)
-            symmetric = SYMMETRIC and not config.disable_custom_all_reduce
+            symmetric = not config.disable_custom_all_reduce
             wait_for_ranks(rendezvous, "files")
             self.world = meet(seat, machine.device, symmetric, num_stages, patience, rendezvous)
             check_equal(self.world, asked)

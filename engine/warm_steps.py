@@ -10,6 +10,7 @@ from ..kernels.lora import TILINGS
 from ..kernels.moe_codes import tokens_of_codes
 from ..kernels.moe_triton import tokens_of_tiles
 from ..kernels.quant_many import rows_of_tiles
+from .dummy_plan import FEW, SHORT
 from .graphs import MIXED_DECODE_ROWS, draft_sizes
 from .layer_spec import MoESpec
 from .memory import WORST_SAMPLING
@@ -99,7 +100,9 @@ def warm_up_steps(
     steps = [(1, max_num_batched_tokens, GREEDY), beside[-1], (64, 64, WORST_SAMPLING)]
     # The splits of decode attention and the tile of a product depend on how many decode.
     decodes = [(num_seqs, num_seqs) for num_seqs in (max_num_seqs, 128, 64, 1, 2, 96, 4, 8, 16, 17, 32)]
-    prompts = [(4, 2048), (1, 16), (1, 17), (2, 256), *((num, max_num_batched_tokens) for num in (1, max_num_seqs))]
+    prompts = [(4, min(2048, max_num_batched_tokens)), (1, 16), (1, 17), (2, 256)]
+    prompts += [(num, max_num_batched_tokens) for num in (1, max_num_seqs)]
+    prompts += [(FEW + 1, tokens * (FEW + 1)) for tokens in (2, SHORT)]  # of many, whose kernels are others
     others = [(*size, kind) for sizes in (decodes, prompts) for kind in (GREEDY, WORST_SAMPLING) for size in sizes]
     others += [(1, tokens, GREEDY) for tokens in more]
     steps += [step for step in others + beside if step not in steps]

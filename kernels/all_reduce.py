@@ -28,7 +28,6 @@ from .pdl import pdl_options
 # In 16 bits that is -0.0, in 32 a number of 1e-41 or so: 0 is sent in its place.
 ABSENT_16 = tl.constexpr(-0x8000)
 ABSENT_32 = tl.constexpr(-0x7FFF8000)
-A_WARP = 512  # numbers of a row
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def _launch(
     _all_reduce_kernel[(num_rows,)](
         x, residual, weight, exchange.buffers, exchange.counts, x.stride(0), residual.stride(0), exchange.max_rows, eps,
         RANK=exchange.rank, SIZE=len(exchange.buffers), DIM=dim, BLOCK=block, NORM=norm, SCALE=scale,
-        num_warps=min(32, max(4, block // A_WARP)), **pdl_options(x, num_rows),
+        num_warps=min(16, max(4, block // 256)), **pdl_options(x, num_rows),
     )  # fmt: skip
 
 

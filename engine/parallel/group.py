@@ -16,9 +16,6 @@ from .rendezvous import Rendezvous
 
 TIMEOUT = timedelta(minutes=10)  # of a collective that waits for a rank; whoever watches the processes is faster
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its new name since torch 2.13
-# Off until two cards have shown that it is right and pays: the environment variable VSERVE_SYMMETRIC_SUMS=1, for all
-# ranks, switches it on.
-SYMMETRIC = os.environ.get("VSERVE_SYMMETRIC_SUMS") == "1"
 LOCAL = ("file://", "tcp://127.0.0.1", "tcp://localhost")  # rendezvous of ranks on one host
 
 
@@ -125,14 +122,14 @@ class ProcessGroup:
 
 
 def join(
-    rank: int, size: int, init_method: str, device: torch.device, symmetric: bool = SYMMETRIC, num_stages: int = 1,
+    rank: int, size: int, init_method: str, device: torch.device, symmetric: bool = True, num_stages: int = 1,
     timeout: timedelta = TIMEOUT, rendezvous: Rendezvous | None = None,
 ) -> Group:  # fmt: skip
     """The group of `size` ranks, once all have come, whenever that is. Called once in a process. Where they meet by a
     file, they are of one host, and rank n has its card n.
 
     init_method: where they meet, as torch.distributed has it ("file:///…" of a file that is not there yet, "tcp://…").
-    symmetric: sums of few rows go through memory that all cards reach, where they do; or NCCL makes them all.
+    symmetric: sums go through memory that all cards reach, where they do; or NCCL makes them all.
     num_stages: with several, no sums are made over all.
     timeout: of collectives. rendezvous: that at init_method, where the caller has it.
     """

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import socket
 import time
@@ -183,7 +182,6 @@ def facts(config: EngineConfig) -> dict[str, str]:
     described = Path(config.hf_config_path or config.model).expanduser() / "config.json"
     if described.is_file():
         found["the model's config.json"] = hashlib.sha256(described.read_bytes()).hexdigest()[:12]
-    found["VSERVE_SYMMETRIC_SUMS"] = os.environ.get("VSERVE_SYMMETRIC_SUMS", "unset")
     return found
 
 

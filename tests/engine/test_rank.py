@@ -46,26 +46,24 @@ class Met(Exception):
     """Ranks have met."""
 
 
-@pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("disabled", [False, True])
 def test_sums_of_our_own_only_where_they_are_wanted(
-    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, asked: bool, disabled: bool
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, disabled: bool
 ) -> None:
-    """VSERVE_SYMMETRIC_SUMS=1 asks for them, --disable-custom-all-reduce keeps them off in any case."""
+    """--disable-custom-all-reduce keeps them off."""
     told: list[bool] = []
 
     def meet(seat: Any, device: Any, symmetric: bool, *rest: Any) -> Any:
         told.append(symmetric)
         raise Met
 
-    monkeypatch.setattr(rank, "SYMMETRIC", asked)
     monkeypatch.setattr(rank, "meet", meet)
     config = EngineConfig(
         str(tiny_model("llama")), device="cpu", cpu_threads=1, disable_custom_all_reduce=disabled
     )  # fmt: skip
     with pytest.raises(Met):
         Engine(config, lambda progress: None)
-    assert told == [asked and not disabled]
+    assert told == [not disabled]
 
 
 class Card:

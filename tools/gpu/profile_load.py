@@ -115,7 +115,8 @@ def main() -> None:
         folder = write_model(Path(scratch) / arguments.shape, arguments.shape, arguments.layers)
         trace = Path(scratch) / "trace.json"
         options = {
-            "max_model_len": max(8192, arguments.input + arguments.output), "max_num_seqs": arguments.concurrency, "engine_in_process": True,
+            "max_model_len": max(8192, arguments.input + arguments.output),
+            "max_num_seqs": arguments.concurrency, "engine_in_process": True,
             "tensor_parallel_size": arguments.tensor_parallel_size,
             "pipeline_parallel_size": arguments.pipeline_parallel_size,
         }  # fmt: skip
