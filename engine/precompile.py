@@ -18,6 +18,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .config import EngineConfig
 from .kernel_cache import kernel_cache
@@ -25,11 +26,17 @@ from .model_file import ModelError, is_gguf, read_config
 from .model_path import find_model
 from .speculation.settings import read_speculation
 
+if TYPE_CHECKING:
+    import torch
+
+    from .model_config import ModelConfig
+
 logger = logging.getLogger(__name__)
 
 MAX_HELPERS = 8
 HOST_BYTES = 3 << 30  # of free memory for each helper
-HELPER_BYTES = 10 << 30  # of the card's memory for each helper; one takes some 3 GB
+HELPER_BYTES = 4 << 30  # of the card's memory for each helper, beside the weights that it makes up
+ENGINE_BYTES = 2 << 30  # of the card's memory for the engine meanwhile, beside its weights
 LONGEST_CONTEXT = 8192  # more does not change what is compiled
 
 
@@ -97,6 +104,28 @@ def num_helpers(num_engines: int = 1) -> int:
     return min(MAX_HELPERS, cores // 2 // num_engines, free // HOST_BYTES // num_engines)
 
 
+def helpers_beside(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, card_bytes: int) -> int:
+    """How many the card holds while the engine loads a rank's weights onto it."""
+    from .checkpoint import checkpoint_bytes
+    from .loader import count_parameters
+    from .model_config import few_layers
+    from .weight_size import weight_size
+
+    size, whole = config.tensor_parallel_size, config.enable_expert_parallel
+    every = count_parameters(model)
+    stored = 0
+    if config.load_format != "dummy":
+        with contextlib.suppress(ModelError):  # the engine will say what is wrong
+            stored = checkpoint_bytes(Path(config.model).expanduser())
+    weights, few = (
+        weight_size(described, count, dtype, int((stored or every * dtype.itemsize) * count / every), on_card=True)
+        for described in (model, few_layers(model))
+        for count in [count_parameters(described, size, whole)]
+    )
+    free = card_bytes - ENGINE_BYTES - weights // config.pipeline_parallel_size
+    return max(0, free // (HELPER_BYTES + few))
+
+
 def fingerprint(config: EngineConfig) -> str:
     """Of all that decides which kernels are compiled, but for the card: on another one, the engine compiles them."""
     digest = hashlib.sha256()
@@ -150,13 +179,14 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     from .speculation.loading import find_draft, load_drafter
 
     machine = rank.open_machine(dataclasses.replace(config, device="cuda"))
-    if (index + 1) * HELPER_BYTES > machine.card_bytes:
-        return
     folder = Path(config.model).expanduser()
     whole = read_model_config(folder, config)
     if whole.foreign is not None or not whole.causal:
         return  # transformers' code makes all of its layers, or none; what reads whole texts has few kernels of ours
     settings = resolve(config, whole, machine)
+    count = min(count, helpers_beside(config, whole, settings.dtype, machine.card_bytes))
+    if index >= count:
+        return
     context = min(settings.max_model_len, max(LONGEST_CONTEXT, settings.max_num_batched_tokens))
     settings = dataclasses.replace(settings, max_model_len=context, load_format="dummy")
     # Scales are as in the whole model where its configuration says so; else the engine compiles these kernels.

@@ -7,6 +7,9 @@ What has come is told from what has not by the numbers themselves: memory that w
 rank ever sends (ABSENT), in every place, and whoever has read a row puts that number back. A row so takes one way over
 the link and no fence. (TensorRT-LLM's one-shot sums do it with -0.0, after Lamport.)
 
+A card starts programs in the order of their rows, so of all rows that somebody waits for, the first is on its way from
+every rank: more rows than run at a time wait for nobody who waits for them.
+
 Two buffers take turns, by how often a row has been summed. That is enough: a rank writes into a buffer again only after
 it has heard of the others in the sum between, whose kernels begin when those before them, which read that buffer and
 emptied it, have ended. So nothing in a launch depends on how many came before it, and it can be captured in a CUDA

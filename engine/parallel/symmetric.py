@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,40 +42,48 @@ class SymmetricGroup(ProcessGroup):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
         self.device = device
-        self.most_bytes = next(MOST_BYTES[size] for size in sorted(MOST_BYTES) if self.size <= size)
+        self.most_bytes = next((MOST_BYTES[size] for size in sorted(MOST_BYTES) if self.size <= size), 0)
         self.exchange: Exchange | None = None
 
     def prepare(self, row_bytes: int) -> None:
         """All ranks come here alike. What is loaded later, such as a model that drafts, has this where its rows are as
         wide."""
-        if self.exchange is not None:
+        if self.exchange is not None or not self.most_bytes:
             return
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of which no use is made
-        max_rows = max(1, min(self.most_bytes // row_bytes, MOST_ROWS))
-        exchange = self._rendezvous(max_rows, row_bytes)
-        done = torch.tensor(int(exchange is not None), dtype=torch.int32, device=self.device)
-        dist.all_reduce(done, dist.ReduceOp.MIN, group=self.group)  # nobody sends before all have emptied their memory
-        self.exchange = exchange if done.item() else None
-
-    def _rendezvous(self, max_rows: int, row_bytes: int) -> Exchange | None:
-        """None, and a warning, where memory cannot be shared."""
         from torch.distributed import _symmetric_memory as symmetric
 
-        try:
-            size = Exchange.buffer_bytes(self.size, max_rows, row_bytes)
+        def allocate() -> None:
+            torch.cuda.empty_cache()  # which this memory does not come from
             self._buffer = symmetric.empty(size, dtype=torch.uint8, device=self.device)
+
+        def connect() -> None:
             self._handle = symmetric.rendezvous(self._buffer, self.group)
+            Exchange.empty(self._buffer)
+
+        max_rows = max(1, min(self.most_bytes // row_bytes, MOST_ROWS))
+        size = Exchange.buffer_bytes(self.size, max_rows, row_bytes)
+        if self._all_can(allocate) and self._all_can(connect):  # and so nobody sends before all have emptied theirs
+            buffers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self.device)
+            counts = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+            torch.cuda.synchronize(self.device)
+            self.exchange = Exchange(self.rank, buffers, counts, max_rows, row_bytes)
+
+    def _all_can(self, step: Callable[[], None]) -> bool:
+        """Whether every rank has taken the step: what one rank has, it needs of the others. Warns where this one
+        cannot."""
+        done = torch.ones((), dtype=torch.int32, device=self.device)
+        try:
+            step()
         except RuntimeError as error:
             logger.warning(
                 "the cards' memory cannot be shared (%s): NCCL makes all sums, which is slower; "
                 "--disable-custom-all-reduce leaves the attempt out", str(error).partition("\n")[0],
             )  # fmt: skip
-            return None
-        Exchange.empty(self._buffer)
-        buffers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self.device)
-        counts = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+            done.zero_()
         torch.cuda.synchronize(self.device)
-        return Exchange(self.rank, buffers, counts, max_rows, row_bytes)
+        dist.all_reduce(done, dist.ReduceOp.MIN, group=self.group)
+        return bool(done.item())
 
     def all_reduce(self, x: Tensor) -> Tensor:
         exchange = self.exchange

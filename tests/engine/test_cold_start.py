@@ -16,7 +16,7 @@ import torch
 import vserve.engine.engine as engine_module
 from vserve.engine import loader, model_source, precompile, prefetch, rank, warm_steps
 from vserve.engine.config import EngineConfig
-from vserve.engine.model_config import ModelError
+from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.precompile import Precompile
 from vserve.engine.prefetch import Prefetch
 from vserve.engine.process import run_engine
@@ -165,9 +165,35 @@ def test_helpers_need_cores_and_memory(cores, gigabytes, expected, monkeypatch):
     assert precompile.num_helpers() == expected
 
 
+def card_for(helpers: int) -> int:
+    """Bytes, beside a tiny model."""
+    return helpers * precompile.HELPER_BYTES + precompile.ENGINE_BYTES + (1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("options", "gigabytes", "helpers"),
+    [
+        ({}, 150, 0),
+        ({}, 192, 4),
+        ({"tensor_parallel_size": 2}, 80, 0),
+        ({"tensor_parallel_size": 2}, 141, 7),
+        ({"pipeline_parallel_size": 2}, 141, 5),
+        ({"tensor_parallel_size": 4}, 80, 5),
+    ],
+)
+def test_helpers_leave_the_weights_their_memory(options, gigabytes, helpers, tmp_path):
+    """Of a model of 70 billion parameters: with eight helpers beside half of its weights an H100 ran out of memory."""
+    shape = {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672}
+    described = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 80, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(described | {"vocab_size": 128256, "tie_word_embeddings": False}))
+    config = EngineConfig(str(tmp_path), load_format="dummy", **options)
+    model = ModelConfig.from_folder(tmp_path)
+    assert precompile.helpers_beside(config, model, torch.bfloat16, gigabytes * 10**9) == helpers
+
+
 def test_shares_make_up_the_warm_up_of_a_model_with_few_layers(tiny_model, monkeypatch):
     """On the CPU here: which steps, of what model, and that they run."""
-    machine = Machine(torch.device("cpu"), "card", 3 * precompile.HELPER_BYTES, 1)
+    machine = Machine(torch.device("cpu"), "card", card_for(3), 1)
     asked, run = [], []
     monkeypatch.setattr(rank, "open_machine", lambda config: asked.append(config.device) or machine)
     dummy_step = ModelRunner.dummy_step
@@ -203,7 +229,7 @@ def test_shares_meet_who_drafts_and_every_step_with_drafts(
     }
     asked = {"model": str(models[name]())} if name in models else {"method": name}
     asked["num_speculative_tokens_per_batch_size"] = [[1, 2, 3], [3, 4, 1]]
-    machine = Machine(torch.device("cpu"), "card", 3 * precompile.HELPER_BYTES, 1)
+    machine = Machine(torch.device("cpu"), "card", card_for(2), 1)
     monkeypatch.setattr(rank, "open_machine", lambda config: machine)
     monkeypatch.setattr(loader, "_load", lambda *_: pytest.fail("weights were loaded"))
     dummy_step, run, layers = ModelRunner.dummy_step, [], []
@@ -227,7 +253,7 @@ def test_shares_meet_who_drafts_and_every_step_with_drafts(
 
 def test_helpers_download_nobody_who_drafts(tiny_model, monkeypatch):
     """The engine does, once."""
-    machine, run = Machine(torch.device("cpu"), "card", precompile.HELPER_BYTES, 1), []
+    machine, run = Machine(torch.device("cpu"), "card", card_for(1), 1), []
     monkeypatch.setattr(rank, "open_machine", lambda config: machine)
     monkeypatch.setattr(model_source, "from_hub", lambda *_: pytest.fail("asked the hub"))
     monkeypatch.setattr(ModelRunner, "dummy_step", lambda runner, *step: run.append(runner.model_drafter))
