@@ -9,7 +9,7 @@ from dataclasses import dataclass
 BLOCK = 64  # tokens that one key stands for: a multiple of the cache's blocks, and few enough to look up
 BYTES = 4 * BLOCK
 # A request that is open slows the steps of its engine, as so many more tokens of a prompt would.
-OPEN_TOKENS = 16
+OPEN_TOKENS = 64
 MAX_SESSIONS = 65_536
 # So many tokens more before its first one than elsewhere a session waits for: with more, its engine is too busy.
 PATIENCE = 16_384

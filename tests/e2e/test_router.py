@@ -25,13 +25,14 @@ def servers(serve, demo_server) -> Iterator[list]:
 
 
 @pytest.fixture(scope="module")
-def router(servers) -> Iterator[str]:
+def router(servers, until) -> Iterator[str]:
     process = subprocess.Popen(
         [*COMMAND, *(server.url for server in servers), "--port", "0", "--health-interval", "0.3"],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
     url = re.match(r"(http://\S+)", process.stdout.readline())[1].replace("localhost", "127.0.0.1")
+    until(lambda: healthy(url) == [1, 1])
     yield url
     process.terminate()
     assert process.wait(30) == 0
@@ -93,7 +94,9 @@ def test_a_stopped_server_and_a_dead_one(router, servers, until) -> None:
     def ask(prompt: str, session: str = "") -> httpx.Response:
         headers = {"X-Session-ID": session} if session else {}
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
-        return httpx.post(f"{router}/v1/completions", json=body, headers=headers, timeout=240)
+        answer = httpx.post(f"{router}/v1/completions", json=body, headers=headers, timeout=240)
+        assert answer.status_code == 200, answer.text
+        return answer
 
     expected = {prompt: ask(prompt).json()["choices"][0]["text"] for prompt in prompts}
     session = next(name for name in map(str, range(50)) if _goes_to(router, second.url, name, ask))
