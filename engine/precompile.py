@@ -29,7 +29,9 @@ from .speculation.settings import read_speculation
 if TYPE_CHECKING:
     import torch
 
+    from .kv_format import KVFormat
     from .model_config import ModelConfig
+    from .speculation.loading import Draft
 
 logger = logging.getLogger(__name__)
 
@@ -104,26 +106,27 @@ def num_helpers(num_engines: int = 1) -> int:
     return min(MAX_HELPERS, cores // 2 // num_engines, free // HOST_BYTES // num_engines)
 
 
-def helpers_beside(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, card_bytes: int) -> int:
-    """How many the card holds while the engine loads a rank's weights onto it."""
-    from .checkpoint import checkpoint_bytes
-    from .loader import count_parameters
-    from .model_config import few_layers
-    from .weight_size import weight_size
+def helpers_beside(
+    config: EngineConfig, dtype: torch.dtype, model: ModelConfig, format: KVFormat, draft: Draft | None, card_bytes: int
+) -> int:  # fmt: skip
+    """How many the card of rank 0, which has the last stage, holds while the engine loads its weights onto it."""
+    from .model_config import ModelConfig, few_layers
+    from .parallel.pipeline import Stage
+    from .parallel.stages import stage_layers
+    from .planning.shape import kept_weights, shape_of
+    from .speculation.draft_size import draft_bytes
 
-    size, whole = config.tensor_parallel_size, config.enable_expert_parallel
-    every = count_parameters(model)
-    stored = 0
-    if config.load_format != "dummy":
-        with contextlib.suppress(ModelError):  # the engine will say what is wrong
-            stored = checkpoint_bytes(Path(config.model).expanduser())
-    weights, few = (
-        weight_size(described, count, dtype, int((stored or every * dtype.itemsize) * count / every), on_card=True)
-        for described in (model, few_layers(model))
-        for count in [count_parameters(described, size, whole)]
-    )
-    free = card_bytes - ENGINE_BYTES - weights // config.pipeline_parallel_size
-    return max(0, free // (HELPER_BYTES + few))
+    size, whole, stages = config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size
+    kept = kept_weights(model, dtype)
+    last = Stage(stages - 1, stages, stage_layers(model, stages, config.stage_layers)[-1])
+    weights = shape_of(model, kept, format, size=size, stage=last, expert_parallel=whole).num_bytes
+    few = shape_of(few_layers(model), kept, format, size=size, expert_parallel=whole).num_bytes
+    if draft is not None:
+        weights += draft_bytes(draft, model, dtype, size, whole, on_card=True)
+        if isinstance(draft.described, ModelConfig):
+            draft = dataclasses.replace(draft, described=few_layers(draft.described))
+        few += draft_bytes(draft, model, dtype, size, whole, on_card=True)
+    return max(0, (card_bytes - ENGINE_BYTES - weights) // (HELPER_BYTES + few))
 
 
 def fingerprint(config: EngineConfig) -> str:
@@ -184,21 +187,21 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     if whole.foreign is not None or not whole.causal:
         return  # transformers' code makes all of its layers, or none; what reads whole texts has few kernels of ours
     settings = resolve(config, whole, machine)
-    count = min(count, helpers_beside(config, whole, settings.dtype, machine.card_bytes))
+    # Scales are as in the whole model where its configuration says so; else the engine compiles these kernels.
+    format = planned_format(settings, whole)
+    speculation, draft = settings.speculation, None
+    # What would have to be downloaded the engine gets alone, and compiles for.
+    if speculation.by_model and (not speculation.model or find_model(speculation.model) is not None):
+        draft = find_draft(
+            speculation, folder, whole, config.download_dir, config.tensor_parallel_size, config.enable_expert_parallel
+        )
+    count = min(count, helpers_beside(config, settings.dtype, whole, format, draft, machine.card_bytes))
     if index >= count:
         return
     context = min(settings.max_model_len, max(LONGEST_CONTEXT, settings.max_num_batched_tokens))
     settings = dataclasses.replace(settings, max_model_len=context, load_format="dummy")
-    # Scales are as in the whole model where its configuration says so; else the engine compiles these kernels.
-    format = planned_format(settings, whole)
-    alone = SingleGroup(0, config.tensor_parallel_size)
-    model = rank.load(folder, few_layers(whole), settings, alone)
-    drafter = None
-    speculation = settings.speculation
-    # What would have to be downloaded the engine gets alone, and compiles for.
-    if speculation.by_model and (not speculation.model or find_model(speculation.model) is not None):
-        draft = find_draft(speculation, folder, whole, config.download_dir, alone.size, config.enable_expert_parallel)
-        drafter = load_drafter(draft, model, context, few=whole)
+    model = rank.load(folder, few_layers(whole), settings, SingleGroup(0, config.tensor_parallel_size))
+    drafter = None if draft is None else load_drafter(draft, model, context, few=whole)
     runner = rank.make_runner(model, settings, format, drafter)
     assert isinstance(runner, ModelRunner)
     runner.bind_cache(1, settings.dtype)

@@ -11,7 +11,7 @@ A card starts programs in the order of their rows, so of all rows that somebody 
 every rank: more rows than run at a time wait for nobody who waits for them.
 
 Two buffers take turns, by how often a row has been summed. That is enough: a rank writes into a buffer again only after
-it has heard of the others in the sum between, whose kernels begin when those before them, which read that buffer and
+it has heard of the others in the sum between, whose kernels write when those before them, which read that buffer and
 emptied it, have ended. So nothing in a launch depends on how many came before it, and it can be captured in a CUDA
 graph; all ranks replay equally often.
 """
@@ -80,7 +80,7 @@ def _launch(
     *, norm: bool,
 ) -> None:  # fmt: skip
     num_rows, dim = x.shape
-    block = triton.next_power_of_2(dim)
+    block = max(128, triton.next_power_of_2(dim))  # one for each thread: warps that share some would empty them apart
     _all_reduce_kernel[(num_rows,)](
         x, residual, weight, exchange.buffers, exchange.counts, x.stride(0), residual.stride(0), exchange.max_rows, eps,
         RANK=exchange.rank, SIZE=len(exchange.buffers), DIM=dim, BLOCK=block, NORM=norm, SCALE=scale,

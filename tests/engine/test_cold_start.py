@@ -16,12 +16,18 @@ import torch
 import vserve.engine.engine as engine_module
 from vserve.engine import loader, model_source, precompile, prefetch, rank, warm_steps
 from vserve.engine.config import EngineConfig
-from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.dummy_plan import dummy_plan
+from vserve.engine.kv_format import NUMBERS
+from vserve.engine.model_config import ModelError
+from vserve.engine.overrides import read_model_config
 from vserve.engine.precompile import Precompile
 from vserve.engine.prefetch import Prefetch
 from vserve.engine.process import run_engine
 from vserve.engine.resolved import Machine
 from vserve.engine.runner import ModelRunner
+from vserve.engine.speculation.loading import Draft
+from vserve.engine.speculation.settings import read_speculation
+from vserve.kernels.attention_prefill import prefill_tile
 
 
 def wait_until(condition, seconds=60.0):
@@ -155,6 +161,25 @@ def test_first_steps_meet_the_slowest_kernels_one_by_one():
     assert warm_steps.warm_up_steps(1, 16)[0][:2] == (1, 16), "fewer rows than the steps are made for"
 
 
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("dtype", "head_size"), [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 128)])
+@pytest.mark.parametrize("limits", [(1024, 8192), (256, 2048), (1024, 4096)])
+def test_few_and_many_prompts_are_met_with_every_tile(limits, dtype, head_size, group):
+    """Triton's kernel of prompts is another for more than 16 of them, and for each tile, which the longest chooses."""
+    met, most = set(), 0
+    for num_seqs, num_tokens, sampling in warm_steps.warm_up_steps(*limits):
+        plan = dummy_plan(
+            num_seqs, num_tokens, sampling, 0, False, max_num_seqs=limits[0], max_model_len=8192, num_groups=1,
+            generates=True,
+        )  # fmt: skip
+        assert sum(plan.num_tokens) == num_tokens
+        if prompts := [length for length in plan.num_tokens if length > 1]:
+            met.add((prefill_tile(dtype, head_size, max(prompts) * group), len(prompts) > 16))
+            most = max(most, max(prompts))
+    reached = {prefill_tile(dtype, head_size, length * group) for length in range(2, most + 1)}
+    assert met == {(tile, many) for tile in reached for many in (False, True)}
+
+
 @pytest.mark.parametrize(
     ("cores", "gigabytes", "expected"), [(64, 500, 8), (8, 500, 4), (64, 10, 3), (2, 500, 1), (64, 1, 0)]
 )
@@ -175,10 +200,12 @@ def card_for(helpers: int) -> int:
     [
         ({}, 150, 0),
         ({}, 192, 4),
+        ({"quantization": "fp8"}, 141, 6),
         ({"tensor_parallel_size": 2}, 80, 0),
         ({"tensor_parallel_size": 2}, 141, 7),
-        ({"pipeline_parallel_size": 2}, 141, 5),
         ({"tensor_parallel_size": 4}, 80, 5),
+        ({"pipeline_parallel_size": 2}, 141, 5),
+        ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "20,60"}, 141, 2),
     ],
 )
 def test_helpers_leave_the_weights_their_memory(options, gigabytes, helpers, tmp_path):
@@ -187,8 +214,23 @@ def test_helpers_leave_the_weights_their_memory(options, gigabytes, helpers, tmp
     described = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 80, **shape}
     (tmp_path / "config.json").write_text(json.dumps(described | {"vocab_size": 128256, "tie_word_embeddings": False}))
     config = EngineConfig(str(tmp_path), load_format="dummy", **options)
-    model = ModelConfig.from_folder(tmp_path)
-    assert precompile.helpers_beside(config, model, torch.bfloat16, gigabytes * 10**9) == helpers
+    model = read_model_config(tmp_path, config)
+    card = gigabytes * 10**9
+    assert precompile.helpers_beside(config, torch.bfloat16, model, NUMBERS, None, card) == helpers
+
+
+def test_helpers_leave_memory_to_who_drafts(tiny_model, tmp_path):
+    """A model of 8 GB, of which each helper makes up two layers."""
+    shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+    described = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 16, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(described | {"vocab_size": 32000, "tie_word_embeddings": False}))
+    config, speculation = EngineConfig(str(tmp_path)), read_speculation('{"model": "x", "method": "draft_model"}')
+    model = read_model_config(tmp_path, config)
+    draft = Draft(tmp_path, speculation, model, {})
+    found = [
+        precompile.helpers_beside(config, torch.bfloat16, model, NUMBERS, one, 40 * 10**9) for one in (None, draft)
+    ]
+    assert found[0] > found[1] > 0
 
 
 def test_shares_make_up_the_warm_up_of_a_model_with_few_layers(tiny_model, monkeypatch):

@@ -48,6 +48,13 @@ def test_who_has_the_prefix_gets_the_prompt_until_others_are_much_freer() -> Non
     assert router.choose(keys, 8 * BLOCK, busy)[0] != first
 
 
+def test_prompts_that_wait_for_one_step_do_not_outweigh_those_that_run_for_many() -> None:
+    """Ten short ones here, and 25 more answers there: the next one comes here. It had gone there up to 80."""
+    router = Router(2, 100 * BLOCK)
+    assert router.choose([], 128, [Load(10 * 128, 200), Load(0, 225)])[0] == 0
+    assert router.choose([], 128, [Load(10 * 128, 200), Load(0, 215)])[0] == 1
+
+
 def test_whoever_is_down_gets_nothing_and_has_forgotten_everything() -> None:
     router = Router(2, 100 * BLOCK)
     keys = prefix_keys(prompt(0, 8), None)

@@ -144,6 +144,7 @@ class Measurement:
     targets: bool  # these are for the 8B shape and the defaults
     more_options: list[str]
     times: int = 1  # of each load over HTTP, and of the processes that ask
+    layers: int | None = None  # where they are fewer than the shape's
 
     def options(self) -> list[str]:
         """Of whatever loads a model; the context holds the longest workload and the test request of `vserve bench`."""
@@ -155,6 +156,8 @@ class Measurement:
             figures = tuple(replace(figure, target=None) for figure in figures)
         if self.factor != 1:
             title += f", scaled by {self.factor:g}"
+        if self.layers:
+            title += f", of {self.layers} layers"
         return self.report.add(Row(name, mode, title, figures))
 
     def over_http(self, names: list[str], mode: str) -> None:
@@ -171,7 +174,8 @@ class Measurement:
                 name = f"{count} at a time, 128/256, drafts: {kind}"
                 figures = (TPOT, OUTPUT, TOKENS_A_STEP) if IMPOSED in options and count <= 64 else (TPOT, OUTPUT)
                 workloads[name] = Workload(name, 6 * count, 128, 256, figures, concurrency=count).scaled(self.factor)
-                rows[name] = self.row(DRAFTS, name, figures)
+                workloads[name] = workloads[name].multiplied(self.times)
+                rows[name] = self.row(DRAFTS, workloads[name].title, figures)
             self._serve(workloads, rows, "default", options, temperature)
 
     def _serve(
@@ -274,6 +278,8 @@ def main() -> int:
     modes = arguments.modes.split(",")
     if unknown := [mode for mode in modes if mode not in MODES]:
         parser.error(f"--modes names {unknown[0]!r}: choose from {', '.join(MODES)}")
+    if arguments.layers and arguments.model:
+        parser.error("--layers is of --shape: a model's own config.json says how many it has")
     if arguments.times < 1:
         parser.error(f"--times is {arguments.times}: it must be at least 1")
     if arguments.repeats < 1 or not 0 < arguments.scale <= 1:
@@ -290,7 +296,7 @@ def main() -> int:
         )
         measurement = Measurement(
             vserve, report, model, scratch, arguments.scale, arguments.repeats, usual, arguments.options.split(),
-            arguments.times,
+            arguments.times, arguments.layers,
         )  # fmt: skip
         try:
             if workloads := [name for name in names if name in WORKLOADS]:

@@ -50,7 +50,11 @@ def write_model(folder: Path, shape: str = "llama-8b", layers: int | None = None
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
+    config = dict(SHAPES[shape])
+    if layers:
+        config["num_hidden_layers"] = layers
+        if "layer_types" in config:
+            config["layer_types"] = (config["layer_types"] * layers)[:layers]
     (folder / "config.json").write_text(json.dumps(config))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {character: i + 3 for i, character in enumerate(alphabet)}

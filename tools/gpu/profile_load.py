@@ -81,8 +81,12 @@ def show(events: list[dict[str, Any]], num_kernels: int) -> None:
     )
     for name, (count, time_us) in sorted(totals.items(), key=lambda item: -item[1][1])[:num_kernels]:
         print(f"{time_us / 1e3:8.1f} ms {time_us / span:6.1%} {count:7.0f} x {time_us / count:8.1f} us  {name}")
-    waited = sum(time_us for name, (_, time_us) in totals.items() if RECEIVES in name)
-    print(f"idle, in gaps or waiting for another stage: {(sum(gaps) + waited) / span:.1%}")
+    busy, until = 0.0, events[0]["ts"]
+    for event in events:
+        if RECEIVES not in event["name"]:
+            busy += max(0.0, event["ts"] + event["dur"] - max(until, event["ts"]))
+            until = max(until, event["ts"] + event["dur"])
+    print(f"idle, in gaps or with nothing but transfers between stages: {1 - busy / span:.1%}")
     starts = [event["ts"] for event in events if STEP_KERNEL in event["name"]]
     lengths = sorted(after - before for before, after in pairwise(starts))
     if lengths:
