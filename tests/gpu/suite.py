@@ -182,9 +182,11 @@ GROUPS: dict[str, list[list[Part]]] = {
         [noticing("the noticing model, 40 adapters", "--adapters=40", "--streams=1,100,400", "--answers=2000")],
     ],
     "ranks": [
-        [tests("sums over ranks", "tests/gpu/test_ranks_gpu.py")],
-        [tests("engines of two ranks", "tests/gpu/test_rank_engines_gpu.py")],
-        [tests("stages on one card", "tests/gpu/test_stages_gpu.py")],
+        [  # in turns: ranks that wait for each other on cards which others use wait for their turn each time
+            tests("sums over ranks", "tests/gpu/test_ranks_gpu.py"),
+            tests("engines of two ranks", "tests/gpu/test_rank_engines_gpu.py"),
+            tests("stages on one card", "tests/gpu/test_stages_gpu.py"),
+        ],
         [noticing("the noticing model on two cards", "--options=-tp 2", "--streams=1,100", "--answers=1000")],
     ],
     "soak": [[noticing("soak", "--soak=480")]],
