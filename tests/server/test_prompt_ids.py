@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
+import math
 import random
 import socket
 import time
@@ -59,24 +61,35 @@ async def travel(token_ids: list[int], state: Any, info: Any, caching: bool) -> 
 
 
 @pytest.mark.alone
-def test_a_long_prompt_costs_five_milliseconds(app: Any, engine: Any, capsys: Any, slowness: float) -> None:
+def test_a_long_prompt_costs_five_milliseconds(app: Any, engine: Any, capsys: Any) -> None:
+    """Or, where reading so many ids once takes a machine longer, two and a half times that."""
     info = msgspec.structs.replace(
         engine.info, max_model_len=NUM_TOKENS + 64, vocab_size=VOCAB_SIZE, num_kv_tokens=19_999 * 16
     )  # fmt: skip
     rng = random.Random(0)
     token_ids = [rng.randrange(VOCAB_SIZE) for _ in range(NUM_TOKENS)]
 
-    async def measure() -> tuple[float, float]:
-        # In turns, the fastest of each: what disturbs adds.
-        plain, hashed = [], []
-        for _ in range(7):
-            plain.append(await travel(token_ids, app.state.server, info, caching=False))
-            hashed.append(await travel(token_ids, app.state.server, info, caching=True))
-        return min(plain), min(hashed)
+    def read_once() -> float:
+        started = time.thread_time()
+        array.array("i", token_ids)
+        return time.thread_time() - started
 
-    plain, hashed = asyncio.run(measure())
+    async def measure() -> tuple[float, float, float]:
+        # In turns, the fastest of each: what disturbs adds, for a while or for some seconds.
+        once = plain = hashed = math.inf
+        for turn in range(40):
+            once = min(once, read_once())
+            plain = min(plain, await travel(token_ids, app.state.server, info, caching=False))
+            hashed = min(hashed, await travel(token_ids, app.state.server, info, caching=True))
+            if turn >= 6 and plain <= max(5e-3, 2.5 * once):
+                break
+        return once, plain, hashed
+
+    once, plain, hashed = asyncio.run(measure())
     with capsys.disabled():
         print(
-            f" {NUM_TOKENS} ids: {1e3 * plain:.1f} ms, hashes of their blocks {1e3 * (hashed - plain):.1f} ms", end=""
+            f" {NUM_TOKENS} ids: {1e3 * plain:.1f} ms, hashes of their blocks {1e3 * (hashed - plain):.1f} ms, "
+            f"read once {1e3 * once:.1f} ms",
+            end="",
         )
-    assert plain <= 5e-3 * slowness
+    assert plain <= max(5e-3, 2.5 * once)
