@@ -91,7 +91,7 @@ class SymmetricGroup(ProcessGroup):
         done = torch.ones((), dtype=torch.int32, device=self.device)
         try:
             step()
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, NCCL can do without
             logger.warning(
                 "the cards' memory cannot be shared (%s): NCCL makes all sums, which is slower; "
                 "--disable-custom-all-reduce leaves the attempt out", str(error).partition("\n")[0],
