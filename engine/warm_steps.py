@@ -102,10 +102,10 @@ def warm_up_steps(
     decodes = [(num_seqs, num_seqs) for num_seqs in (max_num_seqs, 128, 64, 1, 2, 96, 4, 8, 16, 17, 32)]
     prompts = [(4, min(2048, max_num_batched_tokens)), (1, 16), (1, 17), (2, 256)]
     prompts += [(num, max_num_batched_tokens) for num in (1, max_num_seqs)]
-    # Attention chooses by the longest prompt, and has other kernels for many: short ones, one of 33 tokens, a long one.
-    prompts += [(FEW + 1, tokens * (FEW + 1)) for tokens in (2, 4, SHORT, SHORT + 1)]
-    prompts += [(1, 4), (FEW + 1, max_num_batched_tokens)]
     others = [(*size, kind) for sizes in (decodes, prompts) for kind in (GREEDY, WORST_SAMPLING) for size in sizes]
-    others += [(1, tokens, GREEDY) for tokens in more]
+    others += [(1, tokens, GREEDY) for tokens in (4, *more)]
+    # Attention chooses by the longest prompt, and has other kernels for many: short ones, one of 33 tokens, a long one.
+    many = [*(tokens * (FEW + 1) for tokens in (2, 4, SHORT, SHORT + 1)), max_num_batched_tokens]
+    others += [(FEW + 1, tokens, GREEDY) for tokens in many]
     steps += [step for step in others + beside if step not in steps]
     return [step for step in steps if step[1] <= max_num_batched_tokens]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ...kernels.all_reduce import Exchange, all_reduce, all_reduce_add_rms_norm
 from .group import ProcessGroup
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Ranks → bytes up to which every rank gets the rows of all. Of two ranks that is what has to be sent anyway: over
 # NVLink it takes about half of NCCL's time or less, with the norm, at every size up to here. Of more, NCCL sends each
@@ -23,7 +25,9 @@ MOST_ROWS = 8448  # tokens of most steps
 
 
 def reach_each_other(cards: range) -> bool:
-    """Whether each of these cards reaches the memory of the others; warns where not."""
+    """Whether each of these cards reaches the memory of the others; warns where not, and nobody wants it so."""
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return False
     if cards and max(cards) >= torch.cuda.device_count():  # each rank was given its own to see
         return False
     pairs = [(one, other) for one in cards for other in cards if one != other]
@@ -49,35 +53,38 @@ class SymmetricGroup(ProcessGroup):
     def prepare(self, row_bytes: int) -> None:
         """All ranks come here alike. What is loaded later, such as a model that drafts, has this where its rows are as
         wide."""
-        if self.exchange is not None or not self.most_bytes or os.environ.get("NCCL_P2P_DISABLE") == "1":
+        if self.exchange is not None or not self.most_bytes:
             return
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of which no use is made
         from torch.distributed import _symmetric_memory as symmetric
 
         max_rows = max(1, min(self.most_bytes // row_bytes, MOST_ROWS))
-        size, allocated = Exchange.buffer_bytes(self.size, max_rows, row_bytes), []
+        size = Exchange.buffer_bytes(self.size, max_rows, row_bytes)
 
-        def allocate() -> None:
+        def allocate() -> Tensor:
             torch.cuda.empty_cache()  # which this memory does not come from
-            allocated.append(symmetric.empty(size, dtype=torch.uint8, device=self.device))
+            return symmetric.empty(size, dtype=torch.uint8, device=self.device)
 
-        if not self._all_can(allocate):
+        if (buffer := self._together(allocate)) is None:
             return
-        (buffer,) = allocated
         handle = symmetric.rendezvous(buffer, self.group)  # together: who fails here ends, or others wait for it
 
-        def introduce() -> None:
+        def introduce() -> bool:
             """In every rank's memory stands, at this rank's place, its number."""
             for other in range(self.size):
                 handle.get_buffer(other, [self.size], torch.uint8)[self.rank].fill_(self.rank + 1)
+            return True
 
-        def recognise() -> None:
+        def recognise() -> bool:
             found, expected = buffer[: self.size].tolist(), list(range(1, self.size + 1))
             Exchange.empty(buffer)
             if found != expected:
                 raise RuntimeError(f"what ranks wrote there did not come: {found} instead of {expected}")
+            return True
 
-        if self._all_can(introduce) and self._all_can(recognise):  # and so nobody sends before all have emptied theirs
+        if self._together(introduce) and self._together(
+            recognise
+        ):  # and so nobody sends before all have emptied theirs
             self._kept = buffer, handle
             places = [place + getattr(handle, "offset", 0) for place in handle.buffer_ptrs]
             buffers = torch.tensor(places, dtype=torch.int64, device=self.device)
@@ -85,12 +92,12 @@ class SymmetricGroup(ProcessGroup):
             torch.cuda.synchronize(self.device)
             self.exchange = Exchange(self.rank, buffers, counts, max_rows, row_bytes)
 
-    def _all_can(self, step: Callable[[], None]) -> bool:
-        """Whether every rank has taken the step: what one rank has, it needs of the others. Warns where this one
-        cannot."""
-        done = torch.ones((), dtype=torch.int32, device=self.device)
+    def _together(self, step: Callable[[], T]) -> T | None:
+        """What comes of the step; None unless every rank has taken it: what one has, it needs of the others. Warns
+        where this one cannot."""
+        found, done = None, torch.ones((), dtype=torch.int32, device=self.device)
         try:
-            step()
+            found = step()
         except Exception as error:  # whatever it is, NCCL can do without
             logger.warning(
                 "the cards' memory cannot be shared (%s): NCCL makes all sums, which is slower; "
@@ -99,7 +106,7 @@ class SymmetricGroup(ProcessGroup):
             done.zero_()
         torch.cuda.synchronize(self.device)
         dist.all_reduce(done, dist.ReduceOp.MIN, group=self.group)
-        return bool(done.item())
+        return found if done.item() else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         exchange = self.exchange

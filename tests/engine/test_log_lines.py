@@ -149,7 +149,7 @@ def test_logging_is_cheap_for_who_logs(tmp_path: Path, costs_at_most: Any) -> No
             writer.wait(30)
             return spent
 
-        costs_at_most(20, lambda: seconds(writer.emit), lambda: seconds(formatter.format))
+        assert costs_at_most(20, lambda: seconds(writer.emit), lambda: seconds(formatter.format))
 
 
 def test_a_line_does_not_follow_a_progress_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from vserve.engine.parallel.symmetric import MOST_ROWS, SymmetricGroup
+from vserve.engine.parallel.symmetric import MOST_ROWS, SymmetricGroup, reach_each_other
 from vserve.kernels.all_reduce import ABSENT_16, Exchange
 
 
@@ -96,7 +96,15 @@ def test_another_rank_cannot(prepared: Any, caplog: pytest.LogCaptureFixture, tu
     assert prepared(Memory(), others=lambda now: now != turn).exchange is None and caplog.text == ""
 
 
-def test_cards_that_may_not_reach_each_other(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    memory = Memory()
-    assert prepared(memory).exchange is None and memory.taken == 0
+@pytest.mark.parametrize(
+    ("connected", "disabled", "reach"), [(True, "0", True), (True, "1", False), (False, "0", False)]
+)
+def test_cards_that_reach_each_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, connected: bool, disabled: str, reach: bool
+) -> None:
+    """NCCL_P2P_DISABLE=1 says that they shall not, which nobody has to be warned of."""
+    cards = SimpleNamespace(device_count=lambda: 2, can_device_access_peer=lambda one, other: connected)
+    monkeypatch.setattr(torch, "cuda", cards)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
+    assert reach_each_other(range(2)) == reach
+    assert ("do not reach each other's memory" in caplog.text) == (not connected)

@@ -174,7 +174,7 @@ def test_a_check_costs_the_same_however_long_the_queue(costs_at_most: Any) -> No
 
         return seconds
 
-    costs_at_most(5, cost(20_000), cost(10))
+    assert costs_at_most(5, cost(20_000), cost(10))
 
 
 # ---- through the server ----

@@ -563,7 +563,7 @@ def test_the_time_grows_as_the_answer_does(name: str, costs_at_most: Any) -> Non
         one.finish()
         return time.thread_time() - started
 
-    costs_at_most(6.5, lambda: seconds(4 * count), lambda: seconds(count))
+    assert costs_at_most(6.5, lambda: seconds(4 * count), lambda: seconds(count))
 
 
 def test_what_continues_is_joined_once(costs_at_most: Any) -> None:
@@ -581,4 +581,4 @@ def test_what_continues_is_joined_once(costs_at_most: Any) -> None:
         assert merged(pieces) == [Content("word " * count)]
         return time.thread_time() - started
 
-    costs_at_most(7, lambda: seconds(200_000), lambda: seconds(50_000))
+    assert costs_at_most(7, lambda: seconds(200_000), lambda: seconds(50_000))

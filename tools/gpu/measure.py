@@ -173,8 +173,8 @@ class Measurement:
             for count in streams:
                 name = f"{count} at a time, 128/256, drafts: {kind}"
                 figures = (TPOT, OUTPUT, TOKENS_A_STEP) if IMPOSED in options and count <= 64 else (TPOT, OUTPUT)
-                workloads[name] = Workload(name, 6 * count, 128, 256, figures, concurrency=count).scaled(self.factor)
-                workloads[name] = workloads[name].multiplied(self.times)
+                plain = Workload(name, 6 * count, 128, 256, figures, concurrency=count)
+                workloads[name] = plain.scaled(self.factor).multiplied(self.times)
                 rows[name] = self.row(DRAFTS, workloads[name].title, figures)
             self._serve(workloads, rows, "default", options, temperature)
 
@@ -289,7 +289,9 @@ def main() -> int:
         scratch = Path(folder)
         vserve = VServe(scratch, arguments.timeout)
         report = Report(arguments.output, {"command": sys.argv[1:], "environment": vserve.environment()})
-        if (model := arguments.model and arguments.model.resolve()) is None:
+        if arguments.model:
+            model = arguments.model.resolve()
+        else:
             model = write_model(scratch / arguments.shape, arguments.shape, arguments.layers)
         usual = (
             arguments.shape == "llama-8b" and not arguments.layers and not arguments.options and arguments.times == 1
