@@ -215,6 +215,7 @@ def test_over_zeromq(tiny_model: Any, reserve_port: Any) -> None:
     context, prompt = zmq.Context(), list(range(5, 45))
     subscriber, late = context.socket(zmq.SUB), context.socket(zmq.REQ)
     subscriber.subscribe("kv")
+    subscriber.rcvtimeo = late.rcvtimeo = 30_000
     subscriber.connect(f"tcp://127.0.0.1:{ports[0]}")
 
     async def main() -> None:
@@ -240,8 +241,11 @@ def test_over_zeromq(tiny_model: Any, reserve_port: Any) -> None:
             await client.close()
 
     def listen() -> None:
-        topic, _, payload = subscriber.recv_multipart()
-        _, (event, *_), rank = msgspec.msgpack.decode(payload)
+        event = None
+        while event is None:  # who had subscribed before the first step hears of the start first
+            topic, _, payload = subscriber.recv_multipart()
+            _, events, rank = msgspec.msgpack.decode(payload)
+            event = next((event for event in events if event["type"] == "BlockStored"), None)
         assert (topic, event["type"], event["token_ids"], rank) == (b"kv", "BlockStored", prompt[:32], 0)
         assert len(event["block_hashes"]) == 2 and len(event["extra_keys"][0]) == 1 and event["extra_keys"][1] is None
         late.send((0).to_bytes(8, "big"))
