@@ -17,6 +17,7 @@ from ..options.http import HttpConfig
 from .cycle import Cycle, Ending, LastCycle
 from .framing import body_length
 from .refusal import Refusal, malformed
+from .timer import Timer
 
 MAX_PIPELINE = 16  # requests that may wait behind the one that is answered
 MAX_IGNORED = 1 << 20  # bytes of a body that nobody wants, and that are read all the same to keep the connection
@@ -53,8 +54,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._linger_until = 0.0  # of the loop's clock
         self._is_last = False  # the answer that is over ends the connection, of which a body still arrives
         self._running: RequestResponseCycle | None = None  # what is being answered; uvicorn's `cycle` is the newest
-        self._reading: TimerHandle | None = None
-        self._writing: TimerHandle | None = None
+        self._reading: Timer | None = None
+        self._writing: Timer | None = None
         self._lingering: TimerHandle | None = None
 
     # ---- the connection ----
@@ -245,7 +246,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Something has to arrive within this time."""
         if self._reading is not None:
             self._reading.cancel()
-        self._reading = None if seconds is None else self.loop.call_later(seconds, self._too_slow)
+        self._reading = None if seconds is None else Timer(self.loop, seconds, self._too_slow)
 
     def _too_slow(self) -> None:
         self._reading = None
@@ -263,7 +264,7 @@ class HttpProtocol(HttpToolsProtocol):
         """The client has to read within this time."""
         if self._writing is not None:
             self._writing.cancel()
-        self._writing = None if seconds is None else self.loop.call_later(seconds, self._stalled)
+        self._writing = None if seconds is None else Timer(self.loop, seconds, self._stalled)
 
     def _stalled(self) -> None:
         self._writing = None
