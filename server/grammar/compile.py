@@ -217,7 +217,14 @@ def _structural_tag(tag: Any, constraint: Constraint) -> str:
 
 
 def _try(backend: str, payload: bytes, vocabulary: Vocabulary, markers: bool) -> None:
-    """Follows the grammar for some tokens. Raises GrammarError where that fails or takes long."""
+    """Follows the grammar for some tokens. Raises GrammarError where that fails or takes long: twice, for a machine
+    may have been slow for once, and then a good grammar would be refused."""
+    if all(_is_slow(backend, payload, vocabulary, markers) for _ in range(2)):
+        raise GrammarError("it is too slow to follow")
+
+
+def _is_slow(backend: str, payload: bytes, vocabulary: Vocabulary, markers: bool) -> bool:
+    """The same tokens each time."""
     matcher = GrammarMatcher(vocabulary, BACKENDS[backend](vocabulary, payload), markers)
     size = len(vocabulary.tokens)
     row = np.zeros(-(-size // 32), dtype=np.int32)
@@ -227,8 +234,9 @@ def _try(backend: str, payload: bytes, vocabulary: Vocabulary, markers: bool) ->
         matcher.fill(row)
         allowed = np.flatnonzero(np.unpackbits((row & ~vocabulary.stops).view(np.uint8), bitorder="little"))
         if allowed.size == 0:
-            return
+            return False
         if not matcher.accept(int(rng.choice(allowed))):
             raise GrammarError("it contradicts itself")
         if time.thread_time() - started > TRIAL_SECONDS:
-            raise GrammarError("it is too slow to follow")
+            return True
+    return False

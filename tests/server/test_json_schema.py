@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -349,3 +351,16 @@ def test_texts_of_a_regex_match_it_in_python(pattern: str, vocabulary: Vocabular
 def test_what_only_some_engines_understand_is_refused(pattern: str) -> None:
     with pytest.raises(RegexError):
         translate(pattern)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_machine_that_stands_still_for_once_refuses_no_grammar(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, always: bool
+) -> None:
+    """One token seems to take three tenths of a second. Where each does, the grammar is too slow."""
+    calls, clock = itertools.count(), time.thread_time
+    monkeypatch.setattr(time, "thread_time", lambda: clock() + 0.3 * (next(calls) if always else next(calls) >= 5))
+    constraint = Constraint("json", json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 50}))
+    with pytest.raises(CompileError, match="too slow") if always else contextlib.nullcontext():
+        compile(constraint, vocabulary)
+    assert next(calls) > (3 if always else 200)

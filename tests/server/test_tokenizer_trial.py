@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
@@ -23,6 +26,13 @@ def tokenizer(pattern: str) -> Tokenizer:
 @pytest.mark.parametrize("pattern", [GPT2, QWEN])
 def test_those_of_well_known_models_pass(pattern: str) -> None:
     try_out(tokenizer(pattern))
+
+
+def test_a_machine_that_stands_still_for_once_refuses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, clock = itertools.count(), time.thread_time
+    monkeypatch.setattr(time, "thread_time", lambda: clock() + 10 * (next(calls) >= 5))
+    try_out(tokenizer(GPT2))
+    assert next(calls) > 100
 
 
 @pytest.mark.parametrize(("pattern", "words"), [("(a+)+b", "retry"), ("(?:1|11)+$", "'1'"), (r"\s+\s+$", "takes")])
