@@ -161,13 +161,14 @@ class LineWriter(logging.Handler):
             self._write([self._begin + line for line in lines])
             if isinstance(entries[-1], threading.Event):
                 entries[-1].set()
-            elif self.num_lost > reported:
-                reported = self.num_lost
-                self.handle(logging.makeLogRecord({
-                    "name": __name__, "levelno": logging.WARNING, "levelname": "WARNING",
-                    "msg": "%d log lines were lost so far: their reader was too slow or their disk full",
-                    "args": (reported,),
-                }))  # fmt: skip
+            elif (lost := self.num_lost) > reported and write_line(self._descriptor, self._begin + self._report(lost)):
+                reported = lost  # else it is said when the next line comes
+
+    def _report(self, lost: int) -> str:
+        return self._text(logging.makeLogRecord({
+            "name": __name__, "levelno": logging.WARNING, "levelname": "WARNING",
+            "msg": "%d log lines were lost so far: their reader was too slow or their disk full", "args": (lost,),
+        }))  # fmt: skip
 
     def _write(self, lines: list[str]) -> None:
         """As many at once as a pipe takes in one piece, so that those of other processes come between whole lines."""

@@ -18,6 +18,7 @@ from torch import distributed as dist
 LOOK_UP = 0.1  # seconds between two looks at who has come
 REMINDER = 30.0  # seconds between two reports of who has not
 FILE = "file://"
+FILE_TIMEOUT = timedelta(seconds=20)  # of a look, for which a store waits for a file that has gone with the start
 
 
 class Rendezvous:
@@ -27,7 +28,7 @@ class Rendezvous:
         which stays its caller's; where that closes it, or removes the file's folder, nobody is waited for any more.
 
         Raises RuntimeError where nobody answers."""
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._timeout = rank, size, timeout
         self._folder = Path(address.removeprefix(FILE)).parent if address.startswith(FILE) else None
         self._listener = listener
         self._inode = os.fstat(listener).st_ino if listener >= 0 else 0
@@ -48,12 +49,21 @@ class Rendezvous:
         have not. Raises RuntimeError where that has become pointless."""
         missing, reminded, told = list(range(self.size)), time.monotonic(), False
         while True:
-            if self._is_given_up():  # the store itself would look for a file that is gone until its timeout
+            if self._is_given_up():
                 raise RuntimeError("the start was given up")
-            if not told:
-                self.store.set(f"{event}/{self.rank}", "here")
-                told = True
-            missing = [rank for rank in missing if not self.store.check([f"{event}/{rank}"])]
+            try:
+                if self._folder is not None:
+                    self.store.set_timeout(min(self._timeout, FILE_TIMEOUT))
+                if not told:
+                    self.store.set(f"{event}/{self.rank}", "here")
+                    told = True
+                missing = [rank for rank in missing if not self.store.check([f"{event}/{rank}"])]
+            except RuntimeError:
+                if self._is_given_up():  # since this has looked
+                    continue
+                raise
+            finally:
+                self.store.set_timeout(self._timeout)
             if not missing:
                 return
             if time.monotonic() - reminded >= REMINDER:

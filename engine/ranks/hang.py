@@ -48,11 +48,13 @@ class HangWatch:
         self._pending = 0.0  # seconds without a step that ended
         self._waiting = 0.0  # of these the last ones, in which nobody computed
         self._worked = False  # somebody has, since the last tick
+        self._fresh = [False] * size  # whether the last pulse is younger than the last progress
         self._done = -1
 
     def heard(self, rank: int, pulse: Pulse) -> None:
-        self._worked |= pulse.effort - self._pulses[rank].effort > IDLE * INTERVAL
-        self._pulses[rank], self._silent[rank] = pulse, 0.0
+        if self._fresh[rank]:  # else some of it was for what has been done
+            self._worked |= pulse.effort - self._pulses[rank].effort > IDLE * INTERVAL
+        self._pulses[rank], self._silent[rank], self._fresh[rank] = pulse, 0.0, True
 
     def tick(self, mine: Pulse, busy: bool, done: int, limit: float) -> tuple[int, str] | None:
         """Once every INTERVAL. `mine`: of rank 0; `busy`: they have something to do; `done`: what they have ended.
@@ -63,6 +65,8 @@ class HangWatch:
         self._pending = 0.0 if goes_on else self._pending + INTERVAL
         self._waiting = 0.0 if goes_on or self._worked else self._waiting + INTERVAL
         self._done, self._worked = done, False
+        if goes_on:
+            self._fresh = [rank == 0 for rank in range(len(self._fresh))]
         longest = max(range(len(self._silent)), key=self._silent.__getitem__)
         if self._pending >= limit and self._silent[longest] >= limit:
             return longest, f"has been silent for {self._silent[longest]:.0f} s"

@@ -29,6 +29,7 @@ from .place import Placement
 logger = logging.getLogger(__name__)
 
 REMINDER = 30.0  # seconds between two lines that say what is waited for
+EXPLAINING = 1.8  # seconds for Ray to say how an actor has ended: it takes up to one, and others are blamed after two
 NSIGHT = ("nsys", "profile", "--trace=cuda,cudnn,cublas", "--cuda-graph-trace=node")
 
 
@@ -154,7 +155,7 @@ class RayCluster:
         nodes.gather(waiting)
         nodes.no_more()
         for rank, node in nodes.nodes.items():
-            node.explain = lambda run=runs[rank]: death_of(run, 1.0)  # type: ignore[misc]
+            node.explain = lambda run=runs[rank]: death_of(run, EXPLAINING)  # type: ignore[misc]
         return Placement(
             seats, {0: ActorPlace(hosts[0][0].hold.remote()), **{r: RemoteRank(nodes.nodes[r], r) for r in runs}},
             dict(nodes.sockets),

@@ -19,6 +19,9 @@ from ...engine.config import EngineConfig, default_cpu_threads
 from ...engine.connection import Connection
 from ...engine.messages import EngineStart, FromEngine, Shutdown
 
+LEAVING = 3.0  # seconds for an engine to leave
+RANKS_LEAVING = 6.0  # and for its ranks, which it waits for, and ends where they do not
+
 
 class EngineProcess:
     def __init__(
@@ -35,6 +38,7 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._ending = False
+        self._patience = LEAVING
         self._explaining: asyncio.Task[None] | None = None
         self.send: Callable[[Any], None]
 
@@ -53,6 +57,7 @@ class EngineProcess:
         # A socket pair has no name: nothing is left behind, whoever is killed.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         environment = {**os.environ, **variables}
+        self._patience = LEAVING + (RANKS_LEAVING if config.world_size > 1 else 0.0)
         if config.device != "cuda":
             environment.setdefault("OMP_NUM_THREADS", str(config.cpu_threads or default_cpu_threads()))
         descriptors, more = [theirs.fileno()], []
@@ -98,13 +103,13 @@ class EngineProcess:
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
 
-    async def end(self, seconds: float = 3.0) -> None:
-        """Asks it to leave, kills it after `seconds`. Idempotent; afterwards there is no process."""
+    async def end(self) -> None:
+        """Asks it to leave, kills it where it does not. Idempotent; afterwards there is no process."""
         self._ending = True
         if self._process is not None:
             if self._connection is not None:
                 self.send(Shutdown())
-            if await self._wait(seconds) is None:
+            if await self._wait(self._patience) is None:
                 self.kill()
                 await self._wait(None)
         if self._connection is not None:

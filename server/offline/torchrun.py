@@ -16,6 +16,7 @@ import msgspec
 from ...engine.config import ConfigError, EngineConfig, default_cpu_threads
 
 _calls = count()  # every process makes the same LLMs in the same order
+_ports: list[socket.socket] = []
 _store: Any = None  # of torch.distributed: whoever made it keeps it open
 
 
@@ -125,12 +126,15 @@ def _store_of_all(patience: timedelta) -> Any:
 
 
 def _free_port(config: EngineConfig, one_host: bool) -> tuple[str, int]:
-    """(address, port) of this host that the others of the engine reach; the port is free now."""
+    """(address, port) of this host that the others of the engine reach. The port is kept for as long as this process
+    lives: nobody who asks for any gets it, and the engine can listen on it all the same."""
     address = config.host_ip or "127.0.0.1"
     if not one_host and not config.host_ip:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing
             address = probe.getsockname()[0]
-    with socket.socket() as sock:
-        sock.bind((address, 0))
-        return address, sock.getsockname()[1]
+    sock = socket.socket()
+    _ports.append(sock)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((address, 0))
+    return address, sock.getsockname()[1]

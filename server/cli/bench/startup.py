@@ -177,8 +177,12 @@ def _get_status(target: Target) -> int | None:
 
 
 def _phases(target: Target) -> dict[str, float]:
-    """From the gauge on /metrics, whatever the prefix of its name."""
-    _, page = _get(target, "/metrics")
+    """From the gauge on /metrics, whatever the prefix of its name. None where the page does not come in time: of a
+    server that has just answered, the rest is measured all the same."""
+    try:
+        _, page = _get(target, "/metrics")
+    except (OSError, http.client.HTTPException):
+        return {}
     found = re.findall(r'^\S*startup_phase_seconds\{[^}]*phase="([^"]*)"[^}]*\} (\S+)$', page, re.MULTILINE)
     return {phase: float(seconds) for phase, seconds in found}
 
