@@ -59,9 +59,14 @@ def test_the_streaming_helper(client: openai.OpenAI) -> None:
 
 
 def test_parse(client: openai.OpenAI) -> None:
-    parsed = client.responses.parse(model="demo", input=SUM, text_format=Verdict, temperature=1, max_output_tokens=50)
+    seeded = {"seed": 1}
+    parsed = client.responses.parse(
+        model="demo", input=SUM, text_format=Verdict, temperature=1, max_output_tokens=1000, extra_body=seeded
+    )
     assert isinstance(parsed.output_parsed, Verdict)
-    with client.responses.stream(model="demo", input=SUM, text_format=Verdict, max_output_tokens=50) as stream:
+    with client.responses.stream(
+        model="demo", input=SUM, text_format=Verdict, max_output_tokens=1000, extra_body=seeded
+    ) as stream:
         events = list(stream)
     assert isinstance(events[-1].response.output_parsed, Verdict)
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,20 @@ class ServerProcess:
             self.reader.join(timeout)
         return code
 
-    def engine_pids(self) -> list[int]:
-        """Of its children, those that are engines; the living ones."""
-        pids = []
+    def children(self) -> dict[int, bytes]:
+        """Its processes that live, with what they were started as."""
+        found = {}
         for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            command = Path(f"/proc/{pid}/cmdline")
-            if command.exists() and b"vserve.engine.process" in command.read_bytes():
-                pids.append(int(pid))
-        return pids
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return found
+
+    def engine_pids(self) -> list[int]:
+        return [pid for pid, command in self.children().items() if b"vserve.engine.process" in command]
+
+    def guests(self) -> list[int]:
+        """The pids of the API processes beside the first one."""
+        return [pid for pid, command in self.children().items() if b"vserve.server.api_process" in command]
 
     def engine_pid(self) -> int:
         (pid,) = self.engine_pids()
@@ -186,7 +192,9 @@ def browser() -> Iterator[Any]:
         pytest.skip("chromium is not installed; .ci/run installs it")
     playwright.expect.set_options(timeout=60_000)
     with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        browser = running.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"], timeout=240_000
+        )
         yield browser
         browser.close()
 

@@ -137,10 +137,7 @@ def test_several_api_processes_know_the_same(several: Any, expected: dict[str, l
     assert change(several, "unload", lora_name="b").status_code == 200
     assert names(several) == {("a", "c", "tiny")}
     assert {ask(several, "b", 0).status_code for _ in range(9)} == {404}
-    pid = several.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    guests = [int(one) for one in children if b"server.api_process" in Path(f"/proc/{one}/cmdline").read_bytes()]
-    for victim in (guests[0], several.engine_pids()[0]):
+    for victim in (several.guests()[0], several.engine_pids()[0]):
         os.kill(victim, signal.SIGKILL)
         end = time.monotonic() + 120
         good = 0  # answers one after the other
@@ -163,7 +160,10 @@ def test_they_come_and_go_under_load(server: Any, expected: dict[str, list[list[
             one = churn(client, PROMPTS)
             await one.learn(list("abcd"))
             assert one.alone == {"": expected["tiny"]} | {name: expected[name] for name in "abcd"}
-            await one.run(seconds=8, workers=4)
-            assert one.counts["/v1/load_lora_adapter"] > 10 and one.counts["/v1/completions"] > 100
+            for _ in range(10):  # a busy machine does less in a while
+                await one.run(seconds=8, workers=4)
+                if one.counts["/v1/load_lora_adapter"] > 10 and one.counts["/v1/completions"] > 100:
+                    return
+            raise AssertionError(one.counts)
 
     asyncio.run(main())

@@ -43,13 +43,6 @@ def text(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-def guests(server: Any) -> list[int]:
-    """The pids of the API processes beside the first one."""
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in children if b"vserve.server.api_process" in Path(f"/proc/{one}/cmdline").read_bytes()]
-
-
 def who(server: Any) -> Counter[str]:
     """Which processes have said in the log that they answered completions."""
     return Counter(re.findall(r'"process":"(api[-\d]*)".*POST /v1/completions 200', "".join(server.stderr)))
@@ -78,11 +71,21 @@ def test_all_of_them_answer_and_the_metrics_are_sums(server, until) -> None:
 
 
 def test_the_limit_of_the_queue_holds_for_all_of_them(server) -> None:
-    """4 run and 6 wait: of 40 at once, that many are let in, and not three times as many."""
+    """4 run and 6 wait: of 40 at once, that many are let in, and not three times as many. The engine is stopped until
+    the others have been told: it makes no room."""
+    pid, told = server.engine_pid(), 0
     with ThreadPoolExecutor(40) as pool:
-        statuses = Counter(answer.status_code for answer in pool.map(
-            lambda _: ask(server, body=BODY | {"max_tokens": 40}), range(40)))  # fmt: skip
-    assert set(statuses) == {200, 429} and 10 <= statuses[200] <= 20, statuses
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            asking = [pool.submit(ask, server) for _ in range(40)]
+            deadline = time.monotonic() + 6  # at eight it is replaced
+            while told < 30 and time.monotonic() < deadline:
+                told = sum(one.done() and one.result().status_code == 429 for one in asking)
+                time.sleep(0.01)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        statuses = Counter(one.result().status_code for one in asking)
+    assert set(statuses) == {200, 429} and 10 <= statuses[200] <= (10 if told == 30 else 20), statuses
 
 
 def test_what_a_key_may_use_is_one_share(server) -> None:
@@ -153,7 +156,7 @@ def test_scaled_through_any_of_them(server) -> None:
 
 def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -> None:
     expected, before = text(ask(server)), total(server, "vllm:generation_tokens_total")
-    pids = guests(server)
+    pids = server.guests()
     assert len(pids) == 2
     once = {"authorization": "Bearer once"}
     assert ask(server, headers=once).status_code == 200  # which it has to make up for in ten minutes
@@ -178,7 +181,7 @@ def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -
         try:
             time.sleep(1)
             os.kill(pids[0], signal.SIGKILL)
-            until(lambda: len(guests(server)) == 2 and pids[0] not in guests(server))
+            until(lambda: len(server.guests()) == 2 and pids[0] not in server.guests())
             time.sleep(1)
         finally:
             over.set()
@@ -194,15 +197,15 @@ def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -
 
 
 @pytest.mark.slow
-def test_one_that_hangs_is_replaced(server, until) -> None:
+def test_one_that_hangs_is_replaced(server, until, slowness) -> None:
     """Whom it has accepted nobody else can answer: its end is what they hear of it. The others go on meanwhile."""
-    expected, pids = text(ask(server)), guests(server)
+    expected, pids = text(ask(server)), server.guests()
     with ThreadPoolExecutor(24) as pool:
         os.kill(pids[0], signal.SIGSTOP)
         stopped = time.monotonic()
         asking = [pool.submit(ask, server, body=BODY) for _ in range(24)]
-        until(lambda: pids[0] not in guests(server), 60)
-        assert time.monotonic() - stopped < 14  # eight of silence, and what a busy machine adds
+        until(lambda: pids[0] not in server.guests(), 60)
+        assert time.monotonic() - stopped < 8 + 6 * slowness  # eight of silence, and what a busy machine adds
         answers, broken = [], 0
         for future in asking:
             try:
@@ -212,7 +215,7 @@ def test_one_that_hangs_is_replaced(server, until) -> None:
     assert {text(answer) for answer in answers if answer.status_code == 200} == {expected}
     assert {answer.status_code for answer in answers} <= {200, 429} and broken < 24, broken
     assert any(re.search(r"API process \d has been silent for \d+ s and is killed", line) for line in server.stderr)
-    until(lambda: len(guests(server)) == 2)
+    until(lambda: len(server.guests()) == 2)
     until(lambda: sum("takes requests after" in line for line in server.stderr) == 4, 60)
     assert {text(ask(server)) for _ in range(6)} == {expected}
     until(lambda: total(server, "vllm:num_requests_running") == 0, 30)
@@ -222,7 +225,7 @@ def test_one_that_hangs_is_replaced(server, until) -> None:
 def test_where_the_first_hangs_the_server_ends(serve, until, gone_pids) -> None:
     """It alone starts engines, ends the server, and keeps what there is one of: who has started it starts another."""
     with serve("--api-server-count", "2", "--stall-timeout", "9") as server:
-        pids = [*guests(server), *server.engine_pids()]
+        pids = [*server.guests(), *server.engine_pids()]
         time.sleep(10)  # nobody ends it while it is well
         assert server.process.poll() is None
         os.kill(server.process.pid, signal.SIGSTOP)
@@ -230,7 +233,7 @@ def test_where_the_first_hangs_the_server_ends(serve, until, gone_pids) -> None:
         assert server.wait(60) == -signal.SIGKILL
         assert 8 < time.monotonic() - stopped < 20
         until(lambda: gone_pids(pids), 10)
-    assert any("the first API process has been silent for 9 s: the server ends" in line for line in server.stderr)
+    assert re.search(r"the first API process has been silent for (9|10) s: the server ends", "".join(server.stderr))
 
 
 @pytest.mark.slow
@@ -244,7 +247,7 @@ def test_an_engine_that_dies_comes_back_for_all_of_them(server, until) -> None:
 
 def test_they_end_together_when_each_has_finished(server, until, gone_pids) -> None:
     """Some of what runs is each one's: nothing is cut off, and nobody new is let in."""
-    pids = [*guests(server), server.engine_pid()]
+    pids = [*server.guests(), server.engine_pid()]
     begun = []
 
     def stream() -> list[str]:

@@ -34,14 +34,11 @@ def load() -> ModuleType:
 
 
 def children(server) -> dict[int, str]:
-    found = {}
-    for pid in Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split():
-        command = Path(f"/proc/{pid}/cmdline")
-        if command.exists():
-            text = command.read_bytes()
-            kinds = ((b"engine.process", "engine"), (b"server.api_process", "API process"))
-            found[int(pid)] = next((kind for name, kind in kinds if name in text), "grammar compiler")
-    return found
+    kinds = ((b"engine.process", "engine"), (b"server.api_process", "API process"))
+    return {
+        pid: next((kind for name, kind in kinds if name in command), "grammar compiler")
+        for pid, command in server.children().items()
+    }
 
 
 class Disasters:

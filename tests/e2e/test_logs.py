@@ -68,7 +68,7 @@ def talkative(serve: Any) -> Iterator[Log]:
 @pytest.mark.slow
 def test_one_line_a_request(log: Log) -> None:
     # Long enough that the tokens cannot all be read at one moment, however busy the machine is.
-    usage = chat(log.url, request_id="whole", n=2, max_tokens=60, ignore_eos=True).json()["usage"]
+    usage = chat(log.url, request_id="whole", n=2, max_tokens=600, ignore_eos=True).json()["usage"]
     chat(log.url, request_id="streamed", stream=True)
     chat(log.url, request_id="refused", n=0)
     httpx.get(f"{log.url}/no/such/path", headers={"x-request-id": "lost"})

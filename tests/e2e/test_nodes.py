@@ -108,32 +108,32 @@ def test_each_node_has_threads_of_its_own(hosts: Hosts) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_of_the_other_node_is_killed(hosts: Hosts) -> None:
+def test_a_rank_of_the_other_node_is_killed(hosts: Hosts, slowness: float) -> None:
     before = answers(hosts.first.url)
     os.kill(hosts.rank_of_second(), signal.SIGKILL)
-    hosts.said("rank 1 of 2 (cpu) on node 1 (127.0.0.2) was killed by signal 9 (SIGKILL)", 10)
+    hosts.said("rank 1 of 2 (cpu) on node 1 (127.0.0.2) was killed by signal 9 (SIGKILL)", 10 * slowness)
     hosts.serves_again()
     assert answers(hosts.first.url) == before, "the node has dialled in again"
 
 
 @pytest.mark.slow
-def test_the_other_node_is_lost(hosts: Hosts) -> None:
+def test_the_other_node_is_lost(hosts: Hosts, slowness: float) -> None:
     rank = hosts.rank_of_second()
     hosts.second.process.kill()
-    hosts.said("rank 1 of 2 (cpu) on node 1 (127.0.0.2) is lost: its node has hung up", 10)
-    hosts.e2e.wait_until(lambda: hosts.e2e.gone(rank), 10)
+    hosts.said("rank 1 of 2 (cpu) on node 1 (127.0.0.2) is lost: its node has hung up", 10 * slowness)
+    hosts.e2e.wait_until(lambda: hosts.e2e.gone(rank), 10 * slowness)
     hosts.start_second()
     hosts.serves_again()
     answers(hosts.first.url)
 
 
 @pytest.mark.slow
-def test_the_other_host_falls_silent(hosts: Hosts) -> None:
+def test_the_other_host_falls_silent(hosts: Hosts, slowness: float) -> None:
     """As one does whose power has gone: no connection is closed."""
     rank = hosts.rank_of_second()
     for pid in (hosts.second.process.pid, rank):
         os.kill(pid, signal.SIGSTOP)
-    hosts.said("rank 1 of 2 (cpu) on node 1 (127.0.0.2) is lost: its host has been silent for 6 s", 10)
+    hosts.said("rank 1 of 2 (cpu) on node 1 (127.0.0.2) is lost: its host has been silent for 6 s", 6 + 4 * slowness)
     for pid in (hosts.second.process.pid, rank):
         os.kill(pid, signal.SIGCONT)
     hosts.serves_again()
@@ -151,12 +151,12 @@ def test_both_end_in_order(hosts: Hosts) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_on_each_host(e2e: Any, reserve_port: Callable[[], int]) -> None:
+def test_a_stage_on_each_host(e2e: Any, reserve_port: Callable[[], int], slowness: float) -> None:
     """Of two ranks: both answer with the tokens of one process, and a lost stage is named."""
     with two_hosts(e2e, reserve_port(), "-tp", "2", "-pp", "2") as made, e2e.serving(str(e2e.DEMO)) as alone:
         assert answers(made.first.url) == answers(alone.url)
         made.second.process.kill()
-        assert "of 4 (cpu) on node 1 (127.0.0.2) is lost: its node has hung up" in made.said("is lost", 10)
+        assert "of 4 (cpu) on node 1 (127.0.0.2) is lost: its node has hung up" in made.said("is lost", 10 * slowness)
 
 
 def refused(*options: str) -> str:

@@ -121,9 +121,12 @@ def expressions() -> list[str]:
 
 @pytest.mark.slow
 def test_shipped_configuration_works(prometheus: str, demo_server: Any) -> None:
-    (target,) = get(prometheus, "targets")["activeTargets"]
-    assert target["health"] == "up" and target["lastError"] == ""
-    assert target["scrapeUrl"] == f"{demo_server.url}/metrics"
+    def target() -> Any:
+        (found,) = get(prometheus, "targets")["activeTargets"]
+        return found
+
+    wait_for(lambda: (target()["health"], target()["lastError"]) == ("up", ""))  # a scrape has a second
+    assert target()["scrapeUrl"] == f"{demo_server.url}/metrics"
     found = rules(prometheus)
     assert len(found) == RULES.read_text().count("expr:")
     assert {rule["lastError"] for rule in found if "lastError" in rule} <= {""}

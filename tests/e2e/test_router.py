@@ -62,7 +62,7 @@ def test_the_sdk_notices_nothing(router, servers, until) -> None:
     assert client.chat.completions.create(messages=messages, **ask).choices[0].message.content == expected
     chunks = list(client.chat.completions.create(messages=messages, stream=True, **ask))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
-    longer = {**ask, "prompt": "1, 2, 3,", "max_tokens": 100}  # a slow reader gets tokens joined
+    longer = {**ask, "prompt": "1, 2, 3,", "max_tokens": 1000}  # a slow reader gets tokens joined
     assert len(list(client.completions.create(stream=True, extra_body={"ignore_eos": True}, **longer))) > 10
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda i: client.completions.create(prompt=f"{i} and", **ask), range(16))

@@ -63,7 +63,7 @@ def port_is_free(server) -> bool:
 def test_row_37_what_runs_is_finished_and_nothing_new_begins(start_server, until, is_gone, number):
     server = start_server("--shutdown-timeout", "600", "--stall-timeout", "300")
     pid = server.engine_pid()
-    streams = Stream.several(2, server, max_tokens=250)
+    streams = Stream.several(2, server, max_tokens=1900)
     os.kill(pid, signal.SIGSTOP)  # so that nothing is over before it has been looked at
     server.process.send_signal(number)
     until(lambda: server.health().get("status") == "draining")
@@ -200,26 +200,23 @@ raise SystemExit(main.main())
 
 
 @pytest.mark.slow
-def test_row_37_a_thread_that_tokenises_cannot_hold_up_the_end(start_server, is_gone):
+def test_row_37_a_thread_that_tokenises_cannot_hold_up_the_end(start_server, is_gone, attacks):
     """It took as long as the text, whatever --shutdown-timeout said."""
     server = start_server("--shutdown-timeout", "0.2", code=STUCK)
     pid = server.engine_pid()
-    answers = []
-
-    def complete():
-        answers.append(httpx.post(f"{server.url}/v1/completions", json=BODY | {"prompt": "go " * 2000}, timeout=240))
-
-    threads = [threading.Thread(target=complete) for _ in range(6)]
-    for thread in threads:
-        thread.start()
+    body = json.dumps(BODY | {"prompt": "go " * 2000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    asking = [attacks.connect(server.url) for _ in range(6)]
+    for sock in asking:
+        sock.sendall(head % len(body) + body)
     time.sleep(1)  # they are tokenised, or wait for it
     begun = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     assert server.wait(60) == 0
     assert time.monotonic() - begun < 20  # not 100
-    for thread in threads:
-        thread.join(60)
-    assert [answer.status_code for answer in answers] == [503] * 6
-    assert all(answer.json()["error"]["code"] == "server_shutting_down" for answer in answers)
+    for sock in asking:
+        status, _, answer = attacks.read_answer(sock)
+        assert status == 503 and json.loads(answer)["error"]["code"] == "server_shutting_down"
+        sock.close()
     assert "ended in order" in server.stderr[-1]  # what was logged last was written
     assert is_gone(pid)

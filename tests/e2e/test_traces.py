@@ -48,6 +48,7 @@ class Collector(ThreadingHTTPServer):
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
+            self.server.paths.add(self.path)
             message = trace_service.ExportTraceServiceRequest.FromString(body)
             for resource in message.resource_spans:
                 self.server.services |= {
@@ -55,7 +56,6 @@ class Collector(ThreadingHTTPServer):
                 }
                 for scope in resource.scope_spans:
                     self.server.spans += scope.spans
-            self.server.paths.add(self.path)
             self.send_response(200)
             self.send_header("content-type", "application/x-protobuf")
             self.send_header("content-length", "0")

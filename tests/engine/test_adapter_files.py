@@ -234,7 +234,7 @@ def change(folder: Path, **keys: Any) -> Path:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("field", ["rank_pattern", "target_modules"])
 def test_an_expression_that_never_ends_holds_up_nobody(field: str, folder: Path) -> None:
-    """It backtracks for years. Other threads go on meanwhile."""
+    """It backtracks for years. Other threads go on meanwhile: who holds the interpreter uses this process's time."""
     change(folder, **{field: {ENDLESS: 4} if field.endswith("pattern") else ENDLESS})
     products = [f"model.layers.{n}.self_attn.{name}_proj.{'x' * 40}" for n in range(2) for name in "qkvo"]
     said: list[str] = []
@@ -249,9 +249,9 @@ def test_an_expression_that_never_ends_holds_up_nobody(field: str, folder: Path)
     thread = threading.Thread(target=read)
     thread.start()
     while thread.is_alive():
-        started = time.monotonic()
+        started = time.process_time()
         time.sleep(0.005)
-        longest = max(longest, time.monotonic() - started)
+        longest = max(longest, time.process_time() - started)
     assert len(said) == 1 and "which takes more than 1 s to match: write a simpler one" in said[0]
     assert field in said[0] and longest < 5.0
 

@@ -91,6 +91,7 @@ async def fail(*arguments):
     raise RuntimeError("x" * 3_000_000)
 
 process.run_engine = fail
+process.LAST_WORDS = 60
 sys.argv = ["process", "--fd", sys.argv[1], "--parent", sys.argv[2]]
 process.main()
 """

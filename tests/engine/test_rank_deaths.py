@@ -175,9 +175,10 @@ def test_ranks_that_see_a_death_before_their_engine(tiny_model: Any, monkeypatch
         try:
             sampling = SamplingParams(max_tokens=250, temperature=0.0, ignore_eos=True)
             await collect(client, [5, 6, 7], SamplingParams(max_tokens=4, temperature=0.0))
+            victim = rank_process(3)
             answer = asyncio.create_task(collect(client, [5, 6, 7], sampling))
             await asyncio.sleep(0.05)
-            os.kill(rank_process(3), signal.SIGKILL)
+            os.kill(victim, signal.SIGKILL)
             with pytest.raises(EngineDeadError) as raised:
                 await asyncio.wait_for(answer, 30)
             return str(raised.value)

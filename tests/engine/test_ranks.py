@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from array import array
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,7 +230,7 @@ def test_grammars(pair: Pair) -> None:
 # ---- what ends an engine ----
 
 
-def test_a_rank_that_is_stopped_ends_its_engine(pair: Pair) -> None:
+def test_a_rank_that_is_stopped_ends_its_engine(pair: Pair, awake: Callable[[], float]) -> None:
     """The last of the tests with this pair."""
 
     async def main() -> str:
@@ -238,9 +238,9 @@ def test_a_rank_that_is_stopped_ends_its_engine(pair: Pair) -> None:
         answer = begin(pair.clients[1])
         await asyncio.sleep(0.1)
         os.kill(rank_of(os.getpid()), signal.SIGSTOP)
-        begun = time.monotonic()
+        begun = awake()
         found = await cause(answer)
-        assert time.monotonic() - begun < 10
+        assert awake() - begun < 10
         return found
 
     found: str = pair.run(main())
@@ -265,7 +265,7 @@ def rank_of(engine: int) -> int:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(
-    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, awake: Callable[[], float]
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     left = tmp_path / "vserve-ranks-left"  # of an engine that was killed
@@ -279,13 +279,13 @@ def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(
             expected = (await collect(client, [5, 6, 7], greedy())).tokens
             assert isinstance(client._engine, EngineProcess)
             first = client._engine.pid
+            other = rank_of(first)
             answer = begin(client)
             await asyncio.sleep(0.1)
-            other = rank_of(first)
             os.kill(other, signal.SIGKILL)
-            begun = time.monotonic()
+            begun = awake()
             found = await cause(answer)
-            assert time.monotonic() - begun < 10
+            assert awake() - begun < 10
             assert found.startswith("rank 1 of 2 (cpu) was killed by signal 9 (SIGKILL)"), found
             while not client.ready:
                 await asyncio.sleep(0.05)
@@ -296,7 +296,10 @@ def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(
         finally:
             await client.close()
         assert not list(tmp_path.glob("vserve-ranks-*"))
-        assert not Path(f"/proc/{last}").exists(), "the rank leaves with its engine"
+        end = time.monotonic() + 30
+        while Path(f"/proc/{last}").exists():  # the rank leaves with its engine; killed with it, a moment later
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
 
     asyncio.run(main())
 
@@ -310,7 +313,7 @@ def test_a_rank_that_is_killed_ends_its_engine_which_starts_again(
     ],
 )
 def test_a_rank_that_hangs_while_clients_go_on_asking(
-    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, fault: str, said: str
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, fault: str, said: str, awake: Callable[[], float]
 ) -> None:
     """What they send keeps rank 0's process busy, not the thread that waits for the other rank. And rank 0's loop
     itself, which nobody can ask."""
@@ -320,11 +323,11 @@ def test_a_rank_that_hangs_while_clients_go_on_asking(
     async def main() -> tuple[str, float]:
         client = EngineClient(settings(tiny_model("llama"), tensor_parallel_size=2))
         await client.start()
-        stepped = time.monotonic()
+        stepped = awake()
 
         def hear(_: object) -> None:
             nonlocal stepped
-            stepped = time.monotonic()
+            stepped = awake()
 
         client.stats_listeners.append(hear)
 
@@ -339,7 +342,7 @@ def test_a_rank_that_hangs_while_clients_go_on_asking(
                 await asyncio.sleep(0.005)
 
         try:
-            return await asyncio.wait_for(ask(), 60), time.monotonic() - stepped
+            return await asyncio.wait_for(ask(), 60), awake() - stepped
         finally:
             await client.close()
 
@@ -383,6 +386,8 @@ def test_a_hang_is_told_from_a_long_step() -> None:
     pulse = hang.Pulse
     assert ticks(hang.HangWatch(2), [[pulse(9, 1.0), pulse(8, 3.0)]] * 6) == (1, "has not gone on for 5 s")
     assert ticks(hang.HangWatch(2), [[pulse(8, 1.0), pulse(9, 3.0)]] * 6) == (0, "has not gone on for 5 s")
+    before: list[list[hang.Pulse | None]] = [[pulse(9, 1.0), pulse(8, 3.0 + min(i, 1))] for i in range(6)]
+    assert ticks(hang.HangWatch(2), before) == (1, "has not gone on for 5 s"), "it was for the last step that ended"
     idle_first: list[list[hang.Pulse | None]] = [[pulse(9, 1.0), pulse(9, 1.0 + min(i, 3))] for i in range(9)]
     assert ticks(hang.HangWatch(2), idle_first) == (0, "has not gone on for 5 s"), "as soon as nobody computes"
     silent: list[list[hang.Pulse | None]] = [[pulse(9, 1.0 + i), None] for i in range(6)]

@@ -106,16 +106,17 @@ def test_an_actor_on_each_node(cluster: Any, tiny_model: Any) -> None:
                 await asyncio.sleep(0.05)
             await again()
 
+            rank, _ = rank_of_actor()
             answer = asyncio.create_task(collect(client, [5, 6, 7], greedy(250)))
             await asyncio.sleep(0.1)
-            os.kill(rank_of_actor()[0], signal.SIGKILL)
+            os.kill(rank, signal.SIGKILL)
             found = await cause(answer)
             assert "on node 1 (" in found and "was killed by signal 9 (SIGKILL)" in found
             await again()
 
+            holders = actors_of(cluster) - {rank_of_actor()[1]}
             answer = asyncio.create_task(collect(client, [5, 6, 7], greedy(250)))
             await asyncio.sleep(0.1)
-            holders = actors_of(cluster) - {rank_of_actor()[1]}
             os.kill(holders.pop(), signal.SIGKILL)
             found = await cause(answer)
             assert found.startswith("rank 0 of 2 (cpu) is lost: its Ray actor has died (")

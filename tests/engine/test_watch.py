@@ -73,7 +73,6 @@ def test_every_token_of_every_request_is_in_the_reports(tiny_model):
 
 def test_the_last_steps_are_told_to_whoever_asks(tiny_model, monkeypatch):
     """Also where nobody watches; and whoever asks an engine that dies, or says nothing, does not wait for ever."""
-    monkeypatch.setattr(engine_client, "PATIENCE", 0.2)
 
     async def main() -> None:
         config = EngineConfig(str(tiny_model("llama")), device="cpu", cpu_threads=1, engine_in_process=True)
@@ -97,6 +96,7 @@ def test_the_last_steps_are_told_to_whoever_asks(tiny_model, monkeypatch):
             assert await client.last_steps(3) == steps[-3:]
 
             client._send = lambda message: None  # it hears nothing
+            monkeypatch.setattr(engine_client, "PATIENCE", 0.2)
             with pytest.raises(TimeoutError):
                 await client.last_steps(1)
             asked = asyncio.ensure_future(client.last_steps(1))

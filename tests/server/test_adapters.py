@@ -133,7 +133,7 @@ def test_loading_and_unloading(run: Run, engine: Any, folder: Path) -> None:
 
 def test_unloading_waits_for_those_who_use_it(run: Run, engine: Any) -> None:
     """Also an adapter that another has taken the place of: who has begun with it ends with it."""
-    engine.delay = 0.02
+    engine.delay = 0.1
 
     async def main(client: httpx.AsyncClient) -> None:
         await load(client)
@@ -209,20 +209,26 @@ def test_an_adapter_that_cannot_be_used_is_named(
     run(main)
 
 
-def test_the_metric_says_which_run_and_wait(run: Run, engine: Any) -> None:
-    engine.delay = 0.05
-
+def test_the_metric_says_which_run_and_wait(run: Run, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(client: httpx.AsyncClient) -> None:
+        may_go_on = asyncio.Semaphore(0)
+        monkeypatch.setattr(engine, "_pace", lambda mailbox: may_go_on.acquire())
+
+        async def seen(labels: str) -> None:
+            page = ""
+            async with asyncio.timeout(60):
+                while f"vllm:lora_requests_info{{{labels}}}" not in page:
+                    page = (await client.get("/metrics")).text
+                    await asyncio.sleep(0)
+
         await load(client)
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | {"model": "sql"}))
-        seen: list[str] = []
-        while not asking.done():
-            lines = (await client.get("/metrics")).text.splitlines()
-            line = next(line for line in lines if line.startswith("vllm:lora_requests_info{"))
-            seen += [labels] if (labels := line[line.index("{") : line.index("}") + 1]) not in seen else []
-            await asyncio.sleep(0.01)
-        assert '{max_lora="4",running_lora_adapters="",waiting_lora_adapters="sql"}' in seen
-        assert '{max_lora="4",running_lora_adapters="sql",waiting_lora_adapters=""}' in seen
+        await seen('max_lora="4",running_lora_adapters="",waiting_lora_adapters="sql"')
+        may_go_on.release()  # the first output
+        await seen('max_lora="4",running_lora_adapters="sql",waiting_lora_adapters=""')
+        for _ in range(20):
+            may_go_on.release()
+        assert (await asking).status_code == 200
 
     run(main)
 

@@ -264,7 +264,7 @@ def test_the_queue_is_full_before_anything_is_tokenised(
 @pytest.mark.parametrize("begun", [False, True])
 def test_request_timeout(engine: Any, text_model: Any, stream: bool, begun: bool) -> None:
     # Whoever is to begin needs the time, on a busy machine too.
-    app = create_app(engine, ServerConfig(request_timeout=2.0 if begun else 0.2), text_model)
+    app = create_app(engine, ServerConfig(request_timeout=2.0 if begun else 1.0), text_model)
     engine.script = lambda request: [[50]] * 1000
     engine.delay = 0.02 if begun else 1000.0
 

@@ -30,7 +30,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def test_it_runs_without_its_client(serve: Any, engine: Any, app: Any) -> None:
-    engine.delay = 0.02
+    engine.delay = 0.25
     state = app.state.server
 
     async def test(port: int) -> None:
@@ -59,7 +59,7 @@ def test_it_runs_without_its_client(serve: Any, engine: Any, app: Any) -> None:
 
 
 def test_its_events_can_be_read_again(serve: Any, engine: Any) -> None:
-    engine.delay = 0.02
+    engine.delay = 0.1
 
     async def test(port: int) -> None:
         base = f"http://127.0.0.1:{port}/v1/responses"

@@ -446,33 +446,46 @@ def test_bench_serve_measures_a_server(root, tmp_path, capsys):
     )
 
 
-def test_bench_serve_keeps_the_arrival_times_and_reports_failures(root, tmp_path, capsys, monkeypatch):
+def test_bench_serve_keeps_the_arrival_times_and_reports_failures(root, tmp_path, capsys, monkeypatch, settles_within):
     planned: list[float] = []
-    monkeypatch.setattr(serve, "arrival_times", lambda *given: planned.extend(arrival_times(*given)) or planned)
+
+    def plan(*given):
+        planned[:] = arrival_times(*given)
+        return planned
+
+    monkeypatch.setattr(serve, "arrival_times", plan)
     data = tmp_path / "data.jsonl"
     prompts = [REFUSED if i == 3 else [5, i] for i in range(10)]
     data.write_text(
         "\n".join(json.dumps({"prompt": prompt, "output_tokens": 1 + i}) for i, prompt in enumerate(prompts))
     )
-    server = ScriptedServer(root)
-    with running(server) as port:
-        code = bench(
-            "serve", "--base-url", f"http://127.0.0.1:{port}", "--dataset-name", "custom", "--dataset-path", data,
-            "--output-len", -1, "--num-prompts", 10, "--request-rate", 8, "--num-clients", 3, "--disable-shuffle",
-            "--num-warmups", 2, "--save-result", "--save-detailed", "--result-dir", tmp_path, "--result-filename", "r",
-        )  # fmt: skip
-    assert code == 1
-    out = capsys.readouterr().out
-    assert re.search(r"^Successful requests: +9 *$", out, re.M)
-    assert "1 failed: HTTP 400: not this one" in out
-    result = json.loads((tmp_path / "r").read_text())
-    assert result["request_errors"] == [""] * 3 + ["HTTP 400: not this one"] + [""] * 6
-    assert result["output_lens"] == [1, 2, 3, 0, 5, 6, 7, 8, 9, 10]
-    assert len(server.bodies) == 1 + 2 + 10  # the probe and two warm-ups
-    assert planned == sorted(planned) and planned[-1] == pytest.approx(9 / 8)
-    # Not compared with each other: two of three processes may swap arrivals that are a millisecond apart.
+
+    def latest() -> float:
+        """Seconds that a request started after its time."""
+        server = ScriptedServer(root)
+        with running(server) as port:
+            code = bench(
+                "serve", "--base-url", f"http://127.0.0.1:{port}", "--dataset-name", "custom", "--dataset-path", data,
+                "--output-len", -1, "--num-prompts", 10, "--request-rate", 8, "--num-clients", 3, "--disable-shuffle",
+                "--num-warmups", 2, "--save-result", "--save-detailed", "--result-dir", tmp_path,
+                "--result-filename", "r",
+            )  # fmt: skip
+        assert code == 1
+        out = capsys.readouterr().out
+        assert re.search(r"^Successful requests: +9 *$", out, re.M)
+        assert "1 failed: HTTP 400: not this one" in out
+        result = json.loads((tmp_path / "r").read_text())
+        assert result["request_errors"] == [""] * 3 + ["HTTP 400: not this one"] + [""] * 6
+        assert result["output_lens"] == [1, 2, 3, 0, 5, 6, 7, 8, 9, 10]
+        assert len(server.bodies) == 1 + 2 + 10  # the probe and two warm-ups
+        assert planned == sorted(planned) and planned[-1] == pytest.approx(9 / 8)
+        # Not compared with each other: two of three processes may swap arrivals that are a millisecond apart.
+        late = [start - at for start, at in zip(result["start_times"], planned, strict=True)]
+        assert min(late) > -0.002, "event loops keep time in whole milliseconds"
+        return max(late)
+
     # Late by no more than a busy machine makes them: each client's share at its own rate would come 2.2 s late.
-    assert all(-0.001 < start - at < 2 for start, at in zip(result["start_times"], planned, strict=True))
+    assert settles_within(2, latest)
 
 
 def test_bench_serve_over_chat_sends_text(root, capsys):
@@ -519,13 +532,13 @@ def test_what_the_user_can_mend_is_one_line(root, capsys):
         (["--percentile-metrics", "ttft,x"], 2, "--percentile-metrics has 'x'"),
         (["--dataset-name", "custom"], 2, "name it with --dataset-path"),
         (["--base-url", "ftp://x"], 2, "--base-url is 'ftp://x'"),
-        (["--port", 9, "--ready-check-timeout-sec", 0.1], 1, "no server at http://127.0.0.1:9/v1/models"),
+        (["--port", 9, "--ready-check-timeout-sec", 0.4], 1, "no server at http://127.0.0.1:9/v1/models"),
         (["--port", 9, "--ready-check-timeout-sec", 0, "--model", "x", "--tokenizer", "/nowhere"], 2, "--tokenizer"),
     ):
         assert bench("serve", *arguments) == code
         *waits, line = capsys.readouterr().err.strip().splitlines()
         assert message in line, line
-        assert len(waits) == (0.1 in arguments), waits  # there it says what it waits for
+        assert len(waits) == (0.4 in arguments), waits  # there it says what it waits for
 
 
 def test_a_dead_client_process_is_said(monkeypatch):
@@ -603,7 +616,7 @@ def test_startup_gives_the_servers_flags_back():
 def test_it_says_at_once_what_it_waits_for(capsys) -> None:
     began = time.monotonic()
     with pytest.raises(load.BenchError, match="no server at"):
-        serve._listed_models(Target("127.0.0.1", 9, "/v1/completions"), began + 1.2)
+        serve._listed_models(Target("127.0.0.1", 9, "/v1/completions"), began + 1.4)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1, "once, however often it asks"
     assert re.match(r"vserve: waiting for http://127\.0\.0\.1:9/v1/models, for 1 s at most .*refused", said[0])

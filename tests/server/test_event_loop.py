@@ -179,7 +179,9 @@ def ends(answer: bytes) -> list[int]:
 
 @pytest.mark.parametrize("name", WORST)
 @pytest.mark.parametrize("leaves", [False, True])
-def test_the_loop_is_never_held(engine: Any, text_model: Any, name: str, leaves: bool, slowness: float) -> None:
+def test_the_loop_is_never_held(
+    engine: Any, text_model: Any, name: str, leaves: bool, slowness: float, settles_within: Any
+) -> None:
     """Read to its end, or left in the middle."""
     path, fields, num_choices = WORST[name]
     info = msgspec.structs.replace(
@@ -192,13 +194,13 @@ def test_the_loop_is_never_held(engine: Any, text_model: Any, name: str, leaves:
         max_num_seqs=MAX_NUM_SEQS,
         hidden_size=HIDDEN_SIZE,
     )
-    other = Engine(info)
-    app = create_app(other.client, ServerConfig(), text_model)  # type: ignore[arg-type]
     body = msgspec.json.encode(
         ({"temperature": 1, "ignore_eos": True} if path in (COMPLETIONS, CHAT) else {}) | fields()
     )
 
     async def main() -> tuple[float, bytes]:
+        other = Engine(info)
+        app = create_app(other.client, ServerConfig(), text_model)  # type: ignore[arg-type]
         running = asyncio.create_task(other.run())
         watch = Watch()
         watching = asyncio.create_task(watch.run())
@@ -221,9 +223,14 @@ def test_the_loop_is_never_held(engine: Any, text_model: Any, name: str, leaves:
         assert not other.open and app.state.server.admission.num_requests == 0
         return watch.longest, answer
 
-    gc.collect()
-    gc.freeze()  # as a server does when it is ready
-    longest, answer = asyncio.run(main())
-    gc.unfreeze()
-    assert leaves or ends(answer) == list(range(num_choices)), answer[:300]
-    assert longest < HOLD * slowness
+    def measure() -> float:
+        gc.collect()
+        gc.freeze()  # as a server does when it is ready
+        try:
+            longest, answer = asyncio.run(main())
+        finally:
+            gc.unfreeze()
+        assert leaves or ends(answer) == list(range(num_choices)), answer[:300]
+        return longest
+
+    assert settles_within(HOLD * slowness, measure)

@@ -489,7 +489,7 @@ def test_a_file_that_cannot_be_served_is_refused_before_torch(
     run = "import sys; sys.modules['torch'] = None; from vserve.server.cli.main import main; raise SystemExit(main())"
     done = subprocess.run(
         [sys.executable, "-c", run, str(path), "--port", "0", "--device", "cpu"],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 1 and not done.stdout
     (line,) = done.stderr.splitlines()

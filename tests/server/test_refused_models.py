@@ -55,7 +55,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_torch(tmp_path, tiny_mo
     change(folder)
     done = subprocess.run(
         [sys.executable, "-c", SERVE, str(folder), "--port", "0", "--device", "cpu"],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 1 and not done.stdout
     (line,) = done.stderr.splitlines()

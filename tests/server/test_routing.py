@@ -156,17 +156,22 @@ def test_two_caches_are_worth_nearly_one_of_their_size() -> None:
     assert hits["routed"] >= 1.2 * hits["turns"], hits
 
 
-def test_routing_costs_little(slowness: float) -> None:
+def test_routing_costs_little(slowness: float, settles_within: Any) -> None:
     """Of a prompt of 8k tokens, with four engines that all know it: 0.3 ms are allowed, on a machine at rest."""
     router, text = Router(4, 1 << 20), prompt(0, 128)
     for index in range(4):
         router._remember(prefix_keys(text, None), index)
-    times = []
-    for _ in range(50):
-        started = time.perf_counter()
-        router.choose(prefix_keys(text, None), len(text) // 4, [IDLE] * 4)
-        times.append(time.perf_counter() - started)
-    assert min(times) <= 3e-4 * slowness, min(times)
+
+    def measure() -> float:
+        time.sleep(0.1)  # 50 in a row take no longer than a machine may stand still
+        times = []
+        for _ in range(50):
+            started = time.perf_counter()
+            router.choose(prefix_keys(text, None), len(text) // 4, [IDLE] * 4)
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    assert settles_within(3e-4 * slowness, measure)
 
 
 class Engine:
