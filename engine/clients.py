@@ -67,6 +67,10 @@ class Clients:
         self._has_vocabulary = False
         self._watchers: set[int] = set()
 
+    async def finish(self, seconds: float) -> None:
+        """See Connection, of each guest."""
+        await asyncio.gather(*(guest.connection.finish(seconds) for guest in self._guests.values()))
+
     def accept(self) -> Connection:
         """For a guest that has connected."""
         guest = Guest()

@@ -31,6 +31,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket
         self._gone = asyncio.Event()
+        self._is_over = False  # see finish
         self._loop = asyncio.get_running_loop()
 
     @classmethod
@@ -48,6 +49,8 @@ class Connection(asyncio.Protocol):
 
     def send(self, message: Any) -> None:
         """Raises what encoding the message raises; the others of its frame leave all the same."""
+        if self._is_over:
+            return
         encoded = self._encoder.encode(message)
         if not self._outbox:
             self._loop.call_soon(self._flush)
@@ -58,7 +61,7 @@ class Connection(asyncio.Protocol):
         Transports may wait for the end of the turn, in which there is still work to do."""
         self._flush()
         transport = self._transport
-        if transport is None or transport.is_closing():
+        if self._is_over or transport is None or transport.is_closing():
             return
         frame = self._encoder.encode([msgspec.Raw(encoded)])
         data, sent = LENGTH.pack(len(frame)) + frame, 0
@@ -100,14 +103,18 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     async def finish(self, seconds: float) -> None:
-        """Closes, and returns when the other end's socket has all that was sent, after `seconds` at the latest.
+        """Sends nothing more, and returns when the other end has read all and closed, after `seconds` at the latest.
 
-        `on_lost` is not called.
+        Neither `on_message` nor `on_lost` are called, but what comes is read until then: whoever writes to a socket
+        that is closed hears that at once, and loses what it has not read.
         """
-        self._on_lost = lambda _: None
-        self.close()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._gone.wait(), seconds)
+        self._on_message, self._on_lost = lambda _: None, lambda _: None
+        self._flush()
+        self._is_over = True
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), seconds)
 
     # ---- asyncio.Protocol ----
 

@@ -165,6 +165,7 @@ async def serve(sock: socket.socket, listener: socket.socket | None = None) -> i
     connection = await Connection.open(sock, EngineStart | ToEngine, receive, lambda _: os._exit(0))
     loop = asyncio.get_running_loop()
     send: Callable[[FromEngine], None] = connection.send
+    clients = None
     if listener is not None:
         clients = Clients(connection.send, take)
         send = clients.send
@@ -189,7 +190,7 @@ async def serve(sock: socket.socket, listener: socket.socket | None = None) -> i
         message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
         send(Failure(message))
         code = 1
-    await connection.finish(LAST_WORDS)
+    await asyncio.gather(connection.finish(LAST_WORDS), *([clients.finish(LAST_WORDS)] if clients is not None else []))
     return code
 
 

@@ -5,9 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
+from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 
 from vserve.engine.connection import LENGTH, Connection
 from vserve.engine.messages import (
@@ -17,7 +21,9 @@ from vserve.engine.messages import (
     EngineStats,
     Failure,
     FromEngine,
+    Heartbeat,
     RequestOutput,
+    Shutdown,
     StepOutputs,
     ToEngine,
     pack_tokens,
@@ -85,6 +91,7 @@ def test_a_frame_may_arrive_in_any_pieces(cut):
 
 LAST_WORDS = """
 import sys
+from typing import Any
 from vserve.engine import process
 
 async def fail(*arguments):
@@ -112,8 +119,35 @@ def test_the_last_words_of_an_engine_arrive_however_late_they_are_read():
         while len(head := ours.recv(LENGTH.size, socket.MSG_WAITALL)) == LENGTH.size:
             frame = ours.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL)
             messages += msgspec.msgpack.decode(frame, type=list[FromEngine])
+        ours.close()  # it has read all
         assert engine.wait(60) == 1
     assert isinstance(messages[-1], Failure) and messages[-1].message == "RuntimeError: " + "x" * 3_000_000
+
+
+def test_who_is_writing_reads_the_last_words_all_the_same() -> None:
+    """The first write to a socket that is closed would end the connection, with whatever has not been read."""
+    ours, theirs = socket.socketpair()
+
+    async def engine() -> None:
+        connection = await Connection.open(theirs, ToEngine, lambda message: None, lambda error: None)
+        connection.send(Failure("why"))
+        await connection.finish(60)
+        connection.send(Heartbeat())  # as its timers do
+
+    async def client() -> None:
+        heard: list[Any] = []
+        lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        connection = await Connection.open(ours, FromEngine, heard.append, lost.set_result)
+        ending.start()
+        time.sleep(0.5)  # it has something else to do, while the engine ends
+        for _ in range(3):
+            connection.send_now(msgspec.msgpack.encode(Shutdown()))
+        assert await lost is None and heard == [Failure("why")]
+
+    ending = threading.Thread(target=lambda: uvloop.run(engine()))
+    uvloop.run(asyncio.wait_for(client(), 60))
+    ending.join(60)
+    assert not ending.is_alive()
 
 
 STUCK = """
@@ -141,6 +175,7 @@ def test_an_engine_that_is_lost_ends_whatever_its_threads_wait_for():
         ours.sendall(LENGTH.pack(len(frame)) + frame)
         try:
             assert b"rank 1 is gone" in ours.makefile("rb").read()
+            ours.shutdown(socket.SHUT_RDWR)  # it has read all
             assert engine.wait(10) == 1
         finally:
             engine.kill()
