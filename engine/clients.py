@@ -66,9 +66,11 @@ class Clients:
         self._grammars: dict[str, set[int]] = {}  # who wants each of them
         self._has_vocabulary = False
         self._watchers: set[int] = set()
+        self._is_over = False
 
     async def finish(self, seconds: float) -> None:
-        """See Connection, of each guest."""
+        """See Connection, of each guest. Whoever comes again meanwhile hears nothing, and waits for the next engine."""
+        self._is_over = True
         await asyncio.gather(*(guest.connection.finish(seconds) for guest in self._guests.values()))
 
     def accept(self) -> Connection:
@@ -140,6 +142,8 @@ class Clients:
     # ---- guests ----
 
     def _receive(self, guest: Guest, message: ToEngine | Hello) -> None:
+        if self._is_over:
+            return
         if isinstance(message, Hello):
             if (before := self._guests.get(message.client)) is not None:  # it has come again before this one was missed
                 self._lost(before, None)

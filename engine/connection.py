@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
     async def finish(self, seconds: float) -> None:
         """Sends nothing more, and returns when the other end has read all and closed, after `seconds` at the latest.
 
-        Neither `on_message` nor `on_lost` are called, but what comes is read until then: whoever writes to a socket
+        Neither `on_message` nor `on_lost` is called, but what comes is read until then: whoever writes to a socket
         that is closed hears that at once, and loses what it has not read.
         """
         self._on_message, self._on_lost = lambda _: None, lambda _: None

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT = 1.0  # seconds between two
 LAST_WORDS = 5.0  # seconds for the API process to read them
+GUESTS_LAST_WORDS = 1.0  # and for those beside it: one that hangs must not hold up the next engine
 
 
 async def run_engine(
@@ -190,7 +191,8 @@ async def serve(sock: socket.socket, listener: socket.socket | None = None) -> i
         message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
         send(Failure(message))
         code = 1
-    await asyncio.gather(connection.finish(LAST_WORDS), *([clients.finish(LAST_WORDS)] if clients is not None else []))
+    guests = [] if clients is None else [clients.finish(GUESTS_LAST_WORDS)]
+    await asyncio.gather(connection.finish(LAST_WORDS), *guests)
     return code
 
 

@@ -99,14 +99,19 @@ def costs_at_most() -> Callable[[float, Callable[[], float], Callable[[], float]
 
 @pytest.fixture
 def settles_within() -> Callable[[float, Callable[[], float]], bool]:
-    """settles_within(0.02, measure): whether measure() is below that, once in three: a machine that stood still for a
-    moment has not done so each time, and what takes too long by itself has."""
+    """settles_within(0.02, measure): whether measure() is below that, more often than not: once, or else twice in three
+    or three times in five. A machine stands still for once; what takes too long by itself does so each time."""
 
     def does(limit: float, measure: Callable[[], float]) -> bool:
-        for _ in range(3):
-            if (value := measure()) < limit:
+        below = 0
+        for turn in range(1, 6):
+            value = measure()
+            below += value < limit
+            if 2 * below > turn:
                 return True
             print(f"{value:.5f}, {limit:.5f} is the limit")
+            if turn - below > 2:
+                break
         return False
 
     return does

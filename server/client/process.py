@@ -131,7 +131,7 @@ class EngineProcess:
             self._explaining = asyncio.create_task(self._explain())
 
     async def _explain(self) -> None:
-        code = await self._wait(2.0)  # the socket closes a moment before the process is gone
+        code = await self._wait(2.0)  # it leaves when it has said why, or is gone
         if self._ending:
             return
         if code is None:

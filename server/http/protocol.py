@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import uuid
-from asyncio import BaseTransport, TimerHandle, Transport
+from asyncio import BaseTransport, Transport
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, cast
@@ -56,7 +56,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None  # what is being answered; uvicorn's `cycle` is the newest
         self._reading: Timer | None = None
         self._writing: Timer | None = None
-        self._lingering: TimerHandle | None = None
+        self._lingering: Timer | None = None
 
     # ---- the connection ----
 
@@ -337,7 +337,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._lingering is not None:
             self._lingering.cancel()
         self._linger_until = self.loop.time() + self.limits.body_timeout
-        self._lingering = self.loop.call_later(LINGER, self._linger_on)
+        self._lingering = Timer(self.loop, LINGER, self._linger_on)
 
     def _linger_on(self) -> None:
         """As long as the client sends, for no longer than it may send anyway, and as long as it has not read all."""
@@ -346,4 +346,4 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         self._talks = False
-        self._lingering = self.loop.call_later(LINGER, self._linger_on)
+        self._lingering = Timer(self.loop, LINGER, self._linger_on)

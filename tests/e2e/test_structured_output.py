@@ -93,6 +93,8 @@ def test_the_first_structured_output_does_not_wait_for_the_compiler(
             return time.monotonic() - started
 
         until(lambda: "structured outputs no longer wait" in "".join(server.stderr))
+        children = (task / "children").read_text()
+        assert len(children.split()) == 2, "the engine and the compiler"
         seconds()
         plain = min(seconds() for _ in range(3))
         # Somebody else may have the cores, and the compiler leaves them to others: another schema is as new to it.
@@ -101,9 +103,8 @@ def test_the_first_structured_output_does_not_wait_for_the_compiler(
             plain + 0.5 * slowness,
             lambda: seconds(response_format=json_schema(CAPITAL | {"title": f"{next(titles)}"})),
         )
-        children = [int(pid) for pid in (task / "children").read_text().split()]
-        assert len(children) == 2  # the engine and the compiler
-    assert all(map(is_gone, children))
+        assert (task / "children").read_text() == children, "nobody was started for it"
+    assert all(map(is_gone, map(int, children.split())))
 
 
 def test_streamed_and_whole_are_the_same(demo: str) -> None:

@@ -20,6 +20,7 @@ from vserve.engine.messages import (
     DropGrammars,
     EngineInfo,
     EngineStats,
+    Failure,
     FromEngine,
     Heartbeat,
     Hello,
@@ -212,3 +213,41 @@ def test_who_comes_again_before_its_loss_was_noticed_is_heard(within: Any) -> No
         assert AbortRequests([(1 << SHIFT) + 2]) not in office.wanted
 
     within(test)
+
+
+def test_who_comes_again_to_an_engine_that_ends_waits_for_the_next_one(tmp_path: Path) -> None:
+    """It hears why, and comes again at once; this one would take its requests and answer none."""
+
+    async def main() -> None:
+        path, wanted = str(tmp_path / "engine"), []
+        clients = Clients(lambda message: None, wanted.append)
+        loop = asyncio.get_running_loop()
+        clients.server = await loop.create_unix_server(clients.accept, path)
+        clients.send(INFO)
+
+        async def guest() -> tuple[Connection, list[Any], asyncio.Event]:
+            heard: list[Any] = []
+            gone = asyncio.Event()
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(path)
+            sock.setblocking(False)
+            connection = await Connection.open(sock, FromEngine, heard.append, lambda error: gone.set())
+            connection.send(Hello(1))
+            return connection, heard, gone
+
+        _, heard, gone = await guest()
+        while not heard:
+            await asyncio.sleep(0.01)
+        clients.send(Failure("why"))
+        ending = asyncio.create_task(clients.finish(60))
+        await gone.wait()
+        assert heard == [INFO, Failure("why")]
+        again, heard, _ = await guest()
+        again.send(request(1, 1))
+        await ending
+        await asyncio.sleep(0.2)
+        assert not heard and not wanted
+        again.close()
+        clients.server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

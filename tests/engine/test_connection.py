@@ -91,7 +91,6 @@ def test_a_frame_may_arrive_in_any_pieces(cut):
 
 LAST_WORDS = """
 import sys
-from typing import Any
 from vserve.engine import process
 
 async def fail(*arguments):
@@ -122,6 +121,19 @@ def test_the_last_words_of_an_engine_arrive_however_late_they_are_read():
         ours.close()  # it has read all
         assert engine.wait(60) == 1
     assert isinstance(messages[-1], Failure) and messages[-1].message == "RuntimeError: " + "x" * 3_000_000
+
+
+def test_an_engine_ends_though_nobody_reads_its_last_words() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        program = LAST_WORDS.replace("LAST_WORDS = 60", "LAST_WORDS = 0.5")
+        engine = subprocess.Popen(
+            [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())], pass_fds=[theirs.fileno()],
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        frame = msgspec.msgpack.encode([EngineStart({"model": "none"})])
+        ours.sendall(LENGTH.pack(len(frame)) + frame)
+        assert engine.wait(60) == 1
 
 
 def test_who_is_writing_reads_the_last_words_all_the_same() -> None:

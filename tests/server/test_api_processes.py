@@ -146,7 +146,7 @@ def test_who_hangs_is_killed_and_started_again(beside: Any, monkeypatch: pytest.
     """A heart that stands still ends a process, and one that beats does not, however long this one looks."""
     monkeypatch.setattr(module, "PATIENCE", 0.2 if serves else 1e9)
     monkeypatch.setattr(module, "START_PATIENCE", 1e9 if serves else 0.2)
-    monkeypatch.setattr("vserve.server.client.hearts.LONGEST_LOOK", 0.02)  # an eighth of the patience, as it is
+    monkeypatch.setattr("vserve.server.client.hearts.LONGEST_LOOK", 0.025)  # an eighth of the patience, as it is
 
     async def test() -> None:
         first, second = Process(), Process()

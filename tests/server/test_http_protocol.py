@@ -15,6 +15,7 @@ import uvicorn
 import uvloop
 
 from vserve.server.http import protocol as http_protocol
+from vserve.server.http.timer import Timer
 from vserve.server.http.uvicorn_options import uvicorn_options
 from vserve.server.options.config import ServerConfig
 
@@ -151,6 +152,19 @@ def test_who_was_in_time_is_not_late_because_the_server_was(tmp_path: Path, head
             assert b"200 OK" in await loop.sock_recv(sock, 1 << 16)
 
     assert not run(tmp_path, test, header_timeout=0.5, body_timeout=0.5)
+
+
+def test_a_clock_goes_on_where_the_event_loop_is_always_late() -> None:
+    async def main() -> None:
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        begun = time.monotonic()
+        Timer(loop, 0.3, over.set)
+        while not over.is_set():
+            assert time.monotonic() - begun < 30
+            time.sleep(0.2)
+            await asyncio.sleep(0)
+
+    uvloop.run(main())
 
 
 def test_a_body_that_nobody_wants_is_read_when_it_is_small(tmp_path: Path) -> None:

@@ -130,7 +130,10 @@ def start_once(command: Sequence[str], target: Target, environment: dict[str, st
         result = asyncio.run(_first_token(target))
         if result.error is not None:
             raise failed(f"did not answer the first request ({result.error})")
-        return StartUp(health, result.stamps[0] - begun, _phases(target))
+        try:
+            return StartUp(health, result.stamps[0] - begun, _phases(target))
+        except (OSError, http.client.HTTPException) as error:
+            raise failed(f"did not tell its phases at /metrics ({error})") from None
 
 
 async def _first_token(target: Target) -> StreamResult:
@@ -158,8 +161,8 @@ def _server(command: Sequence[str], environment: dict[str, str]) -> Iterator[tup
                 process.wait()
 
 
-def _get(target: Target, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(target.host, target.port, timeout=5)
+def _get(target: Target, path: str, seconds: float = 5.0) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(target.host, target.port, timeout=seconds)
     try:
         connection.request("GET", path)
         response = connection.getresponse()
@@ -177,12 +180,8 @@ def _get_status(target: Target) -> int | None:
 
 
 def _phases(target: Target) -> dict[str, float]:
-    """From the gauge on /metrics, whatever the prefix of its name. None where the page does not come in time: of a
-    server that has just answered, the rest is measured all the same."""
-    try:
-        _, page = _get(target, "/metrics")
-    except (OSError, http.client.HTTPException):
-        return {}
+    """From the gauge on /metrics, whatever the prefix of its name. Raises OSError, HTTPException."""
+    _, page = _get(target, "/metrics", 60.0)
     found = re.findall(r'^\S*startup_phase_seconds\{[^}]*phase="([^"]*)"[^}]*\} (\S+)$', page, re.MULTILINE)
     return {phase: float(seconds) for phase, seconds in found}
 
