@@ -107,7 +107,7 @@ class Invariants:
         self.server = server
         self._http = httpx.Client(base_url=server.url, timeout=240)
         self.canary = self._canary()
-        self.children = self._children()
+        self.children = set(server.children())
         self.server_errors = sum_of(settled(self._http), "http_requests_total", 'status="5xx"')
         self.memory = self._memory()
 
@@ -119,8 +119,8 @@ class Invariants:
         errors = sum_of(settled(self._http), "http_requests_total", 'status="5xx"')
         assert errors - self.server_errors <= server_errors
         self.server_errors = errors
-        assert self._children() == self.children
-        assert self.growth() < max_growth * self._num_api_processes()
+        assert set(self.server.children()) == self.children
+        assert self.growth() < max_growth * (1 + len(self.server.guests()))
 
     def growth(self) -> int:
         """Bytes of resident memory."""
@@ -135,16 +135,8 @@ class Invariants:
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["token_ids"]
 
-    def _children(self) -> set[str]:
-        pid = self.server.process.pid
-        return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-
-    def _num_api_processes(self) -> int:
-        commands = (Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.children)
-        return 1 + sum(b"vserve.server.api_process" in command for command in commands)
-
     def _memory(self) -> int:
-        pids = (str(self.server.process.pid), *self.children)
+        pids = (self.server.process.pid, *self.children)
         return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in pids)
 
 

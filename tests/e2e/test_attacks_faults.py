@@ -25,14 +25,13 @@ def post(server: Any, body: dict[str, Any], path: str = "/v1/completions") -> ht
     return httpx.post(server.url + path, json=body, timeout=240)
 
 
-def children(pid: int, deep: bool = True) -> dict[int, bytes]:
-    """The processes under one, with what they were started as; `deep`: and theirs."""
+def children(pid: int) -> dict[int, bytes]:
+    """The processes under one, and theirs, with what they were started as."""
     found: dict[int, bytes] = {}
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # they come and go
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             found[int(child)] = Path(f"/proc/{child}/cmdline").read_bytes()
-            if deep:
-                found |= children(int(child))
+            found |= children(int(child))
     return found
 
 
@@ -49,8 +48,8 @@ def files_of(pid: int) -> list[str]:
 def compiler_of(server: Any) -> int:
     """Starts it, too."""
     assert post(server, CHOICE).status_code == 200
-    direct = children(server.process.pid, deep=False)  # it forks, and the forks have its name
-    (pid,) = (pid for pid, command in direct.items() if b"grammar.worker" in command)
+    # It forks, and the forks have its name: of the server's own.
+    (pid,) = (pid for pid, command in server.children().items() if b"grammar.worker" in command)
     return pid
 
 

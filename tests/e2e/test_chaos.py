@@ -176,7 +176,7 @@ def test_whatever_happens_who_was_let_in_gets_an_answer(serve, attacks, load, un
         now = children(server)
         assert sorted(now.values()).count("engine") == 1 and len(now) <= 2, now
         assert all(is_gone(pid) for pid in disasters.pids - now.keys())
-        before.children = {str(pid) for pid in now}  # others than at first, and no more of them
+        before.children = set(now)  # others than at first, and no more of them
         before.server_errors = totals.statuses["5xx"] + totals.left
         before.check()
         clients.learn()  # the same answers as before all this

@@ -138,7 +138,7 @@ def test_an_engine_on_the_event_loop_of_others_never_puts_it_to_sleep(monkeypatc
         engine = EngineLoop(config, device, lambda message: None, vocab_size=100, **options)  # type: ignore[arg-type]
         task = asyncio.create_task(engine.run())
         engine.submit(AddRequest(1, pack_tokens([1, 2, 3]), SamplingParams(max_tokens=900, temperature=0.0)))
-        while len(device.plans) < 12 or (len(naps) < 1 and len(device.plans) < enough):
+        while len(device.plans) < 12 or (not naps and len(device.plans) < enough):
             await asyncio.sleep(0.005)
         engine.submit(Shutdown())
         await asyncio.wait_for(task, 60)
