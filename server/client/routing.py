@@ -10,6 +10,10 @@ BLOCK = 64  # tokens that one key stands for: a multiple of the cache's blocks, 
 BYTES = 4 * BLOCK
 # A request that is open slows the steps of its engine, as so many more tokens of a prompt would.
 OPEN_TOKENS = 64
+# So many tokens of prompts a request that is open always wait somewhere, for one of the next steps: where they do says
+# nothing of the one after that. Without it, engines that are as busy get unequal numbers of open requests, and the one
+# that has more of them makes all of its own wait in each step.
+PASSING_TOKENS = 32
 MAX_SESSIONS = 65_536
 # So many tokens more before its first one than elsewhere a session waits for: with more, its engine is too busy.
 PATIENCE = 16_384
@@ -65,11 +69,15 @@ class Router:
         them does. A session stays where it was as long as that engine takes requests, and unless it would wait there
         for PATIENCE more than elsewhere; `together`: even then."""
         hits = self.hits(keys)
+        passing = PASSING_TOKENS * min(load.num_open for load in loads if load is not None)
         costs = {
-            index: (load.waiting_tokens + num_tokens - BLOCK * hit + OPEN_TOKENS * load.num_open, len(known), index)
+            index: (
+                max(0, load.waiting_tokens - passing) + num_tokens - BLOCK * hit + OPEN_TOKENS * load.num_open,
+                load.waiting_tokens, len(known), index,
+            )
             for index, (load, hit, known) in enumerate(zip(loads, hits, self._known, strict=True))
             if load is not None
-        }
+        }  # fmt: skip
         chosen = min(costs.values())[-1]
         name = None if session is None else hash(session)
         last = None if name is None else self._sessions.get(name)

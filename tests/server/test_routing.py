@@ -49,10 +49,31 @@ def test_who_has_the_prefix_gets_the_prompt_until_others_are_much_freer() -> Non
 
 
 def test_prompts_that_wait_for_one_step_do_not_outweigh_those_that_run_for_many() -> None:
-    """Ten short ones here, and 25 more answers there: the next one comes here. It had gone there up to 80."""
+    """Where many are open, a few always wait: the next one goes to whoever has fewer open; where few are, to whoever
+    has no prompts that wait."""
     router = Router(2, 100 * BLOCK)
-    assert router.choose([], 128, [Load(10 * 128, 200), Load(0, 225)])[0] == 0
-    assert router.choose([], 128, [Load(10 * 128, 200), Load(0, 215)])[0] == 1
+    assert router.choose([], 128, [Load(10 * 128, 200), Load(0, 201)])[0] == 0
+    assert router.choose([], 128, [Load(200 * 32 + 10 * 128, 200), Load(0, 215)])[0] == 1
+    assert router.choose([], 128, [Load(200 * 32 + 10 * 128, 200), Load(0, 225)])[0] == 0
+    assert router.choose([], 128, [Load(10 * 128, 2), Load(0, 3)])[0] == 1
+    assert router.choose([], 128, [Load(1280, 200), Load(0, 200)])[0] == 1, "as many: where less waits"
+
+
+def test_engines_that_end_answers_in_groups_keep_as_many() -> None:
+    """256 answers each, of which groups end at once, while prompts that came before wait elsewhere: whoever lost a
+    group gets it back. With prompts that wait counted in full, the others had got most of it."""
+    generator, router = random.Random(3), Router(2, 100 * BLOCK)
+    counts, waiting = [256, 256], [0, 0]
+    for _ in range(500):
+        engine, group = generator.randrange(2), generator.randrange(1, 12)
+        waiting[engine] = 0  # its step has taken them in
+        counts[engine] -= group
+        for _ in range(group):
+            loads = [Load(tokens, count) for tokens, count in zip(waiting, counts, strict=True)]
+            chosen = router.choose([], 128, loads)[0]
+            counts[chosen] += 1
+            waiting[chosen] += 128
+        assert max(counts) - min(counts) <= 1
 
 
 def test_whoever_is_down_gets_nothing_and_has_forgotten_everything() -> None:
