@@ -21,6 +21,7 @@ from .pdl import pdl_available, pdl_options
 from .tiles import Row, fits, tile_table
 
 MAX_ROWS = 64  # of x
+ADDED_ROWS = 1  # of x, where the product takes the residual stream, to add to
 MAX_SPLITS = 4
 MAX_SPLIT_N = 8192  # of a weight whose K is split
 MIN_BLOCK_N = 16
@@ -28,24 +29,34 @@ PARTIALS = 1 << 22  # fp32 numbers of a workspace: also for what quant_linear, q
 
 
 def small_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x Wᵀ + b, added up in fp32 and rounded once to x's dtype. Where it pays: `small_linear_rows`.
 
     x [M, K], M <= 64; weight [N, K] and bias [N] of x's dtype; last dimensions contiguous. out [M, N] like x, made when
     absent. Calls on a device share a workspace (`prepare`): they belong on one stream, or one after the other. A row's
-    result is the same, bit for bit, in every call with 2 to 16, 17 to 32, or 33 to 64 rows. Raises ValueError for other
-    layouts and for a K that the tile does not divide.
+    result is the same, bit for bit, in every call with 2 to 16, 17 to 32, or 33 to 64 rows. residual [M, N] like out,
+    of ADDED_ROWS rows: is added to, before the rounding, and returned. Raises ValueError for other layouts and for a K
+    that the tile does not divide.
     """
-    if x.is_cuda:
-        return small_linear_triton(x, weight, bias, out)
-    return small_linear_torch(x, weight, bias, out)
+    call = small_linear_triton if x.is_cuda else small_linear_torch
+    return call(x, weight, bias, out, residual)
 
 
 def small_linear_torch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     y = torch.nn.functional.linear(x, weight, bias)
+    if residual is not None:
+        return residual.add_(y)
     return y if out is None else out.copy_(y)
 
 
@@ -118,6 +129,7 @@ def small_linear_triton(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     *,
     tile: Tile | None = None,
 ) -> torch.Tensor:
@@ -128,6 +140,8 @@ def small_linear_triton(
             f"small_linear takes [M <= {MAX_ROWS}, K] by [N, K], got {tuple(x.shape)} by {tuple(weight.shape)}: "
             "use functional.linear"
         )
+    if residual is not None:
+        out = residual
     if out is None:
         out = x.new_empty(m, n)
     if m == 0:
@@ -144,13 +158,21 @@ def small_linear_triton(
         )
     programs = triton.cdiv(n, tile.block_n)
     if m == 1 and tile.splits == 1:
+        launch = pdl_options(x, m)
+        if residual is not None and launch["PDL"] and tile.warps == 8:
+            launch["maxnreg"] = 32  # without it ptxas takes 40, and two programs less fit a multiprocessor
         _fma_kernel[(programs,)](
             x, weight, weight if bias is None else bias, out, n, k, weight.stride(0),
-            HAS_BIAS=bias is not None, EVEN_N=n % tile.block_n == 0, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            STAGES=tile.stages,
-            num_warps=tile.warps, **pdl_options(x, m),
+            HAS_BIAS=bias is not None, ADD=residual is not None, EVEN_N=n % tile.block_n == 0, BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k, STAGES=tile.stages,
+            num_warps=tile.warps, **launch,
         )  # fmt: skip
         return out
+    if residual is not None:
+        raise ValueError(
+            f"small_linear adds to a residual of {ADDED_ROWS} row with a tile of one split, got {m} rows and {tile}: "
+            "add the result"
+        )
     block_m = 16 if m <= 16 else 32 if m <= 32 else 64
     workspace = _workspaces.get(x.device) or prepare(x.device)
     if tile.splits > 1 and (n > MAX_SPLIT_N or tile.splits > MAX_SPLITS or tile.block_n < MIN_BLOCK_N):
@@ -171,8 +193,8 @@ def small_linear_triton(
 @triton.jit
 def _fma_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, N, K, stride_w,
-    HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ADD: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -195,6 +217,8 @@ def _fma_kernel(
     y = tl.sum(acc, 1)
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    if ADD:
+        y += tl.load(out_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
 
 

@@ -33,18 +33,22 @@ def experts(
     beside: torch.Tensor | None = None,
     of: int | None = None,
     lora: ExpertLora | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Σ_k weights[t, k] · down_e(act(gate_e x_t) · up_e x_t) with e = ids[t, k], for x [T, H] → [T, H] in x's dtype.
 
     ids int32 [T, k], those of a token all different; weights fp32 [T, k]. What has the id E and the weight 0 is left
     out: another rank has it. Sums are made in fp32, in an order that is always the same. limit 0: act is silu; else
-    gpt-oss's activation, clamped there (`gated`). beside [T, H] is added. of: how many experts the k were chosen among
+    gpt-oss's activation, clamped there (`gated`). beside [T, H] is added. residual [T, H], which may be none of the
+    other operands: is added to, before the one rounding, and returned. of: how many experts the k were chosen among
     (None: E), by which tiles are chosen. lora: what the adapters of tokens add to both products.
     The matrices' last dimensions are contiguous on a GPU, x's always.
     """
     if x.is_cuda:
-        return experts_triton(x, ids, weights, *matrices, limit=limit, beside=beside, of=of, lora=lora)
-    return experts_torch(x, ids, weights, matrices, limit, beside, lora)
+        return experts_triton(
+            x, ids, weights, *matrices, limit=limit, beside=beside, of=of, lora=lora, residual=residual
+        )
+    return experts_torch(x, ids, weights, matrices, limit, beside, lora, residual)
 
 
 def experts_torch(
@@ -55,6 +59,7 @@ def experts_torch(
     limit: float = 0.0,
     beside: torch.Tensor | None = None,
     lora: ExpertLora | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     gate_up, down, gate_up_bias, down_bias = matrices
 
@@ -64,7 +69,7 @@ def experts_torch(
     def second(expert: int, rows: torch.Tensor) -> torch.Tensor:
         return F.linear(rows, down[expert], None if down_bias is None else down_bias[expert])
 
-    return sum_of_experts(x, ids, weights, expert_mlp(first, second, limit, lora), beside)
+    return sum_of_experts(x, ids, weights, expert_mlp(first, second, limit, lora), beside, residual)
 
 
 def gated(x: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
@@ -99,6 +104,7 @@ def sum_of_experts(
     weights: torch.Tensor,
     mlp: ExpertMLP,
     beside: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `experts`, on the CPU, where `mlp` is one expert's.
 
@@ -120,4 +126,6 @@ def sum_of_experts(
                 total.index_add_(0, chosen, mlp(expert, x[chosen], chosen).float() * shares[start:end])
     if beside is not None:
         total += beside
+    if residual is not None:
+        return residual.copy_(total.add_(residual))
     return total.to(x.dtype)

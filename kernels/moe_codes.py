@@ -51,15 +51,18 @@ def experts_codes(
     beside: torch.Tensor | None = None,
     of: int | None = None,
     lora: ExpertLora | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """kernels.moe.experts with codes; x bf16 or fp16, gate_up with two parts."""
     if x.is_cuda:
         return experts_codes_triton(
-            x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside, of=of, lora=lora
-        )
+            x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside, of=of, lora=lora,
+            residual=residual,
+        )  # fmt: skip
     return experts_codes_torch(
-        x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside, lora=lora
-    )
+        x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside, lora=lora,
+        residual=residual,
+    )  # fmt: skip
 
 
 def experts_codes_torch(
@@ -74,6 +77,7 @@ def experts_codes_torch(
     limit: float = 0.0,
     beside: torch.Tensor | None = None,
     lora: ExpertLora | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     def first(expert: int, rows: torch.Tensor) -> torch.Tensor:
         inner = F.linear(rows.float(), gate_up.numbers(expert))
@@ -83,7 +87,7 @@ def experts_codes_torch(
         y = F.linear(gates.float(), down.numbers(expert))
         return y if down_bias is None else y + down_bias[expert]
 
-    return sum_of_experts(x, ids, weights, expert_mlp(first, second, limit, lora), beside)
+    return sum_of_experts(x, ids, weights, expert_mlp(first, second, limit, lora), beside, residual)
 
 
 @lru_cache
@@ -124,6 +128,7 @@ def experts_codes_triton(
     sort: bool | None = None,
     of: int | None = None,
     lora: ExpertLora | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`tiles` (of gate and up, of down: with the same rows) and `sort` override the choice."""
     (num_tokens, hidden), top_k, num_experts = x.shape, ids.shape[1], len(down.words)
@@ -132,9 +137,8 @@ def experts_codes_triton(
             f"experts of {gate_up.columns} columns as codes take contiguous rows of bf16 or fp16, got {x.dtype} "
             f"{tuple(x.shape)} with strides {x.stride()}"
         )
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_tokens == 0:
-        return out
+        return torch.empty_like(x) if residual is None else residual
     shape = num_tokens, top_k, of or num_experts
     rows = num_tokens * top_k / shape[2]
     first, second = tiles or (
@@ -147,12 +151,12 @@ def experts_codes_triton(
     if tiles is None and lora is None and moe_few.takes(x, order):
         moe_few.experts_few(x, gate_up, gate_up_bias, inner, order, top_k, num_tokens, limit)
         moe_few.experts_few(inner, down, down_bias, results, order, 1, num_tokens, limit)
-        return sum_pairs(results, weights, beside, out)
+        return sum_pairs(results, weights, beside, residual)
     low = low_rows(x, lora, "gate_up", order, top_k, first.block_m)
     _launch(x, gate_up, gate_up_bias, inner, order, top_k, first, num_tokens, limit, low)
     low = low_rows(inner, lora, "down", order, top_k, second.block_m)
     _launch(inner, down, down_bias, results, order, 1, second, num_tokens, limit, low)
-    return sum_pairs(results, weights, beside, out)
+    return sum_pairs(results, weights, beside, residual)
 
 
 def _launch(

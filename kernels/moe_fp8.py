@@ -61,14 +61,18 @@ def experts_fp8(
     limit: float = 0.0,
     beside: torch.Tensor | None = None,
     of: int | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """kernels.moe.experts of matrices that `experts_take_fp8`, x bf16 or fp16."""
     if x.is_cuda:
         rows = x.shape[0] * ids.shape[1] / (of or len(down.words))
         return experts_fp8_triton(
-            x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside, rows=rows
-        )
-    return experts_fp8_torch(x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside)
+            x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside, rows=rows,
+            residual=residual,
+        )  # fmt: skip
+    return experts_fp8_torch(
+        x, ids, weights, gate_up, down, gate_up_bias, down_bias, limit=limit, beside=beside, residual=residual
+    )
 
 
 def experts_fp8_torch(
@@ -82,6 +86,7 @@ def experts_fp8_torch(
     *,
     limit: float = 0.0,
     beside: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     def product(rows: torch.Tensor, matrices: ExpertCodes, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
         quantised = fp8_rows_torch(rows, True)
@@ -95,7 +100,7 @@ def experts_fp8_torch(
     def mlp(expert: int, rows: torch.Tensor, _: torch.Tensor | slice) -> torch.Tensor:
         return product(gated(product(rows, gate_up, expert, gate_up_bias), limit), down, expert, down_bias)
 
-    return sum_of_experts(x, ids, weights, mlp, beside)
+    return sum_of_experts(x, ids, weights, mlp, beside, residual)
 
 
 def experts_fp8_triton(
@@ -112,13 +117,13 @@ def experts_fp8_triton(
     rows: float = 0.0,
     tiles: tuple[Fp8ExpertTile, Fp8ExpertTile] | None = None,
     quantised: Fp8Rows | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """rows: that an expert gets on average, by which tiles are chosen; `tiles` overrides that. quantised: x as
     fp8_rows has it, by group, where it is there."""
     num_tokens, top_k = ids.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_tokens == 0:
-        return out
+        return torch.empty_like(x) if residual is None else residual
     if tiles is None:
         first, second = fp8_expert_tile("gate_up", rows), fp8_expert_tile("down", rows)
         assert first is not None and second is not None, "too few rows for FP8 activations"
@@ -138,7 +143,7 @@ def experts_fp8_triton(
     order = order_pairs(ids, len(down.words), first.block_m, True)
     _launch(quantised, gate_up, gate_up_bias, inner.values.view(torch.int16), inner.scales, order, top_k, first, limit)
     _launch(inner, down, down_bias, results, inner.scales, order, 1, second, limit)
-    return sum_pairs(results, weights, beside, out)
+    return sum_pairs(results, weights, beside, residual)
 
 
 def _launch(

@@ -86,15 +86,15 @@ def experts_triton(
     sort: bool | None = None,
     of: int | None = None,
     lora: ExpertLora | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """kernels.moe.experts; `tiles` (of gate and up, of down: with the same rows) and `sort` override the choice."""
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
     num_experts, inner = down.shape[0], down.shape[2]
     if x.stride(1) != 1 or gate_up.stride(2) != 1 or down.stride(2) != 1:
         raise ValueError("the last dimensions of x and of the experts' weights must be contiguous: call contiguous()")
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_tokens == 0:
-        return out
+        return torch.empty_like(x) if residual is None else residual
     shape = num_tokens, top_k, of or num_experts, x.element_size()
     first, second = tiles or (gate_up_tile(*shape), down_tile(*shape))
     gates = torch.empty((num_tokens * top_k, inner), dtype=x.dtype, device=x.device)
@@ -104,18 +104,23 @@ def experts_triton(
     _launch(x, gate_up, gate_up_bias, gates, order, inner, top_k, first, num_tokens, low, gated=True, limit=limit)
     low = low_rows(gates, lora, "down", order, top_k, second.block_m)
     _launch(gates, down, down_bias, results, order, hidden, 1, second, num_tokens, low, gated=False, limit=limit)
-    return sum_pairs(results, weights, beside, out)
+    return sum_pairs(results, weights, beside, residual)
 
 
 def sum_pairs(
-    results: torch.Tensor, weights: torch.Tensor, beside: torch.Tensor | None, out: torch.Tensor
+    results: torch.Tensor, weights: torch.Tensor, beside: torch.Tensor | None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """results [T · k, H] → out [T, H]: the sum of each token's k by their weights, in their order, and `beside`."""
-    (num_tokens, hidden), top_k = out.shape, weights.shape[1]
+    """results [T · k, H] → [T, H]: the sum of each token's k by their weights, in their order, and `beside`. residual:
+    is added to, and returned."""
+    (num_tokens, top_k), hidden = weights.shape, results.shape[1]
+    out = results.new_empty(num_tokens, hidden) if residual is None else residual
+    if out.stride(1) != 1:
+        raise ValueError(f"experts add to rows that are contiguous, got strides {out.stride()}: call contiguous()")
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
         results, weights, out if beside is None else beside, out, hidden, 0 if beside is None else beside.stride(0),
-        TOP_K=top_k, BESIDE=beside is not None, BLOCK=block, num_warps=4, **pdl_options(out, num_tokens),
+        out.stride(0), TOP_K=top_k, BESIDE=beside is not None, ADD=residual is not None, BLOCK=block, num_warps=4,
+        **pdl_options(out, num_tokens),
     )  # fmt: skip
     return out
 
@@ -223,8 +228,8 @@ def _expert_kernel(
 
 @triton.jit
 def _sum_kernel(
-    results_ptr, weights_ptr, beside_ptr, out_ptr, size, stride_beside,
-    TOP_K: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    results_ptr, weights_ptr, beside_ptr, out_ptr, size, stride_beside, stride_out,
+    TOP_K: tl.constexpr, BESIDE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -241,4 +246,7 @@ def _sum_kernel(
         total += weight * result.to(tl.float32)
     if BESIDE:
         total += tl.load(beside_ptr + token * stride_beside + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * size + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+    out_ptrs = out_ptr + token * stride_out + column
+    if ADD:
+        total += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)

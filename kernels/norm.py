@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .pdl import pdl_options
+
+
+class Unnormed(NamedTuple):
+    """rms_norm(rows, weight, eps), for whoever reads it to compute on the way (moe_router.py)."""
+
+    rows: torch.Tensor  # [T, D]
+    weight: torch.Tensor  # [D]
+    eps: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.rows.shape
+
+    def normed(self) -> torch.Tensor:
+        return rms_norm(self.rows, self.weight, self.eps)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:

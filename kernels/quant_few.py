@@ -29,15 +29,17 @@ class FewTile(NamedTuple):
     ahead: int = 1
     block_n: int = 16
     prefetch: int = 2  # how often as much goes into the L2 cache before the wait
+    pipelined: bool = False  # codes are loaded before those that precede them are multiplied, the first before the wait
 
 
 @lru_cache
-def few_tile(n: int, k: int, bits: int) -> FewTile:
+def few_tile(n: int, k: int, kind: str) -> FewTile:
     """The fastest of those measured with one row."""
     for row in tile_table("quant_few"):
-        if row["bits"] == bits and fits(row["max_n"], n) and fits(row["max_k"], k):
-            return FewTile(*(row[name] for name in FewTile._fields))
-    raise LookupError(f"no tile of quant_few is for {bits} bits")
+        alike = row["bits"] == BITS[kind] and row.get("kind", kind) == kind
+        if alike and fits(row["max_n"], n) and fits(row["max_k"], k):
+            return FewTile(**{name: row[name] for name in FewTile._fields if name in row})
+    raise LookupError(f"no tile of quant_few is for {kind} codes")
 
 
 @lru_cache
@@ -52,12 +54,16 @@ def quant_few(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     tile: FewTile | None = None,
+    *,
+    add: bool = False,
 ) -> torch.Tensor:
-    """quant_linear for x [M, K], 1 <= M <= 8; `tile` overrides the choice."""
+    """quant_linear for x [M, K], M <= 8; `tile` overrides the choice. add: to what out has, before the rounding."""
     (m, k), n = x.shape, matrix.rows
     if m > MAX_ROWS:
         raise ValueError(f"quant_few takes {MAX_ROWS} rows at most, got {m}: use quant_linear")
-    tile = tile or few_tile(n, k, BITS[matrix.kind])
+    if m == 0:
+        return out
+    tile = tile or few_tile(n, k, matrix.kind)
     asm = decoders(matrix.kind, matrix.table, x.dtype)
     row_stride, block_stride, tile_stride = matrix.strides
     scales, shifts = matrix.scales, matrix.shifts
@@ -67,7 +73,8 @@ def quant_few(
         m, n, k, matrix.blocks, len(scales), x.stride(0), out.stride(0), row_stride, block_stride, tile_stride,
         scales.stride(0),
         ASM0=asm[0], ASM1=asm[1], ASM2=asm[-2], ASM3=asm[-1], PLANE=matrix.plane, PLANES=len(asm), GROUP=matrix.group,
-        HAS_SHIFT=shifts is not None, HAS_BIAS=bias is not None, EVEN=even, BLOCK_N=tile.block_n, TILE_ROWS=TILE,
-        AHEAD=tile.ahead, PREFETCH=tile.prefetch, num_warps=tile.warps, **pdl_options(x, m),
+        HAS_SHIFT=shifts is not None, HAS_BIAS=bias is not None, ADD=add, EVEN=even, BLOCK_N=tile.block_n,
+        TILE_ROWS=TILE, AHEAD=tile.ahead, PREFETCH=tile.prefetch, PIPELINED=tile.pipelined, num_warps=tile.warps,
+        **pdl_options(x, m),
     )  # fmt: skip
     return out

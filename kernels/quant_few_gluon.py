@@ -33,11 +33,12 @@ def quant_few_kernel(
     M, N, K, blocks, groups, stride_x, stride_out, row_stride, block_stride, tile_stride, group_stride,
     ASM0: gl.constexpr, ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr,
     PLANE: gl.constexpr, PLANES: gl.constexpr, GROUP: gl.constexpr, HAS_SHIFT: gl.constexpr, HAS_BIAS: gl.constexpr,
-    EVEN: gl.constexpr, BLOCK_N: gl.constexpr, TILE_ROWS: gl.constexpr, AHEAD: gl.constexpr, PREFETCH: gl.constexpr,
-    PDL: gl.constexpr,
+    ADD: gl.constexpr, EVEN: gl.constexpr, BLOCK_N: gl.constexpr, TILE_ROWS: gl.constexpr, AHEAD: gl.constexpr,
+    PREFETCH: gl.constexpr, PIPELINED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out[m, n] = x[m] · w[n] + b[n]. A warp multiplies AHEAD blocks of columns at a time, every num_warps-th; the sums
-    meet at the end."""
+    meet at the end. ADD: to what is there. PIPELINED: codes are loaded an iteration ahead, the first before the
+    wait."""
     BLOCK_K: gl.constexpr = PLANE * PLANES
     SCALED: gl.constexpr = PLANES if GROUP == 0 or GROUP >= BLOCK_K else GROUP // PLANE
     BATCH: gl.constexpr = gl.num_warps() * AHEAD
@@ -56,19 +57,27 @@ def quant_few_kernel(
         first_row = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
         first_block = gl.arange(0, BATCH, layout=gl.SliceLayout(0, layout))
         codes = words_ptr + (first_row // TILE_ROWS).to(gl.int64) * tile_stride + first_row % TILE_ROWS * row_stride
-        for turn in gl.static_range(PREFETCH):
+        for turn in gl.static_range(1 if PIPELINED else 0, PREFETCH):
             fetched = gl.minimum(turn * BATCH + first_block, blocks - 1)
             gl.inline_asm_elementwise(
                 "cp.async.bulk.prefetch.L2.global [$1], $2; // $0", "=r,l,r",
                 [(codes[:, None] + fetched[None, :] * block_stride).to(gl.int64), PLANE * 2],
                 dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
-        wait()
+        if not PIPELINED:
+            wait()
 
     batch = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))
     row = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
     word = gl.arange(0, PLANE, layout=gl.SliceLayout(0, gl.SliceLayout(1, left)))
     rows = words_ptr + (row // TILE_ROWS).to(gl.int64) * tile_stride + row % TILE_ROWS * row_stride
+    if PIPELINED:
+        next_words = gl.load(
+            rows[None, :, None] + batch[:, None, None] * block_stride + word[None, None, :],
+            mask=(batch < blocks)[:, None, None], other=0, eviction_policy="evict_first",
+        )  # fmt: skip
+        if PDL:
+            wait()
     block = gl.arange(0, BATCH, layout=gl.SliceLayout(1, scaled))
     n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scaled))
     x_batch = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))
@@ -82,11 +91,18 @@ def quant_few_kernel(
     acc = zeros
     inputs = zeros  # of the group: their sum, in all rows
     for start in range(0, blocks, BATCH):
-        place = start + batch if EVEN else gl.minimum(start + batch, blocks - 1)
-        words = gl.load(
-            rows[None, :, None] + place[:, None, None] * block_stride + word[None, None, :],
-            eviction_policy="evict_first",
-        )
+        if PIPELINED:  # what is past the end is not loaded, and not multiplied
+            words, place = next_words, start + BATCH + batch
+            next_words = gl.load(
+                rows[None, :, None] + place[:, None, None] * block_stride + word[None, None, :],
+                mask=(place < blocks)[:, None, None], other=0, eviction_policy="evict_first",
+            )  # fmt: skip
+        else:
+            place = start + batch if EVEN else gl.minimum(start + batch, blocks - 1)
+            words = gl.load(
+                rows[None, :, None] + place[:, None, None] * block_stride + word[None, None, :],
+                eviction_policy="evict_first",
+            )
         for part in gl.static_range(PLANES // SCALED):
             total = acc if GROUP == 0 else zeros
             for plane in gl.static_range(part * SCALED, (part + 1) * SCALED):
@@ -116,4 +132,7 @@ def quant_few_kernel(
         y += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
     m = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, y.type.layout))
     out_ptrs = out_ptr + (m.to(gl.int64)[None, :] * stride_out + n[:, None])
-    gl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+    there = (n < N)[:, None] & (m < M)[None, :]
+    if ADD:
+        y += gl.load(out_ptrs, mask=there, other=0.0).to(gl.float32)
+    gl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=there)

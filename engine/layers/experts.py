@@ -45,7 +45,7 @@ class ExpertsMethod(Protocol):
 
     def mix(
         self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None,
-        lora: ExpertLora | None = None,
+        lora: ExpertLora | None = None, residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As kernels.moe.experts; biases [E, 2I] and [E, H]."""
         ...
@@ -148,13 +148,16 @@ class Experts(nn.Module):
             if bias is not None:
                 bias.normal_(0.0, DUMMY_STD, generator=generator)
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, beside: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, beside: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         """x [T, hidden], ids int32 and weights fp32 [T, k] → [T, hidden], this rank's summand. `beside` is added.
+        residual [T, hidden]: is added to, and returned.
 
         ids count from this rank's first expert on; where they are another's, the weight is 0, the id one past the last.
         """
         lora = None if self.adapter is None else self.adapter.lora
-        return self.method.mix(x, ids, weights, self.biases, beside, lora)
+        return self.method.mix(x, ids, weights, self.biases, beside, lora, residual)
 
     @property
     def quantised(self) -> Counter[str]:
@@ -290,10 +293,10 @@ class UnquantizedExperts(nn.Module):
 
     def mix(
         self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None,
-        lora: ExpertLora | None = None,
+        lora: ExpertLora | None = None, residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         matrices = ExpertWeights(self.gate_up, self.down, *biases)
-        return experts(x, ids, weights, matrices, self.limit, beside, self.of, lora)
+        return experts(x, ids, weights, matrices, self.limit, beside, self.of, lora, residual)
 
 
 def _empty(place: Placement, num_experts: int, rows: int, columns: int) -> nn.Parameter:

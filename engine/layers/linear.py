@@ -23,7 +23,8 @@ class LinearMethod(Protocol):
     The first five are what WeightHolder has of these names.
     """
 
-    add_rows: int | None  # from how many rows on a product takes the residual; None: never
+    add_up_to: int  # up to how many rows a product takes the residual; 0: never
+    add_rows: int | None  # from how many rows on it does so, too; None: never
     fp8_rows: int | None  # from how many rows on x may come as FP8; None: never
     fp8_by_group: bool  # then with a scale for 128 columns each, else with one a row
 
@@ -38,7 +39,7 @@ class LinearMethod(Protocol):
     def randomize(self, generator: torch.Generator) -> None: ...
 
     def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
-        """[T, in] → [T, out] of this rank. residual [T, out], given from add_rows rows on: is added to."""
+        """[T, in] → [T, out] of this rank. residual [T, out], given where it is taken: is added to, and returned."""
         ...
 
     def silu_mul(self, x: Tensor | Fp8Rows, fp8_by_group: bool | None = None) -> Tensor | Fp8Rows:
@@ -112,20 +113,26 @@ class Linear(nn.Module):
     def randomize(self, generator: torch.Generator) -> None:
         self.method.randomize(generator)
 
+    def norms(self, rows: int) -> bool:
+        """Never: a norm of few rows is a launch of a microsecond beside the product, and would take each of its
+        programs as long."""
+        return False
+
     def fp8_input(self, rows: int) -> bool | None:
         """How input of so many rows is best given: as FP8 with a scale for 128 columns each (True), with one a row
         (False), or as it is (None)."""
         fp8_rows = self.method.fp8_rows
         return None if fp8_rows is None or rows < fp8_rows or self.is_adapted else self.method.fp8_by_group
 
-    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
-        """[T, in] → [T, out], in the activations' dtype; for the row rule this rank's summand."""
+    def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
+        """[T, in] → [T, out], in the activations' dtype; for the row rule this rank's summand. residual: as in
+        LinearMethod.multiply."""
         adapter = self.adapter
         if adapter is None or not adapter.active:
-            return self.method.multiply(x)
+            return self.method.multiply(x, residual)
         assert not isinstance(x, Fp8Rows), "fp8_input asks for none in a step with adapters"
         low = adapter.low(x)  # first: a product that is launched dependently begins to read its weight meanwhile
-        return adapter.add(low, self.method.multiply(x))
+        return adapter.add(low, self.method.multiply(x, residual))
 
     @property
     def is_adapted(self) -> bool:
@@ -135,11 +142,17 @@ class Linear(nn.Module):
     def add_to(self, residual: Tensor | None, x: Tensor | Fp8Rows) -> Tensor | None:
         """[T, in] → [T, out] that is to be added to residual [T, out]; None: it has been. Where residual is None, the
         result is wanted itself."""
-        add_rows = self.method.add_rows
-        if residual is None or add_rows is None or x.shape[0] < add_rows or self.is_adapted:
+        if residual is None or not self._adds(x.shape[0]):
             return self.forward(x)
-        self.method.multiply(x, residual)
+        self.forward(x, residual)
         return None
+
+    def _adds(self, rows: int) -> bool:
+        """What an adapter adds to is rounded once more: of few rows it has to be, for rows without one to keep their
+        bits."""
+        add_rows = self.method.add_rows
+        few = rows <= self.method.add_up_to
+        return few or (add_rows is not None and rows >= add_rows and not self.is_adapted)
 
     def silu_mul(self, x: Tensor | Fp8Rows, reader: Linear | None = None) -> Tensor | Fp8Rows:
         """[T, in] → [T, out / 2] of this rank: silu of the first part, times the second; as `reader` takes it best."""

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.fp8_rows import Fp8Rows, add_rms_norm_fp8, rms_norm_fp8
 from ...kernels.layer_norm import add_layer_norm, layer_norm
-from ...kernels.norm import rms_norm
+from ...kernels.norm import Unnormed, rms_norm
 from ..layer_spec import NormKind
 from ..parallel.group import ALONE, Group
 from ..quant.format import FLOATS, Format, Stored
 from .weights import Placement, frozen, keep_at_hand
+
+
+class Reader(Protocol):
+    """Who alone reads what a norm makes, of so many rows: see Linear."""
+
+    def norms(self, rows: int) -> bool: ...
+
+    def fp8_input(self, rows: int) -> bool | None: ...
+
+
+Normed = Tensor | Fp8Rows | Unnormed
 
 
 class Norm(nn.Module):
@@ -58,11 +70,9 @@ class Norm(nn.Module):
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.fill_(1.0)
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, fp8_by_group: bool | None = None
-    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, reader: Reader | None = None) -> tuple[Normed, Tensor]:
         """x and residual [T, size] → (normed, residual): of scale · x + residual, added in place into residual; None:
-        of it. x is the sum of the group's. fp8_by_group: whoever reads `normed` takes it as FP8 (Linear.fp8_input).
+        of it. x is the sum of the group's. reader: gets `normed` as it takes it best; None: as a Tensor.
         """
         raise NotImplementedError
 
@@ -106,9 +116,10 @@ class RMSNorm(Norm):
         if self.less_one:
             self.weight.add_(1)
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, fp8_by_group: bool | None = None
-    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, reader: Reader | None = None) -> tuple[Normed, Tensor]:
+        if x is None and reader is not None and reader.norms(len(residual)):
+            return Unnormed(residual, self.weight, self.eps), residual
+        fp8_by_group = None if reader is None else reader.fp8_input(len(residual))
         if fp8_by_group is not None:
             if x is None:
                 return rms_norm_fp8(residual, self.weight, self.eps, fp8_by_group), residual
@@ -160,7 +171,7 @@ class LayerNorm(Norm):
         if self.bias is not None:
             self.bias.zero_()
 
-    def forward(self, x: Tensor | None, residual: Tensor, fp8_by_group: bool | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, reader: Reader | None = None) -> tuple[Normed, Tensor]:
         if x is None:
             return layer_norm(residual, self.weight, self.bias, self.eps), residual
         return add_layer_norm(self.group.all_reduce(x), residual, self.weight, self.bias, self.eps, self.scale)
@@ -176,7 +187,7 @@ class NoNorm(nn.Module):
         super().__init__()
         self.scale, self.group = scale, group
 
-    def forward(self, x: Tensor | None, residual: Tensor, fp8_by_group: bool | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, reader: Reader | None = None) -> tuple[Normed, Tensor]:
         """As Norm has it; what is normed elsewhere is the residual itself here, and must not be written to."""
         if x is not None:
             residual.add_(self.group.all_reduce(x), alpha=self.scale)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...kernels.moe_route import Routing, route
+from ...kernels.moe_router import norm_router, norm_router_rows
+from ...kernels.norm import Unnormed
 from ..layer_spec import RoutingSpec
 from ..quant.codes import decoded
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
@@ -19,7 +21,7 @@ CORRECTION = "e_score_correction_bias"
 
 
 class Router(nn.Module):
-    """x [T, hidden] → experts int32 [T, k] and weights fp32 [T, k]. Every rank holds and computes all of it.
+    """x [T, hidden] → itself, experts int32 [T, k] and weights fp32 [T, k]. Every rank holds and computes all of it.
 
     Logits are fp32 sums, never rounded: near ties would send tokens to other experts. The correction is fp32 in every
     model: of 256 experts, many differ by less than bf16 can say.
@@ -30,6 +32,7 @@ class Router(nn.Module):
     correction: nn.Parameter | None
     counted: ExpertLoad | None = None  # where tokens are counted, in the row `layer`
     layer = 0
+    norm_rows = 0  # up to how many rows x may be Unnormed
 
     def __init__(self, spec: RoutingSpec, hidden: int, place: Placement) -> None:
         super().__init__()
@@ -76,6 +79,7 @@ class Router(nn.Module):
             self.correction.copy_(tensors[CORRECTION])
 
     def finish(self) -> None:
+        self.norm_rows = norm_router_rows(self.weight)
         keep_at_hand(self)
 
     def randomize(self, generator: torch.Generator) -> None:
@@ -84,15 +88,23 @@ class Router(nn.Module):
             if vector is not None:
                 vector.normal_(0.0, DUMMY_STD, generator=generator)
 
-    def forward(self, x: Tensor, mine: range | None = None) -> tuple[Tensor, Tensor]:
-        """mine: the experts of this rank; None: all."""
-        if self.weight.dtype == torch.float32:
-            logits = functional.linear(x.float(), self.weight, self.bias)
-        else:
-            logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-            logits = logits if self.bias is None else logits.add_(self.bias)
+    def norms(self, rows: int) -> bool:
+        """As of a Reader (norm.py)."""
+        return rows <= self.norm_rows
+
+    def fp8_input(self, rows: int) -> None:
+        return None
+
+    def forward(self, x: Tensor | Unnormed, mine: range | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """mine: the experts of this rank; None: all. The first result: x as the experts take it, normed."""
+        x, logits = norm_router(x, self.weight, self.bias) if isinstance(x, Unnormed) else (x, self._logits(x))
         if self.counted is None or self.counted.query_start is None:
-            return route(logits, self.how, self.correction, mine=mine)
-        return route(
-            logits, self.how, self.correction, self.counted.layers[self.layer], mine, self.counted.query_start
-        )  # fmt: skip
+            return x, *route(logits, self.how, self.correction, mine=mine)
+        counts, query_start = self.counted.layers[self.layer], self.counted.query_start
+        return x, *route(logits, self.how, self.correction, counts, mine, query_start)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if self.weight.dtype == torch.float32:
+            return functional.linear(x.float(), self.weight, self.bias)
+        logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return logits if self.bias is None else logits.add_(self.bias)

@@ -12,7 +12,7 @@ from ...kernels import cublaslt
 from ...kernels.activation import silu_mul
 from ...kernels.cublaslt import Algorithms, measured_linear
 from ...kernels.fp8_rows import Fp8Rows
-from ...kernels.linear import prepare, small_linear, small_linear_rows
+from ...kernels.linear import ADDED_ROWS, prepare, small_linear, small_linear_rows
 from ...kernels.linear_hopper import HopperTiles, hopper_tiles, linear_hopper, silu_mul_linear_hopper
 from ..quant.format import DUMMY_STD, FLOATS, Stored
 from .staging import copy_weight
@@ -30,6 +30,7 @@ class Unquantized(nn.Module):
     algorithms: Algorithms = ()  # by number of rows: cuBLAS's algorithm, where another than its own choice is faster
     tiles: HopperTiles = ()  # by number of rows: of linear_hopper, where that is faster than cuBLAS
     gated_tiles: HopperTiles = ()  # the same for silu_mul
+    add_up_to: int = 0
     add_rows: int | None = None
     fp8_rows: int | None = None
     fp8_by_group = False
@@ -65,6 +66,7 @@ class Unquantized(nn.Module):
             self.small_rows = small_linear_rows(*weight.shape, weight.dtype)
             if self.small_rows:
                 prepare(weight.device)
+                self.add_up_to = ADDED_ROWS
             if self.bias is None:
                 self.algorithms = cublaslt.algorithms(*weight.shape, weight.dtype)
                 self.tiles = hopper_tiles(*weight.shape, weight.dtype, gated=False)
@@ -83,8 +85,8 @@ class Unquantized(nn.Module):
     def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "fp8_rows says that it never comes as FP8"
         rows, weight = x.shape[0], self.weight
-        if rows <= self.small_rows and residual is None:
-            return small_linear(x, weight, self.bias)
+        if rows <= self.add_up_to or (rows <= self.small_rows and residual is None):
+            return small_linear(x, weight, self.bias, residual=residual)
         if self.tiles and (tile := self.tiles[min(rows, len(self.tiles) - 1)]) is not None:
             return linear_hopper(x, weight, tile, residual)
         if rows < len(self.algorithms) and (algorithm := self.algorithms[rows]) is not None:

@@ -12,7 +12,6 @@ from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.expert_load import watch
 from ..layers.head import Head
-from ..layers.linear import Linear
 from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
 from ..layers.weights import Placement, WeightMap, keep_at_hand
@@ -69,9 +68,9 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = None if parallel else norm(first, scale, summands(config, layer, place))
         self.mlp = make_mlp(spec.mlp, config.hidden_size, place)
         self.mlp_after = _norm(config, place) if after else None
-        # Who alone reads what a norm makes.
+        # Who alone reads what a norm makes, or first.
         reader = self.attention.qkv if isinstance(self.attention, AttentionBlock) and not parallel else None
-        self._readers = (reader, self.mlp.gate_up if isinstance(self.mlp, MLP) else None)
+        self._readers = (reader, self.mlp.gate_up if isinstance(self.mlp, MLP) else self.mlp.router)
         keep_at_hand(self)
 
     def weight_map(self, prefix: str) -> WeightMap:
@@ -101,7 +100,7 @@ class DecoderLayer(nn.Module):
         `wanted` int32 [N], last tokens of requests: only they go on once the cache has all keys and values.
         """
         of_attention, of_mlp = self._readers
-        normed, residual = self.attention_norm(x, residual, _fp8(of_attention, residual))
+        normed, residual = self.attention_norm(x, residual, of_attention)
         x = self.attention(normed, residual if self.adds else None, positions, batch, wanted)
         if self.attention_after is not None:
             x = self.group.all_reduce(x)
@@ -111,17 +110,13 @@ class DecoderLayer(nn.Module):
         if self.mlp_norm is None:  # of what attention has seen, too
             normed = normed if wanted is None else normed.index_select(0, wanted)
         else:
-            normed, residual = self.mlp_norm(x, residual, _fp8(of_mlp, residual))
+            normed, residual = self.mlp_norm(x, residual, of_mlp)
             x = None
         y = self.mlp(normed, residual if self.adds else None)
         if self.mlp_after is not None:
             y = self.group.all_reduce(y)
             self.mlp_after.in_place(y)
         return (x if y is None else y if x is None else x + y), residual
-
-
-def _fp8(reader: Linear | None, rows: Tensor) -> bool | None:
-    return None if reader is None else reader.fp8_input(rows.shape[0])
 
 
 def _norm(config: ModelConfig, place: Placement, scale: float = 1.0, group: Group = ALONE) -> Norm:

@@ -9,9 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ...kernels.fp8_rows import Fp8Rows
 from ..layer_spec import LayerSpec, MLPSpec, MoESpec
 from ..layers.experts import Experts
 from ..layers.linear import Linear
+from ..layers.norm import Normed
 from ..layers.routing import Router
 from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
@@ -38,16 +40,17 @@ class Mixture(nn.Module):
             found[f"{prefix}.shared_expert_gate"] = (self.shared_gate, "out")
         return found
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
-        """→ what is to be added to residual, which is left as it is."""
+    def forward(self, x: Normed, residual: Tensor | None) -> Tensor | None:
+        """→ None: all has been added to residual, which is rounded once. Where residual is None, the result itself."""
+        assert not isinstance(x, Fp8Rows), "a router asks for none"
+        x, ids, weights = self.router(x, self.experts.mine)
         beside = None
         if self.shared is not None:
             beside = self.shared(x, None)
             if self.shared_gate is not None:
                 beside *= torch.sigmoid(self.shared_gate(x))
-        ids, weights = self.router(x, self.experts.mine)
-        total: Tensor = self.experts(x, ids, weights, beside)
-        return total
+        total: Tensor = self.experts(x, ids, weights, beside, residual)
+        return total if residual is None else None
 
 
 def has_experts(config: ModelConfig) -> bool:

@@ -56,6 +56,7 @@ class QuantizedExperts(nn.Module):
         biases: tuple[Tensor | None, Tensor | None],
         beside: Tensor | None,
         lora: ExpertLora | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         def product(matrices: tuple[nn.Module, ...], rows: Tensor, bias: Tensor | None, expert: int) -> Tensor:
             results = [matrix(rows, rows.dtype) for matrix in matrices]
@@ -68,7 +69,8 @@ class QuantizedExperts(nn.Module):
         def second(expert: int, gates: Tensor) -> Tensor:
             return product(self._products[expert][1], gates, biases[1], expert)
 
-        return sum_of_experts(x, ids, weights, expert_mlp(first, second, self.limit, lora), beside)
+        mlp = expert_mlp(first, second, self.limit, lora)
+        return sum_of_experts(x, ids, weights, mlp, beside, residual)
 
     def _make(self, matrices: nn.ModuleList, expert: int, parts: list[Tensor | Codes]) -> None:
         made = (make_matrix(part) if isinstance(part, Codes) else FloatMatrix(part) for part in joined(parts))

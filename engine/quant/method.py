@@ -53,6 +53,7 @@ class Quantized(nn.Module):
     From fp8_rows rows on x may come as FP8, with scales as fp8_by_group says (Linear.fp8_input).
     """
 
+    add_up_to: int = 0
     add_rows: int | None = None
     fp8_rows: int | None = None
     fp8_by_group = False
@@ -99,7 +100,7 @@ class Quantized(nn.Module):
         self._matrices = tuple(self.matrices)  # indexing a ModuleList is slow
         only = self._matrices[0] if len(self._matrices) == 1 else None
         if isinstance(only, PackedMatrix):
-            self.__dict__["_packed"] = only
+            self.__dict__["_packed"], self.add_up_to = only, only.add_up_to
             if only.fp8:
                 self.fp8_rows, self.fp8_by_group = only.few_rows + 1, only.by_group
                 if self.bias is None and self.shape.place.tp_size == 1:
@@ -107,6 +108,9 @@ class Quantized(nn.Module):
 
     def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
         if self._packed is not None:
+            if residual is not None and x.shape[0] <= self.add_up_to:
+                assert isinstance(x, Tensor), "FP8 comes with more rows"
+                return self._packed.add_few(x, self.bias, residual)
             return self._packed(x, x.dtype, self.bias, residual)
         y = self._product(x, x.dtype)
         return y if residual is None else residual.add_(y)

@@ -12,6 +12,7 @@ from ...kernels.fp8_linear import fp8_gate, fp8_linear, takes_fp8, unit
 from ...kernels.fp8_rows import Fp8Rows, Product, fp8_rows
 from ...kernels.linear import prepare
 from ...kernels.planes import E2M1, Packed, pack, plane_width
+from ...kernels.quant_few import MAX_ROWS, quant_few, streams_codes
 from ...kernels.quant_linear import TRITON, quant_linear, quant_rows
 from .codes import Codes
 
@@ -41,6 +42,7 @@ class PackedMatrix(nn.Module):
         )
         self.fp8 = takes_fp8(self.matrix) and self.order is None
         self.few_rows = quant_rows(matrix.rows, matrix.kind, self.fp8, matrix.device)
+        self.add_up_to = min(MAX_ROWS, self.few_rows) if self.order is None and streams_codes(matrix.device) else 0
         self.by_group = bool(matrix.group)
         if matrix.device.type == "cuda":
             prepare(matrix.device)
@@ -65,6 +67,10 @@ class PackedMatrix(nn.Module):
                 return _added(dequantized_linear(x, self.matrix, bias).to(dtype), residual)
             x = fp8_rows(x, self.by_group)
         return fp8_linear(x, self.matrix, bias, residual, dtype)
+
+    def add_few(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """Of up to add_up_to rows: residual [T, N], which is added to."""
+        return quant_few(x, self.matrix, bias, residual, add=True)
 
     def gate(self, x: Tensor | Fp8Rows) -> Tensor | Product:
         """x Wᵀ as silu_mul_fp8 takes it, of more than few_rows rows."""

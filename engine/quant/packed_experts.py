@@ -79,16 +79,19 @@ class PackedExperts(nn.Module):
 
     def mix(
         self, x: Tensor, ids: Tensor, weights: Tensor, biases: tuple[Tensor | None, Tensor | None],
-        beside: Tensor | None, lora: ExpertLora | None = None,
+        beside: Tensor | None, lora: ExpertLora | None = None, residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if self.plain is not None:
-            return self.plain.mix(x, ids, weights, biases, beside, lora)
+            return self.plain.mix(x, ids, weights, biases, beside, lora, residual)
         matrices, rows = (self.gate_up_codes, self.down_codes), x.shape[0] * ids.shape[1] / self.of
         if lora is None and self.fp8 and fp8_expert_tile("gate_up", rows) is not None:  # adapters want 16-bit rows
-            return experts_fp8(x, ids, weights, *matrices, *biases, limit=self.limit, beside=beside, of=self.of)
+            return experts_fp8(
+                x, ids, weights, *matrices, *biases, limit=self.limit, beside=beside, of=self.of, residual=residual
+            )
         return experts_codes(
-            x, ids, weights, *matrices, *biases, limit=self.limit, beside=beside, of=self.of, lora=lora
-        )
+            x, ids, weights, *matrices, *biases, limit=self.limit, beside=beside, of=self.of, lora=lora,
+            residual=residual,
+        )  # fmt: skip
 
     def _keep(self, expert: int, part: str, made: Packed) -> bool:
         """Whether it is stored as the others."""

@@ -80,6 +80,39 @@ def test_tiles_of_small_shapes(
     assert out[m].isnan().all() and out[:, n:].isnan().all()
 
 
+def assert_added(rng: torch.Generator, device: str, dtype: torch.dtype, n: int, k: int, tile: Tile | None) -> None:
+    """One row's product, and what is there, rounded once; NaN beside it stays."""
+    x, weight, bias = operands(rng, device, dtype, 1, n, k, bias=True)
+    wide = torch.full((1, n + 3), float("nan"), device=device, dtype=dtype)
+    residual, before = wide[:, :n], torch.randn(1, n, generator=rng).to(device, dtype)
+    residual.copy_(before)
+    assert small_linear_triton(x, weight, bias, residual=residual, tile=tile).data_ptr() == residual.data_ptr()
+    assert_close(residual, expect(x, weight, bias) + before.double())
+    assert wide[:, n:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("n", "k", "tile"), [(32, 64, Tile(4, 32, 4, 1)), (38, 96, Tile(16, 32, 4, 3))])
+def test_one_row_is_added_to_the_residual(
+    rng: torch.Generator, device: str, n: int, k: int, tile: Tile, dtype: torch.dtype
+) -> None:
+    assert_added(rng, device, dtype, n, k, tile)
+
+
+@pytest.mark.gpu
+@requires_cuda
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_one_row_of_real_shapes_is_added_to_the_residual(rng: torch.Generator, device: str, n: int, k: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        assert_added(rng, device, dtype, n, k, None)
+
+
+def test_more_rows_are_added_by_others() -> None:
+    x = torch.ones(2, 64)
+    with pytest.raises(ValueError, match="residual of 1 row with a tile of one split, got 2 rows"):
+        small_linear_triton(x, torch.ones(8, 64), residual=torch.zeros(2, 8), tile=Tile(8, 32, 4, 1))
+
+
 def test_the_workspace_serves_call_after_call(rng: torch.Generator, device: str) -> None:
     """Other splits, tiles and sizes in between; the counters are back at 0 after each."""
     first = operands(rng, device, torch.float16, 3, 70, 128)
@@ -118,6 +151,9 @@ def test_the_splits_order_does_not_matter(
 def test_torch_twin(rng: torch.Generator, bias: bool) -> None:
     x, weight, b = operands(rng, "cpu", torch.float32, 3, 20, 24, bias)
     out = torch.full((3, 20), float("nan"))
+    residual = torch.ones(3, 20)
+    assert small_linear(x, weight, b, residual=residual) is residual
+    assert_close(residual, expect(x, weight, b) + 1)
     assert small_linear(x, weight, b, out) is out
     assert_close(out, expect(x, weight, b))
     assert_close(small_linear(x, weight, b), expect(x, weight, b))
@@ -190,9 +226,9 @@ def test_the_layer_sends_few_rows_there(monkeypatch: pytest.MonkeyPatch) -> None
     assert method.small_rows == 0
     seen = []
 
-    def spy(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def spy(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         seen.append(len(x))
-        return small_linear(x, weight, bias)
+        return small_linear(x, weight, bias, residual=residual)
 
     monkeypatch.setattr(layer_module, "small_linear", spy)
     method.small_rows = 2
@@ -230,7 +266,7 @@ def test_the_layer_uses_it_on_hopper(rng: torch.Generator, device: str) -> None:
         layer.load(part, {"weight": weight, "bias": torch.randn(rows, generator=rng)})
     layer.finish()
     method = layer.method
-    assert method.small_rows == (1 if linear.pdl_available(place.device) else 0)
+    assert method.small_rows == method.add_up_to == (1 if linear.pdl_available(place.device) else 0)
     x = torch.randn(40, 4096, generator=rng).to(device, torch.bfloat16)
     for m in (0, 1, 3, 40):
         assert layer(x[:m]).shape == (m, 6144)

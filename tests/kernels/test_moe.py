@@ -10,9 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.moe import ExpertWeights, experts_torch
+from vserve.kernels.moe import ExpertWeights, experts, experts_torch, sum_of_experts
 from vserve.kernels.moe_route import LITTLE_PAIRS, Routing, route_torch, route_triton
-from vserve.kernels.moe_triton import MoeTile, down_tile, experts_triton, gate_up_tile, needs_sort, tokens_of_tiles
+from vserve.kernels.moe_triton import (
+    MoeTile,
+    down_tile,
+    experts_triton,
+    gate_up_tile,
+    needs_sort,
+    sum_pairs,
+    tokens_of_tiles,
+)
 
 CUDA = torch.cuda.is_available()
 requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
@@ -50,18 +58,54 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", SMALL)
 def test_kernels_equal_their_twin(rng: torch.Generator, device: str, case: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Sorted or not; biases, the clamped activation, a shared expert's result; tails of N and K; rows that pad."""
+    """Sorted or not; biases, the clamped activation, a shared expert's result, a residual stream to add to; tails
+    of N and K; rows that pad."""
     num_tokens, top_k, num_experts, hidden, inner = case
     tiles = MoeTile(16, 16, 32, 4, 2), MoeTile(16, 32, 16, 4, 2, group=3)
     ids, weights = routed(rng, device, num_tokens, top_k, num_experts)
     x = torch.randn(num_tokens, hidden + 8, generator=rng).to(device, dtype)[:, :hidden]
+    stream = torch.randn(num_tokens, hidden, generator=rng).to(device, dtype)
     for bias, limit, beside in ((False, 0.0, None), (True, 0.5, x)):
         matrices = operands(rng, device, dtype, num_experts, hidden, inner, bias)
         wanted = expected(x, ids, weights, matrices, limit, beside)
+        twin = stream.clone()
+        assert experts(x, ids, weights, matrices, limit, beside, residual=twin) is twin
+        assert_near(twin, wanted + stream.float())
         for sort in (True, False) if num_tokens < 17 else (True,):
             found = experts_triton(x, ids, weights, *matrices, limit=limit, beside=beside, tiles=tiles, sort=sort)
             assert found.is_contiguous()
             assert_near(found, wanted)
+        residual = stream.clone()
+        more = {"limit": limit, "beside": beside, "tiles": tiles, "sort": num_tokens >= 17, "residual": residual}
+        assert experts_triton(x, ids, weights, *matrices, **more) is residual
+        assert_near(residual, wanted + stream.float())
+
+
+@pytest.mark.parametrize("hidden", [40, 1100])
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_sum_is_rounded_once(rng: torch.Generator, device: str, hidden: int, beside: bool) -> None:
+    """Also where the stream is added to in its place, among other columns, which stay; so does the twin's."""
+    results = torch.randn(5 * 3, hidden, generator=rng).to(device, torch.float16)
+    weights = torch.rand(5, 3, generator=rng).to(device)
+    stream = (8 * torch.randn(5, hidden + 8, generator=rng)).to(device, torch.float16)
+    other = torch.randn(5, hidden, generator=rng).to(device, torch.float16) if beside else None
+    plain = (weights[:, :, None] * results.view(5, 3, hidden).double()).sum(1) + (
+        0 if other is None else other.double()
+    )
+    exact = stream[:, :hidden].double() + plain
+    found, within = stream.clone(), 0.501 * torch.finfo(torch.float16).eps
+    sum_pairs(results, weights, other, found[:, :hidden])
+    torch.testing.assert_close(found[:, :hidden].double(), exact, rtol=within, atol=1e-5)
+    assert torch.equal(found[:, hidden:], stream[:, hidden:])
+    torch.testing.assert_close(sum_pairs(results, weights, other).double(), plain, rtol=within, atol=1e-5)
+
+    def mlp(expert: int, rows: Tensor, tokens: Tensor | slice) -> Tensor:
+        return results.view(5, 3, hidden)[tokens, expert]
+
+    ids, found = torch.arange(3, dtype=torch.int32, device=device).expand(5, 3), stream.clone()
+    sum_of_experts(stream[:, :hidden], ids, weights, mlp, other, found[:, :hidden])
+    torch.testing.assert_close(found[:, :hidden].double(), exact, rtol=within, atol=1e-5)
+    assert torch.equal(found[:, hidden:], stream[:, hidden:])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
@@ -118,7 +162,9 @@ def test_a_row_that_is_not_finite_stays_alone(rng: torch.Generator, device: str)
 def test_no_tokens(rng: torch.Generator, device: str) -> None:
     matrices = operands(rng, device, torch.float32, 4, 32, 16)
     none = torch.empty(0, 2, device=device)
-    assert experts_triton(torch.empty(0, 32, device=device), none.int(), none, *matrices).shape == (0, 32)
+    x = torch.empty(0, 32, device=device)
+    assert experts_triton(x, none.int(), none, *matrices).shape == (0, 32)
+    assert experts_triton(x, none.int(), none, *matrices, residual=x) is x
 
 
 @pytest.mark.parametrize(("top_k", "num_experts"), [(8, 128), (2, 8), (4, 32), (4, 128), (8, 256), (1, 1)])
@@ -147,6 +193,8 @@ def test_layouts_that_are_refused() -> None:
     x, ids, weights = torch.ones(2, 16), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
     with pytest.raises(ValueError, match=r"call contiguous\(\)"):
         experts_triton(x, ids, weights, torch.ones(1, 16, 16).transpose(1, 2), torch.ones(1, 16, 8))
+    with pytest.raises(ValueError, match="rows that are contiguous"):
+        sum_pairs(x, weights, None, torch.ones(16, 2).t())
 
 
 _COMPILE = """
@@ -171,7 +219,9 @@ for rows in map(int, sys.argv[6].split(",")):
                     (((rows, num_experts), torch.float32), (num_experts, torch.int64)))
     ends = torch.empty(5, dtype=torch.int32, device="meta")
     route_triton(logits, Routing(top_k, renormalize=True), load=load, query_start=ends)
-    experts_triton(x, ids, weights, gate_up, down, bias, down_bias, limit=limit, beside=None if bias is None else x)
+    residual = torch.empty_like(x)
+    experts_triton(x, ids, weights, gate_up, down, bias, down_bias, limit=limit, beside=None if bias is None else x,
+                   residual=residual)
 report = []
 for name, kernel in kernels.values():
     body, before, waits, after = around_wait(kernel)
@@ -240,7 +290,10 @@ def test_real_shapes(
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             replayed = experts_triton(x, ids, weights, *matrices, limit=limit, beside=x)
+            stream = x.clone()
+            experts_triton(x, ids, weights, *matrices, limit=limit, beside=x, residual=stream)
         for other in (ids[:1].expand_as(ids).contiguous(), routed(rng, device, num_tokens, top_k, num_experts)[0]):
             ids.copy_(other)
             graph.replay()
             assert torch.equal(replayed, experts_triton(x, ids, weights, *matrices, limit=limit, beside=x))
+            assert_near(stream, expected(x, ids, weights, matrices, limit, 2 * x.float()))

@@ -109,7 +109,8 @@ def test_products_with_codes(
     rng: torch.Generator, device: str, kind: str, group: int, shifts: bool, tokens: int, top_k: int, experts: int,
     hidden: int, inner: int, block_m: int, block_n: int, fold: bool,
 ) -> None:  # fmt: skip
-    """Sorted or not; biases, the clamped activation, a shared expert's result; tails of N and K."""
+    """Sorted or not; biases, the clamped activation, a shared expert's result, a residual stream to add to; tails
+    of N and K."""
     gate_up = made(rng, kind, experts, 2, inner, hidden, group, shifts, device)
     down = made(rng, kind, experts, 1, hidden, inner, group, shifts, device)
     ids, weights = routed(rng, device, tokens, top_k, experts)
@@ -120,12 +121,16 @@ def test_products_with_codes(
         more = biases if limit else (None, None)
         beside = x if limit else None
         wanted = experts_torch(x.float(), ids, weights, numbers(gate_up, down, *more), limit, beside)
+        stream = None if limit else x.clone()
         found = experts_codes_triton(
-            x, ids, weights, gate_up, down, *more, limit=limit, beside=beside, tiles=tiles, sort=sort
+            x, ids, weights, gate_up, down, *more, limit=limit, beside=beside, tiles=tiles, sort=sort, residual=stream
         )
-        assert_near(found, wanted, 2e-3)
-        found = experts_codes(x, ids, weights, gate_up, down, *more, limit=limit, beside=beside)
-        assert_near(found, wanted, 2e-3 if CUDA else 1e-3)
+        assert stream is None or found is stream
+        assert_near(found, wanted if limit else wanted + x, 2e-3)
+        stream = x.clone() if limit else None
+        found = experts_codes(x, ids, weights, gate_up, down, *more, limit=limit, beside=beside, residual=stream)
+        assert stream is None or found is stream
+        assert_near(found, wanted + x if limit else wanted, 2e-3 if CUDA else 1e-3)
         if CUDA:  # one by one
             found = experts_codes_triton(x, ids, weights, gate_up, down, *more, limit=limit, beside=beside, sort=False)
             assert_near(found, wanted, 2e-3)
@@ -145,15 +150,20 @@ def test_fp8_by_fp8(
     biases = (random(rng, device, 3, 2 * inner), random(rng, device, 3, hidden)) if limit else (None, None)
     beside = x if limit else None
     tiles = Fp8ExpertTile(16, 256, 4, 2), Fp8ExpertTile(16, 128, 4, 2, group=3)
+    stream = x.clone() if limit else None
     found = experts_fp8_triton(
-        x, ids, weights, gate_up, down, *biases, limit=limit, beside=beside, tiles=tiles
-    )  # fmt: skip
+        x, ids, weights, gate_up, down, *biases, limit=limit, beside=beside, tiles=tiles, residual=stream
+    )
+    assert stream is None or found is stream
     wanted = experts_fp8_torch(x.float(), ids, weights, gate_up, down, *biases, limit=limit, beside=beside)
-    assert_near(found, wanted, 5e-3 if CUDA else 2e-3)  # the tensor cores add up some 14 bits; ties of the codes
+    # The tensor cores add up some 14 bits; ties of the codes.
+    assert_near(found, wanted + x if limit else wanted, 5e-3 if CUDA else 2e-3)
     plain = experts_torch(x.float(), ids, weights, numbers(gate_up, down, *biases), limit, beside)
     assert_near(wanted, plain, 0.09)
     if not CUDA:
         assert_near(experts_fp8(x, ids, weights, gate_up, down, *biases, limit=limit, beside=beside), wanted, 1e-3)
+        added = experts_fp8(x, ids, weights, gate_up, down, *biases, limit=limit, beside=beside, residual=x.clone())
+        assert_near(added, wanted + x, 1e-3)
 
 
 def test_experts_that_nobody_has_are_not_read(rng: torch.Generator, device: str) -> None:

@@ -59,6 +59,25 @@ def test_few_rows(rng: torch.Generator, kind: str, group: int, shifts: bool, dty
                 assert float(error) < limit, (n, k, m, tile)
                 assert torch.equal(found, torch.cat(alone[:m]))
         assert torch.equal(quant_linear(x[:3], matrix, bias), quant_few(x[:3], matrix, bias, x.new_empty(3, n)))
+        for tile in (FewTile(4, 2, 32, 0), FewTile(16, 1, 16, 4)):
+            assert_added(rng, matrix, x, tile)
+
+
+def assert_added(rng: torch.Generator, matrix: Packed, x: torch.Tensor, tile: FewTile) -> None:
+    """To what is there, rounded once; a pipelined tile has the same bits."""
+    n, limit = matrix.rows, 6e-3 if x.dtype == torch.bfloat16 else 2e-3
+    residual = torch.randn(MAX_ROWS, n + 8, generator=rng).to(x.device, x.dtype)[:, :n]
+    bias = torch.randn(n, generator=rng).to(x.device, x.dtype)
+    wanted = x.double() @ unpacked(matrix).double().t() + bias.double() + residual[: len(x)].double()
+    for m in {1, len(x)}:
+        found = residual[:m].clone()
+        assert quant_few(x[:m], matrix, bias, found, tile, add=True) is found
+        assert float((found.double() - wanted[:m]).norm() / wanted[:m].norm()) < limit, (n, m, tile)
+        ahead = residual[:m].clone()
+        quant_few(x[:m], matrix, bias, ahead, tile._replace(pipelined=True), add=True)
+        assert torch.equal(ahead, found)
+        plain = quant_few(x[:m], matrix, bias, x.new_empty(m, n), tile)
+        assert torch.equal(plain, quant_few(x[:m], matrix, bias, x.new_empty(m, n), tile._replace(pipelined=True)))
 
 
 @pytest.mark.skipif(CUDA, reason="the same runs on the GPU")
@@ -78,7 +97,8 @@ def test_the_kernel_in_python(
         found = quant_few(x, matrix, bias, x.new_empty(m, n + 8)[:, :n], tile)
         wanted = x.double() @ unpacked(matrix).double().t() + bias.double()
         assert float((found.double() - wanted).norm() / wanted.norm()) < 2e-3
-    assert kernel.launches == 3
+        assert_added(rng, matrix, x, tile)
+    assert kernel.launches == 3 + 4 * (1 + 2 + 2)
 
 
 def test_other_devices_keep_their_products(rng: torch.Generator) -> None:
@@ -92,7 +112,8 @@ def test_every_matrix_has_a_tile() -> None:
     """Programs of whole instructions, and tiles of 64 rows of whole programs."""
     for row in tile_table("quant_few"):
         assert row["block_n"] % 16 == 0 and 64 % row["block_n"] == 0 and row["warps"] <= 16
-    assert {row["bits"] for row in tile_table("quant_few")} == set(BITS.values())
+    found = {(kind, size): module.few_tile(size, size, kind) for kind in BITS for size in (64, 8192, 128256)}
+    assert found["int4", 64].pipelined and not found["table", 64].pipelined, "measured of int4"
 
 
 _COMPILE = """
@@ -115,12 +136,14 @@ def empty(*shape, dtype=torch.bfloat16):
 for kind, n, k, group, shifts in json.loads(sys.argv[1]):
     for dtype in (torch.bfloat16, torch.float16):
         quant_few(empty(3, k, dtype=dtype), matrix(kind, n, k, group, shifts), None, empty(3, n, dtype=dtype))
+    quant_few(empty(3, k), matrix(kind, n, k, group, shifts), empty(n), empty(3, n), add=True)
 report = []
 for name, kernel in kernels.values():
     body, before, waits, after = around_wait(kernel)
     report.append({
         "kernel": name,
-        "writes_before": len(re.findall(r"(st|atom|ld)\\.global|\\bret;", before)) if waits else 1,
+        "touched_before": len(re.findall(r"(st|atom|ld)\\.global(?!\\.L1::evict_f)|\\bret;", before)) if waits else 1,
+        "codes_before": before.count("ld.global.L1::evict_first"),
         "mma": body.count("mma.sync"),
         "barriers": body[: body.rindex("mma.sync")].count("bar.sync"),
         **resources(kernel),
@@ -144,4 +167,5 @@ def test_compiles_for_hopper(layouts: list[Any], run_for_hopper: Callable[..., A
     assert {kernel["kernel"] for kernel in kernels} == {"quant_few_kernel"}
     for kernel in kernels:
         assert kernel["stack"] == kernel["local"] == 0, f"{kernel} spills registers"
-        assert kernel["writes_before"] == 0 and kernel["mma"] >= 8 and kernel["barriers"] == 0, kernel
+        assert kernel["touched_before"] == 0 and kernel["mma"] >= 8 and kernel["barriers"] == 0, kernel
+    assert any(kernel["codes_before"] for kernel in kernels), "of tiles that are pipelined"

@@ -97,7 +97,7 @@ class Adds:
         return self._delta(x)
 
     def add(self, low: Tensor, y: Tensor) -> Tensor:
-        return y + low
+        return y.add_(low)
 
 
 def test_adapter_sees_input_and_output() -> None:
@@ -156,8 +156,8 @@ def test_gated_parts(adapted: bool) -> None:
     torch.testing.assert_close(layer.silu_mul(x), functional.silu(gate) * up)
 
 
-def test_products_of_many_rows_add_to_the_residual() -> None:
-    """Of few rows, or where an adapter has to see the product, the caller adds."""
+def test_products_of_few_and_of_many_rows_add_to_the_residual() -> None:
+    """Of others, or where an adapter has to see a product of many, the caller adds."""
     layer = filled(whole({"out": 6}, 8, bias=False), 8, {"out": 6}, place=CPU)
     x, before = torch.randn(3, 8), torch.randn(3, 6)
 
@@ -178,4 +178,10 @@ def test_products_of_many_rows_add_to_the_residual() -> None:
     layer.adapter.active = False
     assert added()
     layer.adapter, layer.method.add_rows = None, 4
+    assert not added()
+    layer.method.add_up_to = 3
+    assert added()
+    layer.adapter = Adds(lambda given: torch.ones(1))
+    assert added(), "rows without adapter have the same bits whatever the step"
+    layer.method.add_up_to = 2
     assert not added()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from vserve.engine.layers import routing
 from vserve.engine.layers.attention import AttentionBatch
 from vserve.engine.layers.unquantized import Unquantized
 from vserve.engine.loader import load_model
@@ -328,7 +329,7 @@ def test_products_that_add_to_the_residual(
     """As on a GPU from some number of rows on, here from 9: steps with more and with fewer take turns."""
     folder = make(tiny_model, family, variant="clamped" if family == "gpt_oss" else "gqa")  # without biases
     model = load(folder)
-    dense = [layer for layer in model.layers if isinstance(layer.mlp, MLP)]  # experts' results are added by the norm
+    dense = [layer for layer in model.layers if isinstance(layer.mlp, MLP)]  # experts add in every step
     outputs = [layer for layer in model.layers if layer.attention.output.method.bias is None]  # no product adds both
     for product in (*(layer.attention.output for layer in outputs), *(layer.mlp.down for layer in dense)):
         product.method.add_rows = 9
@@ -348,6 +349,41 @@ def test_products_that_add_to_the_residual(
     adds = [((layer in outputs) + (layer in dense)) * layer.adds for layer in model.layers]
     adding = sum(adds[:-1] if last_only else adds)
     assert seen == [21] * adding + [9] * adding
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [
+        ("qwen3_moe", "gqa"),
+        ("qwen2_moe", "gqa"),  # a shared expert with a gate
+        ("granitemoeshared", "gqa"),  # one without; what is added is scaled: the norm adds it
+        ("deepseek_v2", "gqa"),
+        ("deepseek_v3", "gqa"),  # with a correction
+        ("gpt_oss", "clamped"),  # a router with a bias
+    ],
+)
+def test_routers_that_norm_what_they_read(
+    tiny_model: Callable[..., Path], family: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU up to some number of rows, here up to 8; attention's products add to the residual there."""
+    folder = make(tiny_model, family, variant=variant)
+    model, plain = load(folder), load(folder)
+    mixtures = [layer for layer in model.layers if not isinstance(layer.mlp, MLP)]
+    for layer in mixtures:
+        layer.mlp.router.norm_rows = layer.attention.output.method.add_up_to = 8
+    for layer in plain.layers:
+        layer.adds = False  # all is added by norms
+    routed, seen = routing.norm_router, []
+    monkeypatch.setattr(routing, "norm_router", lambda x, *more: (seen.append(len(x.rows)), routed(x, *more))[1])
+    runners = PagedRunner(model, sequences()), PagedRunner(plain, sequences())
+    for plan in [["|", (1, 9), (0, 12)], [(0, 1), "|", (1, 7)], [(1, 1), (0, 1), "|"], [(1, 1), "|"]]:
+        found, wanted = (runner.step(plan) for runner in runners)
+        for (which, first, logits), (_, _, others) in zip(found, wanted, strict=True):
+            assert torch.equal(logits.argmax(-1), others.argmax(-1))
+            assert difference([logits], [others]) < 2e-5
+            assert difference([logits], [oracle(folder)[which][first : first + len(logits)]]) < 2e-4
+    norming = sum(layer.adds for layer in mixtures)
+    assert seen == [rows for rows in (8, 2, 1) for _ in range(norming)]
 
 
 def test_embeddings_in_place_of_ids(tiny_model: Callable[..., Path]) -> None:

@@ -24,7 +24,9 @@ from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.online import Online
 from vserve.engine.quant.packed import PackedMatrix
 from vserve.engine.quant.quantize import to_fp8, to_fp8_blocks
+from vserve.kernels import quant_few
 from vserve.kernels.fp8_rows import Fp8Rows, fp8_rows
+from vserve.kernels.quant_few import MAX_ROWS
 
 from .test_matrix import KINDS, make_codes
 
@@ -128,9 +130,58 @@ def test_a_model(packed: None, asked: str, tiny_model: Callable[..., Path], monk
         x, residual = torch.randn(rows, config.hidden_size), torch.randn(rows, config.hidden_size)
         for reader, norm in ((layer.attention.qkv, layer.attention_norm), (layer.mlp.gate_up, layer.mlp_norm)):
             seen.clear()
-            given, kept = norm(x, residual.clone(), reader.fp8_input(rows))
+            given, kept = norm(x, residual.clone(), reader)
             plain, expected = norm(x.clone(), residual.clone())
             assert torch.equal(kept, expected)
             assert isinstance(given, Fp8Rows) == (asked != "int4" and rows > 48) == bool(seen)
             y, twin = reader(given), reader(plain)
             assert isinstance(y, Tensor) and (y - twin).norm() <= 0.05 * twin.norm()
+
+
+@pytest.fixture
+def on_hopper(packed: None, load_module: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernel of few rows, run on the CPU from its source."""
+    kernels = Path(__file__).parents[1] / "kernels"
+    model, ptx = (load_module(kernels / name) for name in ("gluon_tiles.py", "ptx.py"))
+    kernel = model.Kernel(quant_few.quant_few_kernel, ptx)
+    monkeypatch.setattr(quant_few, "quant_few_kernel", kernel)
+    monkeypatch.setattr(packed_module, "streams_codes", lambda device: True)
+    return kernel
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8_blocks"])
+def test_products_of_few_rows_add_to_the_residual(on_hopper: Any, kind: str) -> None:
+    place, generator = Placement(torch.bfloat16, torch.device("cpu")), torch.Generator().manual_seed(0)
+    layer = Linear(128, {"out": 40}, place=place, bias=True)
+    layer.choose({"out": Online(kind)})
+    layer.create()
+    weight, bias = torch.randn(40, 128, generator=generator) / 8, torch.randn(40, generator=generator)
+    layer.load("out", {"weight": weight, "bias": bias})
+    layer.finish()
+    for rows in (1, MAX_ROWS, MAX_ROWS + 1):
+        x, before = (torch.randn(rows, size, generator=generator).bfloat16() for size in (128, 40))
+        residual, launches = before.clone(), on_hopper.launches
+        y = layer.add_to(residual, x)
+        assert (y is None) == (rows <= MAX_ROWS) == (on_hopper.launches == launches + 1)
+        total = residual if y is None else residual + y
+        wanted = before.float() + x.float() @ weight.t() + bias
+        assert (total - wanted).norm() <= 0.15 * (wanted - before).norm()
+
+
+def test_whose_products_add(on_hopper: Any) -> None:
+    """Where there is a kernel for it, in the order of what is read; as the only matrix."""
+    for kind, wanted in (("int4", MAX_ROWS), ("ordered", 0)):
+        assert PackedMatrix(make_codes(kind, 64, 128, 64), torch.bfloat16).add_up_to == wanted
+    place = Placement(torch.bfloat16, torch.device("cpu"))
+    for formats, wanted in (
+        ({"k": Online("int4"), "v": Online("int4")}, MAX_ROWS), ({"k": Online("int4"), "v": Online("fp8")}, 0),
+        ({"k": Online("int4")}, 0),
+    ):  # fmt: skip
+        layer = Linear(128, {"k": 32, "v": 32}, place=place)
+        layer.choose(formats)
+        layer.create()
+        for part in layer.shape.parts:
+            layer.load(part, {"weight": torch.randn(32, 128)})
+        layer.finish()
+        assert layer.method.add_up_to == wanted
+    assert not quant_few.streams_codes(torch.device("cpu"))
