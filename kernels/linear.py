@@ -160,7 +160,9 @@ def small_linear_triton(
     if m == 1 and tile.splits == 1:
         launch = pdl_options(x, m)
         if residual is not None and launch["PDL"] and tile.warps == 8:
-            launch["maxnreg"] = 32  # without it ptxas takes 40, and two programs less fit a multiprocessor
+            # Of 40, which ptxas takes by itself, six programs fit a multiprocessor and not eight: N = 4096 would be two
+            # waves. What it spills for that (8 bytes) is used behind the loop.
+            launch["maxnreg"] = 32
         _fma_kernel[(programs,)](
             x, weight, weight if bias is None else bias, out, n, k, weight.stride(0),
             HAS_BIAS=bias is not None, ADD=residual is not None, EVEN_N=n % tile.block_n == 0, BLOCK_N=tile.block_n,

@@ -15,9 +15,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .norm import Unnormed, rms_scale, row_tile
 from .pdl import MAX_ROWS, pdl_available, pdl_options
 
-# Columns: fewer share a program in kernels/norm.py, and would be summed in another order than there; more are too many
-# registers.
+# Columns: of fewer, warps have several rows each in kernels/norm.py, which are summed in another order than one alone;
+# more are too many registers.
 MIN_HIDDEN, MAX_HIDDEN = 513, 8192
+MOST_READ = 32 << 20  # bytes of the weight, which is read from the L2 cache for each row by itself
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -41,10 +42,12 @@ def norm_router_torch(
 
 
 def norm_router_rows(weight: torch.Tensor) -> int:
-    """Up to how many rows norm_router is faster than a norm and a product of cuBLAS, which is launched plainly; 0:
-    never."""
+    """Up to how many rows norm_router takes the place of a norm and a product of cuBLAS, which is launched plainly; 0:
+    never. Measured with one row of a weight [128, 2048]."""
     takes = weight.dtype in FLOATS and MIN_HIDDEN <= weight.shape[1] <= MAX_HIDDEN
-    return MAX_ROWS if takes and pdl_available(weight.device) else 0
+    if not takes or not pdl_available(weight.device):
+        return 0
+    return min(MAX_ROWS, max(1, MOST_READ // (weight.numel() * weight.element_size())))
 
 
 def experts_of_program(num_tokens: int) -> int:

@@ -28,15 +28,16 @@ class FewTile(NamedTuple):
     warps: int = 8
     ahead: int = 1
     block_n: int = 16
-    prefetch: int = 2  # how often as much goes into the L2 cache before the wait
+    prefetch: int = 2  # how often as much goes into the L2 cache before the wait; pipelined, once less
     pipelined: bool = False  # codes are loaded before those that precede them are multiplied, the first before the wait
 
 
 @lru_cache
-def few_tile(n: int, k: int, kind: str) -> FewTile:
-    """The fastest of those measured with one row."""
+def few_tile(n: int, k: int, kind: str, shifts: bool) -> FewTile:
+    """The fastest of those measured with one row. shifts: whether the numbers have some: with them, pipelined tiles
+    spill registers."""
     for row in tile_table("quant_few"):
-        alike = row["bits"] == BITS[kind] and row.get("kind", kind) == kind
+        alike = row["bits"] == BITS[kind] and row.get("kind", kind) == kind and row.get("shifts", shifts) == shifts
         if alike and fits(row["max_n"], n) and fits(row["max_k"], k):
             return FewTile(**{name: row[name] for name in FewTile._fields if name in row})
     raise LookupError(f"no tile of quant_few is for {kind} codes")
@@ -63,7 +64,7 @@ def quant_few(
         raise ValueError(f"quant_few takes {MAX_ROWS} rows at most, got {m}: use quant_linear")
     if m == 0:
         return out
-    tile = tile or few_tile(n, k, matrix.kind)
+    tile = tile or few_tile(n, k, matrix.kind, matrix.shifts is not None)
     asm = decoders(matrix.kind, matrix.table, x.dtype)
     row_stride, block_stride, tile_stride = matrix.strides
     scales, shifts = matrix.scales, matrix.shifts

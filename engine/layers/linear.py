@@ -88,6 +88,7 @@ class Linear(nn.Module):
         super().__init__()
         self.shape = LinearShape(in_features, parts, place, rule, unit, bias, row_order, pieces)
         self.adapter: Adapter | None = None
+        self.adds_few = False  # to the residual, of few rows too, where somebody behind it gains by that
 
     def choose(self, formats: Mapping[str, Format]) -> None:
         if not formats:
@@ -151,7 +152,7 @@ class Linear(nn.Module):
         """What an adapter adds to is rounded once more: of few rows it has to be, for rows without one to keep their
         bits."""
         add_rows = self.method.add_rows
-        few = rows <= self.method.add_up_to
+        few = self.adds_few and rows <= self.method.add_up_to
         return few or (add_rows is not None and rows >= add_rows and not self.is_adapted)
 
     def silu_mul(self, x: Tensor | Fp8Rows, reader: Linear | None = None) -> Tensor | Fp8Rows:

@@ -68,6 +68,8 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = None if parallel else norm(first, scale, summands(config, layer, place))
         self.mlp = make_mlp(spec.mlp, config.hidden_size, place)
         self.mlp_after = _norm(config, place) if after else None
+        # A router norms what it reads where nothing is left to be added before.
+        self.attention.output.adds_few = isinstance(self.mlp, Mixture)
         # Who alone reads what a norm makes, or first.
         reader = self.attention.qkv if isinstance(self.attention, AttentionBlock) and not parallel else None
         self._readers = (reader, self.mlp.gate_up if isinstance(self.mlp, MLP) else self.mlp.router)

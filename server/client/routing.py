@@ -69,19 +69,20 @@ class Router:
         them does. A session stays where it was as long as that engine takes requests, and unless it would wait there
         for PATIENCE more than elsewhere; `together`: even then."""
         hits = self.hits(keys)
-        passing = PASSING_TOKENS * min(load.num_open for load in loads if load is not None)
         costs = {
-            index: (
-                max(0, load.waiting_tokens - passing) + num_tokens - BLOCK * hit + OPEN_TOKENS * load.num_open,
-                load.waiting_tokens, len(known), index,
-            )
-            for index, (load, hit, known) in enumerate(zip(loads, hits, self._known, strict=True))
+            index: load.waiting_tokens + num_tokens - BLOCK * hits[index] + OPEN_TOKENS * load.num_open
+            for index, load in enumerate(loads)
             if load is not None
-        }  # fmt: skip
-        chosen = min(costs.values())[-1]
+        }
+        passing = PASSING_TOKENS * min(load.num_open for load in loads if load is not None)
+        _, _, _, chosen = min(
+            (costs[index] - min(passing, load.waiting_tokens), load.waiting_tokens, len(known), index)
+            for index, (load, known) in enumerate(zip(loads, self._known, strict=True))
+            if load is not None
+        )
         name = None if session is None else hash(session)
         last = None if name is None else self._sessions.get(name)
-        if last is not None and last in costs and (together or costs[last][0] <= costs[chosen][0] + PATIENCE):
+        if last is not None and last in costs and (together or costs[last] <= costs[chosen] + PATIENCE):
             chosen = last
         self._remember(keys, chosen)
         if name is not None:

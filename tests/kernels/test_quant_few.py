@@ -112,8 +112,11 @@ def test_every_matrix_has_a_tile() -> None:
     """Programs of whole instructions, and tiles of 64 rows of whole programs."""
     for row in tile_table("quant_few"):
         assert row["block_n"] % 16 == 0 and 64 % row["block_n"] == 0 and row["warps"] <= 16
-    found = {(kind, size): module.few_tile(size, size, kind) for kind in BITS for size in (64, 8192, 128256)}
-    assert found["int4", 64].pipelined and not found["table", 64].pipelined, "measured of int4"
+    found = {
+        (kind, size, shifts): module.few_tile(size, size, kind, shifts)
+        for kind in BITS for size in (64, 8192, 128256) for shifts in (False, True)
+    }  # fmt: skip
+    assert [key for key, tile in found.items() if tile.pipelined] == [("int4", n, False) for n in (64, 8192, 128256)]
 
 
 _COMPILE = """
@@ -150,8 +153,14 @@ for name, kernel in kernels.values():
     })
 print(json.dumps(report))
 """
-FEW = [("int4", 8256, 4096, 128, True), ("e4m3", 128, 14336, 0, False), ("e2m1", 64, 2880, 32, False)]
-MORE = [("table", 64, 4096, 64, False), ("int8", 64, 4096, 0, True), ("int4", 4096, 14336, 128, False)]
+FEW = [
+    ("int4", 8256, 4096, 128, True), ("int4", 64, 14336, 128, True), ("int4", 64, 4096, 128, False),
+    ("e4m3", 128, 14336, 0, False), ("e2m1", 64, 2880, 32, False),
+]  # fmt: skip
+MORE = [
+    ("table", 64, 4096, 64, False), ("int8", 64, 4096, 0, True), ("int4", 64, 4096, 128, True),
+    ("int4", 64, 14336, 128, False), ("int4", 8256, 4096, 128, False),
+]  # fmt: skip
 
 
 @pytest.mark.skipif(CUDA, reason="the other tests compile for this GPU")

@@ -180,6 +180,8 @@ def test_products_of_few_and_of_many_rows_add_to_the_residual() -> None:
     layer.adapter, layer.method.add_rows = None, 4
     assert not added()
     layer.method.add_up_to = 3
+    assert not added(), "nobody gains by it"
+    layer.adds_few = True
     assert added()
     layer.adapter = Adds(lambda given: torch.ones(1))
     assert added(), "rows without adapter have the same bits whatever the step"

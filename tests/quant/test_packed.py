@@ -153,6 +153,7 @@ def on_hopper(packed: None, load_module: Callable[[Path], Any], monkeypatch: pyt
 def test_products_of_few_rows_add_to_the_residual(on_hopper: Any, kind: str) -> None:
     place, generator = Placement(torch.bfloat16, torch.device("cpu")), torch.Generator().manual_seed(0)
     layer = Linear(128, {"out": 40}, place=place, bias=True)
+    layer.adds_few = True
     layer.choose({"out": Online(kind)})
     layer.create()
     weight, bias = torch.randn(40, 128, generator=generator) / 8, torch.randn(40, generator=generator)

@@ -109,6 +109,15 @@ def test_a_session_leaves_an_engine_that_has_too_much_to_do() -> None:
     assert together.choose([], 10, busy, "one request", together=True)[0] == first
 
 
+def test_a_session_does_not_wait_for_what_passes_either() -> None:
+    """Beside many requests, too, PATIENCE tokens more are the most."""
+    for tokens, stays in ((PATIENCE, True), (PATIENCE + 1, False)):
+        router = Router(2, 100 * BLOCK)
+        first, _ = router.choose([], 10, [IDLE] * 2, "me")
+        busy = [Load(tokens * (index == first), 512) for index in range(2)]
+        assert (router.choose([], 10, busy, "me")[0] == first) == stays
+
+
 def test_a_prefix_that_is_there_counts_for_a_session() -> None:
     """What it would have to compute again elsewhere it can as well wait for."""
     router, text = Router(2, 1 << 20), prompt(1, 100)

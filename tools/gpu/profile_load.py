@@ -78,6 +78,8 @@ def read(trace: Path) -> list[dict[str, Any]]:
 
 def idle(events: list[dict[str, Any]]) -> float:
     """Share of the time in gaps, or with nothing but transfers between stages."""
+    if not events:
+        return 1.0
     first = until = events[0]["ts"]
     busy, last = 0.0, first
     for event in events:

@@ -26,8 +26,9 @@ from vserve.kernels.planes import BITS, Packed
 from vserve.kernels.quant_few import MAX_ROWS, FewTile, few_tile, quant_few
 
 
-def tiles(n: int, k: int, kind: str, quick: bool) -> Iterator[FewTile]:
-    own = few_tile(n, k, kind)
+def tiles(n: int, k: int, layout: str, quick: bool) -> Iterator[FewTile]:
+    kind, _, shifts = LAYOUTS[layout]
+    own = few_tile(n, k, kind, shifts)
     found = [own, own._replace(ahead=max(1, own.ahead // 2))]
     if not quick:
         sizes = itertools.product((4, 8, 16), (1, 2, 4), (16, 32), (0, 2))
@@ -73,7 +74,7 @@ def compile_share(share: int, count: int, layouts: list[str], quick: bool, devic
         kind, group, shifts = LAYOUTS[layout]
         matrix = random_matrix(kind, *SHAPES[shape], group, shifts, device)
         case = Case(shape, 1, device)
-        for tile in tiles(*SHAPES[shape], kind, quick):
+        for tile in tiles(*SHAPES[shape], layout, quick):
             for product in (case.alone, case.added):
                 place += 1
                 if place % count == share:
@@ -112,7 +113,7 @@ def main() -> None:
         for m in arguments.rows:
             case = Case(shape, m, device)
             found: list[tuple[float, float, FewTile]] = []
-            for tile in tiles(n, k, kind, arguments.quick):
+            for tile in tiles(n, k, layout, arguments.quick):
                 case.residual.zero_()
                 try:
                     alone, added = (
@@ -122,7 +123,7 @@ def main() -> None:
                     print(f"    {tuple(tile)}: {type(error).__name__} {str(error).splitlines()[0][:100]}", flush=True)
                     continue
                 found.append((alone, added, tile))
-            own = few_tile(n, k, kind)
+            own = few_tile(n, k, kind, shifts)
             best = min(found)[2]
             whole = graph_microseconds(calls(case.in_layer, weights, best))
             print(f"{shape:8s} M={m} {layout:16s} in the layer {whole:6.2f} us, {tuple(best)}", flush=True)
