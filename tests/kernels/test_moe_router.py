@@ -42,7 +42,7 @@ def wanted_logits(normed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 @pytest.mark.parametrize("kept", [HALF, torch.float32])
 @pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize(("experts", "hidden"), [(8, 1024), (5, 720), (130, 600), (3, 2880)])
+@pytest.mark.parametrize(("experts", "hidden"), [(8, 1024), (5, 720), (34, 600), (3, 2880)])
 def test_the_norm_and_its_logits(
     rng: torch.Generator, device: str, rows: int, experts: int, hidden: int, kept: torch.dtype
 ) -> None:
@@ -146,8 +146,6 @@ print(json.dumps(report))
         (128, 2048, "bfloat16"),  # Qwen3-30B-A3B
         (32, 2880, "bfloat16"),  # gpt-oss-20b
         (256, 7168, "float32"),  # DeepSeek-V3
-        (64, 2048, "float32"),  # DeepSeek-V2-Lite
-        (8, 4096, "bfloat16"),  # Mixtral 8x7B
         (32, 1024, "bfloat16"),  # Granite 3.0 1B
     ],
 )
