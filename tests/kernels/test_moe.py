@@ -108,7 +108,7 @@ def test_the_sum_is_rounded_once(rng: torch.Generator, device: str, hidden: int,
     assert torch.equal(found[:, hidden:], stream[:, hidden:])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+@pytest.mark.parametrize("num_tokens", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
 def test_ranks_that_have_some_of_the_experts(rng: torch.Generator, device: str, num_tokens: int) -> None:
     """Their sum is what all do, sorted or not; what others have is not read, for it is not there."""
     matrices, how = operands(rng, device, torch.float32, 6, 32, 16, bias=True), Routing(3, renormalize=True)

@@ -91,14 +91,14 @@ CASES = [
     ("int4", 128, False, 1, 2, 4, 256, 64, 16, 64, False),
     ("int4", 32, True, 5, 2, 3, 96, 70, 16, 64, False),
     ("int4", 32, True, 5, 2, 3, 160, 64, 16, 128, True),
-    ("int4", 64, True, 40, 2, 3, 128, 40, 32, 128, False),
+    pytest.param("int4", 64, True, 40, 2, 3, 128, 40, 32, 128, False, marks=pytest.mark.slow),
     ("e2m1", 32, False, 1, 3, 4, 96, 96, 16, 64, True),
-    ("e2m1", 32, False, 20, 3, 4, 160, 80, 16, 128, False),
+    pytest.param("e2m1", 32, False, 20, 3, 4, 160, 80, 16, 128, False, marks=pytest.mark.slow),
     ("table", 64, False, 3, 1, 2, 64, 32, 16, 64, False),
     ("int8", 0, False, 9, 2, 4, 140, 70, 16, 128, False),
     ("int8", 32, True, 3, 2, 2, 64, 64, 16, 64, True),
     ("e4m3", 0, False, 3, 2, 4, 130, 64, 16, 64, False),
-    ("e4m3", 128, False, 33, 2, 3, 256, 128, 64, 128, True),
+    pytest.param("e4m3", 128, False, 33, 2, 3, 256, 128, 64, 128, True, marks=pytest.mark.slow),
 ]
 
 

@@ -144,9 +144,9 @@ print(json.dumps(report))
     ("experts", "hidden", "kept"),
     [
         (128, 2048, "bfloat16"),  # Qwen3-30B-A3B
-        (32, 2880, "bfloat16"),  # gpt-oss-20b
-        (256, 7168, "float32"),  # DeepSeek-V3
-        (32, 1024, "bfloat16"),  # Granite 3.0 1B
+        pytest.param(32, 2880, "bfloat16", marks=pytest.mark.slow),  # gpt-oss-20b
+        pytest.param(256, 7168, "float32", marks=pytest.mark.slow),  # DeepSeek-V3
+        pytest.param(32, 1024, "bfloat16", marks=pytest.mark.slow),  # Granite 3.0 1B
     ],
 )
 def test_compiles_for_hopper(experts: int, hidden: int, kept: str, run_for_hopper: Callable[..., Any]) -> None:
