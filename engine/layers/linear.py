@@ -125,9 +125,12 @@ class Linear(nn.Module):
         fp8_rows = self.method.fp8_rows
         return None if fp8_rows is None or rows < fp8_rows or self.is_adapted else self.method.fp8_by_group
 
-    def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
-        """[T, in] → [T, out], in the activations' dtype; for the row rule this rank's summand. residual: as in
-        LinearMethod.multiply."""
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
+        """[T, in] → [T, out], in the activations' dtype; for the row rule this rank's summand."""
+        return self._product(x)
+
+    def _product(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
+        """residual: as in LinearMethod.multiply."""
         adapter = self.adapter
         if adapter is None or not adapter.active:
             return self.method.multiply(x, residual)
@@ -144,8 +147,8 @@ class Linear(nn.Module):
         """[T, in] → [T, out] that is to be added to residual [T, out]; None: it has been. Where residual is None, the
         result is wanted itself."""
         if residual is None or not self._adds(x.shape[0]):
-            return self.forward(x)
-        self.forward(x, residual)
+            return self._product(x)
+        self._product(x, residual)
         return None
 
     def _adds(self, rows: int) -> bool:

@@ -85,7 +85,7 @@ class Unquantized(nn.Module):
     def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "fp8_rows says that it never comes as FP8"
         rows, weight = x.shape[0], self.weight
-        if rows <= self.add_up_to or (rows <= self.small_rows and residual is None):
+        if rows <= (self.small_rows if residual is None else self.add_up_to):
             return small_linear(x, weight, self.bias, residual=residual)
         if self.tiles and (tile := self.tiles[min(rows, len(self.tiles) - 1)]) is not None:
             return linear_hopper(x, weight, tile, residual)

@@ -108,9 +108,6 @@ class Quantized(nn.Module):
 
     def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
         if self._packed is not None:
-            if residual is not None and x.shape[0] <= self.add_up_to:
-                assert isinstance(x, Tensor), "FP8 comes with more rows"
-                return self._packed.add_few(x, self.bias, residual)
             return self._packed(x, x.dtype, self.bias, residual)
         y = self._product(x, x.dtype)
         return y if residual is None else residual.add_(y)

@@ -56,8 +56,10 @@ class PackedMatrix(nn.Module):
     def forward(
         self, x: Tensor | Fp8Rows, dtype: torch.dtype, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """residual [T, N] is added to and returned; it is for FP8 products."""
+        """residual [T, N] is added to and returned; it is for FP8 products, and for up to add_up_to rows."""
         if isinstance(x, Tensor):
+            if residual is not None and x.shape[0] <= self.add_up_to:
+                return quant_few(x, self.matrix, bias, residual, add=True)
             if self.order is not None:
                 x = x.index_select(1, self.order)
             if x.shape[0] <= self.few_rows:
@@ -67,10 +69,6 @@ class PackedMatrix(nn.Module):
                 return _added(dequantized_linear(x, self.matrix, bias).to(dtype), residual)
             x = fp8_rows(x, self.by_group)
         return fp8_linear(x, self.matrix, bias, residual, dtype)
-
-    def add_few(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Of up to add_up_to rows: residual [T, N], which is added to."""
-        return quant_few(x, self.matrix, bias, residual, add=True)
 
     def gate(self, x: Tensor | Fp8Rows) -> Tensor | Product:
         """x Wᵀ as silu_mul_fp8 takes it, of more than few_rows rows."""
