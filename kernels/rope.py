@@ -79,13 +79,13 @@ def _one_view(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
 
 @triton.jit
 def rotate_heads(
-    heads_ptr, head_stride, out_ptr, out_head_stride, start, num_heads, angle_ptr, weight_ptr, eps,
+    heads_ptr, head_stride, out_ptr, out_head_stride, start, num_heads, cos, sin, weight_ptr, eps,
     scale_ptr, scale_head_stride,
     DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     NORM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Heads start to start + GROUP of one token, normed if NORM, rotated, and stored at out_ptr (which may be
-    heads_ptr): rounded to the type of the heads, then converted to that of out_ptr.
+    """Heads start to start + GROUP of one token, normed if NORM, rotated by cos and sin [GROUP, BLOCK], and stored at
+    out_ptr (which may be heads_ptr): rounded to the type of the heads, then converted to that of out_ptr.
 
     SCALES: of kv_fp8.py, 0 for none; scale_ptr is the token's, where they are read (1) or written (2)."""
     head = start + tl.arange(0, GROUP)[:, None]
@@ -101,8 +101,6 @@ def rotate_heads(
         tail_lane = 2 * HALF + tl.arange(0, TAIL_BLOCK)[None, :] + tl.zeros([GROUP, 1], tl.int32)
         tail_mask = (head < num_heads) & (tail_lane < DIM)
         tail = tl.load(source + tail_lane, mask=tail_mask, other=0.0).to(tl.float32)
-    cos = tl.load(angle_ptr + lane, mask=mask, other=0.0)
-    sin = tl.load(angle_ptr + HALF + lane, mask=mask, other=0.0)
     if NORM:
         first_weight = tl.load(weight_ptr + lane, mask=mask, other=0.0).to(tl.float32)
         second_weight = tl.load(weight_ptr + HALF + lane, mask=mask, other=0.0).to(tl.float32)

@@ -138,20 +138,26 @@ def _rope_write_kv_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     query_groups = tl.cdiv(num_heads, GROUP)
     kv_groups = tl.cdiv(num_kv_heads, GROUP)
+    # Positions and slots are those of the whole step, and the table is nobody's to write (pdl.py has the rule): they
+    # come while the product before this kernel ends.
     angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * table_stride
+    slot = tl.load(slots_ptr + token)
+    lane = tl.arange(0, BLOCK)[None, :] + tl.zeros([GROUP, 1], tl.int32)
+    cos = tl.load(angle_ptr + lane, mask=lane < HALF, other=0.0)
+    sin = tl.load(angle_ptr + HALF + lane, mask=lane < HALF, other=0.0)
+    if PDL:
+        gdc_wait()
     if group < query_groups:
         place = query_ptr + token * query_token
         rotate_heads(
-            place, query_head, place, query_head, group * GROUP, num_heads, angle_ptr, q_weight_ptr, eps, query_ptr, 0,
+            place, query_head, place, query_head, group * GROUP, num_heads, cos, sin, q_weight_ptr, eps, query_ptr, 0,
             DIM, HALF, BLOCK, TAIL_BLOCK, GROUP, NORM, 0,
         )  # fmt: skip
     else:
-        slot = tl.load(slots_ptr + token)
         if slot >= 0:
             page = (slot // PAGE).to(tl.int64)
             offset = slot % PAGE
@@ -159,7 +165,7 @@ def _rope_write_kv_kernel(
                 rotate_heads(
                     key_ptr + token * key_token, key_head,
                     key_cache_ptr + page * key_cache_block + offset * key_cache_slot, key_cache_head,
-                    (group - query_groups) * GROUP, num_kv_heads, angle_ptr, k_weight_ptr, eps,
+                    (group - query_groups) * GROUP, num_kv_heads, cos, sin, k_weight_ptr, eps,
                     key_scale_ptr + page * key_scale_block + offset * key_scale_slot, key_scale_head,
                     DIM, HALF, BLOCK, TAIL_BLOCK, GROUP, NORM, SCALES,
                 )  # fmt: skip
