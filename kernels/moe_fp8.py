@@ -217,9 +217,9 @@ def _fp8_expert_kernel(
         gate, up = halves(acc)
         values = tl.where((n < N)[:, None], activated(gate, up, limit, CLAMPED), 0.0)
         largest = of_magnitude(tl.max(magnitude(values), 0))
-        scale = tl.maximum(largest, 1e-10, propagate_nan=tl.PropagateNan.ALL) / 448.0
-        tl.store(out_scales_ptr + tile * stride_out_scales + place, scale, mask=row_exists)
-        low, high = halves(tl.div_rn(values, scale[None, :]))
+        largest = tl.maximum(largest, 1e-10, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(out_scales_ptr + tile * stride_out_scales + place, largest / 448.0, mask=row_exists)
+        low, high = halves(values * tl.div_rn(tl.full([BLOCK_M], 448.0, tl.float32), largest)[None, :])
         word = tile * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
         out_ptrs = out_ptr + place[None, :] * stride_out + word[:, None]
         tl.store(out_ptrs, e4m3_words(low, high, PACKED), mask=row_exists[None, :])
