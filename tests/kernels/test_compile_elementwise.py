@@ -91,9 +91,7 @@ def check_waiting(ptx: str, name: str, pdl: bool) -> None:
     assert not re.search(r"(ld|st)\.global", start), f"{name} reads or writes before it lets the next kernel start"
     assert not re.search(r"st\.global|\b(ret|exit);", start + before), f"{name} writes or exits before it has waited"
     early = "_rms_norm_kernel", "_layer_norm_kernel", "_rope_write_kv_kernel"
-    assert name in early or "ld.global" not in before, (
-        f"{name} reads before it has waited"
-    )
+    assert name in early or "ld.global" not in before, f"{name} reads before it has waited"
 
 
 def launch_dependent_kernels() -> None:

@@ -12,10 +12,11 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from model_folder import write_model
@@ -57,12 +58,14 @@ CASES = {
 }
 
 
-def make_runner(folder: Path, shapes: set[Shape]) -> ModelRunner:
-    """With every kernel ready, random caches, and graphs of these shapes only."""
+def make_runner(
+    folder: Path, shapes: set[Shape], quantization: str | None = None, steps: Sequence[Any] = ()
+) -> ModelRunner:  # fmt: skip
+    """With the kernels of `steps` ready (none: of all), random caches, and graphs of these shapes only."""
     device = torch.device("cuda", torch.cuda.current_device())
+    config = ModelConfig.from_folder(folder, quantization=quantization)
     model = load_model(
-        folder, ModelConfig.from_folder(folder), dtype=torch.bfloat16, device=device, load_format="dummy",
-        max_model_len=MAX_TOKENS,
+        folder, config, dtype=torch.bfloat16, device=device, load_format="dummy", max_model_len=MAX_TOKENS
     )  # fmt: skip
     runner = ModelRunner(model, max_num_seqs=1024, max_model_len=MAX_TOKENS, block_size=PAGE, device=device)
     runner.bind_cache(NUM_BLOCKS, torch.bfloat16)
@@ -70,7 +73,7 @@ def make_runner(folder: Path, shapes: set[Shape]) -> ModelRunner:
         assert layer.cache is not None
         layer.cache.keys.normal_()
         layer.cache.values.normal_()
-    for step in warm_up_steps(runner.max_num_seqs, MAX_TOKENS):
+    for step in steps or warm_up_steps(runner.max_num_seqs, MAX_TOKENS):
         runner.dummy_step(*step)
     graphs = runner.plan_graphs(MAX_DECODES, MIXED_TOKENS, ())
     setattr(graphs, "shapes", lambda: sorted(shapes, key=lambda shape: -shape.tokens))  # noqa: B010
