@@ -66,6 +66,7 @@ def test_preemption_changes_nothing(foreign, alone) -> None:
     assert stats.num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_change_nothing(foreign, alone) -> None:
     """As transformers' plan divides it; without one, it is said before weights are read."""
     options = {"model_impl": "transformers", "tensor_parallel_size": 2}

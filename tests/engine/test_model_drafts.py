@@ -115,7 +115,8 @@ PREEMPTED = {"num_gpu_blocks_override": 7, "max_model_len": 112}
 RANKS, WHOLE = {"tensor_parallel_size": 2}, {"draft_tensor_parallel_size": 1}  # and every rank has the whole drafter
 CASES = [
     ("eagle3", 3, 1, {}), ("speculators", 2, 1, CHUNKS), ("eagle", 3, 1, {"block_size": 4}),
-    ("eagle3", 4, 1, PREEMPTED | CHUNKS), ("eagle3", 3, 1, RANKS | CHUNKS), ("eagle", 2, 1, RANKS | WHOLE),
+    pytest.param("eagle3", 4, 1, PREEMPTED | CHUNKS, marks=pytest.mark.slow), ("eagle3", 3, 1, RANKS | CHUNKS),
+    pytest.param("eagle", 2, 1, RANKS | WHOLE, marks=pytest.mark.slow),
 ]  # fmt: skip
 
 

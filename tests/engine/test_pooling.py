@@ -60,7 +60,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+SLOW = "one token at a time"
+
+
+@pytest.mark.parametrize("way", [*(way for way in WAYS if way != SLOW), pytest.param(SLOW, marks=pytest.mark.slow)])
 def test_as_transformers(model: tuple[Any, Any], way: str) -> None:
     """Twice, the second time with a warm prefix cache; beside running generations, whose tokens stay what they are."""
     engine, oracle = model

@@ -192,6 +192,7 @@ FOREIGN = {
     "deepseek_v3": "experts beside shared ones, attention that is whole on each rank",
     "llama4_text": "experts that stand the other way round",
 }
+QUICK = ("granite", "gpt_neox", "qwen3_moe")
 SLOW = (
     "afmoe", "apertus", "arcee", "cohere2", "cwm", "deepseek_v2", "dots1", "ernie4_5", "exaone4", "exaone_moe",
     "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "granitemoe", "helium",
@@ -200,7 +201,10 @@ SLOW = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", [*FOREIGN, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "model_type",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*FOREIGN, *SLOW)],
+)
 def test_ranks_of_models_that_transformers_computes(
     ranks: Ranks, foreign_model: Any, alone: Any, model_type: str
 ) -> None:
