@@ -162,6 +162,14 @@ def e4m3_words(low, high, PACKED: tl.constexpr):
 
 
 @triton.jit
+def scale_and_factor(largest):
+    """Of rows or groups whose numbers have these largest magnitudes (magnitude.py): the scale of their codes, and what
+    makes codes of numbers. One division each: a division a number took a third of these kernels' instructions."""
+    largest = tl.maximum(of_magnitude(largest), 1e-10, propagate_nan=tl.PropagateNan.ALL)
+    return largest / 448.0, tl.div_rn(tl.zeros_like(largest) + 448.0, largest)
+
+
+@triton.jit
 def _write(
     first, second, words_ptr, scales_ptr, row, rows, columns, BY_GROUP: tl.constexpr, BLOCKS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -171,17 +179,14 @@ def _write(
     largest = tl.maximum(tl.max(magnitude(first), 1), tl.max(magnitude(second), 1))
     if not BY_GROUP:
         largest = tl.zeros_like(largest) + tl.max(largest, 0)
-    largest = tl.maximum(of_magnitude(largest), 1e-10, propagate_nan=tl.PropagateNan.ALL)
-    scales = largest / 448.0
+    scales, factor = scale_and_factor(largest)
     block = tl.arange(0, BLOCKS)
     exists = block * 128 < columns
     if BY_GROUP:
         tl.store(scales_ptr + block * rows + row, scales, mask=exists)
     else:
         tl.store(scales_ptr + row + tl.zeros_like(block), scales, mask=block == 0)
-    # One division a row or group: a division each took a third of the kernel's instructions.
-    factor = tl.div_rn(tl.full([BLOCKS], 448.0, tl.float32), largest)[:, None]
-    words = e4m3_words(first * factor, second * factor, PACKED)
+    words = e4m3_words(first * factor[:, None], second * factor[:, None], PACKED)
     place = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     tl.store(words_ptr + place, words, mask=exists[:, None])
 

@@ -16,9 +16,9 @@ import triton.language as tl
 
 from .expert_codes import ExpertCodes
 from .fp8_linear import MANY, fp8_linear_torch, takes_fp8
-from .fp8_rows import BLOCK, Fp8Rows, e4m3_words, fp8_rows, fp8_rows_torch
+from .fp8_rows import BLOCK, Fp8Rows, e4m3_words, fp8_rows, fp8_rows_torch, scale_and_factor
 from .kv_fp8 import packs
-from .magnitude import magnitude, of_magnitude
+from .magnitude import magnitude
 from .moe import gated, sum_of_experts
 from .moe_blocks import Order, order_pairs, pairs_of_block, place_of_program
 from .moe_codes import halves, rows_of_tile, with_bias
@@ -216,10 +216,9 @@ def _fp8_expert_kernel(
     if GATED:
         gate, up = halves(acc)
         values = tl.where((n < N)[:, None], activated(gate, up, limit, CLAMPED), 0.0)
-        largest = of_magnitude(tl.max(magnitude(values), 0))
-        largest = tl.maximum(largest, 1e-10, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(out_scales_ptr + tile * stride_out_scales + place, largest / 448.0, mask=row_exists)
-        low, high = halves(values * tl.div_rn(tl.full([BLOCK_M], 448.0, tl.float32), largest)[None, :])
+        scale, factor = scale_and_factor(tl.max(magnitude(values), 0))
+        tl.store(out_scales_ptr + tile * stride_out_scales + place, scale, mask=row_exists)
+        low, high = halves(values * factor[None, :])
         word = tile * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
         out_ptrs = out_ptr + place[None, :] * stride_out + word[:, None]
         tl.store(out_ptrs, e4m3_words(low, high, PACKED), mask=row_exists[None, :])

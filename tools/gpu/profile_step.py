@@ -74,12 +74,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("profile_step.py profiles a GPU: run it on a machine with one")
-    case = Case(Shape(1, 0, 1, 0), (1, arguments.context))
-    assert case.shape is not None
+    shape = Shape(1, 0, 1, 0)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", arguments.shape)
-        runner = make_runner(model, {case.shape}, arguments.quantization, [(1, 1, GREEDY)])
-        run = prepare(runner, case, random.Random(1))
+        runner = make_runner(model, {shape}, arguments.quantization, [(1, 1, GREEDY)])
+        run = prepare(runner, Case(shape, (1, arguments.context)), random.Random(1))
         step = milliseconds(run, 0.5)
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for _ in range(REPLAYS):
