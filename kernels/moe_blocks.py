@@ -54,9 +54,11 @@ def place_of_program(
 
 
 @triton.jit
-def pairs_of_block(pairs_ptr, block, num_pairs, BLOCK_M: tl.constexpr, SORTED: tl.constexpr):
-    """int32 [BLOCK_M]; num_pairs where the block has no more."""
-    m = tl.arange(0, BLOCK_M)
+def pairs_of_block(
+    pairs_ptr, block, num_pairs, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, SORTED: tl.constexpr
+):  # fmt: skip
+    """int32 [ROWS], the first of the block's; num_pairs where it has no more."""
+    m = tl.arange(0, ROWS)
     if SORTED:
         return tl.load(pairs_ptr + block * BLOCK_M + m)
     else:

@@ -246,7 +246,7 @@ def _codes_kernel(
     )
     if expert >= num_experts:
         return
-    pair = pairs_of_block(pairs_ptr, block_m, num_pairs, BLOCK_M, SORTED)
+    pair = pairs_of_block(pairs_ptr, block_m, num_pairs, BLOCK_M, BLOCK_M, SORTED)
     row_exists = (pair < num_pairs)[None, :]
     i = tl.arange(0, PLANE)
     row = rows_of_tile(tile, N, padded_n, GATED, BLOCK_N, TILE_ROWS)

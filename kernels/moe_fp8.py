@@ -190,7 +190,7 @@ def _fp8_expert_kernel(
     )
     if expert >= num_experts:
         return
-    pair = pairs_of_block(pairs_ptr, block_m, num_pairs, BLOCK_M, True)
+    pair = pairs_of_block(pairs_ptr, block_m, num_pairs, BLOCK_M, BLOCK_M, True)
     row_exists = pair < num_pairs
     x_row = tl.where(row_exists, pair // TOP_K, 0).to(tl.int64)  # where there is none, a row that is: no masks
     row = rows_of_tile(tile, N, padded_n, GATED, BLOCK_N, TILE_ROWS)

@@ -147,7 +147,7 @@ def _low_kernel(
     )
     if expert >= num_experts:
         return
-    pair = pairs_of_block(pairs_ptr, block, num_pairs, BLOCK_M, SORTED)
+    pair = pairs_of_block(pairs_ptr, block, num_pairs, BLOCK_M, BLOCK_M, SORTED)
     slot = slots_of_pairs(slots_ptr, used_ptr, pair, pair < num_pairs, SLOT_K)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     near = tl.minimum(n, N - 1)  # rows past the end read the last one again

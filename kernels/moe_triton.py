@@ -29,6 +29,7 @@ class MoeTile(NamedTuple):
     warps: int
     stages: int
     group: int = 1  # blocks of rows whose programs share tiles of the weight
+    short: int = 0  # a block with so many rows or fewer, or twice as many, is multiplied as one of so many; 0: none is
 
 
 def needs_sort(num_tokens: int, top_k: int, num_experts: int) -> bool:
@@ -47,7 +48,7 @@ def gate_up_tile(num_tokens: int, top_k: int, num_experts: int, itemsize: int) -
         return MoeTile(32, 64, 64, 4, 4)
     if rows <= ROWS[2]:
         return MoeTile(64, 64, 64, 4, 4)
-    return MoeTile(128, 128, 64, 8, 4, group=8)
+    return MoeTile(128, 128, 64, 8, 4, group=8, short=32)
 
 
 def down_tile(num_tokens: int, top_k: int, num_experts: int, itemsize: int) -> MoeTile:
@@ -61,7 +62,7 @@ def down_tile(num_tokens: int, top_k: int, num_experts: int, itemsize: int) -> M
         return MoeTile(32, 128, 64, 4, 4)
     if rows <= ROWS[2]:
         return MoeTile(64, 128, 64, 4, 4)
-    return MoeTile(128, 128, 64, 8, 4, group=8)
+    return MoeTile(128, 128, 64, 8, 4, group=8, short=32)
 
 
 def tokens_of_tiles(top_k: int, num_experts: int) -> list[int]:
@@ -148,8 +149,8 @@ def _launch(
         0 if bias is None else bias.stride(0), limit,
         TOP_K=top_k, GATED=gated, CLAMPED=limit > 0, HAS_BIAS=bias is not None, SORTED=order.sort,
         EVEN_K=k % tile.block_k == 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        GROUP=tile.group, STAGES=tile.stages, num_warps=tile.warps, **lora_arguments(low, x),
-        **pdl_options(x, num_tokens),
+        GROUP=tile.group, SHORT=tile.short if order.sort else 0, STAGES=tile.stages, num_warps=tile.warps,
+        **lora_arguments(low, x), **pdl_options(x, num_tokens),
     )  # fmt: skip
 
 
@@ -170,7 +171,8 @@ def _expert_kernel(
     h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
     TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, SORTED: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, LORA: tl.constexpr, RANK: tl.constexpr, SLOT_K: tl.constexpr, PDL: tl.constexpr,
+    SHORT: tl.constexpr, STAGES: tl.constexpr, LORA: tl.constexpr, RANK: tl.constexpr, SLOT_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair, n] = w[expert, n] · x[pair // TOP_K] + b; gated: of rows n and N + n, activated and multiplied. LORA:
     with what the adapters of rows add."""
@@ -182,7 +184,46 @@ def _expert_kernel(
     )
     if expert >= num_experts:
         return
-    pair = pairs_of_block(pairs_ptr, block, num_pairs, BLOCK_M, SORTED)
+    # Of an expert's last block few rows may be there: the first of them, and so fewer columns for the tensor cores.
+    few: tl.constexpr = False
+    some: tl.constexpr = False
+    if SHORT > 0:
+        few = tl.load(pairs_ptr + block * BLOCK_M + SHORT) >= num_pairs
+        if 2 * SHORT < BLOCK_M:
+            some = tl.load(pairs_ptr + block * BLOCK_M + 2 * SHORT) >= num_pairs
+    if few:
+        _multiply(
+            x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, block, tile, expert, num_pairs, N, K, stride_x,
+            stride_expert, stride_w, stride_bias, limit, h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
+            TOP_K, GATED, CLAMPED, HAS_BIAS, SORTED, EVEN_K, BLOCK_M, SHORT, BLOCK_N, BLOCK_K, STAGES, LORA, RANK,
+            SLOT_K,
+        )  # fmt: skip
+    elif some:
+        _multiply(
+            x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, block, tile, expert, num_pairs, N, K, stride_x,
+            stride_expert, stride_w, stride_bias, limit, h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
+            TOP_K, GATED, CLAMPED, HAS_BIAS, SORTED, EVEN_K, BLOCK_M, 2 * SHORT, BLOCK_N, BLOCK_K, STAGES, LORA, RANK,
+            SLOT_K,
+        )  # fmt: skip
+    else:
+        _multiply(
+            x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, block, tile, expert, num_pairs, N, K, stride_x,
+            stride_expert, stride_w, stride_bias, limit, h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
+            TOP_K, GATED, CLAMPED, HAS_BIAS, SORTED, EVEN_K, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, LORA, RANK,
+            SLOT_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _multiply(
+    x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, block, tile, expert, num_pairs, N, K, stride_x,
+    stride_expert, stride_w, stride_bias, limit, h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, SORTED: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, LORA: tl.constexpr, RANK: tl.constexpr, SLOT_K: tl.constexpr,
+):  # fmt: skip
+    """The first ROWS of the block."""
+    pair = pairs_of_block(pairs_ptr, block, num_pairs, BLOCK_M, ROWS, SORTED)
     row_exists = pair < num_pairs
     row = tl.where(row_exists, pair // TOP_K, 0).to(tl.int64)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -191,8 +232,8 @@ def _expert_kernel(
     x_ptrs = x_ptr + row[None, :] * stride_x + k[:, None]
     w_ptrs = w_ptr + expert * stride_expert + near[:, None] * stride_w + k[None, :]
     up_ptrs = w_ptrs + N.to(tl.int64) * stride_w
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    up = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
             x = tl.load(x_ptrs + start, mask=row_exists[None, :], other=0.0)

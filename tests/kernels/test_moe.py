@@ -133,7 +133,7 @@ def test_ranks_that_have_some_of_the_experts(rng: torch.Generator, device: str, 
         assert_near(total, wanted)
 
 
-@pytest.mark.parametrize("num_tokens", [17, 300])
+@pytest.mark.parametrize("num_tokens", [16, 17, 32, 33, 144, 145, 300])
 def test_all_tokens_to_the_same_experts(rng: torch.Generator, device: str, num_tokens: int) -> None:
     """Others get nothing, and their weights, which are not numbers, are not touched."""
     matrices = operands(rng, device, torch.float32, 7, 32, 16)
@@ -142,7 +142,7 @@ def test_all_tokens_to_the_same_experts(rng: torch.Generator, device: str, num_t
     x, weights = torch.randn(num_tokens, 32, generator=rng), torch.rand(num_tokens, 2, generator=rng)
     x, weights = x.to(device), weights.to(device)
     ids = torch.tensor([[5, 2]], dtype=torch.int32, device=device).expand(num_tokens, 2).contiguous()
-    tiles = MoeTile(64, 16, 32, 4, 2), MoeTile(64, 32, 16, 4, 2)
+    tiles = MoeTile(64, 16, 32, 4, 2, short=16), MoeTile(64, 32, 16, 4, 2, short=32)
     found = experts_triton(x, ids, weights, *matrices, tiles=tiles)
     assert_near(found, expected(x, ids, weights, matrices))
     assert torch.equal(experts_triton(x, ids, weights, *matrices, tiles=tiles), found)

@@ -22,6 +22,7 @@ import torch
 from model_folder import write_model
 
 from vserve.engine.batch import Shape
+from vserve.engine.kv_format import NUMBERS, KVFormat
 from vserve.engine.loader import load_model
 from vserve.engine.messages import pack_tokens
 from vserve.engine.model_config import ModelConfig
@@ -59,17 +60,24 @@ CASES = {
 
 
 def make_runner(
-    folder: Path, shapes: set[Shape], quantization: str | None = None, steps: Sequence[Any] = ()
-) -> ModelRunner:  # fmt: skip
-    """With the kernels of `steps` ready (none: of all), random caches, and graphs of these shapes only."""
+    folder: Path,
+    shapes: set[Shape],
+    quantization: str | None = None,
+    steps: Sequence[Any] = (),
+    kv_format: KVFormat = NUMBERS,
+) -> ModelRunner:
+    """With the kernels of `steps` ready (none: of all), random caches (of codes: zeros), and graphs of these shapes
+    only."""
     device = torch.device("cuda", torch.cuda.current_device())
     config = ModelConfig.from_folder(folder, quantization=quantization)
     model = load_model(
         folder, config, dtype=torch.bfloat16, device=device, load_format="dummy", max_model_len=MAX_TOKENS
     )  # fmt: skip
-    runner = ModelRunner(model, max_num_seqs=1024, max_model_len=MAX_TOKENS, block_size=PAGE, device=device)
+    runner = ModelRunner(
+        model, max_num_seqs=1024, max_model_len=MAX_TOKENS, block_size=PAGE, device=device, kv_format=kv_format
+    )
     runner.bind_cache(NUM_BLOCKS, torch.bfloat16)
-    for layer in model.attention_layers():
+    for layer in () if kv_format.code else model.attention_layers():
         assert layer.cache is not None
         layer.cache.keys.normal_()
         layer.cache.values.normal_()

@@ -24,6 +24,7 @@ from model_folder import SHAPES, write_model
 from torch.profiler import ProfilerActivity, profile
 
 from vserve.engine.batch import Shape
+from vserve.engine.kv_format import CODES, KVFormat
 
 REPLAYS = 10
 
@@ -67,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
     parser.add_argument("--quantization", help="as vserve has it")
+    parser.add_argument("--kv-cache-dtype", choices=CODES, help="as vserve has it, of codes")
     parser.add_argument("--context", type=int, default=256, help="tokens (default: 256)")
     parser.add_argument(
         "--first", default="rope_write_kv", metavar="NAME", help="in whose kernels' names a layer begins"
@@ -77,7 +79,8 @@ def main() -> None:
     shape = Shape(1, 0, 1, 0)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", arguments.shape)
-        runner = make_runner(model, {shape}, arguments.quantization, [(1, 1, GREEDY)])
+        kv_format = KVFormat(CODES.get(arguments.kv_cache_dtype, ""))
+        runner = make_runner(model, {shape}, arguments.quantization, [(1, 1, GREEDY)], kv_format)
         run = prepare(runner, Case(shape, (1, arguments.context)), random.Random(1))
         step = milliseconds(run, 0.5)
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
