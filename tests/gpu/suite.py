@@ -73,6 +73,11 @@ def tests(name: str, *files: str, workers: int = 1, share: str = "loadfile") -> 
     return Part(name, command)
 
 
+def kernels(name: str, *files: str) -> Part:
+    """Side by side, whatever file they are of: most of their time compilers run."""
+    return tests(name, *files, workers=max(1, min(6, CORES // 3)), share="load")
+
+
 def noticing(name: str, *options: str, fails: bool = False) -> Part:
     return Part(name, (str(GPU / "noticing.py"), *options), fails)
 
@@ -112,7 +117,7 @@ GROUPS: dict[str, list[list[Part]]] = {
     ],
     "encoders": [[tests("encoders", "tests/gpu/test_encoders_gpu.py")]],
     "experts": [
-        [tests("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")],
+        [kernels("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")],
         [
             tests(
                 "experts as codes",
@@ -145,7 +150,7 @@ GROUPS: dict[str, list[list[Part]]] = {
             for kind in ("fp8", "int4")
         ),
         [
-            tests(
+            kernels(
                 "kernels",
                 "tests/kernels/test_quant_linear.py",
                 "tests/kernels/test_quant_few.py",
@@ -171,14 +176,8 @@ GROUPS: dict[str, list[list[Part]]] = {
         [noticing("the same, at every load", f"--options={ALWAYS}", "--streams=20,60,200", "--answers=1200")],
     ],
     "lora": [
-        [
-            tests(
-                "adapters",
-                "tests/kernels/test_lora.py",
-                "tests/kernels/test_moe_lora.py",
-                "tests/gpu/test_lora_gpu.py",
-            )
-        ],
+        [kernels("kernels", "tests/kernels/test_lora.py", "tests/kernels/test_moe_lora.py")],
+        [tests("adapters", "tests/gpu/test_lora_gpu.py")],
         [noticing("the noticing model, 40 adapters", "--adapters=40", "--streams=1,100,400", "--answers=2000")],
     ],
     "ranks": [
