@@ -73,8 +73,8 @@ def tests(name: str, *files: str, workers: int = 1, share: str = "loadfile") -> 
     return Part(name, command)
 
 
-def kernels(name: str, *files: str) -> Part:
-    """Side by side, whatever file they are of: most of their time compilers run."""
+def side_by_side(name: str, *files: str) -> Part:
+    """Tests whatever file they are of: most of their time compilers run."""
     return tests(name, *files, workers=max(1, min(6, CORES // 3)), share="load")
 
 
@@ -98,7 +98,7 @@ ALWAYS = (
 GROUPS: dict[str, list[list[Part]]] = {
     "core": [
         [tests("kernels", "tests/kernels", workers=max(1, min(6, CORES // 2)))],
-        [tests("steps", "tests/gpu/test_steps.py", workers=max(1, min(6, CORES // 3)), share="load")],
+        [side_by_side("steps", "tests/gpu/test_steps.py")],
         [noticing("the noticing model")],
         [fault(kind) for kind in ("cell", "table", "stale")],
         [
@@ -117,7 +117,7 @@ GROUPS: dict[str, list[list[Part]]] = {
     ],
     "encoders": [[tests("encoders", "tests/gpu/test_encoders_gpu.py")]],
     "experts": [
-        [kernels("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")],
+        [side_by_side("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")],
         [
             tests(
                 "experts as codes",
@@ -150,7 +150,7 @@ GROUPS: dict[str, list[list[Part]]] = {
             for kind in ("fp8", "int4")
         ),
         [
-            kernels(
+            side_by_side(
                 "kernels",
                 "tests/kernels/test_quant_linear.py",
                 "tests/kernels/test_quant_few.py",
@@ -176,7 +176,7 @@ GROUPS: dict[str, list[list[Part]]] = {
         [noticing("the same, at every load", f"--options={ALWAYS}", "--streams=20,60,200", "--answers=1200")],
     ],
     "lora": [
-        [kernels("kernels", "tests/kernels/test_lora.py", "tests/kernels/test_moe_lora.py")],
+        [side_by_side("kernels", "tests/kernels/test_lora.py", "tests/kernels/test_moe_lora.py")],
         [tests("adapters", "tests/gpu/test_lora_gpu.py")],
         [noticing("the noticing model, 40 adapters", "--adapters=40", "--streams=1,100,400", "--answers=2000")],
     ],
