@@ -1,7 +1,9 @@
-"""Products of many rows with packed codes: some rows of the weight at a time become numbers in a scratch, and the
-product of numbers takes it from there."""
+"""Products of many rows with packed codes: the weight becomes numbers in a scratch, all of it at once or some rows at a
+time, and a product of numbers takes it from there."""
 
 from __future__ import annotations
+
+import threading
 
 import torch
 import triton
@@ -10,19 +12,42 @@ import triton.language as tl
 from .pdl import launched_plainly
 from .planes import TILE, Packed, decoded, decoders, planes_of, unpacked
 
-SCRATCH = 1 << 25  # elements, of 16 bits: a piece of the weight is still in the L2 cache when it is read
+SCRATCH = 1 << 25  # elements, of 16 bits, that a scratch has at least
+LARGEST = 1 << 27  # of a weight that becomes numbers at once
 
 _scratches: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+_captured: list[torch.Tensor] = []  # scratches whose addresses CUDA graphs have: they outlive their replacement
+_growing = threading.Lock()
 
 
-def prepare_scratch(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate the device's scratch (64 MiB) unless it is there; RuntimeError while a CUDA graph is captured."""
-    scratch = _scratches.get((device, dtype))
-    if scratch is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"there is no scratch on {device} and a graph is captured: call prepare_scratch first")
-        scratch = _scratches[device, dtype] = torch.empty(SCRATCH, dtype=dtype, device=device)
+def prepare_scratch(device: torch.device, dtype: torch.dtype, elements: int = 0) -> torch.Tensor:
+    """The device's scratch (64 MiB and up to four times as much), with room for so many elements unless these are more
+    than LARGEST; RuntimeError where it has to be made while a CUDA graph is captured."""
+    wanted = max(SCRATCH, elements if elements <= LARGEST else 0)
+    with _growing:
+        scratch = _scratches.get((device, dtype))
+        if scratch is None or len(scratch) < wanted:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"the scratch on {device} is too small and a graph is captured: call prepare_scratch first"
+                )
+            scratch = _scratches[device, dtype] = torch.empty(wanted, dtype=dtype, device=device)
+        return scratch
+
+
+def _written(scratch: torch.Tensor) -> torch.Tensor:
+    if torch.cuda.is_current_stream_capturing() and not any(kept is scratch for kept in _captured):
+        _captured.append(scratch)
     return scratch
+
+
+def numbers(matrix: Packed, dtype: torch.dtype) -> torch.Tensor | None:
+    """[N, K] in the scratch, which keeps them until the next call; None where they have no room, and off the GPU."""
+    scratch = _scratches.get((matrix.device, dtype))
+    size = matrix.rows * matrix.columns
+    if scratch is None or len(scratch) < size or not scratch.is_cuda:
+        return None
+    return dequantize(matrix, dtype, out=_written(scratch)[:size].view(matrix.rows, matrix.columns))
 
 
 def dequantized_linear(
@@ -37,8 +62,8 @@ def dequantized_linear(
     rows, columns = matrix.rows, matrix.columns
     if out is None:
         out = x.new_empty(len(x), rows)
-    scratch = prepare_scratch(x.device, x.dtype)
-    step = max(TILE, SCRATCH // columns // TILE * TILE)
+    scratch = _written(prepare_scratch(x.device, x.dtype))
+    step = max(TILE, SCRATCH // columns // TILE * TILE)  # of which the last is still in the L2 cache when it is read
     for first in range(0, rows, step):
         size = min(step, rows - first)
         weight = scratch[: size * columns].view(size, columns) if size * columns <= SCRATCH else None

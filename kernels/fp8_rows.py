@@ -92,7 +92,8 @@ def fp8_rows_torch(x: torch.Tensor, by_group: bool = False) -> Fp8Rows:
     values = F.pad(x.float(), (0, -x.shape[1] % BLOCK))
     groups = values.view(len(x), -1, BLOCK if by_group else values.shape[1])
     largest = groups.abs().amax(2, keepdim=True).clamp_(min=SMALLEST)
-    codes = interleaved((groups * (MAX / largest)).clamp(-MAX, MAX).flatten(1)).to(torch.float8_e4m3fn)
+    factor = torch.full_like(largest, MAX) / largest  # MAX / largest is rounded twice, which moves numbers at borders
+    codes = interleaved((groups * factor).clamp(-MAX, MAX).flatten(1)).to(torch.float8_e4m3fn)
     return Fp8Rows(codes, (largest / MAX).squeeze(2).t().contiguous(), x.dtype)
 
 

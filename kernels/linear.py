@@ -34,17 +34,20 @@ def small_linear(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    late: bool = False,
 ) -> torch.Tensor:
     """x Wᵀ + b, added up in fp32 and rounded once to x's dtype. Where it pays: `small_linear_rows`.
 
     x [M, K], M <= 64; weight [N, K] and bias [N] of x's dtype; last dimensions contiguous. out [M, N] like x, made when
     absent. Calls on a device share a workspace (`prepare`): they belong on one stream, or one after the other. A row's
     result is the same, bit for bit, in every call with 2 to 16, 17 to 32, or 33 to 64 rows. residual [M, N] like out,
-    of ADDED_ROWS rows: is added to, before the rounding, and returned. Raises ValueError for other layouts and for a K
-    that the tile does not divide.
+    of ADDED_ROWS rows: is added to, before the rounding, and returned. late, of one row: the next kernel starts once x
+    is there, and may read it as well without waiting (pdl.py). Raises ValueError for other layouts and for a K that the
+    tile does not divide.
     """
-    call = small_linear_triton if x.is_cuda else small_linear_torch
-    return call(x, weight, bias, out, residual)
+    if x.is_cuda:
+        return small_linear_triton(x, weight, bias, out, residual, late=late)
+    return small_linear_torch(x, weight, bias, out, residual)
 
 
 def small_linear_torch(
@@ -132,6 +135,7 @@ def small_linear_triton(
     residual: torch.Tensor | None = None,
     *,
     tile: Tile | None = None,
+    late: bool = False,
 ) -> torch.Tensor:
     """small_linear on Triton; `tile` overrides the choice; one row and a tile that splits goes to the dot kernel."""
     (m, k), n = x.shape, weight.shape[0]
@@ -161,16 +165,16 @@ def small_linear_triton(
         launch = pdl_options(x, m)
         if residual is not None and launch["PDL"] and tile.warps == 8:
             # Of 40, which ptxas takes by itself, six programs fit a multiprocessor and not eight: N = 4096 would be two
-            # waves. What it spills for that (8 bytes) is used behind the loop.
+            # waves. What it spills for that (8 bytes; late, 16) is used behind the loop.
             launch["maxnreg"] = 32
         _fma_kernel[(programs,)](
             x, weight, weight if bias is None else bias, out, n, k, weight.stride(0),
             HAS_BIAS=bias is not None, ADD=residual is not None, EVEN_N=n % tile.block_n == 0, BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k, STAGES=tile.stages,
+            BLOCK_K=tile.block_k, STAGES=tile.stages, LATE=late,
             num_warps=tile.warps, **launch,
         )  # fmt: skip
         return out
-    if residual is not None:
+    if residual is not None or late:
         raise ValueError(
             f"small_linear adds to a residual of {ADDED_ROWS} row with a tile of one split, got {m} rows and {tile}: "
             "add the result"
@@ -196,7 +200,7 @@ def small_linear_triton(
 def _fma_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, N, K, stride_w,
     HAS_BIAS: tl.constexpr, ADD: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -206,8 +210,12 @@ def _fma_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     w = tl.load(w_ptrs, eviction_policy="evict_first")
     if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+        if LATE:
+            gdc_wait()
+            gdc_launch_dependents()
+        else:
+            gdc_launch_dependents()
+            gdc_wait()
     # A block of W is on its way while the one before it is added.
     for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
         next_w = tl.load(w_ptrs + start, eviction_policy="evict_first")

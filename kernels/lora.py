@@ -68,13 +68,15 @@ def max_tiles(num_tokens: int, num_slots: int) -> int:
     return (num_tokens - slots) // tiling_of(num_tokens).rows + slots
 
 
-def shrink(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
+def shrink(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles, beside: bool = False) -> Tensor:
     """x [T, K], a [slots, N, K] → fp32 [splits, T, N], whose sum over splits is A x by places of
     `tiles.order`; what no tile has stays undefined. used int32 [slots]: 0 where an adapter has nothing here, and so
-    nothing is computed."""
+    nothing is computed. beside: the launch just before is a product with x that lets others start once x is there
+    (small_linear that is `late`, quant_few); this runs beside it where it can."""
     if x.device.type == "cuda":
-        shrink_cuda = shrink_gluon if is_shrunk_by_gluon(x, a, tiles) else shrink_triton
-        return shrink_cuda(x, a, used, tiles)
+        if is_shrunk_by_gluon(x, a, tiles):
+            return shrink_gluon(x, a, used, tiles, beside)
+        return shrink_triton(x, a, used, tiles)
     return shrink_torch(x, a, used, tiles)
 
 
@@ -212,7 +214,7 @@ def is_shrunk_by_gluon(x: Tensor, a: Tensor, tiles: Tiles) -> bool:
     )  # fmt: skip
 
 
-def shrink_gluon(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
+def shrink_gluon(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles, beside: bool = False) -> Tensor:
     (num_tokens, k), n, tiling = x.shape, a.shape[1], tiles.tiling
     if x.stride(1) != 1 or a.stride(2) != 1:
         raise ValueError("the last dimensions of x and A must be contiguous: call contiguous()")
@@ -222,7 +224,7 @@ def shrink_gluon(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
     h = torch.empty((splits, num_tokens, n), dtype=torch.float32, device=x.device)
     lora_shrink_kernel[(triton.cdiv(n, block_n), splits, len(tiles.slots))](
         x, a, used, h, *tiles[:4], num_tokens, n, k, rounds, x.stride(0), a.stride(0), a.stride(1),
-        EVEN=k % step == 0, TOKENS=tiling.rows, BLOCK_N=block_n, BLOCK_K=LOW_COLUMNS,
+        EVEN=k % step == 0, TOKENS=tiling.rows, BLOCK_N=block_n, BLOCK_K=LOW_COLUMNS, BESIDE=beside,
         num_warps=tiling.low_warps, **pdl_options(x, num_tokens),
     )  # fmt: skip
     return h

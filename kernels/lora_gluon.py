@@ -146,10 +146,12 @@ def lora_expand_kernel(
 def lora_shrink_kernel(
     x_ptr, a_ptr, used_ptr, h_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr,
     T, N, K, rounds, stride_x, stride_slot, stride_a,
-    EVEN: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, PDL: gl.constexpr,
+    EVEN: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BESIDE: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """h[split, place, n] = Σ_k a[slot, n, k] · x[order[place], k] of a tile of up to TOKENS places, over `rounds` times
-    num_warps · BLOCK_K values of k, of which each warp multiplies BLOCK_K; their sums meet at the end."""
+    num_warps · BLOCK_K values of k, of which each warp multiplies BLOCK_K; their sums meet at the end. BESIDE: the
+    kernel before has waited before it let this one start, so that x is there; its end is waited for last."""
     WARPS: gl.constexpr = gl.num_warps()
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
@@ -158,7 +160,7 @@ def lora_shrink_kernel(
     block, split, tile = gl.program_id(0), gl.program_id(1), gl.program_id(2)  # empty tiles come last
     if PDL:
         launch_dependents()
-    # What is read before the wait, and what at the same time: as in lora_expand_kernel.
+    # What is read before the wait, and what at the same time: as in lora_expand_kernel, but for BESIDE.
     start = gl.load(starts_ptr + tile)
     end = gl.load(ends_ptr + tile)
     slot = gl.load(slots_ptr + tile).to(gl.int64)
@@ -176,9 +178,11 @@ def lora_shrink_kernel(
     else:
         a = gl.load(a_ptrs, mask=wanted & (k < K), other=0.0)
     token = _tokens(order_ptr, start, end, TOKENS, gl.SliceLayout(0, gl.SliceLayout(1, right)))
-    if PDL:
+    if PDL and not BESIDE:
         wait()
     if used == 0:
+        if PDL and BESIDE:
+            wait()
         return
     warp_x = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))
     i_x = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
@@ -186,23 +190,26 @@ def lora_shrink_kernel(
     k_x = gl.expand_dims(first + warp_x[:, None] * BLOCK_K + i_x[None, :], 2)
     given = gl.expand_dims((m < end - start)[None, :], 1)
     x_ptrs = x_ptr + gl.expand_dims((token * stride_x)[None, :], 1) + k_x
+    CACHE: gl.constexpr = ".cg" if BESIDE else ""  # before the wait: L1 may still have what was there before x
     if EVEN:
-        x = gl.load(x_ptrs, mask=given, other=0.0)
+        x = gl.load(x_ptrs, mask=given, other=0.0, cache_modifier=CACHE)
     else:
-        x = gl.load(x_ptrs, mask=given & (k_x < K), other=0.0)
+        x = gl.load(x_ptrs, mask=given & (k_x < K), other=0.0, cache_modifier=CACHE)
     acc = gl.zeros([WARPS, BLOCK_N, TOKENS], gl.float32, mma)
     behind = gl.minimum(K - first, rounds * (WARPS * BLOCK_K))
     for at in range(WARPS * BLOCK_K, behind + WARPS * BLOCK_K, WARPS * BLOCK_K):
         a_now, x_now = a, x  # the next ones are on their way while these are multiplied
         if EVEN:
             a = gl.load(a_ptrs + at, mask=wanted & (at < behind), other=0.0)
-            x = gl.load(x_ptrs + at, mask=given & (at < behind), other=0.0)
+            x = gl.load(x_ptrs + at, mask=given & (at < behind), other=0.0, cache_modifier=CACHE)
         else:
             a = gl.load(a_ptrs + at, mask=wanted & (at < behind) & (k + at < K), other=0.0)
-            x = gl.load(x_ptrs + at, mask=given & (at < behind) & (k_x + at < K), other=0.0)
+            x = gl.load(x_ptrs + at, mask=given & (at < behind) & (k_x + at < K), other=0.0, cache_modifier=CACHE)
         acc = mma_v2(a_now, x_now, acc)
     h = gl.sum(acc, 0)
     n_h = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, h.type.layout))
     m_h = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, h.type.layout))
     h_ptrs = h_ptr + (split.to(gl.int64) * T + start) * N + (m_h[None, :] * N + n_h[:, None])
     gl.store(h_ptrs, h, mask=(n_h < N)[:, None] & (m_h < end - start)[None, :])
+    if PDL and BESIDE:
+        wait()

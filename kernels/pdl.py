@@ -2,17 +2,22 @@
 
 A kernel that takes part begins with gdc_launch_dependents(), which lets the next one start as soon as every program of
 this one has started, and calls gdc_wait() before it reads or writes anything that an earlier kernel may have written or
-read: it returns once the kernel before has completed. What is saved is the launch and the start-up of the programs,
+read: it returns once the kernel before has completed. (quant_few, and small_linear where it is to be `late`, wait
+first and then let the next one start.) What is saved is the launch and the start-up of the programs,
 a microsecond or two of a kernel that may itself run for no longer. Every program must call gdc_wait() before it ends,
 however early: the kernel after next knows only that this kernel has completed, and infers that all before it have.
 
-One place breaks this on purpose: attend_beside (attention_beside.py) launches kernels of which none waits for the one
-before, so that the last may have completed while the others still run. A kernel that takes part may not be the next
-one after it, for its gdc_wait() is for the last alone. The next one is launched plainly, which waits for all; after it
-the inference holds again. `pdl_options` sees to it.
+Two places break this on purpose. A x of an adapter (lora.py, `beside`), launched right behind one of these products,
+reads the x of both before it waits: whoever made x had completed when the product let others start. It writes only what
+the product does not touch, waits before each of its ends, and reads x past L1, which may not have seen it made.
 
-Only what no kernel writes (weights), or what was written before some kernel that was launched plainly (the lengths and
-block tables of a step, which precede the embedding), may be read before gdc_wait().
+attend_beside (attention_beside.py) launches kernels of which none waits for the one before, so that the last may have
+completed while the others still run. A kernel that takes part may not be the next one after it, for its gdc_wait() is
+for the last alone. The next one is launched plainly, which waits for all; after it the inference holds again.
+`pdl_options` sees to it.
+
+Everybody else reads before gdc_wait() only what no kernel writes (weights), or what was written before some kernel that
+was launched plainly (the lengths and block tables of a step, which precede the embedding).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels import pdl
 from ...kernels.lora import TILINGS, Columns, Tiles, column_blocks, expand, look_up, max_tiles, shrink, tiling_of
 from ...kernels.moe_lora import ExpertLora, ExpertPairs
 from ..layers.embedding import Embedding, LMHead
@@ -16,6 +17,7 @@ from .layout import Packed, Place, part_sizes
 from .store import AdapterStore
 
 NO_SLOT = -1
+MAX_ROWS_BESIDE = 64
 ALIGNMENT = 4  # numbers of four bytes: Triton compiles a kernel again for pointers that are no multiples of 16 bytes
 
 
@@ -76,10 +78,16 @@ class Grouping:
 class AdapterStep:
     """What the products of the step under way need to know."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.tokens: Tiles | None = None  # None: no row of the step has an adapter
         self.sampled: Tiles | None = None  # of the rows whose logits are computed
         self.slots: Tensor | None = None  # int32 [T], of tokens; None: no row has an adapter that changes experts
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # see LinearAdapter.low
+
+    def beside(self, rows: int) -> torch.cuda.Stream | None:
+        """Where A x of so many rows is computed beside W x. Of fewer, kernels overlap within their stream; of more,
+        the programs of A x take room from those of W x (256 rows: 11.7 instead of 10.7 ms a step)."""
+        return self.stream if pdl.MAX_ROWS < rows <= MAX_ROWS_BESIDE else None
 
 
 class LinearAdapter:
@@ -90,14 +98,27 @@ class LinearAdapter:
     def active(self) -> bool:
         return self._tiles(None) is not None
 
-    def low(self, x: Tensor) -> Tensor:
-        """A x of each token's adapter; x [T, in]."""
+    def low(self, x: Tensor, beside: bool = False) -> Tensor:
+        """A x of each token's adapter; x [T, in]. For `add` alone, which may come after the product with x that this
+        runs beside: both read what was there before, and x lives until `add` is launched. A step that fails between
+        them is followed by a wait for all of the card (executor.py)."""
         tiles = self._tiles(len(x))
         assert tiles is not None and len(x) == len(tiles.order), f"{len(x)} rows where the step has others"
-        return shrink(x, self._a, self._used, tiles)
+        stream = self._step.beside(len(x))
+        if stream is None:
+            return shrink(x, self._a, self._used, tiles, beside)
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            return shrink(x, self._a, self._used, tiles)
 
     def add(self, low: Tensor, y: Tensor) -> Tensor:
         """y [T, out] += B of each token's adapter times what `low` gave."""
+        stream = self._step.beside(len(y))
+        if stream is not None:
+            torch.cuda.current_stream(y.device).wait_stream(stream)
+        return self._add(low, y)
+
+    def _add(self, low: Tensor, y: Tensor) -> Tensor:
         tiles = self._tiles(len(y))
         assert tiles is not None
         expand(low, self._b, self._columns, self._used, tiles, y)
@@ -119,14 +140,14 @@ class HeadAdapter(LinearAdapter):
 
 
 class EmbeddingAdapter(LinearAdapter):
-    def low(self, x: Tensor) -> Tensor:
+    def low(self, x: Tensor, beside: bool = False) -> Tensor:
         """x: ids int [T]; of transformers' code [1, T]."""
         tiles = self._tiles(None)
         assert tiles is not None
         return look_up(x.view(-1), self._a, self._used, tiles)
 
     def add(self, low: Tensor, y: Tensor) -> Tensor:
-        super().add(low, y.view(-1, y.shape[-1]))
+        self._add(low, y.view(-1, y.shape[-1]))
         return y
 
 
@@ -149,7 +170,7 @@ class AdapterTables:
     ) -> None:
         """max_tokens: of a step, padding included; max_rows: requests at once."""
         self.store, self.layout, self.num_slots = store, store.layout, num_slots
-        self.step = AdapterStep()
+        self.step = AdapterStep(device)
         self._head: Tiles | None = None  # of the step's sampled rows
         self.row_slots = np.full(max_rows + 1, NO_SLOT)  # of each row of the device tables
         self._slots = self.row_slots[:0]  # of each row of the step

@@ -84,10 +84,10 @@ class LMHead(Linear):
     def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         """[N, hidden] of the selected rows → fp32 [N, vocab], on every rank."""
         assert isinstance(x, Tensor), "the last norm is told of no reader"
+        low = self.adapter.low(x) if self.adapter is not None and self.adapter.active else None
         y = self.method.multiply_fp32(x)
-        if self.is_adapted:
-            assert self.adapter is not None
-            y = self.adapter.add(self.adapter.low(x), y)
+        if self.adapter is not None and low is not None:
+            y = self.adapter.add(low, y)
         if self.group.size == 1:
             return y
         # Of all ranks alike: the last ones may have fewer rows, and lack columns here.

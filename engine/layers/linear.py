@@ -23,7 +23,7 @@ class LinearMethod(Protocol):
     The first five are what WeightHolder has of these names.
     """
 
-    add_up_to: int  # up to how many rows a product takes the residual; 0: never
+    add_up_to: int  # up to how many rows a product is one kernel that takes the residual, and can be late; 0: never
     add_rows: int | None  # from how many rows on it does so, too; None: never
     fp8_rows: int | None  # from how many rows on x may come as FP8; None: never
     fp8_by_group: bool  # then with a scale for 128 columns each, else with one a row
@@ -38,8 +38,9 @@ class LinearMethod(Protocol):
 
     def randomize(self, generator: torch.Generator) -> None: ...
 
-    def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
-        """[T, in] → [T, out] of this rank. residual [T, out], given where it is taken: is added to, and returned."""
+    def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None, late: bool = False) -> Tensor:
+        """[T, in] → [T, out] of this rank. residual [T, out], given where it is taken: is added to, and returned. late,
+        asked of up to add_up_to rows: the next kernel starts once x is there, as in kernels.linear.small_linear."""
         ...
 
     def silu_mul(self, x: Tensor | Fp8Rows, fp8_by_group: bool | None = None) -> Tensor | Fp8Rows:
@@ -59,8 +60,8 @@ class Adapter(Protocol):
         """Whether some row of the step under way has one."""
         ...
 
-    def low(self, x: Tensor) -> Tensor:
-        """A x, of x [T, in], as `add` takes it. Only where it is active."""
+    def low(self, x: Tensor, beside: bool = False) -> Tensor:
+        """A x, of x [T, in], as `add` takes it. Only where it is active. beside: as in kernels.lora.shrink."""
         ...
 
     def add(self, low: Tensor, y: Tensor) -> Tensor:
@@ -135,6 +136,9 @@ class Linear(nn.Module):
         if adapter is None or not adapter.active:
             return self.method.multiply(x, residual)
         assert not isinstance(x, Fp8Rows), "fp8_input asks for none in a step with adapters"
+        if len(x) <= self.method.add_up_to:
+            y = self.method.multiply(x, residual, late=True)
+            return adapter.add(adapter.low(x, beside=True), y)
         low = adapter.low(x)  # first: a product that is launched dependently begins to read its weight meanwhile
         return adapter.add(low, self.method.multiply(x, residual))
 

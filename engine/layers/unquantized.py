@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...kernels import cublaslt
 from ...kernels.activation import silu_mul
-from ...kernels.cublaslt import Algorithms, measured_linear
 from ...kernels.fp8_rows import Fp8Rows
 from ...kernels.linear import ADDED_ROWS, prepare, small_linear, small_linear_rows
-from ...kernels.linear_hopper import HopperTiles, hopper_tiles, linear_hopper, silu_mul_linear_hopper
 from ..quant.format import DUMMY_STD, FLOATS, Stored
+from .products import Products
 from .staging import copy_weight
 from .weights import LinearShape, keep_at_hand
 
@@ -27,9 +25,7 @@ class Unquantized(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     small_rows: int = 0  # up to how many rows go to small_linear; known when the weights are loaded
-    algorithms: Algorithms = ()  # by number of rows: cuBLAS's algorithm, where another than its own choice is faster
-    tiles: HopperTiles = ()  # by number of rows: of linear_hopper, where that is faster than cuBLAS
-    gated_tiles: HopperTiles = ()  # the same for silu_mul
+    products = Products()
     add_up_to: int = 0
     add_rows: int | None = None
     fp8_rows: int | None = None
@@ -68,13 +64,10 @@ class Unquantized(nn.Module):
                 prepare(weight.device)
                 self.add_up_to = ADDED_ROWS
             if self.bias is None:
-                self.algorithms = cublaslt.algorithms(*weight.shape, weight.dtype)
-                self.tiles = hopper_tiles(*weight.shape, weight.dtype, gated=False)
-                self.gated_tiles = hopper_tiles(*weight.shape, weight.dtype, gated=True)
+                rows, columns = weight.shape
+                self.products = Products.of(rows, columns, weight.dtype, weight.device)
                 if self.shape.place.tp_size == 1 and weight.dtype != torch.float32:
                     self.add_rows = ADD_ROWS
-            if self.algorithms:
-                cublaslt.prepare(weight.device)
         keep_at_hand(self)
 
     def randomize(self, generator: torch.Generator) -> None:
@@ -82,25 +75,19 @@ class Unquantized(nn.Module):
         if self.bias is not None:
             self.bias.normal_(0.0, DUMMY_STD, generator=generator)
 
-    def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None, late: bool = False) -> Tensor:
         assert isinstance(x, Tensor), "fp8_rows says that it never comes as FP8"
         rows, weight = x.shape[0], self.weight
         if rows <= (self.small_rows if residual is None else self.add_up_to):
-            return small_linear(x, weight, self.bias, residual=residual)
-        if self.tiles and (tile := self.tiles[min(rows, len(self.tiles) - 1)]) is not None:
-            return linear_hopper(x, weight, tile, residual)
-        if rows < len(self.algorithms) and (algorithm := self.algorithms[rows]) is not None:
-            return measured_linear(x, weight, algorithm, residual)
-        if residual is not None:
-            return residual.addmm_(x, weight.t())
-        return functional.linear(x, weight, self.bias)
+            return small_linear(x, weight, self.bias, residual=residual, late=late)
+        if self.bias is not None and residual is None:
+            return functional.linear(x, weight, self.bias)
+        return self.products.multiply(x, weight, residual)
 
     def silu_mul(self, x: Tensor | Fp8Rows, fp8_by_group: bool | None = None) -> Tensor:
         assert isinstance(x, Tensor), "fp8_rows says that it never comes as FP8"
-        tiles = self.gated_tiles
-        if tiles and (tile := tiles[min(x.shape[0], len(tiles) - 1)]) is not None:
-            return silu_mul_linear_hopper(x, self.weight, tile)
-        return silu_mul(self.multiply(x))
+        joined = self.products.silu_mul(x, self.weight)
+        return silu_mul(self.multiply(x)) if joined is None else joined
 
     def multiply_fp32(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and self.bias is None:

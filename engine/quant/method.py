@@ -30,8 +30,8 @@ def _expected(shape: LinearShape, formats: Mapping[str, Format], part: str) -> d
 
 
 class Dequantized(Unquantized):
-    """Takes quantised parts and keeps the numbers that they mean, in the activations' dtype: all of the fast products
-    are for these."""
+    """Takes quantised parts and keeps the numbers that they mean, in the activations' dtype, which have fast products
+    on every device."""
 
     def __init__(self, shape: LinearShape, formats: Mapping[str, Format]) -> None:
         super().__init__(shape)
@@ -103,20 +103,23 @@ class Quantized(nn.Module):
             self.__dict__["_packed"], self.add_up_to = only, only.add_up_to
             if only.fp8:
                 self.fp8_rows, self.fp8_by_group = only.few_rows + 1, only.by_group
-                if self.bias is None and self.shape.place.tp_size == 1:
-                    self.add_rows = self.fp8_rows
+            if self.bias is None and self.shape.place.tp_size == 1:
+                self.add_rows = only.add_rows
 
-    def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor | Fp8Rows, residual: Tensor | None = None, late: bool = False) -> Tensor:
         if self._packed is not None:
             return self._packed(x, x.dtype, self.bias, residual)
         y = self._product(x, x.dtype)
         return y if residual is None else residual.add_(y)
 
     def silu_mul(self, x: Tensor | Fp8Rows, fp8_by_group: bool | None = None) -> Tensor | Fp8Rows:
-        if fp8_by_group is None or self._packed is None:
-            return silu_mul(self.multiply(x))
+        packed, joined = self._packed, None
+        if fp8_by_group is None or packed is None:
+            if packed is not None and self.bias is None and isinstance(x, Tensor):
+                joined = packed.silu_mul(x)
+            return silu_mul(self.multiply(x)) if joined is None else joined
         gates = self.fp8_rows is not None and x.shape[0] >= self.fp8_rows and self.bias is None
-        return silu_mul_fp8(self._packed.gate(x) if gates else self.multiply(x), x.dtype, fp8_by_group)
+        return silu_mul_fp8(packed.gate(x) if gates else self.multiply(x), x.dtype, fp8_by_group)
 
     def multiply_fp32(self, x: Tensor) -> Tensor:
         return self._product(x, torch.float32)

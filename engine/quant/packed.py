@@ -7,13 +7,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from ...kernels.dequantize import dequantized_linear, prepare_scratch
+from ...kernels.dequantize import dequantized_linear, numbers, prepare_scratch
 from ...kernels.fp8_linear import fp8_gate, fp8_linear, takes_fp8, unit
 from ...kernels.fp8_rows import Fp8Rows, Product, fp8_rows
 from ...kernels.linear import prepare
 from ...kernels.planes import E2M1, Packed, pack, plane_width
 from ...kernels.quant_few import MAX_ROWS, quant_few, streams_codes
 from ...kernels.quant_linear import TRITON, quant_linear, quant_rows
+from ..layers.products import Products
+from ..layers.unquantized import ADD_ROWS
 from .codes import Codes
 
 OLDEST = (9, 0)  # compute capability: whose instructions make numbers of codes, and multiply FP8
@@ -44,19 +46,24 @@ class PackedMatrix(nn.Module):
         self.few_rows = quant_rows(matrix.rows, matrix.kind, self.fp8, matrix.device)
         self.add_up_to = min(MAX_ROWS, self.few_rows) if self.order is None and streams_codes(matrix.device) else 0
         self.by_group = bool(matrix.group)
+        self.products = Products()  # of its numbers
+        self.add_rows = self.few_rows + 1 if self.fp8 else None  # from how many rows on products take the residual
         if matrix.device.type == "cuda":
             prepare(matrix.device)
             if self.fp8:
                 unit(matrix.device)
             else:
-                prepare_scratch(matrix.device, dtype)
+                size = matrix.rows * matrix.columns
+                if len(prepare_scratch(matrix.device, dtype, size)) >= size:
+                    self.add_rows = max(ADD_ROWS, self.few_rows + 1)
+                self.products = Products.of(matrix.rows, matrix.columns, dtype, matrix.device)
         more = ", FP8 products" if self.fp8 else ""
         self.name = f"{matrix.kind} codes: kernels for up to {self.few_rows} rows{more}"
 
     def forward(
         self, x: Tensor | Fp8Rows, dtype: torch.dtype, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """residual [T, N] is added to and returned; it is for FP8 products, and for up to add_up_to rows."""
+        """residual [T, N] is added to and returned."""
         if isinstance(x, Tensor):
             if residual is not None and x.shape[0] <= self.add_up_to:
                 return quant_few(x, self.matrix, bias, residual, add=True)
@@ -66,9 +73,21 @@ class PackedMatrix(nn.Module):
                 out = None if dtype == x.dtype else torch.empty(len(x), self.matrix.rows, dtype=dtype, device=x.device)
                 return _added(quant_linear(x, self.matrix, bias, out), residual)
             if not self.fp8:
+                weight = numbers(self.matrix, x.dtype) if bias is None and dtype == x.dtype else None
+                if weight is not None:
+                    return self.products.multiply(x, weight, residual)
                 return _added(dequantized_linear(x, self.matrix, bias).to(dtype), residual)
             x = fp8_rows(x, self.by_group)
         return fp8_linear(x, self.matrix, bias, residual, dtype)
+
+    def silu_mul(self, x: Tensor) -> Tensor | None:
+        """silu(gate) · up of x Wᵀ in one pass, of more than few_rows rows; None where that is not to be had."""
+        if self.fp8 or x.shape[0] <= self.few_rows or not self.products.joins(x.shape[0]):
+            return None
+        weight = numbers(self.matrix, x.dtype)
+        if weight is None:
+            return None
+        return self.products.silu_mul(x if self.order is None else x.index_select(1, self.order), weight)
 
     def gate(self, x: Tensor | Fp8Rows) -> Tensor | Product:
         """x Wᵀ as silu_mul_fp8 takes it, of more than few_rows rows."""

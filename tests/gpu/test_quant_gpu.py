@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.weights import Placement
+from vserve.engine.quant import packed as packed_module
 from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.online import Online
 from vserve.engine.quant.packed import PackedMatrix
@@ -227,6 +228,33 @@ def test_a_chain_in_a_cuda_graph(kind: str) -> None:
                 graph.replay()
                 assert torch.equal(result, expected), rows
     assert not linear.prepare(DEVICE).counters.any()
+
+
+@pytest.mark.parametrize("rows", [1024, 1040, 2048, 4224])
+def test_many_rows_are_products_of_numbers(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass with what follows, where that is faster: SwiGLU, and what is added to the residual stream."""
+    monkeypatch.setattr(packed_module, "dequantized_linear", None)  # piece by piece
+    place = Placement(torch.bfloat16, DEVICE)
+    gate_up = Linear(4096, {"gate": 14336, "up": 14336}, place=place)
+    down = Linear(14336, {"down": 4096}, place=place)
+    for layer in (gate_up, down):
+        layer.choose(dict.fromkeys(layer.shape.parts, Online("int4")))
+        layer.create()
+        for part, count in layer.shape.parts.items():
+            layer.load(part, {"weight": torch.randn(count, layer.shape.in_features, device=DEVICE).bfloat16() / 64})
+        layer.finish()
+    x, residual = (torch.randn(rows, 4096, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    matrices = [unpacked(layer.method._packed.matrix).double() for layer in (gate_up, down)]
+    gate, up = (x.double() @ matrices[0].t()).chunk(2, dim=1)
+    fused = gate_up.method._packed.silu_mul(x)
+    assert (fused is not None) == gate_up.method._packed.products.joins(rows)
+    assert fused is not None or rows != 2048 or "H200" not in torch.cuda.get_device_name()
+    found, expected = gate_up.method.silu_mul(x), torch.nn.functional.silu(gate) * up
+    assert isinstance(found, Tensor) and float((found.double() - expected).norm() / expected.norm()) < 0.006
+    wanted = residual.double() + found.double() @ matrices[1].t()
+    assert down.method.add_rows is not None and rows >= down.method.add_rows
+    assert down.method.multiply(found, residual) is residual
+    assert float((residual.double() - wanted).norm() / wanted.norm()) < 0.006
 
 
 def test_unpacked_is_what_kernels_see() -> None:

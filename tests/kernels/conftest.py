@@ -150,6 +150,7 @@ def rng() -> torch.Generator:
 # What scripts that compile for sm_90 without a GPU find done: their launchers get CPU tensors, and the launch itself is
 # replaced by a warm-up. `kernels`: (name, what was compiled) of every variant. `resources(kernel)`: its registers.
 # `around_wait(kernel)`: its PTX, and the parts of that before, at and after the wait for the kernel before it.
+# `touches(ptx, *places)`: what reads or writes the memory of the parameters at these places, in a part from the start.
 _FOR_HOPPER = """
 import json, os, re, subprocess, sys, tempfile
 import torch
@@ -183,6 +184,18 @@ def around_wait(kernel):
     body = kernel.asm["ptx"]
     body = body[body.index(".entry"):]
     return body, *body.partition("griddepcontrol.wait")
+
+def touches(ptx, *places):
+    derived, found = set(), []  # registers whose value comes from one of them
+    for line in ptx.splitlines():
+        operation, _, operands = re.sub(r"//.*|@!?%p\\d+|\\s+", " ", line).strip().partition(" ")
+        registers = re.findall(r"%\\w+", operands)
+        if "[" in operands and "ld.param" not in operation:
+            address = re.findall(r"%\\w+", operands[operands.index("["):])
+            found += [line.strip()] if derived & set(address) else []
+        elif any(f"param_{place}]" in operands for place in places) or derived & set(registers[1:]):
+            derived.add(registers[0])
+    return found
 
 driver.set_active(Hopper())
 JITFunction.__getitem__ = warm_up_instead

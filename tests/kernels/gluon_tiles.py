@@ -1,5 +1,6 @@
-"""Runs a Gluon kernel whose programs are tensors in registers, from its own source, on CPU tensors: its arithmetic of
-indices, masks and sums, and every load's and store's bounds. Layouts are not modelled: those the compiler keeps."""
+"""Runs a Gluon kernel whose programs are tensors in registers and in shared memory, from its own source, on CPU
+tensors: its arithmetic of indices, masks and sums, and every load's and store's bounds. Layouts are not modelled: those
+the compiler keeps."""
 
 from __future__ import annotations
 
@@ -64,6 +65,43 @@ class Pointer:
         return places.where(mask, 0).as_subclass(Tensor), mask.as_subclass(Tensor)
 
 
+class Shared:
+    """Memory of a program; a copy into it is there at once."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def index(self, place: Any) -> Shared:
+        return Shared(self.values[int(place)])
+
+    def load(self, layout: Any) -> Tile:
+        return tile(self.values)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        return Shared(self.values.view(dtype).reshape(list(shape)))
+
+    def _keep_alive(self) -> None:
+        pass
+
+
+class Copies:
+    """What they use of gluon.language.nvidia.ampere.async_copy."""
+
+    @staticmethod
+    def async_copy_global_to_shared(shared: Shared, pointer: Pointer, mask: Any = True) -> None:
+        places, mask = pointer.places(mask)
+        values = pointer.memory[places]
+        shared.values.copy_(values.where(mask, torch.zeros((), dtype=values.dtype)))
+
+    @staticmethod
+    def commit_group() -> None:
+        pass
+
+    @staticmethod
+    def wait_group(count: int) -> None:
+        assert count == 0
+
+
 class Language:
     """What the kernels use of triton.experimental.gluon.language."""
 
@@ -94,6 +132,13 @@ class Language:
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, layout: Any) -> Tile:
         return self.full(shape, 0, dtype, layout)
 
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        values = torch.empty(list(shape), dtype=dtype)
+        return Shared(values.fill_(float("nan")) if dtype.is_floating_point else values)
+
+    def broadcast(self, values: Tensor, other: Tensor) -> Sequence[Tensor]:
+        return torch.broadcast_tensors(values, other)
+
     def expand_dims(self, values: Any, axis: int) -> Any:
         return values.unsqueeze(axis)
 
@@ -121,7 +166,10 @@ class Language:
     def sum(self, values: Tensor, axis: int) -> Tensor:
         return values.sum(axis)
 
-    def load(self, pointer: Pointer, mask: Any = True, other: float = 0.0, eviction_policy: str = "") -> Tile:
+    def load(
+        self, pointer: Pointer, mask: Any = True, other: float = 0.0, eviction_policy: str = "",
+        cache_modifier: str = "",
+    ) -> Tile:  # fmt: skip
         places, mask = pointer.places(mask)
         values = pointer.memory[places]
         return tile(values.where(mask, torch.tensor(other, dtype=values.dtype)))
@@ -158,7 +206,7 @@ class Kernel:
     def _bound(self, function: Any, language: Language) -> FunctionType:
         """The function's own code, with other globals."""
         plain = function.fn
-        names = {**plain.__globals__, "gl": language, "mma_v2": language.mma_v2}
+        names = {**plain.__globals__, "gl": language, "mma_v2": language.mma_v2, "async_copy": Copies}
         for name in plain.__code__.co_names:
             value = names.get(name)
             if hasattr(value, "fn"):

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from vserve.engine import rank
 from vserve.engine.config import EngineConfig
-from vserve.engine.layers import unquantized as layer_module
+from vserve.engine.layers import products as layer_module
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.weights import Placement
 from vserve.kernels import cublaslt, tiles
@@ -133,7 +133,7 @@ def test_the_layer_asks_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
     layer.load("out", {"weight": torch.randn(6, 8)})
     layer.finish()
     method = layer.method
-    assert method.algorithms == ()
+    assert method.products == layer_module.Products()
     seen = []
 
     def spy(x: Tensor, weight: Tensor, algorithm: Any, residual: Tensor | None) -> Tensor:
@@ -142,7 +142,7 @@ def test_the_layer_asks_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(layer_module, "measured_linear", spy)
     one, two = (cublaslt.Algorithm.from_buffer_copy(bytes([number] * 64)) for number in (1, 2))
-    method.algorithms = (None, None, one, two)
+    method.products = layer_module.Products((None, None, one, two))
     for rows in (1, 2, 3, 4):
         x = torch.randn(rows, 8)
         torch.testing.assert_close(layer(x), linear(x, method.weight))
@@ -214,8 +214,8 @@ def test_the_layer_uses_the_table(device: str) -> None:
         layer.load(part, {"weight": torch.randn(14336, 4096) / 64})
     layer.finish()
     method = layer.method
-    assert method.algorithms == algorithms(28672, 4096, torch.bfloat16)
-    for m in {1, 17, 256, len(method.algorithms), 2000}:
+    assert method.products.algorithms == algorithms(28672, 4096, torch.bfloat16)
+    for m in {1, 17, 256, len(method.products.algorithms), 2000}:
         x = torch.randn(m, 4096, device=device, dtype=torch.bfloat16)
         expected = x.float() @ method.weight.float().t()
         assert (layer(x).float() - expected).norm() <= 4e-3 * expected.norm()

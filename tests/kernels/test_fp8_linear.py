@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from vserve.kernels import dequantize as dequantize_module
 from vserve.kernels import linear
 from vserve.kernels.dequantize import dequantize, dequantize_triton, dequantized_linear
 from vserve.kernels.fp8_linear import (
@@ -95,6 +96,27 @@ def test_dequantising(rng: torch.Generator, device: str, kind: str, group: int, 
     assert torch.equal(dequantize(matrix, torch.float16, 64), found) or not CUDA
     with pytest.raises(ValueError, match="tiles"):
         dequantize_triton(matrix, 3, found)
+
+
+def test_a_scratch_grows_for_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequantize_module, "_scratches", {})
+    monkeypatch.setattr(dequantize_module, "SCRATCH", 100)
+    monkeypatch.setattr(dequantize_module, "LARGEST", 1000)
+    device = torch.device("cpu")
+    sizes = [len(dequantize_module.prepare_scratch(device, torch.float16, wanted)) for wanted in (0, 800, 200, 1001)]
+    assert sizes == [100, 800, 800, 800]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="call prepare_scratch first"):
+        dequantize_module.prepare_scratch(torch.device("cuda", 0), torch.float16)
+
+
+def test_graphs_keep_the_scratch_that_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a larger model that is loaded later in the process replaces it."""
+    monkeypatch.setattr(dequantize_module, "_captured", kept := [])
+    first, second = torch.empty(1), torch.empty(2)
+    for capturing, scratch, count in ((False, first, 0), (True, first, 1), (True, first, 1), (True, second, 2)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        assert dequantize_module._written(scratch) is scratch and len(kept) == count
 
 
 def test_dequantised_twin(rng: torch.Generator) -> None:

@@ -43,6 +43,7 @@ def test_a_file_is_complete(path: Path) -> None:
         assert limits[:-1] == sorted(limits[:-1])
     for table in ("small_linear_fma", "small_linear_dot", "quant_rows", "quant_linear", "fp8_linear"):
         assert data[table][-1]["max_n"] is None
+    assert not any("splits" in row for row in data["small_linear_fma"]), "add_up_to: one kernel"
     for table in TABLES - {"cublas", "small_linear_rows", "quant_rows"}:
         for row in data[table]:
             if not row.get("block_m", 1):

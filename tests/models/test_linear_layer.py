@@ -93,7 +93,7 @@ class Adds:
     def __init__(self, delta: Callable[[Tensor], Tensor]) -> None:
         self._delta = delta
 
-    def low(self, x: Tensor) -> Tensor:
+    def low(self, x: Tensor, beside: bool = False) -> Tensor:
         return self._delta(x)
 
     def add(self, low: Tensor, y: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def test_adapter_sees_input_and_output() -> None:
 
 def test_another_method_replaces_the_product() -> None:
     class Doubled(Unquantized):
-        def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        def multiply(self, x: Tensor, residual: Tensor | None = None, late: bool = False) -> Tensor:
             return 2 * super().multiply(x, residual)
 
     tensors = whole({"out": 6}, 8, bias=False)

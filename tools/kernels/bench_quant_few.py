@@ -27,8 +27,8 @@ from vserve.kernels.quant_few import MAX_ROWS, FewTile, few_tile, quant_few
 
 
 def tiles(n: int, k: int, layout: str, quick: bool) -> Iterator[FewTile]:
-    kind, _, shifts = LAYOUTS[layout]
-    own = few_tile(n, k, kind, shifts)
+    kind = LAYOUTS[layout][0]
+    own = few_tile(n, k, kind)
     found = [own, own._replace(ahead=max(1, own.ahead // 2))]
     if not quick:
         sizes = itertools.product((4, 8, 16), (1, 2, 4), (16, 32), (0, 2))
@@ -123,7 +123,7 @@ def main() -> None:
                     print(f"    {tuple(tile)}: {type(error).__name__} {str(error).splitlines()[0][:100]}", flush=True)
                     continue
                 found.append((alone, added, tile))
-            own = few_tile(n, k, kind, shifts)
+            own = few_tile(n, k, kind)
             best = min(found)[2]
             whole = graph_microseconds(calls(case.in_layer, weights, best))
             print(f"{shape:8s} M={m} {layout:16s} in the layer {whole:6.2f} us, {tuple(best)}", flush=True)
