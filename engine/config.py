@@ -238,7 +238,7 @@ class EngineConfig:
     backlog_steps: int | None = option(
         None,
         "steps in which a long queue of prompts should be worked off; fewer make larger steps: faster, but others wait "
-        "longer for their next token (default: 32, offline 1)",
+        "longer for their next token (default: 32, of mixtures of experts 16, offline 1)",
         group="scheduler",
         bounds=POSITIVE,
     )

@@ -231,7 +231,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
         "max_num_partial_prefills": config.max_num_partial_prefills or 0,
         "max_long_partial_prefills": config.max_long_partial_prefills or 0,
         "long_prefill_token_threshold": choose_long_prefill(config, length),
-        "backlog_steps": config.backlog_steps or SchedulerConfig.backlog_steps,
+        "backlog_steps": config.backlog_steps or default_backlog_steps(mixture),
         "speculative_config": config.speculative_config or "",
         "speculation": choose_speculation(config, model, tokens, seqs),
         "reduced": reduced,
@@ -305,6 +305,11 @@ def step_limits(config: EngineConfig, found: Resolved) -> str:
         return f"{most}, beside decodes as well (--max-num-batched-tokens)"
     waiting = f", up to {found.large_mixed_tokens[-1]} while many prompts wait" if found.large_mixed_tokens else ""
     return f"{most} (--max-num-batched-tokens), {found.mixed_step} beside decodes (--max-mixed-tokens){waiting}"
+
+
+def default_backlog_steps(mixture: bool) -> int:
+    """A mixture's large steps are twice as large, and go on until as few tokens wait: experts gain by many rows."""
+    return SchedulerConfig.backlog_steps // 2 if mixture else SchedulerConfig.backlog_steps
 
 
 def large_mixed_tokens(

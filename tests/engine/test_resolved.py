@@ -49,6 +49,7 @@ def test_a_mixture_reads_its_prompts_in_larger_steps(tiny_model: Any, monkeypatc
     ):
         found = resolve(EngineConfig("m", load_format="dummy", **options), model, machine)
         assert (found.max_num_batched_tokens, found.max_mixed_tokens) == expected
+        assert found.backlog_steps == 16, "and in large ones for longer"
 
 
 def open_fields(resolved: Resolved) -> list[str]:

@@ -115,15 +115,15 @@ class TestDense:
 # 128/256, tokens a second of 512 at once with 1024/128. None: not measured.
 Measured = tuple[float | None, float | None, float | None]
 OTHERS = [
-    ("Qwen3", {"kv_cache_memory_bytes": 29 * GB}, (2.85, 12_429, 43_278)),
+    ("Qwen3", {}, (2.85, 12_785, 52_593)),  # its norms are no kernels of their own since: 2.64, see planning.md
     ("gpt-oss", {}, (1.85, None, None)),
     ("8B", {"card": "h100"}, (5.528, 18_733, 34_862)),
     ("8B", {"card": "h100", "tensor_parallel_size": 2}, (3.343, 29_299, 61_681)),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            ("8B", {"quantization": "fp8", "kv_cache_memory_bytes": 40 * GB}, (3.09, 27_963, 51_353)),
-            ("8B", {"quantization": "int4", "kv_cache_memory_bytes": 13_500_000_000}, (2.267, 18_750, 35_003)),
+            ("8B", {"quantization": "fp8"}, (3.007, 29_294, 56_303)),
+            ("8B", {"quantization": "int4"}, (2.24, 18_190, 35_443)),
             ("Qwen3", {"quantization": "fp8", "kv_cache_memory_bytes": 29 * GB}, (2.78, 16_535, 46_419)),
         )
     ),
