@@ -18,6 +18,7 @@ A feature brings a group with its own parts in GROUPS.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from pathlib import Path
 GPU = Path(__file__).resolve().parent
 CHECKOUT = GPU.parents[1]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+CORES_EACH = 2  # of the workers that run tests side by side (own_cores.py)
 LAST_LINES = 60  # of what a part that failed has printed
 LIMIT = 1200.0  # seconds, of a part
 
@@ -41,6 +43,7 @@ class Part:
     name: str
     command: tuple[str, ...]
     fails: bool = False
+    workers: int = 1
 
 
 @dataclass
@@ -68,14 +71,14 @@ class Outcome:
 
 def tests(name: str, *files: str, workers: int = 1, share: str = "loadfile") -> Part:
     """share: what goes to one worker, as of pytest-xdist's --dist."""
-    parallel = ("-n", str(workers), "--dist", share) if workers > 1 else ()
+    parallel = ("-n", str(workers), "--dist", share, "-p", "own_cores") if workers > 1 else ()
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel, *files)
-    return Part(name, command)
+    return Part(name, command, workers=workers)
 
 
 def side_by_side(name: str, *files: str) -> Part:
     """Tests whatever file they are of: most of their time compilers run."""
-    return tests(name, *files, workers=max(1, min(6, CORES // 3)), share="load")
+    return tests(name, *files, workers=max(1, min(8, CORES // CORES_EACH)), share="load")
 
 
 def noticing(name: str, *options: str, fails: bool = False) -> Part:
@@ -111,15 +114,13 @@ GROUPS: dict[str, list[list[Part]]] = {
         ],
         [tests("the 8B shape", "tests/gpu/test_serve_8b.py")],
     ],
-    "foreign": [[tests("foreign", "tests/gpu/test_foreign_gpu.py")]],
-    "families": [
-        [tests("families", "tests/gpu/test_families_gpu.py", workers=max(1, min(4, CORES // 4)), share="load")]
-    ],
+    "foreign": [[side_by_side("foreign", "tests/gpu/test_foreign_gpu.py")]],
+    "families": [[side_by_side("families", "tests/gpu/test_families_gpu.py")]],
     "encoders": [[tests("encoders", "tests/gpu/test_encoders_gpu.py")]],
     "experts": [
         [side_by_side("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")],
         [
-            tests(
+            side_by_side(
                 "experts as codes",
                 "tests/kernels/test_moe_codes.py",
                 "tests/kernels/test_moe_few.py",
@@ -128,9 +129,9 @@ GROUPS: dict[str, list[list[Part]]] = {
         ],
     ],
     "quant": [
-        [tests("layouts", "tests/gpu/test_quant_gpu.py")],
+        [side_by_side("layouts", "tests/gpu/test_quant_gpu.py")],
         [
-            tests(
+            side_by_side(
                 "experts as codes",
                 "tests/kernels/test_moe_codes.py",
                 "tests/kernels/test_moe_few.py",
@@ -159,7 +160,7 @@ GROUPS: dict[str, list[list[Part]]] = {
                 "tests/kernels/test_fp8_rows.py",
             )
         ],
-        [tests("FP8 cache", "tests/kernels/test_kv_fp8.py", "tests/gpu/test_kv8_gpu.py")],
+        [side_by_side("FP8 cache", "tests/kernels/test_kv_fp8.py", "tests/gpu/test_kv8_gpu.py")],
         [
             noticing(
                 "the noticing model, FP8 cache",
@@ -177,7 +178,7 @@ GROUPS: dict[str, list[list[Part]]] = {
     ],
     "lora": [
         [side_by_side("kernels", "tests/kernels/test_lora.py", "tests/kernels/test_moe_lora.py")],
-        [tests("adapters", "tests/gpu/test_lora_gpu.py")],
+        [side_by_side("adapters", "tests/gpu/test_lora_gpu.py")],
         [noticing("the noticing model, 40 adapters", "--adapters=40", "--streams=1,100,400", "--answers=2000")],
     ],
     "ranks": [
@@ -231,13 +232,15 @@ def main() -> int:
         (Path(scratch) / "packages").mkdir()
         (Path(scratch) / "packages" / "vserve").symlink_to(CHECKOUT)  # this checkout, whatever is installed
         paths = [str(Path(scratch) / "packages"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths.append(str(GPU))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+        first = itertools.accumulate((max(part.workers for part in lane) * CORES_EACH for lane in beside), initial=0)
 
-        def lane(parts: list[Part]) -> list[Outcome]:
-            return [run(part, folder, environment) for part in parts]
+        def lane(parts: list[Part], first: int = 0) -> list[Outcome]:
+            return [run(part, folder, environment | {"TEST_CORES": f"{first}:{CORES_EACH}"}) for part in parts]
 
         with ThreadPoolExecutor(max(1, len(beside))) as pool:
-            outcomes = [outcome for found in pool.map(lane, beside) for outcome in found]
+            outcomes = [outcome for found in pool.map(lane, beside, first) for outcome in found]
         outcomes += lane(alone)
         for outcome in outcomes:
             if not outcome.passed:

@@ -22,6 +22,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-70b": LLAMA_8B | dict(
         hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28672,
     ),
+    "qwen3-8b": LLAMA_8B | dict(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, num_hidden_layers=36, head_dim=128,
+        intermediate_size=12288, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0,
+    ),
     "qwen3-30b-a3b": dict(
         architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", vocab_size=151936, hidden_size=2048,
         num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, intermediate_size=6144,
