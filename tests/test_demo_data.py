@@ -240,6 +240,7 @@ def test_thoughts_reckon_right(conversations: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("skill", ["tool_call", "tool_answer", "no_tool", "thinking"])
+@pytest.mark.slow
 def test_held_out_questions_of_chats_are_nowhere_in_training(
     demo: dict[str, ModuleType], conversations: list[Any], answers: list[str], skill: str
 ) -> None:

@@ -47,6 +47,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_same_commit_makes_the_same_wheel(published: Path, tmp_path: Path) -> None:
     """On another day, with another umask."""
     command = f"umask 077; exec {sys.executable} {WHEEL} --out {tmp_path}"

@@ -245,6 +245,7 @@ def test_an_engine_that_dies_comes_back_for_all_of_them(server, until) -> None:
     assert {text(ask(server)) for _ in range(12)} == {expected}
 
 
+@pytest.mark.slow
 def test_they_end_together_when_each_has_finished(server, until, gone_pids) -> None:
     """Some of what runs is each one's: nothing is cut off, and nobody new is let in."""
     pids = [*server.guests(), server.engine_pid()]

@@ -33,6 +33,7 @@ LONG = {"model": "demo", "prompt": "go on", "max_tokens": 1900, "ignore_eos": Tr
     ],
     ids=["headers", "line", "body", "chunks"],
 )
+@pytest.mark.slow
 def test_row_23_slow_requests_are_closed_with_408(url, attacks, pieces):
     with attacks.connect(url) as sock:
         for piece in pieces:

@@ -58,6 +58,7 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["--help", "serve --help", "completion zsh"])
+@pytest.mark.slow
 def test_a_reader_that_has_left_gets_no_traceback(command: str) -> None:
     script = f'sleep 2; exec "$@" {command}'  # when it writes, `:` has long ended
     done = subprocess.run(["bash", "-c", f"({script}) | :", "-", *COMMAND], capture_output=True, text=True, timeout=240)

@@ -36,6 +36,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
+@pytest.mark.slow
 def test_question_call_result_sentence(ask: Any) -> None:
     messages = [user("What is the weather in Paris and Rome?")]
     message = ask(messages, tools=TOOLS)

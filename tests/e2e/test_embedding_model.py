@@ -87,6 +87,7 @@ def scores_of(folder: Path, query: str, documents: list[str]) -> list[float]:
         return [torch.sigmoid(model(**pair).logits).item() for pair in pairs]
 
 
+@pytest.mark.slow
 def test_chat_and_embeddings_from_one_address(both: httpx.Client, encoder: Path) -> None:
     wanted = vectors_of(encoder, TEXTS)
     for model in ({}, {"model": "tiny-bert"}, {"model": str(encoder)}):
@@ -177,6 +178,7 @@ def test_without_files_of_sentence_transformers(models: Any, tmp_path: Path) -> 
         assert np.abs(cut - normalize(torch.tensor(found)[:, :8], dim=-1).numpy()).max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_dimensions_that_it_does_not_have_end_the_start(encoder: Path) -> None:
     command = [sys.executable, "-m", "vserve.server.cli.main", "--embedding-model", str(encoder), "--device", "cpu",
                "--port", "0", "--pooler-config.dimensions", "4000"]  # fmt: skip

@@ -93,6 +93,7 @@ def answers(url: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_same_tokens_as_one_process(hosts: Hosts) -> None:
     found = answers(hosts.first.url)
     assert all(len(tokens) == 24 for tokens in found) and len({tuple(tokens) for tokens in found}) == 3

@@ -92,6 +92,7 @@ def test_an_engine_to_look_at_that_is_none(replicas, engine):
     assert httpx.get(f"{replicas.url}/ui/events?engine={engine}").status_code == 400
 
 
+@pytest.mark.slow
 def test_structured_output_on_every_engine(replicas):
     for rank in (0, 1, 2, 0):
         answer = post(

@@ -51,6 +51,7 @@ def healthy(router: str) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_the_sdk_notices_nothing(router, servers, until) -> None:
     until(lambda: healthy(router) == [1, 1])
     client = openai.OpenAI(base_url=f"{router}/v1", api_key="x", max_retries=0)

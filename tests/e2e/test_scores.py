@@ -80,6 +80,7 @@ def classes(classifier: tuple[Path, Any], serve: Any) -> Iterator[httpx.Client]:
         yield http
 
 
+@pytest.mark.slow
 def test_classes(classes: httpx.Client, classifier: tuple[Path, Any]) -> None:
     folder, model = classifier
     ids = [tokenizer_of(folder)(text).input_ids for text in DOCUMENTS]
@@ -404,6 +405,7 @@ def test_a_pooler_config_says_what_requests_leave_open(tiny_model: Any) -> None:
         offline(folder, convert="embed", pooler_config={"dimensions": 80})
 
 
+@pytest.mark.slow
 def test_dimensions_that_the_model_does_not_have_end_the_start(embedder: tuple[Path, Any]) -> None:
     """And are nobody's request's fault: only the engine, and the model's files, say how many there are."""
     command = [sys.executable, "-m", "vserve.server.cli.main", str(embedder[0]), "--device", "cpu", "--port", "0",
@@ -480,6 +482,7 @@ def test_steps_of_reasoning(tiny_model: Any, tmp_path: Path) -> None:
         assert torch.allclose(torch.from_numpy(output.outputs.data), wanted, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_batch_without_a_server(classifier: tuple[Path, Any], tmp_path: Path) -> None:
     lines = [
         {"custom_id": "a", "method": "POST", "url": "/classify", "body": {"input": "hello"}},

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 
 PROMPTS = ["Hello there", "What is seven and five?", "The capital of France is", "One two three"]
 BODIES: list[dict[str, Any]] = [
@@ -22,6 +23,7 @@ def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
     return {"text": choice["text"], "tokens": choice["logprobs"]["tokens"], "reason": choice["finish_reason"]}
 
 
+@pytest.mark.slow
 def test_stages_answer_over_http(serve: Any, demo_server: Any) -> None:
     expected = [ask(demo_server.url, body) for body in BODIES]
     with serve("-pp", "2", "--pipeline-layer-partition", "2,4") as server, ThreadPoolExecutor(len(BODIES)) as pool:

@@ -80,6 +80,7 @@ def test_the_demo_model_answers_in_the_shape_asked_for(demo: str) -> None:
         jsonschema.validate(json.loads(choice["message"]["content"]), CAPITAL)
 
 
+@pytest.mark.slow
 def test_the_first_structured_output_does_not_wait_for_the_compiler(
     serve: Callable[..., Any], until: Callable[..., None], is_gone: Callable[[int], bool], slowness: float,
     settles_within: Callable[[float, Callable[[], float]], bool],
@@ -139,6 +140,7 @@ def test_each_way_to_ask(demo: str) -> None:
     assert completion["choices"][0]["text"] in ("a b", "c")
 
 
+@pytest.mark.slow
 def test_several_answers_differ_and_each_is_valid(random_server: str) -> None:
     schema = {"type": "array", "items": {"enum": [1, "a", None]}, "minItems": 1, "maxItems": 6}
     body = {"n": 4, "temperature": 2, "seed": 3, "max_tokens": 200, "response_format": json_schema(schema)}

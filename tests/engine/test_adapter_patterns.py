@@ -42,6 +42,7 @@ def test_the_first_that_matches_counts() -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_thousands_of_names_are_matched_with_as_many() -> None:
     """A mixture's, each with a rank of its own: as pairs the two would take minutes."""
     config = PeftConfig(

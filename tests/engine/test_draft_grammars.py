@@ -128,6 +128,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("count", "share", "depth", "options"), CASES)
+@pytest.mark.slow
 def test_drafts_change_no_answer_that_follows_a_grammar(
     engine: Any, grammars: type, plain: Any, drafts: Any, told: Any, monkeypatch: Any, overlap: Any, count: int,
     share: float, depth: int, options: dict[str, Any],

@@ -53,6 +53,7 @@ def conditional(engine: Any, prefixes: list[tuple[int, ...]]) -> dict[tuple[int,
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.slow
 def test_pairs_of_drafted_tokens_follow_the_models_law(
     engine: Any, monkeypatch: pytest.MonkeyPatch, spoilt: bool
 ) -> None:

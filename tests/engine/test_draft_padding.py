@@ -90,6 +90,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "model"])
+@pytest.mark.slow
 def test_padding_writes_nothing_that_anybody_reads(
     served: Any, load_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

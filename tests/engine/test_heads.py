@@ -63,6 +63,7 @@ def classifier(request: pytest.FixtureRequest, tiny_model: Any, engine: Any) -> 
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_classes(classifier: tuple[Any, Any], way: str) -> None:
     """Beside hidden states of the same prompts, and classes of every token; twice, then with a warm cache."""
     engine, oracle = classifier

@@ -156,6 +156,7 @@ KINDS |= {"stages, late tokens": KINDS["stages"], "drafts and stages, late token
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_every_token_is_where_it_is_looked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is cached, shared, preempted, aborted, failed, drafted or postponed."""
     monkeypatch.setattr(Paged, "seen", Counter())

@@ -77,6 +77,7 @@ def test_one_tensor_a_layer_holds_keys_and_values(tiny_model):
     ],
     ids=["roomy", "chunks", "preemption", "small pages"],
 )
+@pytest.mark.slow
 def test_twelve_at_once_are_transformers_tokens(latent, batch, expected, options):
     few = "num_gpu_blocks_override" in options
     if few and "gpt_oss" in str(latent.folder):  # whose windowed layers take blocks of their own

@@ -127,6 +127,7 @@ def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "count", "depth", "options"), CASES)
+@pytest.mark.slow
 def test_heads_draft_what_plain_code_drafts(
     served: Any, target: Path, heads: Any, plain: Any, proposed: Any, draft_models: Any, name: str, count: int,
     depth: int, options: dict[str, Any],

@@ -106,6 +106,7 @@ def wanted(engine: Engine, adapter_files: Any) -> dict[str, list[list[int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_tokens_of_merged_weights(engine: Engine, wanted: dict[str, list[list[int]]]) -> None:
     """More adapters than slots, and than ranks keep on the host: each is read again when its turn comes."""
 

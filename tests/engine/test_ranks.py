@@ -175,6 +175,7 @@ def test_prefix_hits(pair: Pair) -> None:
     assert cold.num_cached_tokens == 0 < warm.num_cached_tokens and warm.tokens == cold.tokens
 
 
+@pytest.mark.slow
 def test_preemption(pair: Pair) -> None:
     before = [client.stats.num_preemptions for client in pair.clients]
     pair.same([([9 + i, *PROMPTS[3]], greedy(max_tokens=100)) for i in range(4)])
@@ -230,6 +231,7 @@ def test_grammars(pair: Pair) -> None:
 # ---- what ends an engine ----
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_its_engine(pair: Pair, awake: Callable[[], float]) -> None:
     """The last of the tests with this pair."""
 

@@ -802,6 +802,7 @@ def decode_seconds(num_seqs: int, depth: int = 2) -> float:
     return min(spent[20:])
 
 
+@pytest.mark.slow
 def test_cost_of_a_step_grows_no_faster_than_the_batch(costs_at_most: Any) -> None:
     assert costs_at_most(6, lambda: decode_seconds(512), lambda: decode_seconds(128) + 0.03e-3)
 

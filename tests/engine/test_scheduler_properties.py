@@ -878,6 +878,7 @@ def test_any_workload_gives_what_each_request_gets_alone(part: int) -> None:
         assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
 
 
+@pytest.mark.slow
 def test_any_workload_with_windows_gives_what_each_request_gets_alone() -> None:
     num_steps, seen = simulate_many(7, TOTAL_STEPS / PARTS / 2, windowed=True)
     rare = 0.5 * num_steps / 20_000
@@ -889,6 +890,7 @@ def test_any_workload_with_windows_gives_what_each_request_gets_alone() -> None:
 
 
 @pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.slow
 def test_any_workload_with_drafts_gives_what_each_request_gets_alone(windowed: bool) -> None:
     drafts_are_right_or_wrong(11, TOTAL_STEPS / PARTS / 4, windowed)
 
@@ -912,6 +914,7 @@ def drafts_are_right_or_wrong(first_seed: int, steps: float, windowed: bool) -> 
 
 
 @pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.slow
 def test_any_workload_on_stages_gives_what_each_request_gets_alone(windowed: bool) -> None:
     num_steps, seen = simulate_many(23, TOTAL_STEPS / PARTS / 4, windowed=windowed, stages=True)
     rare = 0.5 * num_steps / 20_000
@@ -1039,6 +1042,7 @@ STAGES = {  # of pipelines
 
 
 @pytest.mark.parametrize("mutation", [*MUTATIONS, *DRAFTING, *STAGES])
+@pytest.mark.slow
 def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     room, right, wrong = {**MUTATIONS, **DRAFTING, **STAGES}[mutation]
     source = inspect.getsource(ROOMS[room])

@@ -37,6 +37,7 @@ def test_nothing_is_left_of_an_engine_that_has_answered(generate, tiny_model, nu
 
 
 @pytest.mark.parametrize("place", ["start", "requests"])
+@pytest.mark.slow
 def test_nothing_is_left_while_an_error_is_kept(generate, tiny_model, monkeypatch, num_runners, place):
     async def get(self: Mailbox) -> None:
         raise EngineDeadError("broken on purpose")

@@ -174,6 +174,7 @@ def use_beside(monkeypatch: pytest.MonkeyPatch, twin: Callable[..., None]) -> No
 
 @pytest.mark.parametrize(("shape", "dtype"), [("beside", torch.float32), ("beside-and-64", torch.bfloat16)], ids=str)
 @torch.inference_mode()
+@pytest.mark.slow
 def test_padded_and_bare_agree(
     shape: str, dtype: torch.dtype, steps: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

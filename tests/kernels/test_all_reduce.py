@@ -17,6 +17,7 @@ from vserve.kernels.all_reduce import Exchange
 CUDA = torch.cuda.is_available()
 
 
+@pytest.mark.slow
 def test_ranks_that_are_late_in_turn() -> None:
     """Before and within the kernel: every sum is right, and the same on all."""
     script = Path(__file__).with_name("all_reduce_ranks.py")
@@ -63,6 +64,7 @@ print(json.dumps(report))
 
 
 @pytest.mark.skipif(CUDA, reason="tests/gpu runs it on cards")
+@pytest.mark.slow
 def test_compiles_for_hopper(run_for_hopper: Callable[..., Any]) -> None:
     """Rows go in pieces of 16 bytes, past every cache, and nothing waits for them to arrive but their readers."""
     if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():

@@ -264,6 +264,7 @@ SPLIT_CASES: dict[str, dict[str, Any]] = {
     ("case", "num_splits"),
     [*((case, splits) for case in SPLIT_CASES if case != "many" for splits in (2, 5)), ("many", 16)],
 )
+@pytest.mark.slow
 def test_split_decode(case: str, num_splits: int, rng: torch.Generator, device: str) -> None:
     """Splits of 32 keys and more, merged, from scratch memory that holds NaN."""
     for dtype in DTYPES:
@@ -420,6 +421,7 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 @pytest.mark.parametrize("case", LATENT_CASES)
+@pytest.mark.slow
 def test_values_within_keys(
     case: str, implementation: str, rng: torch.Generator, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ NAMES = ("kind", "group", "shifts", "tokens", "top_k", "experts", "hidden", "inn
 @pytest.mark.skipif(CUDA, reason="the same runs on the GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(NAMES, CASES)
+@pytest.mark.slow
 def test_the_kernel_in_python(
     codes: Any, in_python: Any, rng: torch.Generator, kind: str, group: int, shifts: bool, tokens: int, top_k: int,
     experts: int, hidden: int, inner: int, limit: float, dtype: torch.dtype,

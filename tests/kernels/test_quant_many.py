@@ -64,6 +64,7 @@ def test_many_rows(
 
 @pytest.mark.skipif(CUDA, reason="the same runs on the GPU")
 @pytest.mark.parametrize(("kind", "group", "shifts"), LAYOUTS)
+@pytest.mark.slow
 def test_the_kernel_in_python(
     load_module: Callable[[Path], Any], made: Callable[..., Packed], monkeypatch: pytest.MonkeyPatch,
     rng: torch.Generator, kind: str, group: int, shifts: bool,

@@ -254,6 +254,7 @@ def test_almost_zero_temperature_is_greedy(sampler: Sampler, temperature: float)
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["flat", "one lane", "wide range", "ties", "negative zeros"])
+@pytest.mark.slow
 def test_the_slow_search(device: str, settings: Settings, kind: str, rng: torch.Generator) -> None:
     """Rows where the lanes' three greatest logits do not decide, so that the whole row is searched."""
     logits = torch.randn(130, generator=rng) * 0.2

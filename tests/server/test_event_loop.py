@@ -179,6 +179,7 @@ def ends(answer: bytes) -> list[int]:
 
 @pytest.mark.parametrize("name", WORST)
 @pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.slow
 def test_the_loop_is_never_held(
     engine: Any, text_model: Any, name: str, leaves: bool, slowness: float, settles_within: Any
 ) -> None:

@@ -141,6 +141,7 @@ def test_what_is_asked_for_is_what_the_engine_allows(
 
 
 @pytest.mark.parametrize("switch", ["disable_any_whitespace", "disable_additional_properties"])
+@pytest.mark.slow
 def test_what_the_server_wants_of_all(house: House, switch: str) -> None:
     """--structured-outputs-config, whatever a request says."""
     config = ServerConfig(structured_outputs_config=json.dumps({switch: True}))
@@ -281,6 +282,7 @@ def small(house: House) -> Any:
         house.run(service.close())
 
 
+@pytest.mark.slow
 def test_what_open_requests_hold_is_bounded(house: House, small: Callable[..., GrammarService]) -> None:
     """It cannot be forgotten, so another one is refused, before it is compiled; one in use has room for more users."""
     service = small(timeout=60, max_entries=1, max_used_entries=2)

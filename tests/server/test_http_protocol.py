@@ -281,6 +281,7 @@ def test_uploads_stay_while_idle_connections_can_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "1.0"])
+@pytest.mark.slow
 def test_an_early_answer_reaches_who_still_sends(tmp_path: Path, how: str) -> None:
     """Over TCP, where what is left unread resets the connection, and the answer is lost."""
     size = 4 << 20

@@ -210,6 +210,7 @@ WORST: dict[str, tuple[str, bytes, int]] = {
 
 
 @pytest.mark.parametrize("kind", WORST)
+@pytest.mark.slow
 def test_the_event_loop_goes_on(app: Any, kind: str, slowness: float, settles_within: Any) -> None:
     """Whatever the event loop's own thread does between two turns takes little of its processor's time; the tokenizer
     of these tests is slow, what is large here is small for a real one."""

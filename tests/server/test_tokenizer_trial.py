@@ -36,6 +36,7 @@ def test_a_machine_that_stands_still_for_once_refuses_none(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("pattern", "words"), [("(a+)+b", "retry"), ("(?:1|11)+$", "'1'"), (r"\s+\s+$", "takes")])
+@pytest.mark.slow
 def test_row_44_a_pathological_one_is_refused(pattern: str, words: str) -> None:
     with pytest.raises(ConfigError, match=r"--tokenizer") as caught:
         try_out(tokenizer(pattern))

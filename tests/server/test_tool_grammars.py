@@ -130,6 +130,7 @@ def use_of(tools: list[dict[str, Any]], mode: str) -> ToolUse:
 
 @pytest.mark.parametrize("format", known()[0], ids=lambda format: format.name)
 @pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.slow
 def test_the_arguments_of_two_hundred_tools_are_followed(format: Any, mode: str, byte_vocabulary: Any) -> None:
     constraint = use_of(many(200, 10, "what it is for, in many words " * 10), mode).constraints(format, None)[0]
     assert len(constraint.text) < MAX_SOURCE // 2, "what is written for people is part of it"
