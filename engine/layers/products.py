@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ...kernels import cublaslt
 from ...kernels.cublaslt import Algorithms, measured_linear
-from ...kernels.linear_hopper import HopperTiles, hopper_tiles, linear_hopper, silu_mul_linear_hopper
+from ...kernels.linear_hopper import HopperTile, HopperTiles, hopper_tiles, linear_hopper, silu_mul_linear_hopper
 
 
 class Products(NamedTuple):
@@ -36,7 +36,7 @@ class Products(NamedTuple):
     def multiply(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
         """x Wᵀ [M, N]; residual like it: is added to, and returned."""
         rows = x.shape[0]
-        if self.tiles and (tile := self.tiles[min(rows, len(self.tiles) - 1)]) is not None:
+        if (tile := _tile(self.tiles, rows)) is not None:
             return linear_hopper(x, weight, tile, residual)
         if rows < len(self.algorithms) and (algorithm := self.algorithms[rows]) is not None:
             return measured_linear(x, weight, algorithm, residual)
@@ -44,11 +44,15 @@ class Products(NamedTuple):
 
     def silu_mul(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """silu(x Gᵀ) · (x Uᵀ) of weight cat(G, U) in one pass; None where two are faster."""
-        tiles = self.gated_tiles
-        if tiles and (tile := tiles[min(x.shape[0], len(tiles) - 1)]) is not None:
+        if (tile := _tile(self.gated_tiles, x.shape[0])) is not None:
             return silu_mul_linear_hopper(x, weight, tile)
         return None
 
     def joins(self, rows: int) -> bool:
         """Whether silu_mul of so many rows is one pass."""
-        return bool(self.gated_tiles) and self.gated_tiles[min(rows, len(self.gated_tiles) - 1)] is not None
+        return _tile(self.gated_tiles, rows) is not None
+
+
+def _tile(tiles: HopperTiles, rows: int) -> HopperTile | None:
+    """The last one is for all rows beyond."""
+    return tiles[min(rows, len(tiles) - 1)] if tiles else None

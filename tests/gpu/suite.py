@@ -96,6 +96,12 @@ ALWAYS = (
     '--speculative-config={"method":"ngram","prompt_lookup_min":1,"prompt_lookup_max":3,'
     '"num_speculative_tokens_per_batch_size":[[1,32,7],[33,64,3],[65,512,1]]}'
 )
+EXPERTS_AS_CODES = side_by_side(
+    "experts as codes",
+    "tests/kernels/test_moe_codes.py",
+    "tests/kernels/test_moe_few.py",
+    "tests/gpu/test_experts_gpu.py",
+)
 # A group is lanes of parts: those of a lane one after the other, the lanes at the same time. The last lane runs alone:
 # it measures the card's memory.
 GROUPS: dict[str, list[list[Part]]] = {
@@ -119,25 +125,11 @@ GROUPS: dict[str, list[list[Part]]] = {
     "encoders": [[tests("encoders", "tests/gpu/test_encoders_gpu.py")]],
     "experts": [
         [side_by_side("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")],
-        [
-            side_by_side(
-                "experts as codes",
-                "tests/kernels/test_moe_codes.py",
-                "tests/kernels/test_moe_few.py",
-                "tests/gpu/test_experts_gpu.py",
-            )
-        ],
+        [EXPERTS_AS_CODES],
     ],
     "quant": [
         [side_by_side("layouts", "tests/gpu/test_quant_gpu.py")],
-        [
-            side_by_side(
-                "experts as codes",
-                "tests/kernels/test_moe_codes.py",
-                "tests/kernels/test_moe_few.py",
-                "tests/gpu/test_experts_gpu.py",
-            )
-        ],
+        [EXPERTS_AS_CODES],
         *(
             [
                 noticing(
