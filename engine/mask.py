@@ -23,6 +23,11 @@ class TokenMask:
     # Index into plan.sampled, and how many of its drafts may hold: behind the next one there is no mask.
     cuts: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def limits(self) -> bool:
+        """Any sample; not where all of them were postponed."""
+        return bool(self.rows)
+
 
 def guides(sampled: Sequence[Request | None]) -> list[Guide]:
     """Of the live constrained rows among a step's samples, all of whose predecessors have been taken in."""

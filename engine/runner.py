@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,13 +31,14 @@ from .relay import Relay
 from .request import SamplingParams
 from .rows import RowTables
 from .sampled import Launched, SampledTokens
-from .sampler import Sampler
+from .sampler import Sampler, Samples
 from .speculation.drafter import Drafter, NgramDrafter
 from .speculation.model_drafter import ModelDrafter
 from .speculation.settings import NO_DRAFTS, Speculation
 from .speculation.synthetic import Always, thresholds
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 EXPERT_SECONDS = 1.0  # between two looks at the load of experts
 
@@ -189,8 +192,12 @@ class ModelRunner:
         assert self._launched is not None, "sample() without execute()"
         step, self._launched = self._launched, None
         plan = step.samples.plan
-        logits = self._logits(step)[: plan.num_samples]
-        samples = self.sampler(logits, step.samples, mask)
+        if self._takes_greatest(step, mask is not None and mask.limits):
+            tokens, finite = self._behind(step, self.model.greatest)
+            samples = Samples(tokens[: plan.num_samples], finite[: plan.num_samples])
+        else:
+            logits = self._behind(step, self.model.logits)[: plan.num_samples]
+            samples = self.sampler(logits, step.samples, mask)
         drafts = self.sampled.take(step, samples.tokens, *((mask.postponed, mask.cuts) if mask is not None else ()))
         if plan.told:
             drafts.told = self.builder.tell_drafts(plan, self.num_drafts)
@@ -230,14 +237,20 @@ class ModelRunner:
         return load.counts
 
     @torch.inference_mode()
-    def follow(self, postponed: tuple[int, ...] = (), cuts: tuple[tuple[int, int], ...] = ()) -> None:
-        """What `sample` is on the other ranks: rank 0 samples, they take its tokens. The rest is as in its mask."""
+    def follow(
+        self, postponed: tuple[int, ...] = (), cuts: tuple[tuple[int, int], ...] = (), masked: bool = False
+    ) -> None:
+        """What `sample` is on the other ranks: rank 0 samples, they take its tokens. The rest is as in its mask;
+        masked: whether that limits any sample."""
         assert self._launched is not None, "follow() without execute()"
         step, self._launched = self._launched, None
         if not self.is_last:
             self.sampled.go_on(step, postponed, cuts)
             return
-        self._logits(step)  # rank 0 needs this rank's part of them
+        if self._takes_greatest(step, masked):  # rank 0 needs this rank's part of either
+            self._behind(step, self.model.greatest)
+        else:
+            self._behind(step, self.model.logits)
         tokens = torch.empty(step.samples.plan.num_samples, dtype=torch.int32, device=self.device)
         self.sampled.take(step, tokens, postponed, cuts)
 
@@ -246,13 +259,19 @@ class ModelRunner:
         """On other stages than the last: appends all tokens that are still to come."""
         self.sampled.settle(None)
 
-    def _logits(self, step: Launched) -> Tensor:
+    def _takes_greatest(self, step: Launched, masked: bool) -> bool:
+        """Whether all samples are those of the greatest logits, so that ranks need not gather them. All ranks find the
+        same: what a row asks for travels with the plan that brings it."""
+        return self.model.place.group.size > 1 and not masked and not self.sampler.wants(step.samples)
+
+    def _behind(self, step: Launched, head: Callable[[Tensor], T]) -> T:
+        """What the model's head makes of a step's hidden states."""
         if self.adapters is None:
-            return self.model.logits(step.hidden)
+            return head(step.hidden)
         self.adapters.begin_sampling()
-        logits = self.model.logits(step.hidden)
+        found = head(step.hidden)
         self.adapters.end()
-        return logits
+        return found
 
     def forward(self, batch: Batch, wanted: Tensor | None) -> Tensor:
         """Hidden states of the wanted tokens, or of all."""

@@ -60,13 +60,17 @@ class Sampler:
         self._biases: dict[int, tuple[SamplingParams, Tensor]] = {}  # int32 [n, 2]
         self._counts: Tensor | None = None  # int32 [min(R, COUNT_ROWS), V], of zeros
 
+    def wants(self, batch: SampleBatch) -> int:
+        """What rows ask for beside the greatest logit: bits of rows.py. Grammars are not among them."""
+        flags = self.tables.flags[batch.rows_cpu]
+        return int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+
     def __call__(self, logits: Tensor, batch: SampleBatch, mask: TokenMask | None = None) -> Samples:
         """logits: fp32 [S, V], changed in place. mask: of the rows with a grammar."""
         rows = batch.rows_cpu
-        flags = self.tables.flags[rows]
-        used = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
-        if mask is not None and not mask.rows:
-            mask = None  # all of them were postponed
+        flags, used = self.tables.flags[rows], self.wants(batch)
+        if mask is not None and not mask.limits:
+            mask = None
         limited = used & LIMITS or mask is not None
         raw = logits.clone() if used & LOGPROBS and (limited or used & PENALTIES) else logits
         finite = torch.empty(len(rows), dtype=torch.bool, device=logits.device)

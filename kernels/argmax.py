@@ -2,6 +2,7 @@
 
 A row is cut into pieces, so that even a few rows give every SM something to read and many leave none idle at the end.
 One kernel finds the best of each piece; another, launched with programmatic dependent launch, the best of a row's.
+Where ranks share a row's columns, the best of pieces are all that they have to exchange.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _TILES = 8  # of a piece: the loads of most of them are on their way at once
 # threshold.float_key of -inf and inf; that of a NaN is here the greatest int32
 KEY_NEGATIVE_INFINITY = tl.constexpr(-2139095041)
 KEY_INFINITY = tl.constexpr(2139095040)
+_LAST_INDEX = 2147483647  # of an int32
 
 
 def argmax(logits: torch.Tensor, out: torch.Tensor | None = None, finite: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,6 +32,39 @@ def argmax(logits: torch.Tensor, out: torch.Tensor | None = None, finite: torch.
     ValueError for other layouts and dtypes on a GPU.
     """
     return argmax_triton(logits, out, finite) if logits.is_cuda else argmax_torch(logits, out, finite)
+
+
+def best_of_pieces(logits: torch.Tensor, first: int = 0, width: int | None = None) -> torch.Tensor:
+    """Of each piece of a row its greatest logit and the lowest index of that, as one number: int64 [N, pieces], whose
+    greatest in a row tells what `argmax` is (`of_pieces`), also of several parts of it beside one another.
+
+    logits as for `argmax`, but with any number of columns, of which the first is token `first`; width: as many columns
+    as the widest part has, whose pieces are as many as this one is to have (this one's).
+    """
+    width = logits.shape[1] if width is None else width
+    return best_triton(logits, first, width) if logits.is_cuda else best_torch(logits, first)
+
+
+def of_pieces(
+    best: torch.Tensor, out: torch.Tensor | None = None, finite: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [N, pieces] of `best_of_pieces`, contiguous → `out` and `finite` of `argmax`, made when absent."""
+    if out is None:
+        out = torch.empty(len(best), dtype=torch.int32, device=best.device)
+    if finite is None:
+        finite = torch.empty(len(best), dtype=torch.bool, device=best.device)
+    if best.is_cuda:
+        of_pieces_triton(best, out, finite)
+    else:
+        of_pieces_torch(best, out, finite)
+    return out, finite
+
+
+def of_pieces_torch(best: torch.Tensor, out: torch.Tensor, finite: torch.Tensor) -> None:
+    greatest = best.amax(dim=1)
+    out.copy_(_LAST_INDEX - (greatest & _LAST_INDEX))
+    key = greatest >> 32
+    finite.copy_((key > KEY_NEGATIVE_INFINITY.value) & (key < KEY_INFINITY.value))
 
 
 def argmax_torch(
@@ -43,6 +78,18 @@ def argmax_torch(
     return found.int() if out is None else out.copy_(found)
 
 
+def best_torch(logits: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """best_of_pieces, a piece a row."""
+    if not logits.shape[1]:  # of a rank that no column was left for
+        return torch.full((len(logits), 1), torch.iinfo(torch.int64).min)
+    values = logits.numpy()
+    index = values.argmax(axis=-1)
+    greatest = values[np.arange(len(values)), index]
+    bits = np.where(greatest == 0, 0, greatest.view(np.int32))
+    key = np.where(np.isnan(greatest), _LAST_INDEX, bits ^ ((bits >> 31) & _LAST_INDEX)).astype(np.int64)
+    return torch.from_numpy((key << 32) | (_LAST_INDEX - first - index))[:, None]
+
+
 def argmax_triton(
     logits: torch.Tensor, out: torch.Tensor | None = None, finite: torch.Tensor | None = None, tile: int = _TILE
 ) -> torch.Tensor:
@@ -50,32 +97,43 @@ def argmax_triton(
 
     tile: the logits that a program takes at once, a power of two.
     """
-    num_rows, vocabulary = logits.shape
+    best = best_triton(logits, 0, logits.shape[1], tile)
+    if out is None:
+        out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    if finite is None:  # written all the same: one variant of the kernel
+        finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+    of_pieces_triton(best, out, finite)
+    return out
+
+
+def best_triton(logits: torch.Tensor, first: int, width: int, tile: int = _TILE) -> torch.Tensor:
+    num_rows, columns = logits.shape
     if logits.stride(1) != 1 or logits.dtype != torch.float32:
         raise ValueError(
             f"argmax takes fp32 logits with a last stride of 1, got {logits.dtype}, {logits.stride()}: use float()"
         )
-    if out is None:
-        out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    if finite is None:  # written all the same: one variant of the kernel
-        finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+    # What is compiled follows from the vocabulary alone: a first step with so many rows must not compile anything.
+    pieces = triton.cdiv(width, _TILES * tile)
+    best = torch.empty((num_rows, pieces), dtype=torch.int64, device=logits.device)
     if num_rows:
-        # What is compiled follows from the vocabulary alone: a first step with so many rows must not compile anything.
-        pieces = triton.cdiv(vocabulary, _TILES * tile)
-        best = torch.empty((num_rows, pieces), dtype=torch.int64, device=logits.device)
         _piece_kernel[(num_rows * pieces,)](
-            logits, best, logits.stride(0), vocabulary, PIECES=pieces, TILE=tile, TILES=_TILES,
+            logits, best, logits.stride(0), columns, first, PIECES=pieces, TILE=tile, TILES=_TILES,
             num_warps=max(1, tile // 128), **pdl_options(logits),
         )  # fmt: skip
+    return best
+
+
+def of_pieces_triton(best: torch.Tensor, out: torch.Tensor, finite: torch.Tensor) -> None:
+    num_rows, pieces = best.shape
+    if num_rows:
         _row_kernel[(num_rows,)](
-            best, out, finite, PIECES=pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1, **pdl_options(logits)
+            best, out, finite, PIECES=pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1, **pdl_options(best)
         )
-    return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _piece_kernel(
-    logits_ptr, best_ptr, row_stride, vocabulary, PIECES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    logits_ptr, best_ptr, row_stride, columns, first, PIECES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -92,15 +150,16 @@ def _piece_kernel(
     tile = tl.zeros([TILE], tl.int32)
     for i in tl.static_range(TILES):
         index = start + i * TILE + lanes
-        logits = tl.load(row_ptr + index, mask=index < vocabulary, other=float("-inf"))
+        logits = tl.load(row_ptr + index, mask=index < columns, other=float("-inf"))
         better = (logits > best) | ((logits != logits) & (best == best))
         best = tl.where(better, logits, best)
         tile = tl.where(better, i, tile)
 
     # The order of these pairs is that of the logits, then that of the indices from the last to the first: theirs is the
-    # one maximum, however the pieces are put together. A lane beyond the end has an index beyond the others'.
+    # one maximum, however the pieces are put together. A lane beyond the end has an index beyond the others', and where
+    # that is another rank's, -inf: the first token of all is before it.
     key = tl.where(best == best, float_key(best), 2147483647)
-    index = start + tile * TILE + lanes
+    index = first + start + tile * TILE + lanes
     tl.store(best_ptr + program, tl.max((key.to(tl.int64) << 32) | (2147483647 - index), axis=0))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ...kernels.argmax import best_of_pieces, of_pieces
 from ...kernels.attention_inputs import Scoring
 from ..layer_spec import AttentionSpec, KVSpec
 from ..layers.attention import Attention, AttentionBatch
@@ -228,6 +229,10 @@ class TransformersModel(nn.Module):
         logits: Tensor = self.head(inputs_embeds=self.given.hidden, use_cache=False).logits  # nobody embeds anything
         del self.given.hidden
         return logits[0].float()
+
+    def greatest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As Model has it."""
+        return of_pieces(best_of_pieces(self.logits(hidden)))  # what comes behind its head, transformers alone knows
 
     def attention_layers(self) -> list[Attention]:
         return list(self._attention)

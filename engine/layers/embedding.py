@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...kernels.argmax import best_of_pieces, of_pieces
 from ...kernels.fp8_rows import Fp8Rows
 from ..parallel.divide import vocab_share
 from ..quant.codes import decoded
@@ -83,13 +84,26 @@ class LMHead(Linear):
 
     def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         """[N, hidden] of the selected rows → fp32 [N, vocab], on every rank."""
+        return self.whole(self.part(x))
+
+    def part(self, x: Tensor | Fp8Rows) -> Tensor:
+        """[N, hidden] → fp32 [N, this rank's columns]."""
         assert isinstance(x, Tensor), "the last norm is told of no reader"
         low = self.adapter.low(x) if self.adapter is not None and self.adapter.active else None
         y = self.method.multiply_fp32(x)
-        if self.adapter is not None and low is not None:
-            y = self.adapter.add(low, y)
+        return y if self.adapter is None or low is None else self.adapter.add(low, y)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The ranks' columns beside one another."""
         if self.group.size == 1:
-            return y
-        # Of all ranks alike: the last ones may have fewer rows, and lack columns here.
-        found = self.group.all_gather(functional.pad(y, (0, self.share - y.shape[1])), dim=0).split(len(y))
-        return torch.cat([part[:, : self.vocab_size - rank * self.share] for rank, part in enumerate(found)], dim=1)
+            return part
+        # Of all ranks alike: the last ones may have fewer columns.
+        padded = functional.pad(part, (0, self.share - part.shape[1]))
+        found = self.group.all_gather(padded, dim=0).split(len(part))
+        return torch.cat([one[:, : self.vocab_size - rank * self.share] for rank, one in enumerate(found)], dim=1)
+
+    def greatest(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """argmax of the ranks' columns, int32 [N], and whether its logit is finite, bool [N]: some numbers of a row are
+        exchanged, where `whole` gathers it (70B over two cards, 256 rows: 0.4 ms of 38)."""
+        best = best_of_pieces(part, self.group.rank * self.share, self.share)
+        return of_pieces(self.group.all_gather(best))

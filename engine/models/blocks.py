@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ...kernels.argmax import best_of_pieces, of_pieces
 from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
@@ -223,7 +224,17 @@ class CausalLM(nn.Module):
         """[N, hidden] → fp32 [N, vocab]; zeros where nothing is ever sampled."""
         if self.lm_head is None:
             return hidden.new_zeros(hidden.shape[0], self.config.vocab_size, dtype=torch.float32)
-        logits, frame = self.lm_head(hidden), self.config.frame
+        return self.lm_head.whole(self._logits(self.lm_head, hidden))
+
+    def greatest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As Model has it."""
+        if self.lm_head is None:
+            return of_pieces(best_of_pieces(self.logits(hidden)))
+        return self.lm_head.greatest(self._logits(self.lm_head, hidden))
+
+    def _logits(self, lm_head: LMHead, hidden: Tensor) -> Tensor:
+        """This rank's."""
+        logits, frame = lm_head.part(hidden), self.config.frame
         if frame.logit_scale != 1.0:
             logits *= frame.logit_scale
         if frame.logit_cap:

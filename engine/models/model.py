@@ -55,6 +55,11 @@ class Model(Loadable, Protocol):
         """[N, hidden] → fp32 [N, vocab]."""
         ...
 
+    def greatest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, hidden] → the tokens of the greatest logits, int32 [N], the lowest of several, and whether these logits
+        are finite, bool [N]: what argmax says of `logits`."""
+        ...
+
     def attention_layers(self) -> list[Attention]:
         """All that want a KV cache bound, in the order of layers."""
         ...

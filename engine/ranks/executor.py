@@ -43,7 +43,7 @@ class RanksExecutor:
 
     def sample(self, mask: TokenMask | None = None) -> None:
         if self._executes:
-            self._peers.send(Follow(mask.postponed, mask.cuts) if mask is not None else Follow())
+            self._peers.send(Follow(mask.postponed, mask.cuts, mask.limits) if mask is not None else Follow())
         self._mine.sample(mask)
         self._num_begun += 1
         self._mine.newest.add_done_callback(self._ended)

@@ -41,6 +41,7 @@ class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
 
     postponed: tuple[int, ...] = ()  # these are TokenMask's
     cuts: tuple[tuple[int, int], ...] = ()
+    masked: bool = False  # whether it limits any sample
 
 
 class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):

@@ -59,7 +59,7 @@ def follow(channel: Channel, runner: ModelRunner) -> None:
         if isinstance(message, Execute):
             runner.execute(message.plan)
         elif isinstance(message, Follow):
-            runner.follow(message.postponed, message.cuts)
+            runner.follow(message.postponed, message.cuts, message.masked)
         elif isinstance(message, Settle):
             runner.settle()
         elif isinstance(message, ReadAdapter):

@@ -226,6 +226,8 @@ def test_grammars(pair: Pair) -> None:
     for answer in answers[: len(bound)]:
         assert answer.finish_reason == "stop" and len(answer.tokens) == 7
         assert set(answer.tokens[:6]) <= {*range(10, 28), 83, 150} and answer.tokens[6] == 2
+    alone = pair.same([bound[0]])  # asks for the greatest logit, but for its mask: rank 0 needs whole rows
+    assert alone[0].tokens == answers[0].tokens
 
 
 # ---- what ends an engine ----

@@ -179,3 +179,32 @@ def test_compiles_for_hopper(run_for_hopper: Callable[..., Any]) -> None:
     assert (pieces["kernel"], rows["kernel"]) == ("_piece_kernel", "_row_kernel")
     assert pieces["stack"] == pieces["local"] == rows["stack"] == rows["local"] == 0
     assert pieces["reg"] <= 40 and pieces["wide_loads"] == 8
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("cuts", [(0, 300), (150, 150), (130, 130, 40), (100, 100, 100, 0), (1, 299)])
+def test_columns_in_parts(path: str, cuts: tuple[int, ...], device: str, rng: torch.Generator) -> None:
+    """As ranks have them, the last of which may have fewer or none: equal ones on both sides of a cut, rows of -inf,
+    NaN, zeros of both signs; the best of pieces are all that is left of a row."""
+    logits = torch.randn(9, 300, generator=rng)
+    logits[1, [99, 129, 130, 149, 150, 299]] = 9.0
+    logits[2, [130, 299]] = 9.0
+    logits[3] = -INF
+    logits[4, [149, 150]] = INF
+    logits[5, [20, 200]], logits[5, 149] = NAN, INF
+    logits[6] = -1.0
+    logits[6, [140, 160]] = torch.tensor([-0.0, 0.0])
+    logits[7, 299], logits[8, 0] = 9.0, 9.0
+    where = "cpu" if path == "torch" else device
+    best, start = [], 0
+    for part in logits.to(where).split(cuts, dim=1):
+        if path == "torch":
+            best.append(argmax.best_torch(part, start))
+        else:
+            best.append(argmax.best_triton(part.contiguous(), start, max(cuts), TILE))
+        start += part.shape[1]
+    tokens = torch.full((9,), -1, dtype=torch.int32, device=where)
+    finite = torch.zeros(9, dtype=torch.bool, device=where)
+    getattr(argmax, f"of_pieces_{path}")(torch.cat(best, dim=1), tokens, finite)
+    assert tokens.tolist() == [first_greatest(row) for row in logits.tolist()]
+    assert finite.tolist() == [math.isfinite(max(row, key=lambda x: (math.isnan(x), x))) for row in logits.tolist()]
