@@ -48,7 +48,7 @@ def best_of_pieces(logits: torch.Tensor, first: int = 0, width: int | None = Non
 def of_pieces(
     best: torch.Tensor, out: torch.Tensor | None = None, finite: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [N, pieces] of `best_of_pieces`, contiguous → `out` and `finite` of `argmax`, made when absent."""
+    """int64 [N, pieces] of `best_of_pieces` → `out` and `finite` of `argmax`, made when absent."""
     if out is None:
         out = torch.empty(len(best), dtype=torch.int32, device=best.device)
     if finite is None:
@@ -127,7 +127,13 @@ def of_pieces_triton(best: torch.Tensor, out: torch.Tensor, finite: torch.Tensor
     num_rows, pieces = best.shape
     if num_rows:
         _row_kernel[(num_rows,)](
-            best, out, finite, PIECES=pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1, **pdl_options(best)
+            best.contiguous(),
+            out,
+            finite,
+            PIECES=pieces,
+            BLOCK=triton.next_power_of_2(pieces),
+            num_warps=1,
+            **pdl_options(best),
         )
 
 
