@@ -203,7 +203,8 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
     tokens, seqs, reduced, notices = resolve_limits(config, machine, mixture)
     if config.enable_expert_parallel and not mixture and model.foreign is None:
         notices += ("--enable-expert-parallel changes nothing: this model has no experts",)
-    mixed = resolve_max_mixed_tokens(config, device.type, tokens, mixture)
+    chunk = default_chunk(mixture, model.quantization is not None)
+    mixed = resolve_max_mixed_tokens(config, device.type, tokens, chunk)
     length = choose_max_model_len(config, model)
     dtype = choose_dtype(config.dtype, model.dtype, device)
     loras = config.max_loras if config.enable_lora else 0
@@ -231,7 +232,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
         "max_num_partial_prefills": config.max_num_partial_prefills or 0,
         "max_long_partial_prefills": config.max_long_partial_prefills or 0,
         "long_prefill_token_threshold": choose_long_prefill(config, length),
-        "backlog_steps": config.backlog_steps or default_backlog_steps(mixture),
+        "backlog_steps": config.backlog_steps or default_backlog_steps(chunk),
         "speculative_config": config.speculative_config or "",
         "speculation": choose_speculation(config, model, tokens, seqs),
         "reduced": reduced,
@@ -249,9 +250,13 @@ def _partition(config: EngineConfig, model: ModelConfig) -> str:
     return ",".join(str(len(part)) for part in parts)
 
 
-# Tokens of a step with prompts, of a mixture of experts on a GPU: some fifty tokens already read the weights of nearly
-# all experts, so that a few hundred take as long as a few thousand.
+CHUNK = 1024  # tokens of a step with prompts beside decodes, on a GPU
+# The same of a mixture of experts: some fifty tokens already read the weights of nearly all experts, so that a few
+# hundred take as long as a few thousand.
 MIXTURE_CHUNK = 4096
+# The same of quantised weights: FP8 multiplies twice as fast, and other codes become numbers first, which takes a step
+# of 1,024 tokens a seventh of its time. Fewer than 2,048 by the few decodes that leave a chunk whole (graphs.py).
+QUANTISED_CHUNK = 2032
 SMALLEST_CHUNK = 1024  # tokens of a prompt that a stage computes about as fast, each, as it does many
 
 
@@ -284,7 +289,11 @@ def resolve_limits(
     return tokens, tokens, ("max_num_seqs",), (notice,)
 
 
-def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int, mixture: bool) -> int:
+def default_chunk(mixture: bool, quantised: bool) -> int:
+    return MIXTURE_CHUNK if mixture else QUANTISED_CHUNK if quantised else CHUNK
+
+
+def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int, chunk: int) -> int:
     """Without chunked prefill a prompt needs a whole step, whoever decodes beside it. Whoever names the tokens of a
     step means mixed steps too."""
     if not config.enable_chunked_prefill:
@@ -293,7 +302,7 @@ def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_
         return config.max_mixed_tokens
     if device == "cpu" or config.max_num_batched_tokens is not None:
         return 0
-    return min(MIXTURE_CHUNK if mixture else 1024, max_num_batched_tokens)
+    return min(chunk, max_num_batched_tokens)
 
 
 def step_limits(config: EngineConfig, found: Resolved) -> str:
@@ -307,9 +316,9 @@ def step_limits(config: EngineConfig, found: Resolved) -> str:
     return f"{most} (--max-num-batched-tokens), {found.mixed_step} beside decodes (--max-mixed-tokens){waiting}"
 
 
-def default_backlog_steps(mixture: bool) -> int:
-    """A mixture's large steps are twice as large, and go on until as few tokens wait: experts gain by many rows."""
-    return SchedulerConfig.backlog_steps // 2 if mixture else SchedulerConfig.backlog_steps
+def default_backlog_steps(chunk: int) -> int:
+    """Who gains by larger steps has them until as few tokens wait as others keep to theirs."""
+    return SchedulerConfig.backlog_steps // (1 if chunk == CHUNK else 2)
 
 
 def large_mixed_tokens(

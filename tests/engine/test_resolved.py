@@ -52,6 +52,26 @@ def test_a_mixture_reads_its_prompts_in_larger_steps(tiny_model: Any, monkeypatc
         assert found.backlog_steps == 16, "and in large ones for longer"
 
 
+@pytest.mark.parametrize("method", ["fp8", "int4"])
+def test_quantised_weights_read_prompts_in_larger_steps(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Twice those of 16 bit, whether a checkpoint or an option quantises them; but of a mixture, its own."""
+    monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
+    model = ModelConfig.from_folder(tiny_model("llama"), quantization=method)
+    for machine, options, expected in (
+        (CARD, {}, (2032, (4224, 8128))),
+        (SMALL_CARD, {}, (2032, ())),
+        (CARD, {"max_mixed_tokens": 512}, (512, (1024, 2048))),
+        (CPU, {}, (0, ())),
+    ):
+        found = resolve(EngineConfig("m", load_format="dummy", **options), model, machine)
+        assert (found.max_mixed_tokens, found.large_mixed_tokens) == expected
+        assert found.backlog_steps == 16
+    mixture = ModelConfig.from_folder(tiny_model("mixtral"), quantization=method)
+    assert resolve(EngineConfig("m", load_format="dummy"), mixture, CARD).max_mixed_tokens == 4096
+
+
 def open_fields(resolved: Resolved) -> list[str]:
     values = {spec.name: getattr(resolved, spec.name) for spec in dataclasses.fields(resolved)}
     return [name for name, value in values.items() if value is None or value == "auto"]
