@@ -26,6 +26,7 @@ MANY_TOKENS = 256  # the smaller of two sizes; the other is the largest of a sma
 # Steps of many tokens, for long queues: coarser, since there the host's time matters less. Steps of more than these
 # are launched kernel by kernel: the GPU is so long at it that padding would cost more.
 LARGE_TOKENS = (2048, 4096)
+BETWEEN_TOKENS = (1280, 1536, 1792)  # where mixed steps have up to 2,048 tokens
 LARGE_DECODE_ROWS = (0, 64, 256, 512)
 LARGE_PREFILL_ROWS = 64
 LARGE_PADDING = 1.1  # of their tokens; with more, launching kernel by kernel is faster
@@ -59,7 +60,7 @@ def decode_sizes(largest: int) -> list[int]:
 
 def mixed_sizes(max_mixed_tokens: int, large_mixed_tokens: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """(tokens of small graphs, tokens of large ones) for steps with prompts. The scheduler's limits are among them, as
-    it plans so many whenever enough prompts wait; those beyond LARGE_TOKENS are launched kernel by kernel."""
+    it plans so many whenever enough prompts wait; others beyond LARGE_TOKENS are launched kernel by kernel."""
     if not max_mixed_tokens:
         return [], list(large_mixed_tokens)
     small = min(max_mixed_tokens, MIXED_TOKENS[-1])
@@ -67,7 +68,17 @@ def mixed_sizes(max_mixed_tokens: int, large_mixed_tokens: tuple[int, ...]) -> t
     if small == max_mixed_tokens:
         sizes.append(small + FEW_DECODES)
     limits = (n for n in (*LARGE_TOKENS, max_mixed_tokens) if small < n <= min(max_mixed_tokens, LARGE_TOKENS[-1]))
-    return sizes, sorted({*large_mixed_tokens, *(n + FEW_DECODES for n in limits)})
+    large = {*large_mixed_tokens, *(n + FEW_DECODES for n in limits), *between_sizes(max_mixed_tokens)}
+    return sizes, sorted(large)
+
+
+def between_sizes(max_mixed_tokens: int) -> list[int]:
+    """Of the large ones, those up to which every mixed step has a graph, however much it is padded. First a prompt of
+    1,024 tokens beside few decodes."""
+    if not MIXED_TOKENS[-1] < max_mixed_tokens <= LARGE_TOKENS[0]:
+        return []
+    most = max_mixed_tokens + FEW_DECODES
+    return [MIXED_TOKENS[-1] + FEW_DECODES, *(n for n in BETWEEN_TOKENS if n < most), most]
 
 
 def draft_sizes(most: int) -> list[int]:
@@ -119,6 +130,7 @@ class StepGraphs:
         self.large_decodes = sorted({min(rows, max_decodes) for rows in LARGE_DECODE_ROWS})
         self.max_mixed_tokens = max_mixed_tokens
         self.mixed_tokens, self.large_tokens = mixed_sizes(max_mixed_tokens, large_mixed_tokens)
+        self.between = between_sizes(max_mixed_tokens)
         self.many_tokens: list[int] = []
         if max_decodes > MIXED_PREFILL_ROWS:
             self.many_tokens = [n for n in self.mixed_tokens if n in (MANY_TOKENS, self.mixed_tokens[-1])]
@@ -149,7 +161,10 @@ class StepGraphs:
         """Whether a plan of this size should find a graph."""
         if plan.num_drafts and plan.num_decodes > self.drafts.get(plan.num_drafts, 0):
             return False
-        return plan.total_tokens == plan.num_decode_tokens or plan.total_tokens <= max(self.mixed_tokens, default=0)
+        if plan.total_tokens == plan.num_decode_tokens or plan.total_tokens <= max(self.mixed_tokens, default=0):
+            return True
+        few = len(plan.rows) - plan.num_decodes <= LARGE_PREFILL_ROWS and not plan.num_drafts
+        return few and plan.total_tokens <= max(self.between, default=0)
 
     def find(self, plan: StepPlan) -> StepGraph | None:
         """The smallest graph that holds this plan, if there is one."""
@@ -172,7 +187,9 @@ class StepGraphs:
         if rows is None:
             return None
         size = _at_least(sizes, max(tokens, rows + 1))
-        if size is None or prefills > max_prefills or (large and size > tokens * LARGE_PADDING):
+        if size is None or prefills > max_prefills:
+            return None
+        if large and size not in self.between and size > tokens * LARGE_PADDING:
             return None
         return self._graphs.get(Shape(rows, max_prefills, size, size))
 

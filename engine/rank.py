@@ -38,6 +38,7 @@ from .parallel.pipeline import WHOLE, Stage, form_ring
 from .parallel.rendezvous import Rendezvous
 from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
+from .quant.packed import has_kernels
 from .ranks.agreement import check_equal, gather, union
 from .ranks.messages import Seat
 from .ranks.network import advice
@@ -241,7 +242,8 @@ def open_machine(config: EngineConfig, card: int = 0) -> Machine:
     if device.type == "cuda":
         accumulate_in_fp32()
         free, card = torch.cuda.mem_get_info()
-        return Machine(device, torch.cuda.get_device_name(), card, torch.get_num_threads(), free)
+        codes = has_kernels(device)
+        return Machine(device, torch.cuda.get_device_name(), card, torch.get_num_threads(), free, codes)
     threads = config.cpu_threads or default_cpu_threads()
     torch.set_num_threads(threads)
     return Machine(device, "cpu", 0, threads)

@@ -19,6 +19,7 @@ from .memory import MemoryPlan
 from .messages import EngineInfo
 from .model_config import ModelConfig
 from .parallel.stages import check_stages, context_cost, stage_layers
+from .planner import FEW_DECODES
 from .speculation.settings import NO_DRAFTS, Speculation, read_speculation
 
 # Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
@@ -34,6 +35,7 @@ class Machine:
     card_bytes: int  # of the card's memory; 0 on the CPU
     cpu_threads: int  # of torch
     card_free: int = 0  # of card_bytes, when the engine began
+    codes: bool = False  # quantised weights stay codes on this card
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +205,11 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
     tokens, seqs, reduced, notices = resolve_limits(config, machine, mixture)
     if config.enable_expert_parallel and not mixture and model.foreign is None:
         notices += ("--enable-expert-parallel changes nothing: this model has no experts",)
-    chunk = default_chunk(mixture, model.quantization is not None)
-    mixed = resolve_max_mixed_tokens(config, device.type, tokens, chunk)
     length = choose_max_model_len(config, model)
     dtype = choose_dtype(config.dtype, model.dtype, device)
+    codes = model.quantization is not None and machine.codes and dtype.itemsize <= 2
+    chunk = default_chunk(mixture, codes, drafts=config.speculative_config is not None)
+    mixed = resolve_max_mixed_tokens(config, device.type, tokens, chunk)
     loras = config.max_loras if config.enable_lora else 0
     names = {spec.name for spec in dataclasses.fields(Resolved)}
     asked = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config) if spec.name in names}
@@ -254,9 +257,9 @@ CHUNK = 1024  # tokens of a step with prompts beside decodes, on a GPU
 # The same of a mixture of experts: some fifty tokens already read the weights of nearly all experts, so that a few
 # hundred take as long as a few thousand.
 MIXTURE_CHUNK = 4096
-# The same of quantised weights: FP8 multiplies twice as fast, and other codes become numbers first, which takes a step
-# of 1,024 tokens a seventh of its time. Fewer than 2,048 by the few decodes that leave a chunk whole (graphs.py).
-QUANTISED_CHUNK = 2032
+# The same of weights that are codes: FP8 multiplies twice as fast, and other codes become numbers first, which takes a
+# step of 1,024 tokens a seventh of its time. With the FEW_DECODES that leave a chunk whole, 2,048 rows.
+CODES_CHUNK = 2048 - FEW_DECODES
 SMALLEST_CHUNK = 1024  # tokens of a prompt that a stage computes about as fast, each, as it does many
 
 
@@ -289,8 +292,9 @@ def resolve_limits(
     return tokens, tokens, ("max_num_seqs",), (notice,)
 
 
-def default_chunk(mixture: bool, quantised: bool) -> int:
-    return MIXTURE_CHUNK if mixture else QUANTISED_CHUNK if quantised else CHUNK
+def default_chunk(mixture: bool, codes: bool, drafts: bool) -> int:
+    """drafts: are made in some steps, whose graphs with prompts end at CHUNK tokens."""
+    return MIXTURE_CHUNK if mixture else CODES_CHUNK if codes and not drafts else CHUNK
 
 
 def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int, chunk: int) -> int:

@@ -261,7 +261,7 @@ class ModelRunner:
 
     def _takes_greatest(self, step: Launched, masked: bool) -> bool:
         """Whether all samples are those of the greatest logits, so that ranks need not gather them. All ranks find the
-        same: what a row asks for travels with the plan that brings it."""
+        same: what a row asks for travels with the plan that brings it, and whether a mask limits it with `follow`."""
         return self.model.place.group.size > 1 and not masked and not self.sampler.wants(step.samples)
 
     def _behind(self, step: Launched, head: Callable[[Tensor], T]) -> T:

@@ -92,7 +92,7 @@ def set_up(
         raise ConfigError(f"{model.architecture} generates no text: only loads of generation are planned")
     ranks, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     check_divides(model, ranks, config.enable_expert_parallel)
-    machine = Machine(CUDA, card.name, card.memory, 1, card.memory)
+    machine = Machine(CUDA, card.name, card.memory, 1, card.memory, card.codes)
     settings = resolve(dataclasses.replace(config, load_format="dummy"), model, machine)  # no file is read
     check_drafts(settings.speculation)
     format, weights = planned_format(settings, model), weights or weights_of(model, config, card)

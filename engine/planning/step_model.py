@@ -108,7 +108,7 @@ class StepModel:
         return factor * 2 * self.shape.moved * self.shape.weights.item * tokens / self.card.bandwidth
 
     def sum_seconds(self, tokens: int, sampled: int) -> float:
-        """Of ranks that tell each other: sums of rows, then logits, which all have, and tokens."""
+        """Of ranks that tell each other: sums of rows, then logits, as where somebody samples, and tokens."""
         shape, link = self.shape, self.link
         if shape.ranks == 1:
             return 0.0

@@ -28,7 +28,7 @@ class PackedMatrix(nn.Module):
     @staticmethod
     def takes(codes: Codes, dtype: torch.dtype) -> bool:
         """dtype: of activations."""
-        if not _has_kernels(codes.codes.device) or dtype not in TRITON or (codes.table is not None and codes.bits > 4):
+        if not has_kernels(codes.codes.device) or dtype not in TRITON or (codes.table is not None and codes.bits > 4):
             return False
         return plane_width(_kind(codes), _group(codes)) > 0
 
@@ -95,7 +95,8 @@ class PackedMatrix(nn.Module):
 
 
 @lru_cache
-def _has_kernels(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
+    """For codes; on other cards they become numbers as they are loaded."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST
 
 

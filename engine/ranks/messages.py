@@ -1,7 +1,7 @@
 """What the engine's process (rank 0) and those of its other ranks say to each other: msgpack over a Unix socket.
 
-Every rank gets the same plan, so every rank launches the same collectives in the same order. Tokens do not come this
-way: rank 0 samples, and its group broadcasts them from device to device.
+Every rank gets the same plan, and is told of what rank 0's mask does to it, so every rank launches the same collectives
+in the same order. Tokens do not come this way: rank 0 samples, and its group broadcasts them from device to device.
 """
 
 from __future__ import annotations

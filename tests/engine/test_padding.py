@@ -11,6 +11,7 @@ from torch import Tensor
 from vserve.engine import sampler
 from vserve.engine.batch import BatchBuilder, Shape
 from vserve.engine.graphs import (
+    LARGE_PREFILL_ROWS,
     MANY_PREFILL_ROWS,
     MIXED_PREFILL_ROWS,
     StepGraphs,
@@ -180,6 +181,22 @@ def test_long_queues_have_graphs(graphs):
             assert shape.decode_rows >= decodes and total <= shape.tokens <= 1.1 * total
 
 
+def test_steps_up_to_2048_tokens_have_graphs_where_mixed_ones_have_as_many():
+    table = StepGraphs(None, None, 256, 2032, (4224, 8128))  # type: ignore[arg-type]
+    table._graphs = {shape: shape for shape in table.shapes()}  # type: ignore[misc]
+    for decodes in (0, 1, 8, 16, 17, 64, 65, 256):
+        for total in (1025, 1041, 1280, 1281, 1500, 1793, 2032, 2032 + min(decodes, FEW_DECODES)):
+            for queries in ((total - decodes,), (total - decodes - 100, 60, 40), (5,) * 40 + (total - decodes - 200,)):
+                step = plan(decodes, *queries)
+                shape = table.find(step)
+                assert table.expects(step) and shape is not None, (decodes, queries)
+                assert total <= shape.tokens <= max(1040, 1.25 * total) and decodes <= shape.decode_rows
+                assert len(queries) <= shape.prefill_rows and max(queries) <= shape.max_query_len
+    step = plan(16, *(20,) * (LARGE_PREFILL_ROWS + 1))
+    assert table.find(step) is None and not table.expects(step), "of more prompts than the graphs have rows for"
+    assert table.find(plan(16, 2500)) is None and not table.expects(plan(16, 2500))
+
+
 @pytest.mark.parametrize(
     ("limit", "large", "expected"),
     [
@@ -187,7 +204,9 @@ def test_long_queues_have_graphs(graphs):
         (100, (200, 400), ([100, 116], [200, 400])),
         (512, (), ([128, 256, 512, 528], [])),
         (1024, (2048, 4224), ([128, 256, 512, 768, 1024, 1040], [2048, 4224])),
-        (2048, (4224, 8192), ([128, 256, 512, 768, 1024], [2064, 4224, 8192])),
+        (1200, (), ([128, 256, 512, 768, 1024], [1040, 1216])),
+        (2032, (4224, 8128), ([128, 256, 512, 768, 1024], [1040, 1280, 1536, 1792, 2048, 4224, 8128])),
+        (2048, (4224, 8192), ([128, 256, 512, 768, 1024], [1040, 1280, 1536, 1792, 2064, 4224, 8192])),
         (3000, (), ([128, 256, 512, 768, 1024], [2064, 3016])),
         (16384, (), ([128, 256, 512, 768, 1024], [2064, 4112])),
     ],

@@ -25,6 +25,7 @@ import pytest
 from vserve.engine import compilations
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.connection import Connection
+from vserve.engine.layers.embedding import LMHead
 from vserve.engine.messages import AddGrammar, SetVocabulary
 from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.parallel.divide import check_divides, sizes
@@ -135,6 +136,30 @@ def test_sampled(pair: Pair) -> None:
         {"min_p": 0.02, "logit_bias": {7: 3.0}}, {"bad_words": ((5,), (9, 10))}, {"min_tokens": 5},
     ]  # fmt: skip
     pair.same([(PROMPTS[i % 4], greedy(temperature=0.9, seed=i, **kind)) for i, kind in enumerate(kinds)])
+
+
+@pytest.mark.parametrize(
+    ("asked", "gathers"), [({}, False), ({"temperature": 0.9, "seed": 1}, True), ({"logprobs": 1}, True)]
+)
+def test_logits_are_gathered_only_where_somebody_asks_for_more_than_the_greatest(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], gathers: bool
+) -> None:
+    """As rank 0 sees it, which is this process."""
+    called = {"whole": 0, "greatest": 0}
+
+    def counted(name: str) -> Callable[[LMHead, Any], Any]:
+        original = getattr(LMHead, name)
+
+        def call(head: LMHead, part: Any) -> Any:
+            called[name] += head.group.size > 1
+            return original(head, part)
+
+        return call
+
+    for name in called:
+        monkeypatch.setattr(LMHead, name, counted(name))
+    pair.same([(PROMPTS[1], greedy(**asked)), (PROMPTS[2], greedy(max_tokens=30))])
+    assert called["greatest"] and (called["whole"] > 5) == gathers, called
 
 
 def test_log_probabilities(pair: Pair) -> None:
@@ -648,6 +673,6 @@ def test_prompts_travel_as_they_are() -> None:
     """A plan of the scheduler is what the ranks are sent: nothing of it is lost, and nothing is pickled."""
     row = NewRow(3, 17, array("i", [5, 6]).tobytes(), 2, 0, greedy(logit_bias={5: 1.5}, bad_words=((4, 5),)))
     plan = StepPlan(1, [3], [2], [0], [0], 0, [row], [[BlockWrite(3, 0, [1, 2])]], scored=[0])
-    sent = [Join({"model": "m"}, Seat(1, 2, "file:///x")), Execute(plan), Follow((1, 4)), Leave()]
+    sent = [Join({"model": "m"}, Seat(1, 2, "file:///x")), Execute(plan), Follow((1, 4), ((2, 1),), True), Leave()]
     for message in sent:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToRank) == message

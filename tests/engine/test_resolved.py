@@ -19,7 +19,7 @@ from vserve.engine.resolved import Machine, Resolved, resolve, step_limits
 from vserve.kernels import linear_hopper
 
 CPU = Machine(torch.device("cpu"), "cpu", 0, 3)
-CARD = Machine(torch.device("cuda"), "H100", 80_000_000_000, 8)
+CARD = Machine(torch.device("cuda"), "H100", 80_000_000_000, 8, codes=True)
 LAYOUT = KVLayout.of([KVSpec(1, 8, 8)], 16, 1000)
 SMALL_CARD = dataclasses.replace(CARD, card_bytes=24_000_000_000)
 
@@ -56,18 +56,21 @@ def test_a_mixture_reads_its_prompts_in_larger_steps(tiny_model: Any, monkeypatc
 def test_quantised_weights_read_prompts_in_larger_steps(
     tiny_model: Any, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Twice those of 16 bit, whether a checkpoint or an option quantises them; but of a mixture, its own."""
+    """Twice those of 16 bit where they stay codes; but of a mixture its own, and where drafts are made none."""
     monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
     model = ModelConfig.from_folder(tiny_model("llama"), quantization=method)
+    numbers = dataclasses.replace(CARD, codes=False)
     for machine, options, expected in (
-        (CARD, {}, (2032, (4224, 8128))),
-        (SMALL_CARD, {}, (2032, ())),
-        (CARD, {"max_mixed_tokens": 512}, (512, (1024, 2048))),
-        (CPU, {}, (0, ())),
+        (CARD, {}, (2032, (4224, 8128), 16)),
+        (SMALL_CARD, {}, (2032, (), 16)),
+        (CARD, {"max_mixed_tokens": 512}, (512, (1024, 2048), 16)),
+        (CARD, {"dtype": "float32"}, (1024, (2048, 4224), 32)),
+        (CARD, {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'}, (1024, (2048, 4224), 32)),
+        (numbers, {}, (1024, (2048, 4224), 32)),
+        (CPU, {}, (0, (), 32)),
     ):
-        found = resolve(EngineConfig("m", load_format="dummy", **options), model, machine)
-        assert (found.max_mixed_tokens, found.large_mixed_tokens) == expected
-        assert found.backlog_steps == 16
+        found = resolve(EngineConfig("m", **{"load_format": "dummy", "dtype": "bfloat16"} | options), model, machine)
+        assert (found.max_mixed_tokens, found.large_mixed_tokens, found.backlog_steps) == expected, options
     mixture = ModelConfig.from_folder(tiny_model("mixtral"), quantization=method)
     assert resolve(EngineConfig("m", load_format="dummy"), mixture, CARD).max_mixed_tokens == 4096
 

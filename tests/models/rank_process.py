@@ -22,6 +22,7 @@ from torch import distributed as dist
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.group import Group, ProcessGroup, join
+from vserve.kernels.argmax import argmax
 
 LENGTHS = (17, 13)
 SCHEDULE = [["|", (0, 5), (1, 3)], [(0, 1), "|", (1, 8)], ["|", (0, 9)], [(1, 1), "|"]]  # as test_model_parity.py's
@@ -38,7 +39,7 @@ def parity() -> Any:
 
 
 def run(tests: Any, case: dict[str, Any], group: Group) -> list[torch.Tensor]:
-    """Logits of two sequences, computed in chunks, in company and one by one."""
+    """Logits of two sequences, computed in chunks, in company and one by one; of each row, their greatest."""
     config = ModelConfig.from_folder(
         Path(case["folder"]), quantization=case["quantization"], implementation=case["implementation"]
     )
@@ -48,6 +49,17 @@ def run(tests: Any, case: dict[str, Any], group: Group) -> list[torch.Tensor]:
     )  # fmt: skip
     sequences = [sequence[:length] for sequence, length in zip(tests.sequences(), LENGTHS, strict=True)]
     sequences = [sequence % model.config.vocab_size for sequence in sequences]
+    logits = model.logits
+
+    def checked(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden)
+        setattr(model, "logits", logits)  # noqa: B010  (which `greatest` may ask)
+        tokens, finite = model.greatest(hidden)
+        setattr(model, "logits", checked)  # noqa: B010
+        assert torch.equal(tokens, argmax(found)) and finite.all(), "greatest is not what argmax says of logits"
+        return found
+
+    setattr(model, "logits", checked)  # noqa: B010
     return list(tests.PagedRunner(model, sequences).run(SCHEDULE))
 
 
