@@ -123,7 +123,7 @@ OTHERS = [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             ("8B", {"quantization": "fp8"}, (3.007, 29_294, 56_303)),
-            ("8B", {"quantization": "int4"}, (2.24, 18_190, 35_443)),
+            ("8B", {"quantization": "int4"}, (2.24, 18_366, 36_023)),
             ("Qwen3", {"quantization": "fp8", "kv_cache_memory_bytes": 29 * GB}, (2.78, 16_535, 46_419)),
         )
     ),
