@@ -122,7 +122,7 @@ def logits_of(runner: ModelRunner, prompts: dict[int, list[int]], steps: list[li
         runner.execute(StepPlan(number, rows, lengths, before, sampled, decodes, new, [blocks]))
         assert runner._launched is not None
         if sampled:
-            found.append(runner._logits(runner._launched).clone())
+            found.append(runner.model.logits(runner._launched.hidden).clone())
         for row, count in step:
             computed[row] += count
             runner.tables.num_computed[row] = computed[row]

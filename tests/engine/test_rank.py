@@ -94,6 +94,7 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(rank, "accumulate_in_fp32", lambda: calls.append("accumulate_in_fp32"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (calls.append("mem_get_info"), 80_000_000_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(rank, "has_kernels", lambda device: True)
     monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
 
     def load(path: object, config: ModelConfig, **options: Any) -> Any:

@@ -54,9 +54,9 @@ def test_what_is_not_packed() -> None:
 def test_cards_before_hopper_keep_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        packed_module._has_kernels.cache_clear()
-        assert packed_module._has_kernels(torch.device("cuda", 0)) == (capability >= (9, 0))
-    packed_module._has_kernels.cache_clear()
+        packed_module.has_kernels.cache_clear()
+        assert packed_module.has_kernels(torch.device("cuda", 0)) == (capability >= (9, 0))
+    packed_module.has_kernels.cache_clear()
 
 
 def test_scales_as_fine_as_they_are() -> None:
