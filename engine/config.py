@@ -230,15 +230,16 @@ class EngineConfig:
     )
     max_mixed_tokens: int | None = option(
         None,
-        "tokens computed in a step that also decodes, 0: as in any other (default: 1024 on a GPU, of quantised weights "
-        "2032, of mixtures of experts 4096, 0 on the CPU and where max_num_batched_tokens is given)",
+        "tokens computed in a step that also decodes, 0: as in any other (default: 1024 on a GPU, of weights that "
+        "stay codes, without drafts, 2032, of mixtures of experts 4096, 0 on the CPU and where max_num_batched_tokens "
+        "is given)",
         group="scheduler",
         bounds=UNLIMITED,
     )
     backlog_steps: int | None = option(
         None,
         "steps in which a long queue of prompts should be worked off; fewer make larger steps: faster, but others wait "
-        "longer for their next token (default: 32, of quantised weights and mixtures of experts 16, offline 1)",
+        "longer for their next token (default: 32, 16 where that of max_mixed_tokens is above 1024, 1 offline)",
         group="scheduler",
         bounds=POSITIVE,
     )

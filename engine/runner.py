@@ -247,10 +247,8 @@ class ModelRunner:
         if not self.is_last:
             self.sampled.go_on(step, postponed, cuts)
             return
-        if self._takes_greatest(step, masked):  # rank 0 needs this rank's part of either
-            self._behind(step, self.model.greatest)
-        else:
-            self._behind(step, self.model.logits)
+        head = self.model.greatest if self._takes_greatest(step, masked) else self.model.logits
+        self._behind(step, head)  # rank 0 needs this rank's part of either
         tokens = torch.empty(step.samples.plan.num_samples, dtype=torch.int32, device=self.device)
         self.sampled.take(step, tokens, postponed, cuts)
 

@@ -62,13 +62,13 @@ class Sampler:
 
     def wants(self, batch: SampleBatch) -> int:
         """What rows ask for beside the greatest logit: bits of rows.py. Grammars are not among them."""
-        flags = self.tables.flags[batch.rows_cpu]
-        return int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+        return _any_of(self.tables.flags[batch.rows_cpu])
 
     def __call__(self, logits: Tensor, batch: SampleBatch, mask: TokenMask | None = None) -> Samples:
         """logits: fp32 [S, V], changed in place. mask: of the rows with a grammar."""
         rows = batch.rows_cpu
-        flags, used = self.tables.flags[rows], self.wants(batch)
+        flags = self.tables.flags[rows]
+        used = _any_of(flags)
         if mask is not None and not mask.limits:
             mask = None
         limited = used & LIMITS or mask is not None
@@ -191,6 +191,10 @@ class Sampler:
         of_words = np.repeat(index, [len(sizes) for sizes in lengths])
         sent = _upload(logits.device, of_words, offsets, np.concatenate(words))
         apply_bad_words(logits, self.tables.history, batch.rows, prompt_lens, batch.seq_lens, *sent)
+
+
+def _any_of(flags: np.ndarray) -> int:
+    return int(np.bitwise_or.reduce(flags)) if len(flags) else 0
 
 
 def _upload(device: torch.device, *arrays: np.ndarray | list[int]) -> list[Tensor]:

@@ -38,33 +38,16 @@ def best_of_pieces(logits: torch.Tensor, first: int = 0, width: int | None = Non
     """Of each piece of a row its greatest logit and the lowest index of that, as one number: int64 [N, pieces], whose
     greatest in a row tells what `argmax` is (`of_pieces`), also of several parts of it beside one another.
 
-    logits as for `argmax`, but with any number of columns, of which the first is token `first`; width: as many columns
-    as the widest part has, whose pieces are as many as this one is to have (this one's).
+    logits as for `argmax`, but with any number of columns, of which the first is token `first`; width: columns of the
+    widest part, as many pieces as which has each (default: this one's).
     """
     width = logits.shape[1] if width is None else width
     return best_triton(logits, first, width) if logits.is_cuda else best_torch(logits, first)
 
 
-def of_pieces(
-    best: torch.Tensor, out: torch.Tensor | None = None, finite: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [N, pieces] of `best_of_pieces` → `out` and `finite` of `argmax`, made when absent."""
-    if out is None:
-        out = torch.empty(len(best), dtype=torch.int32, device=best.device)
-    if finite is None:
-        finite = torch.empty(len(best), dtype=torch.bool, device=best.device)
-    if best.is_cuda:
-        of_pieces_triton(best, out, finite)
-    else:
-        of_pieces_torch(best, out, finite)
-    return out, finite
-
-
-def of_pieces_torch(best: torch.Tensor, out: torch.Tensor, finite: torch.Tensor) -> None:
-    greatest = best.amax(dim=1)
-    out.copy_(_LAST_INDEX - (greatest & _LAST_INDEX))
-    key = greatest >> 32
-    finite.copy_((key > KEY_NEGATIVE_INFINITY.value) & (key < KEY_INFINITY.value))
+def of_pieces(best: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [N, pieces] of `best_of_pieces` → what `argmax` returns and its `finite`."""
+    return of_pieces_triton(best) if best.is_cuda else of_pieces_torch(best)
 
 
 def argmax_torch(
@@ -90,6 +73,13 @@ def best_torch(logits: torch.Tensor, first: int = 0) -> torch.Tensor:
     return torch.from_numpy((key << 32) | (_LAST_INDEX - first - index))[:, None]
 
 
+def of_pieces_torch(best: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    greatest = best.amax(dim=1)
+    key = greatest >> 32
+    finite = (key > KEY_NEGATIVE_INFINITY.value) & (key < KEY_INFINITY.value)
+    return (_LAST_INDEX - (greatest & _LAST_INDEX)).int(), finite
+
+
 def argmax_triton(
     logits: torch.Tensor, out: torch.Tensor | None = None, finite: torch.Tensor | None = None, tile: int = _TILE
 ) -> torch.Tensor:
@@ -97,13 +87,7 @@ def argmax_triton(
 
     tile: the logits that a program takes at once, a power of two.
     """
-    best = best_triton(logits, 0, logits.shape[1], tile)
-    if out is None:
-        out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    if finite is None:  # written all the same: one variant of the kernel
-        finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
-    of_pieces_triton(best, out, finite)
-    return out
+    return of_pieces_triton(best_triton(logits, 0, logits.shape[1], tile), out, finite)[0]
 
 
 def best_triton(logits: torch.Tensor, first: int, width: int, tile: int = _TILE) -> torch.Tensor:
@@ -123,18 +107,20 @@ def best_triton(logits: torch.Tensor, first: int, width: int, tile: int = _TILE)
     return best
 
 
-def of_pieces_triton(best: torch.Tensor, out: torch.Tensor, finite: torch.Tensor) -> None:
+def of_pieces_triton(
+    best: torch.Tensor, out: torch.Tensor | None = None, finite: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, pieces = best.shape
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int32, device=best.device)
+    if finite is None:  # written all the same: one variant of the kernel
+        finite = torch.empty(num_rows, dtype=torch.bool, device=best.device)
     if num_rows:
+        best = best.contiguous()
         _row_kernel[(num_rows,)](
-            best.contiguous(),
-            out,
-            finite,
-            PIECES=pieces,
-            BLOCK=triton.next_power_of_2(pieces),
-            num_warps=1,
-            **pdl_options(best),
+            best, out, finite, PIECES=pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1, **pdl_options(best)
         )
+    return out, finite
 
 
 @triton.jit(do_not_specialize=["first"])

@@ -135,7 +135,8 @@ def test_sampled(pair: Pair) -> None:
         {}, {"top_k": 20, "top_p": 0.9}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
         {"min_p": 0.02, "logit_bias": {7: 3.0}}, {"bad_words": ((5,), (9, 10))}, {"min_tokens": 5},
     ]  # fmt: skip
-    pair.same([(PROMPTS[i % 4], greedy(temperature=0.9, seed=i, **kind)) for i, kind in enumerate(kinds)])
+    answers = pair.same([(PROMPTS[i % 4], greedy(temperature=0.9, seed=i, **kind)) for i, kind in enumerate(kinds)])
+    assert len({tuple(answer.tokens) for answer in answers}) == len(kinds)
 
 
 @pytest.mark.parametrize(

@@ -203,10 +203,9 @@ def test_columns_in_parts(path: str, cuts: tuple[int, ...], device: str, rng: to
         else:
             best.append(argmax.best_triton(part.contiguous(), start, max(cuts), TILE))
         start += part.shape[1]
-    tokens = torch.full((9,), -1, dtype=torch.int32, device=where)
-    finite = torch.zeros(9, dtype=torch.bool, device=where)
     gathered = torch.cat([part.t() for part in best]).t()  # ranks' one after the other, and seen as rows
     assert not gathered.is_contiguous()
-    getattr(argmax, f"of_pieces_{path}")(gathered, tokens, finite)
+    tokens, finite = getattr(argmax, f"of_pieces_{path}")(gathered)
+    assert (tokens.dtype, finite.dtype) == (torch.int32, torch.bool)
     assert tokens.tolist() == [first_greatest(row) for row in logits.tolist()]
     assert finite.tolist() == [math.isfinite(max(row, key=lambda x: (math.isnan(x), x))) for row in logits.tolist()]
