@@ -81,6 +81,7 @@ def adapter_steps(max_num_seqs: int, max_num_batched_tokens: int, more: Sequence
     steps = [(1, 1), (16, 16), (1, bounds[-1]), (1, max_num_batched_tokens)]
     steps += [(1, tokens + 1) for tokens in bounds]
     steps += [(tokens + 1, tokens + 1) for tokens in bounds]  # of the head
+    steps += [(64, 64), (128, 128), (1, 1024), (1, 2048)]  # whose gated products add what adapters do themselves
     steps += [(1, tokens) for tokens in more]
     return [step for step in steps if step[0] <= max_num_seqs and step[1] <= max_num_batched_tokens]
 

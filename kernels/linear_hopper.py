@@ -4,12 +4,14 @@ linear_gluon.py, and where it beats cuBLAS."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton import cdiv
 
 from .linear_gluon import BLOCK_K, BLOCK_N, HALF_N, ROWS, linear_kernel
+from .lora import Share
+from .pdl import pdl_available
 from .tiles import assign_rows, tile_table
 from .tma import ALIGNMENT, descriptor, num_processors
 
@@ -25,6 +27,7 @@ class HopperTile(NamedTuple):
 
 HopperTiles = tuple[HopperTile | None, ...]
 MANY_ROWS = HopperTile(consumers=2, stages=3, group=16)
+MOST_LOW_COLUMNS = 1024  # of all slots' B side by side, which all tokens may be multiplied by
 
 
 def linear_hopper(
@@ -39,14 +42,27 @@ def linear_hopper(
     return _launch(x, weight, tile, gated=False, residual=residual)
 
 
-def silu_mul_linear_hopper(x: torch.Tensor, weight: torch.Tensor, tile: HopperTile = MANY_ROWS) -> torch.Tensor:
-    """silu(x Gᵀ) · (x Uᵀ) of weight [2I, K] = cat(G, U) → [M, I], rounded once, at the end; else as linear_hopper."""
-    return _launch(x, weight, tile, gated=True)
+def silu_mul_linear_hopper(
+    x: torch.Tensor, weight: torch.Tensor, tile: HopperTile = MANY_ROWS, share: Share | None = None
+) -> torch.Tensor:
+    """silu(x Gᵀ) · (x Uᵀ) of weight [2I, K] = cat(G, U) → [M, I], rounded once, at the end; else as linear_hopper.
+    share, for which `takes`: of what adapters add to both."""
+    return _launch(x, weight, tile, gated=True, share=share)
+
+
+def takes(x: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a gated product of x adds B [slots, N, r] x A x in its own pass."""
+    slots, _, rank = b.shape
+    return (
+        b.dtype == x.dtype and rank in (16, 32) and slots * rank <= MOST_LOW_COLUMNS
+        and b.stride(2) == 1 and b.stride(1) == rank and b.stride(0) % rank == 0 and b.data_ptr() % ALIGNMENT == 0
+    )  # fmt: skip
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, tile: HopperTile, gated: bool, residual: torch.Tensor | None = None
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, tile: HopperTile, gated: bool, residual: torch.Tensor | None = None,
+    share: Share | None = None,
+) -> torch.Tensor:  # fmt: skip
     (m, k), n = x.shape, weight.shape[0]
     width = n // 2 if gated else n
     out = x.new_empty(m, width) if residual is None else residual
@@ -54,14 +70,30 @@ def _launch(
         return out
     rows = tile.consumers * ROWS.value
     tiles_m, tiles_n = cdiv(m, rows), cdiv(width, HALF_N.value if gated else BLOCK_N.value)
+    weight_boxes = descriptor(weight.data_ptr(), weight.dtype, n, k, weight.stride(0), HALF_N.value, BLOCK_K.value)
+    pointers: tuple[Any, ...] = (weight_boxes, x, x, x, x, x)  # of no adapters
+    numbers, constants = (0, 0, 0, 0), dict(RANK=0, RUNS=False)
+    if share is not None:
+        pointers, numbers, constants = _low_operands(share, m)
     linear_kernel[(min(num_processors(x.device), tiles_m * tiles_n),)](
-        descriptor(x.data_ptr(), x.dtype, m, k, x.stride(0), rows, BLOCK_K.value),
-        descriptor(weight.data_ptr(), weight.dtype, n, k, weight.stride(0), HALF_N.value, BLOCK_K.value),
-        descriptor(out.data_ptr(), out.dtype, m, width, out.stride(0), ROWS.value, HALF_N.value),
-        tiles_m, tiles_n, cdiv(k, BLOCK_K.value), tile.group, n // 2,
-        GATED=gated, ADD=residual is not None, CONSUMERS=tile.consumers, STAGES=tile.stages, num_warps=4,
+        descriptor(x.data_ptr(), x.dtype, m, k, x.stride(0), rows, BLOCK_K.value), weight_boxes,
+        descriptor(out.data_ptr(), out.dtype, m, width, out.stride(0), ROWS.value, HALF_N.value), *pointers,
+        tiles_m, tiles_n, cdiv(k, BLOCK_K.value), tile.group, n // 2, *numbers,
+        GATED=gated, ADD=residual is not None, CONSUMERS=tile.consumers, STAGES=tile.stages, num_warps=4, **constants,
     )  # fmt: skip
     return out
+
+
+def _low_operands(share: Share, tokens: int) -> tuple[tuple[Any, ...], tuple[int, int, int, int], dict[str, Any]]:
+    """What linear_kernel gets of it: pointers, numbers, constants."""
+    h, b, used, (slots, places, present), runs = share
+    (num_slots, n, rank), slot_rows = b.shape, b.stride(0) // b.shape[2]
+    # A slot's rows go on in the next matrix: what a box reads of that is nobody's column. Behind the last are zeros.
+    rows = (num_slots - 1) * slot_rows + n
+    boxes = descriptor(b.data_ptr(), b.dtype, rows, rank, rank, HALF_N.value, rank, swizzle=2 * rank)
+    runs = runs and pdl_available(b.device)
+    constants = dict(RANK=rank, RUNS=runs, **({"launch_pdl": True} if runs else {}))
+    return (boxes, h, slots, places, used, present), (tokens, len(h), slot_rows, rows), constants
 
 
 def even_rows(device: torch.device, rows: int) -> int:

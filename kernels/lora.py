@@ -24,6 +24,9 @@ from .pdl import launched_plainly, pdl_options
 
 STEP = 128  # of the input, at a time; whoever cuts it cuts multiples
 COLUMNS = 256  # rows of B, at a time
+ROUNDS = 4  # of a program of shrink_gluon, about: each waits for the memory
+MAX_SPLITS = 16
+BEHIND_PRESENT = 4  # numbers that are no slot's
 LOW_COLUMNS = 64  # of the input, a warp of shrink_gluon at a time: 16 bytes a thread
 
 
@@ -32,7 +35,7 @@ class Tiling(NamedTuple):
 
     tokens: int  # up to so many in a step
     rows: int  # tokens of a tile
-    splits: int  # of the input, at most: programs of few tiles are many then; but whoever expands reads the sums of all
+    splits: int  # of the input: programs of few tiles are many then; but whoever expands reads the sums of all
     chunk: int  # tokens of B h at once, a divisor of rows and multiple of 8
     warps: int  # of its programs, each for 64 · groups · warps columns, where the rank is 16
     groups: int
@@ -41,7 +44,7 @@ class Tiling(NamedTuple):
 
 TILINGS = (
     Tiling(16, rows=8, splits=16, chunk=8, warps=2, groups=2, low_warps=4),
-    Tiling(64, rows=8, splits=8, chunk=8, warps=4, groups=1, low_warps=4),
+    Tiling(64, rows=8, splits=4, chunk=8, warps=4, groups=1, low_warps=4),
     Tiling(512, rows=8, splits=4, chunk=8, warps=4, groups=1, low_warps=4),
     Tiling(1 << 30, rows=64, splits=8, chunk=16, warps=4, groups=2, low_warps=0),
 )
@@ -57,6 +60,24 @@ class Tiles(NamedTuple):
     tiling: Tiling  # of the step whose tokens these are
 
 
+class ByToken(NamedTuple):
+    """The same by tokens, and which slots have any."""
+
+    slots: Tensor  # int32 [T]; -1: none
+    places: Tensor  # int32 [T], of those that have one: in `order`
+    present: Tensor  # int32 [1 + slots + BEHIND_PRESENT]: how many slots have tokens, which, and -2 behind them
+
+
+class Share(NamedTuple):
+    """What is added to a product in its own pass (linear_hopper.py): B h of each token."""
+
+    h: Tensor  # of shrink
+    b: Tensor  # [slots, out, r]. Its numbers are finite: each token is multiplied by those of all slots, others' by 0
+    used: Tensor
+    by_token: ByToken
+    runs: bool  # shrink still does, and has let the product start: this has to wait before it reads h
+
+
 def tiling_of(num_tokens: int) -> Tiling:
     """That of a step of so many tokens."""
     return next(tiling for tiling in TILINGS if num_tokens <= tiling.tokens)
@@ -68,14 +89,17 @@ def max_tiles(num_tokens: int, num_slots: int) -> int:
     return (num_tokens - slots) // tiling_of(num_tokens).rows + slots
 
 
-def shrink(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles, beside: bool = False) -> Tensor:
+def shrink(
+    x: Tensor, a: Tensor, used: Tensor, tiles: Tiles, beside: bool = False, leads: bool = False
+) -> Tensor:  # fmt: skip
     """x [T, K], a [slots, N, K] → fp32 [splits, T, N], whose sum over splits is A x by places of
     `tiles.order`; what no tile has stays undefined. used int32 [slots]: 0 where an adapter has nothing here, and so
     nothing is computed. beside: the launch just before is a product with x that lets others start once x is there
-    (small_linear that is `late`, quant_few); this runs beside it where it can."""
+    (small_linear that is `late`, quant_few); this runs beside it where it can. leads, where is_shrunk_by_gluon: a
+    product that is launched as a dependent one may start at once, and wait (Share.runs)."""
     if x.device.type == "cuda":
         if is_shrunk_by_gluon(x, a, tiles):
-            return shrink_gluon(x, a, used, tiles, beside)
+            return shrink_gluon(x, a, used, tiles, beside, leads)
         return shrink_triton(x, a, used, tiles)
     return shrink_torch(x, a, used, tiles)
 
@@ -214,17 +238,20 @@ def is_shrunk_by_gluon(x: Tensor, a: Tensor, tiles: Tiles) -> bool:
     )  # fmt: skip
 
 
-def shrink_gluon(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles, beside: bool = False) -> Tensor:
+def shrink_gluon(
+    x: Tensor, a: Tensor, used: Tensor, tiles: Tiles, beside: bool = False, leads: bool = False
+) -> Tensor:  # fmt: skip
     (num_tokens, k), n, tiling = x.shape, a.shape[1], tiles.tiling
     if x.stride(1) != 1 or a.stride(2) != 1:
         raise ValueError("the last dimensions of x and A must be contiguous: call contiguous()")
     block_n, step = 16 if n <= 48 else 32, tiling.low_warps * LOW_COLUMNS
-    rounds = triton.cdiv(k, tiling.splits * step)  # of a split
+    splits = max(tiling.splits, min(MAX_SPLITS, triton.cdiv(k, ROUNDS * step)))
+    rounds = triton.cdiv(k, splits * step)  # of a split
     splits = triton.cdiv(k, rounds * step)
     h = torch.empty((splits, num_tokens, n), dtype=torch.float32, device=x.device)
     lora_shrink_kernel[(triton.cdiv(n, block_n), splits, len(tiles.slots))](
         x, a, used, h, *tiles[:4], num_tokens, n, k, rounds, x.stride(0), a.stride(0), a.stride(1),
-        EVEN=k % step == 0, TOKENS=tiling.rows, BLOCK_N=block_n, BLOCK_K=LOW_COLUMNS, BESIDE=beside,
+        EVEN=k % step == 0, TOKENS=tiling.rows, BLOCK_N=block_n, BLOCK_K=LOW_COLUMNS, BESIDE=beside, LEADS=leads,
         num_warps=tiling.low_warps, **pdl_options(x, num_tokens),
     )  # fmt: skip
     return h

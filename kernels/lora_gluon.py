@@ -147,18 +147,19 @@ def lora_shrink_kernel(
     x_ptr, a_ptr, used_ptr, h_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr,
     T, N, K, rounds, stride_x, stride_slot, stride_a,
     EVEN: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BESIDE: gl.constexpr,
-    PDL: gl.constexpr,
+    LEADS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """h[split, place, n] = Σ_k a[slot, n, k] · x[order[place], k] of a tile of up to TOKENS places, over `rounds` times
     num_warps · BLOCK_K values of k, of which each warp multiplies BLOCK_K; their sums meet at the end. BESIDE: the
-    kernel before has waited before it let this one start, so that x is there; its end is waited for last."""
+    kernel before has waited before it let this one start, so that x is there; its end is waited for last. LEADS: lets
+    the next kernel start, though it may not be a dependent one itself."""
     WARPS: gl.constexpr = gl.num_warps()
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
 
     block, split, tile = gl.program_id(0), gl.program_id(1), gl.program_id(2)  # empty tiles come last
-    if PDL:
+    if PDL or LEADS:
         launch_dependents()
     # What is read before the wait, and what at the same time: as in lora_expand_kernel, but for BESIDE.
     start = gl.load(starts_ptr + tile)

@@ -197,6 +197,12 @@ class SlotLayout:
                 continue
             low = adapter.read(pair.a)
             high = adapter.read(pair.b).float() * pair.scale
+            # A product may multiply it by the zeros of others' tokens (kernels/lora.py): infinities would reach them.
+            if (largest := float(high.abs().max())) > (limit := torch.finfo(dtype).max):
+                raise AdapterError(
+                    f"{adapter.folder}: B of {pair.module} times its scale reaches {largest:.3g}, and {dtype} ends at "
+                    f"{limit:.3g}: serve it with --lora-dtype bfloat16"
+                )
             if isinstance(holder, Embedding):
                 a[:, : pair.rank] = low.T
                 b[:, : pair.rank] = high * holder.scale

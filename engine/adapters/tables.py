@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels import pdl
-from ...kernels.lora import TILINGS, Columns, Tiles, column_blocks, expand, look_up, max_tiles, shrink, tiling_of
+from ...kernels.linear_hopper import takes
+from ...kernels.lora import (
+    BEHIND_PRESENT,
+    TILINGS,
+    ByToken,
+    Columns,
+    Share,
+    Tiles,
+    column_blocks,
+    expand,
+    is_shrunk_by_gluon,
+    look_up,
+    max_tiles,
+    shrink,
+    tiling_of,
+)
 from ...kernels.moe_lora import ExpertLora, ExpertPairs
 from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
@@ -17,6 +34,7 @@ from .layout import Packed, Place, part_sizes
 from .store import AdapterStore
 
 NO_SLOT = -1
+NOBODY = -2  # no slot either, nor that of a token that has none
 MAX_ROWS_BESIDE = 64
 ALIGNMENT = 4  # numbers of four bytes: Triton compiles a kernel again for pointers that are no multiples of 16 bytes
 
@@ -31,39 +49,48 @@ class Grouping:
     def __init__(self, max_tokens: int, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self._width = aligned(max(max_tiles(min(max_tokens, tiling.tokens), num_slots) for tiling in TILINGS))
-        self._device = torch.zeros(3 * self._width + 2 * aligned(max_tokens), dtype=torch.int32, device=device)
+        self._present = 3 * self._width  # where it begins
+        self._order = self._present + aligned(1 + num_slots + BEHIND_PRESENT)
+        self._device = torch.zeros(self._order + 3 * aligned(max_tokens), dtype=torch.int32, device=device)
         self._pinned = device.type == "cuda"
 
     def tiles(self, num_tokens: int) -> Tiles:
         """Of a step of so many tokens, padding included: views of what `fill` writes."""
         count, width, memory = max_tiles(num_tokens, self.num_slots), self._width, self._device
         slots, starts, ends = (memory[line * width : line * width + count] for line in range(3))
-        return Tiles(slots, starts, ends, memory[3 * width : 3 * width + num_tokens], tiling_of(num_tokens))
+        return Tiles(slots, starts, ends, self._of_tokens(0, num_tokens), tiling_of(num_tokens))
+
+    def by_token(self, num_tokens: int) -> ByToken:
+        """As tiles."""
+        present = self._device[self._present :][: 1 + self.num_slots + BEHIND_PRESENT]
+        return ByToken(self.token_slots(num_tokens), self._of_tokens(2, num_tokens), present)
 
     def token_slots(self, num_tokens: int) -> Tensor:
         """int32 [num_tokens], as tiles: the slot of each, or NO_SLOT."""
-        return self._device[3 * self._width + aligned(num_tokens) :][:num_tokens]
+        return self._of_tokens(1, num_tokens)
+
+    def _of_tokens(self, line: int, num_tokens: int) -> Tensor:
+        return self._device[self._order + line * aligned(num_tokens) :][:num_tokens]
 
     def fill(self, slots: np.ndarray, lengths: np.ndarray, num_tokens: int) -> None:
         """slots int [rows], NO_SLOT for none; lengths int [rows]: tokens of each, one row behind the other;
         num_tokens: what the step is padded to."""
         width, rows = self._width, tiling_of(num_tokens).rows
-        second = 3 * width + aligned(num_tokens)  # where the slots of tokens begin
-        host = torch.empty(second + num_tokens, dtype=torch.int32, pin_memory=self._pinned)
+        line = aligned(num_tokens)
+        host = torch.empty(self._order + 3 * line, dtype=torch.int32, pin_memory=self._pinned)
         table = host.numpy()
-        table[: 3 * width] = 0
+        table[:] = 0
+        order, of_tokens, places = (table[self._order + i * line :][:num_tokens] for i in range(3))
         starts = np.cumsum(lengths) - lengths  # of each row's tokens
         chosen = np.flatnonzero((slots != NO_SLOT) & (lengths > 0))
         chosen = chosen[np.argsort(slots[chosen], kind="stable")]
         counts = lengths[chosen]
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
-        order = np.repeat(starts[chosen] - (ends - counts), counts) + np.arange(total)
-        table[3 * width : 3 * width + total] = order
-        table[3 * width + total : second] = 0
-        of_tokens = np.repeat(slots, lengths)
-        table[second:] = NO_SLOT  # of those that pad, too
-        table[second:][: len(of_tokens)] = of_tokens
+        order[:total] = np.repeat(starts[chosen] - (ends - counts), counts) + np.arange(total)
+        places[order[:total]] = np.arange(total)
+        of_tokens[:] = NO_SLOT  # of those that pad, too
+        of_tokens[: lengths.sum()] = np.repeat(slots, lengths)
         at = place = 0
         sums = np.bincount(slots[chosen], weights=counts, minlength=self.num_slots).astype(np.int64)
         for slot, count in enumerate(sums.tolist()):
@@ -72,6 +99,11 @@ class Grouping:
                 table[2 * width + at] = min(start + rows, place + count)
                 at += 1
             place += count
+        there = np.flatnonzero(sums)
+        present = table[self._present : self._order]
+        present[0] = len(there)
+        present[1:] = NOBODY
+        present[1:][: len(there)] = there
         self._device[: len(table)].copy_(host, non_blocking=True)
 
 
@@ -80,9 +112,10 @@ class AdapterStep:
 
     def __init__(self, device: torch.device) -> None:
         self.tokens: Tiles | None = None  # None: no row of the step has an adapter
+        self.by_token: ByToken | None = None  # the same
         self.sampled: Tiles | None = None  # of the rows whose logits are computed
         self.slots: Tensor | None = None  # int32 [T], of tokens; None: no row has an adapter that changes experts
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # see LinearAdapter.low
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # see LinearAdapter.added
 
     def beside(self, rows: int) -> torch.cuda.Stream | None:
         """Where A x of so many rows is computed beside W x. Of fewer, kernels overlap within their stream; of more,
@@ -98,31 +131,39 @@ class LinearAdapter:
     def active(self) -> bool:
         return self._tiles(None) is not None
 
-    def low(self, x: Tensor, beside: bool = False) -> Tensor:
-        """A x of each token's adapter; x [T, in]. For `add` alone, which may come after the product with x that this
-        runs beside: both read what was there before, and x lives until `add` is launched. A step that fails between
-        them is followed by a wait for all of the card (executor.py)."""
+    def added(self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False) -> Tensor:
+        """multiply(), the product y with x [T, in], += B A x of each token's adapter. late: a kernel behind it starts
+        once x is there. Where A x has a stream of its own, both read what was there before, and x lives until B h is
+        launched; a step that fails between them is followed by a wait for all of the card (executor.py)."""
         tiles = self._tiles(len(x))
         assert tiles is not None and len(x) == len(tiles.order), f"{len(x)} rows where the step has others"
         stream = self._step.beside(len(x))
-        if stream is None:
-            return shrink(x, self._a, self._used, tiles, beside)
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):
-            return shrink(x, self._a, self._used, tiles)
-
-    def add(self, low: Tensor, y: Tensor) -> Tensor:
-        """y [T, out] += B of each token's adapter times what `low` gave."""
-        stream = self._step.beside(len(y))
-        if stream is not None:
-            torch.cuda.current_stream(y.device).wait_stream(stream)
-        return self._add(low, y)
-
-    def _add(self, low: Tensor, y: Tensor) -> Tensor:
-        tiles = self._tiles(len(y))
-        assert tiles is not None
+        if late:
+            y = multiply()
+            low = shrink(x, self._a, self._used, tiles, beside=True)
+        elif stream is None:
+            low = shrink(x, self._a, self._used, tiles)  # a product that is a dependent launch reads weights meanwhile
+            y = multiply()
+        else:
+            main = torch.cuda.current_stream(x.device)
+            stream.wait_stream(main)
+            y = (
+                multiply()
+            )  # A x behind it takes the room that its programs leave; before it, they wait for those of A x
+            with torch.cuda.stream(stream):
+                low = shrink(x, self._a, self._used, tiles)
+            main.wait_stream(stream)
         expand(low, self._b, self._columns, self._used, tiles, y)
         return y
+
+    def share(self, x: Tensor) -> Share | None:
+        """What a gated product of x [T, in], launched next, adds in its own pass; None where it cannot."""
+        tiles, by_token = self._step.tokens, self._step.by_token
+        assert tiles is not None and by_token is not None
+        if not takes(x, self._b):
+            return None
+        runs = is_shrunk_by_gluon(x, self._a, tiles)
+        return Share(shrink(x, self._a, self._used, tiles, leads=runs), self._b, self._used, by_token, runs)
 
     def _tiles(self, rows: int | None) -> Tiles | None:
         """Of the step under way, in which there are so many rows here."""
@@ -140,14 +181,12 @@ class HeadAdapter(LinearAdapter):
 
 
 class EmbeddingAdapter(LinearAdapter):
-    def low(self, x: Tensor, beside: bool = False) -> Tensor:
+    def added(self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False) -> Tensor:
         """x: ids int [T]; of transformers' code [1, T]."""
-        tiles = self._tiles(None)
+        tiles, y = self._tiles(None), multiply()
         assert tiles is not None
-        return look_up(x.view(-1), self._a, self._used, tiles)
-
-    def add(self, low: Tensor, y: Tensor) -> Tensor:
-        self._add(low, y.view(-1, y.shape[-1]))
+        low = look_up(x.view(-1), self._a, self._used, tiles)
+        expand(low, self._b, self._columns, self._used, tiles, y.view(-1, y.shape[-1]))
         return y
 
 
@@ -233,7 +272,7 @@ class AdapterTables:
 
     def use(self, num_tokens: int) -> None:
         """What is launched from now on is for a step of so many tokens that has adapters."""
-        self.step.tokens = self._tokens.tiles(num_tokens)
+        self.step.tokens, self.step.by_token = self._tokens.tiles(num_tokens), self._tokens.by_token(num_tokens)
         if self.layout.experts:
             self.step.slots = self._tokens.token_slots(num_tokens)
 
@@ -243,7 +282,7 @@ class AdapterTables:
 
     def end(self) -> None:
         """What is launched from now on has none."""
-        self.step.tokens = self.step.sampled = self.step.slots = self._head = None
+        self.step.tokens = self.step.by_token = self.step.sampled = self.step.slots = self._head = None
 
     def _bound(self, place: Place, holder: Linear | Embedding, device: torch.device) -> LinearAdapter:
         kind = LinearAdapter

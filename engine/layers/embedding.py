@@ -59,11 +59,14 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[T] int32 or int64 → [T, hidden]."""
-        found = functional.embedding(input_ids, self.weight)
-        if self.scale != 1.0:
-            found.mul_(self.scale)
         adapter = self.adapter
-        return found if adapter is None or not adapter.active else adapter.add(adapter.low(input_ids), found)
+        if adapter is None or not adapter.active:
+            return self._rows(input_ids)
+        return adapter.added(input_ids, lambda: self._rows(input_ids))
+
+    def _rows(self, input_ids: Tensor) -> Tensor:
+        found = functional.embedding(input_ids, self.weight)
+        return found if self.scale == 1.0 else found.mul_(self.scale)
 
 
 class LMHead(Linear):
@@ -89,9 +92,9 @@ class LMHead(Linear):
     def part(self, x: Tensor | Fp8Rows) -> Tensor:
         """[N, hidden] → fp32 [N, this rank's columns]."""
         assert isinstance(x, Tensor), "the last norm is told of no reader"
-        low = self.adapter.low(x) if self.adapter is not None and self.adapter.active else None
-        y = self.method.multiply_fp32(x)
-        return y if self.adapter is None or low is None else self.adapter.add(low, y)
+        if self.adapter is None or not self.adapter.active:
+            return self.method.multiply_fp32(x)
+        return self.adapter.added(x, lambda: self.method.multiply_fp32(x))
 
     def whole(self, part: Tensor) -> Tensor:
         """The ranks' columns beside one another."""

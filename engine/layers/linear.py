@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...kernels.activation import gelu_tanh_mul, silu_mul
 from ...kernels.fp8_rows import Fp8Rows
+from ...kernels.lora import Share
 from ..layer_spec import Activation
 from ..quant.format import Format, Stored
 from ..quant.method import Dequantized, Quantized
@@ -47,6 +48,11 @@ class LinearMethod(Protocol):
         """[T, in] → [T, out / 2]: silu(gate) · up of the layer's two parts. fp8_by_group: the result may be FP8."""
         ...
 
+    def silu_mul_adapted(self, x: Tensor, share: Callable[[Tensor], Share | None]) -> Tensor | None:
+        """silu_mul of the products and what an adapter adds to them, in one pass; None: it takes several. share: as in
+        Adapter, asked for where it is taken."""
+        ...
+
     def multiply_fp32(self, x: Tensor) -> Tensor:
         """The same as multiply with a result in fp32, not rounded to the activations' dtype where the device can."""
         ...
@@ -60,12 +66,13 @@ class Adapter(Protocol):
         """Whether some row of the step under way has one."""
         ...
 
-    def low(self, x: Tensor, beside: bool = False) -> Tensor:
-        """A x, of x [T, in], as `add` takes it. Only where it is active. beside: as in kernels.lora.shrink."""
+    def added(self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False) -> Tensor:
+        """multiply(), the product y [T, out] of this rank with x [T, in], += B A x, in place → y. Only where it is
+        active. late: the product is."""
         ...
 
-    def add(self, low: Tensor, y: Tensor) -> Tensor:
-        """y [T, out] of this rank += B A x, in place → y."""
+    def share(self, x: Tensor) -> Share | None:
+        """B A x for a gated product of x [T, in] that comes next; None where it is for `added`."""
         ...
 
 
@@ -136,11 +143,8 @@ class Linear(nn.Module):
         if adapter is None or not adapter.active:
             return self.method.multiply(x, residual)
         assert not isinstance(x, Fp8Rows), "fp8_input asks for none in a step with adapters"
-        if len(x) <= self.method.add_up_to:
-            y = self.method.multiply(x, residual, late=True)
-            return adapter.add(adapter.low(x, beside=True), y)
-        low = adapter.low(x)  # first: a product that is launched dependently begins to read its weight meanwhile
-        return adapter.add(low, self.method.multiply(x, residual))
+        late = len(x) <= self.method.add_up_to
+        return adapter.added(x, lambda: self.method.multiply(x, residual, late=late), late)
 
     @property
     def is_adapted(self) -> bool:
@@ -164,8 +168,11 @@ class Linear(nn.Module):
 
     def silu_mul(self, x: Tensor | Fp8Rows, reader: Linear | None = None) -> Tensor | Fp8Rows:
         """[T, in] → [T, out / 2] of this rank: silu of the first part, times the second; as `reader` takes it best."""
-        if self.is_adapted:
-            return silu_mul(self(x))
+        adapter = self.adapter
+        if adapter is not None and adapter.active:
+            assert isinstance(x, Tensor), "fp8_input asks for none in a step with adapters"
+            joined = self.method.silu_mul_adapted(x, adapter.share)
+            return silu_mul(self(x)) if joined is None else joined
         return self.method.silu_mul(x, None if reader is None else reader.fp8_input(x.shape[0]))
 
     def activate(

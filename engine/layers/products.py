@@ -11,6 +11,7 @@ from torch.nn import functional
 from ...kernels import cublaslt
 from ...kernels.cublaslt import Algorithms, measured_linear
 from ...kernels.linear_hopper import HopperTile, HopperTiles, hopper_tiles, linear_hopper, silu_mul_linear_hopper
+from ...kernels.lora import Share
 
 
 class Products(NamedTuple):
@@ -42,10 +43,10 @@ class Products(NamedTuple):
             return measured_linear(x, weight, algorithm, residual)
         return functional.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
 
-    def silu_mul(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """silu(x Gᵀ) · (x Uᵀ) of weight cat(G, U) in one pass; None where two are faster."""
+    def silu_mul(self, x: Tensor, weight: Tensor, share: Share | None = None) -> Tensor | None:
+        """silu(x Gᵀ) · (x Uᵀ) of weight cat(G, U) in one pass, with what adapters add; None where two are faster."""
         if (tile := _tile(self.gated_tiles, x.shape[0])) is not None:
-            return silu_mul_linear_hopper(x, weight, tile)
+            return silu_mul_linear_hopper(x, weight, tile, share)
         return None
 
     def joins(self, rows: int) -> bool:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from ...kernels.activation import silu_mul
 from ...kernels.fp8_rows import Fp8Rows
 from ...kernels.linear import ADDED_ROWS, prepare, small_linear, small_linear_rows
+from ...kernels.lora import Share
 from ..quant.format import DUMMY_STD, FLOATS, Stored
 from .products import Products
 from .staging import copy_weight
@@ -88,6 +89,11 @@ class Unquantized(nn.Module):
         assert isinstance(x, Tensor), "fp8_rows says that it never comes as FP8"
         joined = self.products.silu_mul(x, self.weight)
         return silu_mul(self.multiply(x)) if joined is None else joined
+
+    def silu_mul_adapted(self, x: Tensor, share: Callable[[Tensor], Share | None]) -> Tensor | None:
+        if not self.products.joins(len(x)) or (found := share(x)) is None:
+            return None
+        return self.products.silu_mul(x, self.weight, found)
 
     def multiply_fp32(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and self.bias is None:

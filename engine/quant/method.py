@@ -121,6 +121,9 @@ class Quantized(nn.Module):
         gates = self.fp8_rows is not None and x.shape[0] >= self.fp8_rows and self.bias is None
         return silu_mul_fp8(packed.gate(x) if gates else self.multiply(x), x.dtype, fp8_by_group)
 
+    def silu_mul_adapted(self, x: Tensor, share: object) -> None:
+        return None
+
     def multiply_fp32(self, x: Tensor) -> Tensor:
         return self._product(x, torch.float32)
 

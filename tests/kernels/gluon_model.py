@@ -66,6 +66,22 @@ class Matrix:
         self.values = values
 
 
+class Pointer:
+    """To numbers of global memory that nobody writes."""
+
+    def __init__(self, values: np.ndarray, place: Any = 0) -> None:
+        self.values, self.place = values, place
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.values, self.place + offset)
+
+    def load(self, mask: Any = True, other: Any = 0) -> Any:
+        mask, place = np.broadcast_arrays(mask, self.place)
+        assert ((place >= 0) & (place < self.values.size))[mask].all(), "a load from somewhere else"
+        found = np.where(mask, self.values.reshape(-1)[np.where(mask, place, 0)], other)
+        return found.view(Tile) if found.ndim else found.item()
+
+
 class Barrier:
     """An mbarrier: a phase ends when all have arrived and all announced bytes are there."""
 
@@ -220,9 +236,9 @@ class Machine:
             part = matrix.values[row : row + place.shape[0], column : column + place.shape[1]]
             part[...] = place[: part.shape[0], : part.shape[1]]
 
-    def multiply(self, x: Tile, weight: Tile, sums: Sums, use_acc: bool, is_async: bool) -> Sums:
+    def multiply(self, x: Tile, weight: Tile, sums: Sums, use_acc: bool = True, is_async: bool = False) -> Sums:
         self._pause().products.append((sums, x, weight, x.copy(), weight.copy(), use_acc))
-        return sums
+        return sums if is_async else self.multiply_wait(0, [sums])
 
     def multiply_wait(self, pending: int, deps: list[Sums]) -> Sums:
         warp = self._pause()
@@ -245,6 +261,12 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     return np.full(shape, np.nan).view(Tile)
 
 
+def _zeros(shape: list[int], dtype: Any, layout: Any) -> Any:
+    """An accumulator, or an operand in registers."""
+    values = np.zeros(shape).view(Tile)
+    return values if layout == "operand" else Sums(values)
+
+
 def _jit(function: Any = None, **_: object) -> Any:
     return function or (lambda function: function)
 
@@ -255,7 +277,9 @@ def interpret(source: str, schedule: Schedule) -> dict[str, Any]:
     language = SimpleNamespace(
         constexpr=lambda value: value, float32=None, int32=None, int64=None, minimum=min, static_range=range,
         program_id=lambda axis: 0, num_programs=lambda axis: 1, barrier=lambda: None,
-        zeros=lambda shape, dtype, layout: Sums(np.zeros(shape).view(Tile)),
+        zeros=_zeros, load=Pointer.load, where=lambda *parts: np.where(*parts).view(Tile), maximum=max,
+        arange=lambda first, end, layout: np.arange(first, end), cdiv=lambda a, b: -(-a // b),
+        SliceLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None, DotOperandLayout=lambda *_: "operand",
         NVMMADistributedLayout=lambda *_: None, allocate_shared_memory=_allocate, warp_specialize=machine.run,
         reshape=lambda sums, shape: sums.values.reshape(shape), permute=np.transpose,
         split=lambda pairs: (pairs[..., 0], pairs[..., 1]), exp2=np.exp2,
@@ -265,6 +289,7 @@ def interpret(source: str, schedule: Schedule) -> dict[str, Any]:
         "gluon": SimpleNamespace(jit=_jit),
         "gl": language,
         "fence_async_shared": lambda: None,
+        "wait": lambda: None,  # for the kernel before: what it writes is there
         "mbarrier": SimpleNamespace(
             MBarrierLayout=lambda: "barriers", init=Barrier.init, wait=machine.wait, arrive=machine.arrive,
             expect=machine.expect,

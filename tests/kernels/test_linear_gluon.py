@@ -54,9 +54,10 @@ ORDERS = [Ranked(*names) for names in itertools.permutations((A, B, PRODUCER, CO
 
 def check(
     model: Any, source: str, schedule: Any, m: int = 8, n: int = 8, k: int = 32, *, consumers: int = 2,
-    stages: int = 3, gated: bool = False, add: bool = True, hold_b: int = 0,
+    stages: int = 3, gated: bool = False, add: bool = True, hold_b: int = 0, slots: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """By default one tile of eight steps: of 128 x 256 by 512, were the tiles not so small here."""
+    """By default one tile of eight steps: of 128 x 256 by 512, were the tiles not so small here. slots: of the tokens,
+    whose adapters have the rank 1 or, where there are many steps, 2."""
     kernel = model.interpret(source, schedule)
     kernel.update(ROWS=4, BLOCK_N=8, HALF_N=4, BLOCK_K=4)
     random_numbers = np.random.default_rng(0)
@@ -64,6 +65,11 @@ def check(
     width = n // 2 if gated else n
     out = random_numbers.standard_normal((m, width)) if add else np.full((m, width), np.nan)
     product = x @ weight.T
+    low: tuple[Any, ...] = (None,) * 6
+    numbers, rank = (0, 0, 0, 0), 0
+    if slots:
+        *low, delta, numbers, rank = adapters(model, random_numbers, slots, n, 2 if k > 8 else 1)
+        product = product + delta
     if gated:
         gate, up = product[:, :width], product[:, width:]
         product = gate / (1 + np.exp(-gate)) * up
@@ -71,8 +77,48 @@ def check(
     columns = kernel["HALF_N"] if gated else kernel["BLOCK_N"]
     tiles = -(-m // (consumers * kernel["ROWS"])), -(-width // columns), -(-k // kernel["BLOCK_K"])
     operands = model.Matrix(x), model.Matrix(weight), model.Matrix(out)
-    kernel["linear_kernel"](*operands, *tiles, 2, n // 2, gated, add, consumers, stages, hold_b)
+    kernel["linear_kernel"](
+        *operands, *low, *tiles, 2, n // 2, *numbers, gated, add, rank, bool(slots), consumers, stages, hold_b
+    )
     np.testing.assert_allclose(out, expected, rtol=1e-9, atol=1e-9)
+
+
+def adapters(
+    model: Any, random_numbers: np.random.Generator, slots: Sequence[int], n: int, rank: int, splits: int = 3
+) -> tuple[Any, ...]:
+    """Of tokens of these slots, -1 for none: the kernel's operands, what they add, its numbers, the rank. Slot 1 is not
+    used here, 3 has no token, and between slots lies another matrix."""
+    m, count, apart = len(slots), 4, n + 3
+    memory = np.concatenate([random_numbers.standard_normal((count * apart - 3, rank)), np.full((9, rank), np.nan)])
+    b = np.stack([memory[slot * apart : slot * apart + n] for slot in range(count)])
+    order = [token for slot in range(count) for token in range(m) if slots[token] == slot]
+    places = np.zeros(m, dtype=int)
+    places[order] = np.arange(len(order))
+    h = random_numbers.standard_normal((splits, m, 2 * rank))
+    h[:, len(order) :] = np.nan  # nobody has computed it
+    delta = np.zeros((m, n))
+    for token, slot in enumerate(slots):
+        if slot == 1:
+            h[:, places[token]] = np.nan
+        if slot in (-1, 1):
+            continue
+        gate, up = np.split(h[:, places[token]].sum(0), 2)
+        delta[token] = np.concatenate([b[slot, : n // 2] @ gate, b[slot, n // 2 :] @ up])
+    there = sorted({slot for slot in slots if slot >= 0})
+    present = [len(there), *there, *[-2] * (count - len(there) + 4)]
+    tables = (np.array(line) for line in (slots, places, [1, 0, 1, 1], present))
+    pointers = [model.Pointer(values) for values in (h, *tables)]
+    boxes = model.Matrix(memory[: (count - 1) * apart + n])
+    return boxes, *pointers, delta, (m, splits, apart, (count - 1) * apart + n), rank
+
+
+@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize("slots", [[0], [2, -1, 0, 2, 1, 0, -1, 3, 3, 0], [-1] * 5, [1, 2, 2, 0, 2] * 3], ids=str)
+def test_adapters(model: Any, slots: list[int], consumers: int) -> None:
+    """Slots in stages of two, or of one; who has none, or whose slot is not used here, gets the product alone."""
+    for schedule in (*ORDERS[::5], *map(Shuffled, range(4))):
+        for k in (6, 16):
+            check(model, SOURCE, schedule, len(slots), 16, k, consumers=consumers, gated=True, add=False, slots=slots)
 
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=lambda order: "-".join(order.names))

@@ -165,7 +165,9 @@ _COMPILE = """
 import subprocess
 import triton
 from vserve.kernels import linear_hopper as module
+from vserve.kernels.lora import ByToken, Share
 
+module.pdl_available = lambda device: True
 module.num_processors = lambda device: 132
 x = torch.empty(1024, 4096, dtype=torch.bfloat16)
 weight = torch.empty(28672, 4096, dtype=torch.bfloat16)
@@ -174,9 +176,20 @@ residual = torch.empty(1024, 28672, dtype=torch.bfloat16)
 def add(x, weight, tile):
     module.linear_hopper(x, weight, tile, residual[:len(x)])
 
-for product in (module.linear_hopper, add, module.silu_mul_linear_hopper):
+def adapted(rank, splits, runs):
+    def product(x, weight, tile):
+        ints = torch.empty(1024, dtype=torch.int32)
+        b = torch.empty(8, 28672, rank, dtype=torch.bfloat16)
+        by_token = ByToken(ints[:len(x)], ints[:len(x)], ints[:13])
+        share = Share(torch.empty(splits, len(x), 2 * rank), b, ints[:8], by_token, runs)
+        assert module.takes(x, b)
+        module.silu_mul_linear_hopper(x, weight, tile, share)
+    return product
+
+joined = [module.silu_mul_linear_hopper, adapted(16, 8, True), adapted(32, 14, False), adapted(32, 4, True)]
+for product in (module.linear_hopper, add, *joined):
     for tile in ((1, 4, 1), (2, 3, 16), (2, 4, 8)):
-        if tile[1] == 4 and tile[0] == 2 and product is not module.silu_mul_linear_hopper:
+        if tile[1] == 4 and tile[0] == 2 and product not in joined:
             continue
         kernels.clear()
         for rows, columns in ((1024, 4096), (999, 4096), (1, 64)):  # none of which makes a variant of its own
@@ -189,6 +202,7 @@ for product in (module.linear_hopper, add, module.silu_mul_linear_hopper):
         said = subprocess.run(assemble, capture_output=True, text=True, check=True)
         code = subprocess.check_output([tools.nvdisasm.path, "-c", sys.argv[1] + ".cubin"], text=True)
         found.append({"shared": kernel.metadata.shared, "said": said.stdout + said.stderr,
+                      "waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
                       "instructions": sorted(set(re.findall(r"HGMMA\\S+", code)))})
 print(json.dumps(found))
 """
@@ -198,9 +212,11 @@ print(json.dumps(found))
 def test_compiles(run_for_hopper: Callable[..., Any], tmp_path: Any) -> None:
     """With the large instruction, no register spilled, no products one by one, and room in shared memory."""
     found = run_for_hopper(_COMPILE, str(tmp_path / "linear"))
-    assert len(found) == 7
-    for kernel in found:
+    assert len(found) == 4 + 4 * 3
+    for number, kernel in enumerate(found):
         assert kernel["instructions"] == ["HGMMA.64x256x16.F32.BF16"]
+        consumers = 1 if number in (7, 13) else 2
+        assert kernel["waits"] == (consumers if 7 <= number < 10 or number >= 13 else 0)  # for h, nobody else
         assert " 0 bytes spill stores, 0 bytes spill loads" in kernel["said"]
         assert "wgmma" not in kernel["said"].lower(), "products are serialized"
         assert kernel["shared"] <= 227 << 10

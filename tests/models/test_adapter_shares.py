@@ -45,10 +45,9 @@ def deltas(folder: Path, rank: int, size: int, x: Tensor, attended: Tensor) -> t
     tables.group(plan, len(x), 1)
     assert qkv.adapter is not None and out.adapter is not None
     mine = attended.narrow(1, *out.shape.input_span)
-    inside, outside = qkv.adapter.low(x), out.adapter.low(mine)
     return (
-        qkv.adapter.add(inside, x.new_zeros(len(x), qkv.shape.rows)),
-        out.adapter.add(outside, x.new_zeros(len(x), 64)),
+        qkv.adapter.added(x, lambda: x.new_zeros(len(x), qkv.shape.rows)),
+        out.adapter.added(mine, lambda: x.new_zeros(len(x), 64)),
     )
 
 

@@ -93,11 +93,11 @@ class Adds:
     def __init__(self, delta: Callable[[Tensor], Tensor]) -> None:
         self._delta = delta
 
-    def low(self, x: Tensor, beside: bool = False) -> Tensor:
-        return self._delta(x)
+    def added(self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False) -> Tensor:
+        return multiply().add_(self._delta(x))
 
-    def add(self, low: Tensor, y: Tensor) -> Tensor:
-        return y.add_(low)
+    def share(self, x: Tensor) -> None:
+        return None
 
 
 def test_adapter_sees_input_and_output() -> None:
