@@ -30,6 +30,7 @@ ROWS = gl.constexpr(64)  # of x, a consumer
 BLOCK_N = gl.constexpr(256)  # rows of the weight
 BLOCK_K = gl.constexpr(64)
 HALF_N = gl.constexpr(BLOCK_N // 2)
+ROWS_PRESENT = gl.constexpr(128)  # of x: who has the same line of slots, a multiple of any tile's
 _LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -64,19 +65,27 @@ def _fetch(
 
 
 @gluon.jit
-def _turns(low, steps, RANK: gl.constexpr):
+def _present(low, row):
+    """Where the slots of this row's neighbours stand, behind their number."""
+    return low[4] + row // ROWS_PRESENT * low[9]
+
+
+@gluon.jit
+def _turns(present_ptr, steps, RANK: gl.constexpr):
     """How many stages of B there are, and how many of `steps` steps of K come behind each."""
-    turns = (gl.load(low[4]) + BLOCK_K // (2 * RANK) - 1) // (BLOCK_K // (2 * RANK))
+    turns = (gl.load(present_ptr) + BLOCK_K // (2 * RANK) - 1) // (BLOCK_K // (2 * RANK))
     return turns, steps // (turns + 1)
 
 
 @gluon.jit
-def _fetch_b(b_desc, low, smem, bars, turn, left, right, step, RANK: gl.constexpr, STAGES: gl.constexpr):
+def _fetch_b(
+    b_desc, low, present_ptr, smem, bars, turn, left, right, step, RANK: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     """B of a turn's slots: rows for gate and zeros, zeros and rows for up → the ring's next step."""
     SLOTS: gl.constexpr = BLOCK_K // (2 * RANK)
     weight_smem = smem[1]
     full, empty = bars
-    present_ptr, slot_rows, nowhere = low[4], low[7], low[8]
+    slot_rows, nowhere = low[7], low[8]
     boxes = weight_smem._reinterpret(b_desc.dtype, [STAGES * 2 * (BLOCK_K // RANK), HALF_N, RANK], b_desc.layout)
     stage = step % STAGES
     bar = full.index(stage)
@@ -110,9 +119,10 @@ def _produce(
         middle = (tiles_k + 1) // 2 if RANK > 0 else tiles_k
         step = _fetch(x_desc, weight_desc, smem, bars, m, left, right, 0, middle, step, CONSUMERS, STAGES)
         if RANK > 0:
-            turns, between = _turns(low, tiles_k - middle, RANK)
+            present_ptr = _present(low, m * CONSUMERS * ROWS)
+            turns, between = _turns(present_ptr, tiles_k - middle, RANK)
             for turn in range(turns):
-                step = _fetch_b(b_desc, low, smem, bars, turn, left, right, step, RANK, STAGES)
+                step = _fetch_b(b_desc, low, present_ptr, smem, bars, turn, left, right, step, RANK, STAGES)
                 end = middle + between
                 step = _fetch(x_desc, weight_desc, smem, bars, m, left, right, middle, end, step, CONSUMERS, STAGES)
                 middle = end
@@ -134,7 +144,7 @@ def _low_of_rows(
     low, row, dtype: gl.constexpr, RANK: gl.constexpr, RUNS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """Of ROWS tokens: slots, and h of gate and of up [ROWS, RANK], 0 where there is none."""
-    h_ptr, slots_ptr, places_ptr, used_ptr, _, tokens, splits, _, _ = low
+    h_ptr, slots_ptr, places_ptr, used_ptr, _, tokens, splits, _, _, _ = low
     token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     slot = gl.load(slots_ptr + token, mask=token < tokens, other=-1)
     place = gl.load(places_ptr + token, mask=token < tokens, other=0)
@@ -193,12 +203,12 @@ def _multiply(
 
 @gluon.jit
 def _multiply_b(
-    acc, b_desc, low, slots, gate_low, up_low, smem, bars, turn, step, RANK: gl.constexpr, STAGES: gl.constexpr,
+    acc, b_desc, present_ptr, slots, gate_low, up_low, smem, bars, turn, step, RANK: gl.constexpr, STAGES: gl.constexpr,
     of_low: gl.constexpr,
 ):  # fmt: skip
     """B h of a turn's slots added → acc, the ring's next step."""
     SLOTS: gl.constexpr = BLOCK_K // (2 * RANK)
-    weight_smem, present_ptr = smem[1], low[4]
+    weight_smem = smem[1]
     full, empty = bars
     boxes = weight_smem._reinterpret(b_desc.dtype, [STAGES * (BLOCK_K // RANK), BLOCK_N, RANK], b_desc.layout)
     others = gl.zeros([ROWS, RANK], b_desc.dtype, of_low)
@@ -236,10 +246,11 @@ def _consume(
         if RANK > 0:
             of_low: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
             slots, gate_low, up_low = _low_of_rows(low, row, b_desc.dtype, RANK, RUNS, of_low)
-            turns, between = _turns(low, tiles_k - middle, RANK)
+            present_ptr = _present(low, row)
+            turns, between = _turns(present_ptr, tiles_k - middle, RANK)
             for turn in range(turns):
                 acc, step = _multiply_b(
-                    acc, b_desc, low, slots, gate_low, up_low, smem, bars, turn, step, RANK, STAGES, of_low
+                    acc, b_desc, present_ptr, slots, gate_low, up_low, smem, bars, turn, step, RANK, STAGES, of_low
                 )
                 end = middle + between
                 acc, step = _multiply(which, acc, smem, bars, middle, end, step, CONSUMERS, STAGES, HOLD)
@@ -276,16 +287,27 @@ def _consume(
 
 
 @gluon.jit(
-    do_not_specialize=["tiles_m", "tiles_n", "tiles_k", "group", "half", "tokens", "splits", "slot_rows", "nowhere"]
+    do_not_specialize=[
+        "tiles_m",
+        "tiles_n",
+        "tiles_k",
+        "group",
+        "half",
+        "tokens",
+        "splits",
+        "slot_rows",
+        "nowhere",
+        "line",
+    ]
 )
 def linear_kernel(
     x_desc, weight_desc, out_desc, b_desc, h_ptr, slots_ptr, places_ptr, used_ptr, present_ptr,
-    tiles_m, tiles_n, tiles_k, group, half, tokens, splits, slot_rows, nowhere,
+    tiles_m, tiles_n, tiles_k, group, half, tokens, splits, slot_rows, nowhere, line,
     GATED: gl.constexpr, ADD: gl.constexpr, RANK: gl.constexpr, RUNS: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, HOLD_B: gl.constexpr = 0,
 ):  # fmt: skip
     """RANK, of adapters that gated products have a share of, else 0: then all from b_desc to present_ptr, and the last
-    three numbers, are not looked at. RUNS: what makes h does still. HOLD_B, of tests: by how many nanoseconds each
+    five numbers, are not looked at. RUNS: what makes h does still. HOLD_B, of tests: by how many nanoseconds each
     product of the second consumer is held up."""
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, CONSUMERS * ROWS, BLOCK_K], x_desc.layout)
     weight_smem = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
@@ -303,7 +325,7 @@ def linear_kernel(
     bars = (full, empty)
     tiles = (tiles_m, tiles_n, tiles_k, group)
     if RANK > 0:
-        low = (h_ptr, slots_ptr, places_ptr, used_ptr, present_ptr, tokens, splits, slot_rows, nowhere)
+        low = (h_ptr, slots_ptr, places_ptr, used_ptr, present_ptr, tokens, splits, slot_rows, nowhere, line)
     else:
         low = tiles  # type: ignore[assignment]
     if CONSUMERS == 2:

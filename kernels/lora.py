@@ -18,7 +18,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .lora_gluon import lora_expand_kernel, lora_shrink_kernel
+from . import linear_gluon
+from .activation import silu_mul
+from .lora_gluon import lora_expand_kernel, lora_expand_silu_kernel, lora_shrink_kernel
 from .lora_triton import expand_kernel, look_up_kernel, shrink_kernel
 from .pdl import launched_plainly, pdl_options
 
@@ -26,6 +28,7 @@ STEP = 128  # of the input, at a time; whoever cuts it cuts multiples
 COLUMNS = 256  # rows of B, at a time
 ROUNDS = 4  # of a program of shrink_gluon, about: each waits for the memory
 MAX_SPLITS = 16
+ROWS_PRESENT = int(linear_gluon.ROWS_PRESENT.value)  # tokens of a line of ByToken.present
 BEHIND_PRESENT = 4  # numbers that are no slot's
 LOW_COLUMNS = 64  # of the input, a warp of shrink_gluon at a time: 16 bytes a thread
 
@@ -56,23 +59,24 @@ class Tiles(NamedTuple):
     slots: Tensor  # int32 [tiles]
     starts: Tensor  # int32 [tiles]: of each, its first place in `order`
     ends: Tensor  # int32 [tiles]; an empty tile ends where it starts
-    order: Tensor  # int32 [≤ T]: tokens, those of one slot side by side
+    order: Tensor  # int32 [≤ T]: tokens, those of one slot side by side, those of none behind
     tiling: Tiling  # of the step whose tokens these are
 
 
 class ByToken(NamedTuple):
-    """The same by tokens, and which slots have any."""
+    """The same by tokens, and which slots each ROWS_PRESENT of them have."""
 
+    counts: Tensor  # int32 [2]: how many tokens have a slot, and how many tiles are theirs
     slots: Tensor  # int32 [T]; -1: none
     places: Tensor  # int32 [T], of those that have one: in `order`
-    present: Tensor  # int32 [1 + slots + BEHIND_PRESENT]: how many slots have tokens, which, and -2 behind them
+    present: Tensor  # int32 [lines, ≥ 1 + slots + BEHIND_PRESENT]: how many slots, which, and -2 behind them
 
 
 class Share(NamedTuple):
     """What is added to a product in its own pass (linear_hopper.py): B h of each token."""
 
     h: Tensor  # of shrink
-    b: Tensor  # [slots, out, r]. Its numbers are finite: each token is multiplied by those of all slots, others' by 0
+    b: Tensor  # [slots, out, r]. Its numbers are finite: each token meets those of its neighbours' slots, times 0
     used: Tensor
     by_token: ByToken
     runs: bool  # shrink still does, and has let the product start: this has to wait before it reads h
@@ -127,6 +131,17 @@ def expand(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y
         expand_cuda(h, b, columns, used, tiles, y)
     else:
         expand_torch(h, b, columns, used, tiles, y)
+
+
+def expand_silu_mul(
+    h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, counts: Tensor, y: Tensor
+) -> Tensor:  # fmt: skip
+    """silu_mul (activation.py) of y after expand, whose halves are two products → [T, out / 2]. counts: of ByToken."""
+    one_chunk = tiles.tiling.rows == tiles.tiling.chunk
+    if y.device.type == "cuda" and one_chunk and is_expanded_by_gluon(b, columns, y):
+        return expand_silu_mul_gluon(h, b, used, tiles, counts, y)
+    expand(h, b, columns, used, tiles, y)
+    return silu_mul(y)
 
 
 class Columns(NamedTuple):
@@ -270,3 +285,18 @@ def expand_gluon(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Ti
         SPLITS=triton.next_power_of_2(splits), RANK=rank, CHUNK=tiling.chunk, CHUNKS=tiling.rows // tiling.chunk,
         GROUPS=groups, num_warps=warps, **pdl_options(y, num_tokens),
     )  # fmt: skip
+
+
+def expand_silu_mul_gluon(h: Tensor, b: Tensor, used: Tensor, tiles: Tiles, counts: Tensor, y: Tensor) -> Tensor:
+    (splits, num_tokens, _), (num_slots, n, rank) = h.shape, b.shape
+    if y.stride(1) != 1 or b.stride(2) != 1:
+        raise ValueError("the last dimensions of y and B must be contiguous")
+    out = y.new_empty(num_tokens, n // 2)
+    warps, tokens_of_none = 2, 1  # like those of one slot more
+    lora_expand_silu_kernel[(triton.cdiv(n // 2, 64 * warps), max_tiles(num_tokens, num_slots + tokens_of_none))](
+        h, b, used, y, out, *tiles[:4], counts, num_tokens, n // 2, splits,
+        b.stride(0), b.stride(1), y.stride(0), out.stride(0),
+        SPLITS=triton.next_power_of_2(splits), RANK=rank, CHUNK=tiles.tiling.chunk, GROUPS=1, num_warps=warps,
+        **pdl_options(y, num_tokens),
+    )  # fmt: skip
+    return out

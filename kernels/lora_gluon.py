@@ -63,6 +63,30 @@ def _tokens(order_ptr, at, end, CHUNK: gl.constexpr, layout: gl.constexpr):
     return gl.load(order_ptr + place, mask=place < end, other=0).to(gl.int64)
 
 
+@gluon.jit
+def _as_operand(b, WARPS: gl.constexpr, GROUPS: gl.constexpr, RANK: gl.constexpr, layout: gl.constexpr):
+    """B [GROUPS · WARPS · 64 columns, RANK] as it was loaded, with columns and r by their other names."""
+    named = gl.reshape(b, [GROUPS, WARPS, 8, 4, 2, RANK // 16, 4, 2, 2])
+    renamed = gl.reshape(gl.permute(named, [0, 3, 1, 4, 2, 5, 7, 6, 8]), [GROUPS * WARPS * 64, RANK])
+    return gl.convert_layout(renamed, layout)
+
+
+@gluon.jit
+def _times_low(
+    b, h, dtype: gl.constexpr, WARPS: gl.constexpr, GROUPS: gl.constexpr, RANK: gl.constexpr, CHUNK: gl.constexpr,
+    of_y: gl.constexpr,
+):  # fmt: skip
+    """B of _as_operand times the sum of h [splits, CHUNK, RANK] → fp32 [CHUNK, columns]."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    low = gl.reshape(gl.sum(h, 0).to(dtype), [CHUNK, RANK // 16, 4, 2, 2])
+    low = gl.reshape(gl.permute(low, [1, 3, 2, 4, 0]), [RANK, CHUNK])
+    zeros = gl.zeros([GROUPS * WARPS * 64, CHUNK], gl.float32, mma)
+    acc = mma_v2(b, gl.convert_layout(low, right), zeros)
+    by_token = gl.permute(gl.reshape(acc, [GROUPS, 4, WARPS, 2, 8, CHUNK]), [5, 0, 2, 4, 1, 3])
+    return gl.convert_layout(gl.reshape(by_token, [CHUNK, GROUPS * WARPS * 64]), of_y)
+
+
 @gluon.jit(do_not_specialize=["T", "C", "splits"])
 def lora_expand_kernel(
     h_ptr, b_ptr, columns_ptr, used_ptr, y_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr,
@@ -74,14 +98,12 @@ def lora_expand_kernel(
     tile has up to CHUNK · CHUNKS. Of y, starts of rows and of products are multiples of 8."""
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK_N: gl.constexpr = GROUPS * WARPS * 64
-    PIECES: gl.constexpr = RANK // 16
     dtype: gl.constexpr = b_ptr.dtype.element_ty
     of_b: gl.constexpr = _b_layout(WARPS, GROUPS, RANK)
     of_y: gl.constexpr = _y_layout(WARPS, GROUPS, CHUNK)
     of_h: gl.constexpr = _h_layout(WARPS, CHUNK, RANK)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
 
     block, tile = gl.program_id(0), gl.program_id(1)  # empty tiles come last
     if PDL:
@@ -120,13 +142,9 @@ def lora_expand_kernel(
     h = gl.load(h_ptrs, mask=h_there, other=0.0)
     y_ptrs = y_ptr + (token[:, None] * stride_y + column[None, :])
     y = gl.load(y_ptrs, mask=(i < end - start)[:, None] & inside, other=0.0)
-    named = gl.reshape(loaded, [GROUPS, WARPS, 8, 4, 2, PIECES, 4, 2, 2])
-    b = gl.convert_layout(gl.reshape(gl.permute(named, [0, 3, 1, 4, 2, 5, 7, 6, 8]), [BLOCK_N, RANK]), left)
-    zeros = gl.zeros([BLOCK_N, CHUNK], gl.float32, mma)
+    b = _as_operand(loaded, WARPS, GROUPS, RANK, left)
     for at in range(start, end, CHUNK):
-        low = gl.reshape(gl.sum(h, 0).to(dtype), [CHUNK, PIECES, 4, 2, 2])
-        low = gl.reshape(gl.permute(low, [1, 3, 2, 4, 0]), [RANK, CHUNK])
-        now, now_ptrs = y, y_ptrs
+        now, now_ptrs, now_h = y, y_ptrs, h
         if CHUNKS > 1:  # the next ones are on their way while these are multiplied
             behind = end - at - CHUNK
             y_ptrs = y_ptr + (token_next[:, None] * stride_y + column[None, :])
@@ -134,12 +152,81 @@ def lora_expand_kernel(
             there = gl.expand_dims((split < splits)[:, None] & (i_h < behind)[None, :], 2)
             h = gl.load(h_ptrs + (at + CHUNK - start).to(gl.int64) * N, mask=there, other=0.0)
             token_next = _tokens(order_ptr, at + 2 * CHUNK, end, CHUNK, gl.SliceLayout(1, of_y))
-        acc = mma_v2(b, gl.convert_layout(low, right), zeros)
-        by_token = gl.permute(gl.reshape(acc, [GROUPS, 4, WARPS, 2, 8, CHUNK]), [5, 0, 2, 4, 1, 3])
-        delta = gl.convert_layout(gl.reshape(by_token, [CHUNK, BLOCK_N]), of_y)
+        delta = _times_low(b, now_h, dtype, WARPS, GROUPS, RANK, CHUNK, of_y)
         gl.store(
             now_ptrs, (now.to(gl.float32) + delta).to(y_ptr.dtype.element_ty), mask=(i < end - at)[:, None] & inside
         )
+
+
+@gluon.jit
+def _silu_mul(gate, up):
+    """As _gated_kernel of activation.py has it, bit for bit."""
+    gate = gate.to(gl.float32)
+    return gate * (1.0 / (1.0 + gl.exp(-gate))) * up.to(gl.float32)
+
+
+@gluon.jit(do_not_specialize=["T", "size", "splits"])
+def lora_expand_silu_kernel(
+    h_ptr, b_ptr, used_ptr, y_ptr, out_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr, counts_ptr,
+    T, size, splits, stride_slot, stride_b, stride_y, stride_out,
+    SPLITS: gl.constexpr, RANK: gl.constexpr, CHUNK: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out[t] = silu(gate) · up of y[t] = cat(gate, up), to which lora_expand_kernel would add and which it would round,
+    and which stays as it is. counts: places of tiles, behind which stand the tokens that have no adapter, and tiles, of
+    up to CHUNK places; behind them come programs for CHUNK such tokens each. size: columns of gate, a multiple of 8."""
+    WARPS: gl.constexpr = gl.num_warps()
+    BLOCK_N: gl.constexpr = GROUPS * WARPS * 64
+    dtype: gl.constexpr = y_ptr.dtype.element_ty
+    of_b: gl.constexpr = _b_layout(WARPS, GROUPS, RANK)
+    of_y: gl.constexpr = _y_layout(WARPS, GROUPS, CHUNK)
+    of_h: gl.constexpr = _h_layout(WARPS, CHUNK, RANK)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+
+    block, tile = gl.program_id(0), gl.program_id(1)
+    if PDL:
+        launch_dependents()
+    # What is read before the wait, and what at the same time: as in lora_expand_kernel.
+    places = gl.load(counts_ptr)
+    tiles = gl.load(counts_ptr + 1)
+    adapted = tile < tiles
+    start = gl.load(starts_ptr + tile, mask=adapted, other=0)
+    end = gl.load(ends_ptr + tile, mask=adapted, other=0)
+    slot = gl.load(slots_ptr + tile, mask=adapted, other=0).to(gl.int64)
+    start = gl.where(adapted, start, places + (tile - tiles) * CHUNK)
+    end = gl.where(adapted, end, T)
+    used = gl.load(used_ptr + slot, mask=adapted, other=0)
+    half = size // 8 * 8  # the compiler is to see that these are whole pieces
+    c = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, of_b))
+    r = gl.arange(0, RANK, layout=gl.SliceLayout(0, of_b))
+    b_ptrs = b_ptr + slot * stride_slot + c.to(gl.int64)[:, None] * stride_b + r[None, :]
+    b_gate = gl.load(b_ptrs, mask=((c < half) & adapted)[:, None], other=0.0)
+    b_up = gl.load(b_ptrs + half.to(gl.int64) * stride_b, mask=((c < half) & adapted)[:, None], other=0.0)
+    token = _tokens(order_ptr, start, end, CHUNK, gl.SliceLayout(1, of_y))
+    if PDL:
+        wait()
+    column = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, of_y))
+    i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, of_y))
+    there = (i < end - start)[:, None] & (column < half)[None, :]
+    y_ptrs = y_ptr + (token[:, None] * stride_y + column[None, :])
+    gate = gl.load(y_ptrs, mask=there, other=0.0)
+    up = gl.load(y_ptrs + half, mask=there, other=0.0)
+    if used != 0:
+        split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, of_h)))
+        i_h = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, gl.SliceLayout(2, of_h)))
+        r_h = gl.arange(0, RANK, layout=gl.SliceLayout(0, gl.SliceLayout(1, of_h)))
+        of_splits = gl.expand_dims(split.to(gl.int64)[:, None] * T + (start + i_h)[None, :], 2) * (2 * RANK)
+        h_ptrs = h_ptr + of_splits + gl.expand_dims(r_h[None, :], 1)
+        h_there = gl.expand_dims((split < splits)[:, None] & (i_h < end - start)[None, :], 2)
+        h_gate = gl.load(h_ptrs, mask=h_there, other=0.0)
+        h_up = gl.load(h_ptrs + RANK, mask=h_there, other=0.0)
+        of_gate = _as_operand(b_gate, WARPS, GROUPS, RANK, left)
+        of_up = _as_operand(b_up, WARPS, GROUPS, RANK, left)
+        to_gate = _times_low(of_gate, h_gate, dtype, WARPS, GROUPS, RANK, CHUNK, of_y)
+        to_up = _times_low(of_up, h_up, dtype, WARPS, GROUPS, RANK, CHUNK, of_y)
+        gate = (gate.to(gl.float32) + to_gate).to(dtype)
+        up = (up.to(gl.float32) + to_up).to(dtype)
+    gl.store(out_ptr + (token[:, None] * stride_out + column[None, :]), _silu_mul(gate, up).to(dtype), mask=there)
 
 
 @gluon.jit(do_not_specialize=["T", "rounds"])

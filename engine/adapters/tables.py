@@ -12,6 +12,7 @@ from ...kernels import pdl
 from ...kernels.linear_hopper import takes
 from ...kernels.lora import (
     BEHIND_PRESENT,
+    ROWS_PRESENT,
     TILINGS,
     ByToken,
     Columns,
@@ -19,6 +20,7 @@ from ...kernels.lora import (
     Tiles,
     column_blocks,
     expand,
+    expand_silu_mul,
     is_shrunk_by_gluon,
     look_up,
     max_tiles,
@@ -49,9 +51,10 @@ class Grouping:
     def __init__(self, max_tokens: int, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self._width = aligned(max(max_tiles(min(max_tokens, tiling.tokens), num_slots) for tiling in TILINGS))
-        self._present = 3 * self._width  # where it begins
-        self._order = self._present + aligned(1 + num_slots + BEHIND_PRESENT)
-        self._device = torch.zeros(self._order + 3 * aligned(max_tokens), dtype=torch.int32, device=device)
+        self._order = 3 * self._width + aligned(2)  # where it begins, behind the two numbers of ByToken.counts
+        self._present = aligned(1 + num_slots + BEHIND_PRESENT)  # of so many rows
+        size = self._order + 3 * aligned(max_tokens) + -(-max_tokens // ROWS_PRESENT) * self._present
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._pinned = device.type == "cuda"
 
     def tiles(self, num_tokens: int) -> Tiles:
@@ -62,8 +65,10 @@ class Grouping:
 
     def by_token(self, num_tokens: int) -> ByToken:
         """As tiles."""
-        present = self._device[self._present :][: 1 + self.num_slots + BEHIND_PRESENT]
-        return ByToken(self.token_slots(num_tokens), self._of_tokens(2, num_tokens), present)
+        groups = -(-num_tokens // ROWS_PRESENT)
+        present = self._device[self._order + 3 * aligned(num_tokens) :][: groups * self._present]
+        counts = self._device[3 * self._width :][:2]
+        return ByToken(counts, self.token_slots(num_tokens), self._of_tokens(2, num_tokens), present.view(groups, -1))
 
     def token_slots(self, num_tokens: int) -> Tensor:
         """int32 [num_tokens], as tiles: the slot of each, or NO_SLOT."""
@@ -76,10 +81,11 @@ class Grouping:
         """slots int [rows], NO_SLOT for none; lengths int [rows]: tokens of each, one row behind the other;
         num_tokens: what the step is padded to."""
         width, rows = self._width, tiling_of(num_tokens).rows
-        line = aligned(num_tokens)
-        host = torch.empty(self._order + 3 * line, dtype=torch.int32, pin_memory=self._pinned)
+        line, groups = aligned(num_tokens), -(-num_tokens // ROWS_PRESENT)
+        behind = self._order + 3 * line
+        host = torch.empty(behind + groups * self._present, dtype=torch.int32, pin_memory=self._pinned)
         table = host.numpy()
-        table[:] = 0
+        table[:behind] = 0
         order, of_tokens, places = (table[self._order + i * line :][:num_tokens] for i in range(3))
         starts = np.cumsum(lengths) - lengths  # of each row's tokens
         chosen = np.flatnonzero((slots != NO_SLOT) & (lengths > 0))
@@ -91,6 +97,7 @@ class Grouping:
         places[order[:total]] = np.arange(total)
         of_tokens[:] = NO_SLOT  # of those that pad, too
         of_tokens[: lengths.sum()] = np.repeat(slots, lengths)
+        order[total:] = np.flatnonzero(of_tokens == NO_SLOT)
         at = place = 0
         sums = np.bincount(slots[chosen], weights=counts, minlength=self.num_slots).astype(np.int64)
         for slot, count in enumerate(sums.tolist()):
@@ -99,12 +106,18 @@ class Grouping:
                 table[2 * width + at] = min(start + rows, place + count)
                 at += 1
             place += count
-        there = np.flatnonzero(sums)
-        present = table[self._present : self._order]
-        present[0] = len(there)
-        present[1:] = NOBODY
-        present[1:][: len(there)] = there
+        table[3 * width : 3 * width + 2] = total, at
+        self._fill_present(table[behind:].reshape(groups, -1), order[:total], np.repeat(slots[chosen], counts))
         self._device[: len(table)].copy_(host, non_blocking=True)
+
+    def _fill_present(self, present: np.ndarray, tokens: np.ndarray, slots: np.ndarray) -> None:
+        """Of tokens and their slots."""
+        there = np.zeros((len(present), self.num_slots), dtype=bool)
+        there[tokens // ROWS_PRESENT, slots] = True
+        counts = there.sum(1)
+        present[:, 0], present[:, 1:] = counts, NOBODY
+        group, slot = np.nonzero(there)
+        present[group, 1 + np.arange(len(slot)) - np.repeat(np.cumsum(counts) - counts, counts)] = slot
 
 
 class AdapterStep:
@@ -131,10 +144,13 @@ class LinearAdapter:
     def active(self) -> bool:
         return self._tiles(None) is not None
 
-    def added(self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False) -> Tensor:
-        """multiply(), the product y with x [T, in], += B A x of each token's adapter. late: a kernel behind it starts
-        once x is there. Where A x has a stream of its own, both read what was there before, and x lives until B h is
-        launched; a step that fails between them is followed by a wait for all of the card (executor.py)."""
+    def added(
+        self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False, gated: bool = False
+    ) -> Tensor:  # fmt: skip
+        """multiply(), the product y with x [T, in], += B A x of each token's adapter; gated: silu_mul of that. late: a
+        kernel behind it starts once x is there. Where A x has a stream of its own, both read what was there before, and
+        x lives until B h is launched; a step that fails between them is followed by a wait for all of the card
+        (executor.py)."""
         tiles = self._tiles(len(x))
         assert tiles is not None and len(x) == len(tiles.order), f"{len(x)} rows where the step has others"
         stream = self._step.beside(len(x))
@@ -153,6 +169,9 @@ class LinearAdapter:
             with torch.cuda.stream(stream):
                 low = shrink(x, self._a, self._used, tiles)
             main.wait_stream(stream)
+        if gated:
+            assert self._step.by_token is not None
+            return expand_silu_mul(low, self._b, self._columns, self._used, tiles, self._step.by_token.counts, y)
         expand(low, self._b, self._columns, self._used, tiles, y)
         return y
 
@@ -181,7 +200,9 @@ class HeadAdapter(LinearAdapter):
 
 
 class EmbeddingAdapter(LinearAdapter):
-    def added(self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False) -> Tensor:
+    def added(
+        self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False, gated: bool = False
+    ) -> Tensor:  # fmt: skip
         """x: ids int [T]; of transformers' code [1, T]."""
         tiles, y = self._tiles(None), multiply()
         assert tiles is not None

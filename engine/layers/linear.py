@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...kernels.activation import gelu_tanh_mul, silu_mul
+from ...kernels.activation import gelu_tanh_mul
 from ...kernels.fp8_rows import Fp8Rows
 from ...kernels.lora import Share
 from ..layer_spec import Activation
@@ -66,9 +66,11 @@ class Adapter(Protocol):
         """Whether some row of the step under way has one."""
         ...
 
-    def added(self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False) -> Tensor:
-        """multiply(), the product y [T, out] of this rank with x [T, in], += B A x, in place → y. Only where it is
-        active. late: the product is."""
+    def added(
+        self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False, gated: bool = False
+    ) -> Tensor:  # fmt: skip
+        """multiply(), the product y [T, out] of this rank with x [T, in], += B A x, in place → y; gated: → silu of its
+        first half times the second. Only where it is active. late: the product is."""
         ...
 
     def share(self, x: Tensor) -> Share | None:
@@ -142,9 +144,14 @@ class Linear(nn.Module):
         adapter = self.adapter
         if adapter is None or not adapter.active:
             return self.method.multiply(x, residual)
-        assert not isinstance(x, Fp8Rows), "fp8_input asks for none in a step with adapters"
+        return self._added(adapter, x, residual)
+
+    def _added(
+        self, adapter: Adapter, x: Tensor | Fp8Rows, residual: Tensor | None = None, gated: bool = False
+    ) -> Tensor:  # fmt: skip
+        assert isinstance(x, Tensor), "fp8_input asks for none in a step with adapters"
         late = len(x) <= self.method.add_up_to
-        return adapter.added(x, lambda: self.method.multiply(x, residual, late=late), late)
+        return adapter.added(x, lambda: self.method.multiply(x, residual, late=late), late, gated)
 
     @property
     def is_adapted(self) -> bool:
@@ -172,7 +179,7 @@ class Linear(nn.Module):
         if adapter is not None and adapter.active:
             assert isinstance(x, Tensor), "fp8_input asks for none in a step with adapters"
             joined = self.method.silu_mul_adapted(x, adapter.share)
-            return silu_mul(self(x)) if joined is None else joined
+            return self._added(adapter, x, gated=True) if joined is None else joined
         return self.method.silu_mul(x, None if reader is None else reader.fp8_input(x.shape[0]))
 
     def activate(

@@ -59,14 +59,14 @@ def check(
     """By default one tile of eight steps: of 128 x 256 by 512, were the tiles not so small here. slots: of the tokens,
     whose adapters have the rank 1 or, where there are many steps, 2."""
     kernel = model.interpret(source, schedule)
-    kernel.update(ROWS=4, BLOCK_N=8, HALF_N=4, BLOCK_K=4)
+    kernel.update(ROWS=4, BLOCK_N=8, HALF_N=4, BLOCK_K=4, ROWS_PRESENT=8)
     random_numbers = np.random.default_rng(0)
     x, weight = random_numbers.standard_normal((m, k)), random_numbers.standard_normal((n, k))
     width = n // 2 if gated else n
     out = random_numbers.standard_normal((m, width)) if add else np.full((m, width), np.nan)
     product = x @ weight.T
     low: tuple[Any, ...] = (None,) * 6
-    numbers, rank = (0, 0, 0, 0), 0
+    numbers, rank = (0,) * 5, 0
     if slots:
         *low, delta, numbers, rank = adapters(model, random_numbers, slots, n, 2 if k > 8 else 1)
         product = product + delta
@@ -104,12 +104,14 @@ def adapters(
             continue
         gate, up = np.split(h[:, places[token]].sum(0), 2)
         delta[token] = np.concatenate([b[slot, : n // 2] @ gate, b[slot, n // 2 :] @ up])
-    there = sorted({slot for slot in slots if slot >= 0})
-    present = [len(there), *there, *[-2] * (count - len(there) + 4)]
+    present = []
+    for at in range(0, m, 8):
+        there = sorted({slot for slot in slots[at : at + 8] if slot >= 0})
+        present.append([len(there), *there, *[-2] * (count - len(there) + 4)])
     tables = (np.array(line) for line in (slots, places, [1, 0, 1, 1], present))
     pointers = [model.Pointer(values) for values in (h, *tables)]
     boxes = model.Matrix(memory[: (count - 1) * apart + n])
-    return boxes, *pointers, delta, (m, splits, apart, (count - 1) * apart + n), rank
+    return boxes, *pointers, delta, (m, splits, apart, (count - 1) * apart + n, 1 + count + 4), rank
 
 
 @pytest.mark.parametrize("consumers", [1, 2])

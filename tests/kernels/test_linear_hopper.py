@@ -180,7 +180,7 @@ def adapted(rank, splits, runs):
     def product(x, weight, tile):
         ints = torch.empty(1024, dtype=torch.int32)
         b = torch.empty(8, 28672, rank, dtype=torch.bfloat16)
-        by_token = ByToken(ints[:len(x)], ints[:len(x)], ints[:13])
+        by_token = ByToken(ints[:1], ints[:len(x)], ints[:len(x)], ints.view(8, -1))
         share = Share(torch.empty(splits, len(x), 2 * rank), b, ints[:8], by_token, runs)
         assert module.takes(x, b)
         module.silu_mul_linear_hopper(x, weight, tile, share)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from vserve.kernels import lora as module
+from vserve.kernels.activation import silu_mul, silu_mul_torch
 from vserve.kernels.linear import small_linear
 from vserve.kernels.lora import (
     Columns,
     Tiles,
     column_blocks,
     expand_gluon,
+    expand_silu_mul_gluon,
     expand_torch,
     expand_triton,
     look_up,
@@ -179,6 +181,69 @@ def test_the_gluon_kernel_in_python(
     assert kernel.launches == 1
 
 
+GATED = [  # tokens' slots, slots, columns of gate, rank, splits
+    ([0], 1, 24, 16, 16),
+    ([2, -1, 0, 2, 2, -1, 0, 2, 1], 3, 264, 16, 3),
+    ([-1] * 21, 2, 8, 32, 1),
+    ([1, 0, 3, 1] * 9 + [-1] * 13, 4, 136, 64, 4),
+]
+
+
+def counted(tiles: Tiles, slots: list[int]) -> tuple[Tiles, Tensor]:
+    """With the tokens of none behind the others in the order, and how many others and their tiles there are."""
+    others = [token for token, slot in enumerate(slots) if slot < 0]
+    with_slots = tiles.order[: len(slots) - len(others)]
+    order = torch.cat([with_slots, with_slots.new_tensor(others)])
+    return tiles._replace(order=order), order.new_tensor([len(with_slots), int((tiles.starts < tiles.ends).sum())])
+
+
+@pytest.mark.skipif(CUDA, reason="the same runs on the GPU")
+@pytest.mark.parametrize("case", GATED)
+def test_the_gluon_kernel_that_activates_in_python(
+    load_module: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch, rng: torch.Generator,
+    case: tuple[list[int], int, int, int, int],
+) -> None:  # fmt: skip
+    slots, num_slots, size, rank, splits = case
+    here = Path(__file__)
+    model, ptx = (load_module(here.with_name(name)) for name in ("gluon_tiles.py", "ptx.py"))
+    monkeypatch.setattr(module, "lora_expand_silu_kernel", model.Kernel(module.lora_expand_silu_kernel, ptx))
+    _, b = operands(rng, "cpu", torch.bfloat16, num_slots, 16, [size, size], rank)
+    used = torch.ones(num_slots, dtype=torch.int32)
+    if num_slots > 2:
+        used[1], b[1] = 0, float("nan")
+    y = torch.randn(len(slots), 2 * size + 8, generator=rng).bfloat16()[:, : 2 * size]
+    h = torch.randn(splits, len(slots), 2 * rank, generator=rng)
+    tiles, counts = counted(tiles_of(slots, num_slots, "cpu", 8), slots)
+    found = expand_silu_mul_gluon(h, b, used, tiles, counts, y)
+    wanted = y.clone()
+    expand_torch(h, b, column_blocks([size, size]), used, tiles, wanted)
+    wanted = silu_mul_torch(wanted)
+    torch.testing.assert_close(found.float(), wanted.float(), atol=2e-2 * float(wanted.abs().max()), rtol=2e-2)
+    without = [token for token, slot in enumerate(slots) if slot < 0 or not used[slot]]
+    torch.testing.assert_close(found[without], wanted[without], atol=0, rtol=0.01)
+
+
+@pytest.mark.gpu
+@requires_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("num_tokens", [1, 7, 16, 33, 256, 500])
+def test_activated_in_the_same_pass(rng: torch.Generator, num_tokens: int, rank: int, dtype: torch.dtype) -> None:
+    """The bits of the activation behind B h, whoever has an adapter, and none."""
+    sizes, k = [1432, 1432], 512
+    a, b = operands(rng, "cuda", dtype, 8, k, sizes, rank)
+    used, columns = torch.tensor([1, 0, *[1] * 6], dtype=torch.int32, device="cuda"), columns_of(sizes, "cuda")
+    x = torch.randn(num_tokens, k, generator=rng).to("cuda", dtype)
+    y = torch.randn(num_tokens, sum(sizes), generator=rng).to("cuda", dtype)
+    for slots in (torch.randint(-1, 8, (num_tokens,), generator=rng).tolist(), [3] * num_tokens, [-1] * num_tokens):
+        tiles, counts = counted(tiles_of(slots, 8, "cuda"), slots)
+        h = module.shrink(x, a, used, tiles)
+        found = expand_silu_mul_gluon(h, b, used, tiles, counts, y)
+        wanted = y.clone()
+        expand_gluon(h, b, columns, used, tiles, wanted)
+        assert torch.equal(found, silu_mul(wanted))
+
+
 @pytest.mark.skipif(CUDA, reason="the same runs on the GPU")
 @pytest.mark.parametrize(
     ("slots", "num_slots", "k", "n", "rows"),
@@ -235,7 +300,7 @@ GluonJITFunction.__getitem__ = warm_up_instead
 from vserve.kernels import pdl
 pdl.pdl_available = lambda device: True
 from vserve.kernels.lora import Tiles, column_blocks, max_tiles, tiling_of
-from vserve.kernels.lora import expand_gluon, expand_triton, shrink_gluon, shrink_triton
+from vserve.kernels.lora import expand_gluon, expand_silu_mul_gluon, expand_triton, shrink_gluon, shrink_triton
 
 hidden, rank = map(int, sys.argv[1:3])
 sizes = [4096, 1024, 1024]
@@ -251,7 +316,13 @@ for rows in map(int, sys.argv[3].split(",")):
     h = shrink(empty(rows, hidden), empty(8, 3 * rank, hidden), used, tiles)
     if rows <= 8 and shrink is shrink_gluon:
         shrink(empty(rows, hidden), empty(8, 3 * rank, hidden), used, tiles, beside=True)
+    if rows == 64 and shrink is shrink_gluon:
+        shrink(empty(rows, hidden), empty(8, 3 * rank, hidden), used, tiles, leads=True)
     columns = column_blocks(sizes, "meta")
+    if rank <= 64 and rows <= 512:
+        halves = empty(rows, 2 * 14336)
+        low = empty(len(h), rows, 2 * rank, dtype=torch.float32)
+        expand_silu_mul_gluon(low, empty(8, 2 * 14336, rank), used, tiles, empty(2, dtype=torch.int32), halves)
     expand = expand_gluon if rank <= 64 else expand_triton
     expand(h, empty(8, sum(sizes), rank), columns, used, tiles, empty(rows, sum(sizes)))
 report = []
@@ -281,8 +352,9 @@ def test_compiles_for_hopper(rank: str, run_for_hopper: Callable[..., Any]) -> N
     if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():
         pytest.skip("triton without cuobjdump")
     kernels = run_for_hopper(_COMPILE, "4096", rank, "1,2,8,16,17,64,512,1024,8192")
-    names = {"lora_shrink_kernel", "shrink_kernel", "lora_expand_kernel"}
+    names = {"lora_shrink_kernel", "shrink_kernel", "lora_expand_kernel", "lora_expand_silu_kernel"}
     assert {kernel["kernel"] for kernel in kernels} == (names if rank == "16" else {"shrink_kernel", "expand_kernel"})
+    leads = 0
     for kernel in kernels:
         assert kernel["shared"] <= 227 * 1024
         assert kernel["stack"] == kernel["local"] == 0, f"{kernel} spills registers"
@@ -291,12 +363,13 @@ def test_compiles_for_hopper(rank: str, run_for_hopper: Callable[..., Any]) -> N
             assert kernel["kernel"] == "lora_shrink_kernel" and kernel["griddepcontrol"] == 3
             assert kernel["waits_at_ends"] == 2 and kernel["past_l1"] > 0  # behind the sums, and where there is nothing
             continue
-        assert kernel["griddepcontrol"] in (0, 2) and kernel["writes_before"] == 0
-        if kernel["kernel"] == "lora_expand_kernel":  # what B and y are goes straight into registers
-            assert kernel["y"] == ["st.global.v4.b32"] and kernel["shared"] <= 4096 and kernel["barriers"] == 2
-            assert kernel["reg"] <= 240  # of 64 tokens in eight parts; measured to be faster than with fewer
-    assert sum(kernel["beside"] for kernel in kernels) == (1 if rank == "16" else 0)
-    assert len(kernels) <= 9
+        assert kernel["griddepcontrol"] in (0, 1, 2) and kernel["writes_before"] == 0
+        leads += kernel["griddepcontrol"] == 1
+        if kernel["kernel"].startswith("lora_expand"):  # what B and y are goes straight into registers
+            assert kernel["y"] == ["st.global.v4.b32"] and kernel["shared"] <= 4096 and kernel["barriers"] <= 4
+            assert kernel["reg"] <= 248  # of 64 tokens in eight parts; measured to be faster than with fewer
+    assert sum(kernel["beside"] for kernel in kernels) == leads == (1 if rank == "16" else 0)
+    assert len(kernels) <= 12
 
 
 @pytest.mark.gpu

@@ -3,13 +3,25 @@ test_linear_gluon.py)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from vserve.kernels.linear_hopper import MANY_ROWS, HopperTile, silu_mul_linear_hopper, takes
-from vserve.kernels.lora import BEHIND_PRESENT, ByToken, Share, Tiles, max_tiles, shrink, shrink_gluon, tiling_of
+from vserve.kernels.lora import (
+    BEHIND_PRESENT,
+    ROWS_PRESENT,
+    ByToken,
+    Share,
+    Tiles,
+    max_tiles,
+    shrink,
+    shrink_gluon,
+    tiling_of,
+)
 from vserve.kernels.norm import rms_norm
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -19,25 +31,31 @@ SLOTS = 8
 
 def tables(slots: list[int]) -> tuple[Tiles, ByToken]:
     """Of every token's slot, -1 for none; behind the last tile empty ones."""
-    tiling, lines = tiling_of(len(slots)), [[], [], []]
+    tiling, columns = tiling_of(len(slots)), [[], [], []]
     order: list[int] = []
     there = sorted({slot for slot in slots if slot >= 0})
     for slot in there:
         tokens = [token for token, of in enumerate(slots) if of == slot]
         for at in range(0, len(tokens), tiling.rows):
             ends = len(order) + at, len(order) + min(at + tiling.rows, len(tokens))
-            for line, value in zip(lines, (slot, *ends), strict=True):
-                line.append(value)
+            for column, value in zip(columns, (slot, *ends), strict=True):
+                column.append(value)
         order += tokens
-    empty = [0] * (max_tiles(len(slots), SLOTS) - len(lines[0]))
+    of_adapters = len(columns[0])
+    empty = [0] * (max_tiles(len(slots), SLOTS) - len(columns[0]))
     places = [order.index(token) if slots[token] >= 0 else 0 for token in range(len(slots))]
-    present = [len(there), *there, *[-2] * (SLOTS - len(there) + BEHIND_PRESENT)]
-    of_tiles = [on_card(line + empty) for line in lines]
-    whole = order + [0] * (len(slots) - len(order))
-    return Tiles(*of_tiles, on_card(whole), tiling), ByToken(on_card(slots), on_card(places), on_card(present))
+    lines = []
+    for at in range(0, len(slots), ROWS_PRESENT):
+        here = sorted({slot for slot in slots[at : at + ROWS_PRESENT] if slot >= 0})
+        lines.append([len(here), *here, *[-2] * (SLOTS - len(here) + BEHIND_PRESENT)])
+    of_tiles = [on_card(column + empty) for column in columns]
+    whole = order + [token for token in range(len(slots)) if slots[token] < 0]
+    return Tiles(*of_tiles, on_card(whole), tiling), ByToken(
+        on_card([len(order), of_adapters]), *map(on_card, (slots, places, lines))
+    )
 
 
-def on_card(numbers: list[int]) -> Tensor:
+def on_card(numbers: list[Any]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device="cuda")
 
 
@@ -63,7 +81,8 @@ def test_reference(
     assert takes(x, b)
     used = torch.tensor([1, 0, *[1] * (SLOTS - 2)], dtype=torch.int32, device="cuda")
     a[1] = float("nan")
-    for slots in (torch.randint(-1, SLOTS, (m,), generator=rng).tolist(), [0] * m, [-1] * m):
+    by_turns = [token // 50 % (SLOTS + 1) - 1 for token in range(m)]  # each line of slots is another one
+    for slots in (torch.randint(-1, SLOTS, (m,), generator=rng).tolist(), by_turns, [-1] * m):
         tiles, by_token = tables(slots)
         found = silu_mul_linear_hopper(x, weight, tile, Share(shrink(x, a, used, tiles), b, used, by_token, False))
         y = x.double() @ weight.double().t()

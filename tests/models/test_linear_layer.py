@@ -16,6 +16,7 @@ from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.unquantized import Unquantized
 from vserve.engine.layers.weights import Placement
 from vserve.engine.parallel.group import SingleGroup
+from vserve.kernels.activation import silu_mul
 
 CPU = Placement(torch.float32, torch.device("cpu"))
 HEADS = {"q": 8 * 4, "k": 2 * 4, "v": 2 * 4}
@@ -93,8 +94,11 @@ class Adds:
     def __init__(self, delta: Callable[[Tensor], Tensor]) -> None:
         self._delta = delta
 
-    def added(self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False) -> Tensor:
-        return multiply().add_(self._delta(x))
+    def added(
+        self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False, gated: bool = False
+    ) -> Tensor:  # fmt: skip
+        y = multiply().add_(self._delta(x))
+        return silu_mul(y) if gated else y
 
     def share(self, x: Tensor) -> None:
         return None
