@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +29,8 @@ COLUMNS = 256  # rows of B, at a time
 ROUNDS = 4  # of a program of shrink_gluon, about: each waits for the memory
 MAX_SPLITS = 16
 ROWS_PRESENT = int(linear_gluon.ROWS_PRESENT.value)  # tokens of a line of ByToken.present
+ROWS_BESIDE = 64  # up to so many A x may have a stream of its own; see engine/adapters/tables.py
+ROWS_DEPENDENT = 512  # up to so many A x and B h are dependent launches
 BEHIND_PRESENT = 4  # numbers that are no slot's
 LOW_COLUMNS = 64  # of the input, a warp of shrink_gluon at a time: 16 bytes a thread
 
@@ -91,6 +93,14 @@ def max_tiles(num_tokens: int, num_slots: int) -> int:
     """Tiles that the tokens of a step can need: each slot has at most one that is not full, and a token there."""
     slots = min(num_tokens, num_slots)
     return (num_tokens - slots) // tiling_of(num_tokens).rows + slots
+
+
+def _dependence(tensor: Tensor, num_tokens: int) -> dict[str, Any]:
+    """pdl_options of a step of so many tokens. It pays for these kernels where it no longer does for others (256 tokens
+    of 32 adapters: 3 us a layer), for they have tables, A and B to read before they wait; but not beside a stream of
+    A x's own."""
+    few = num_tokens if num_tokens <= ROWS_BESIDE or num_tokens > ROWS_DEPENDENT else 1
+    return pdl_options(tensor, few, yields=True)
 
 
 def shrink(
@@ -210,7 +220,7 @@ def shrink_triton(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles) -> Tensor:
     shrink_kernel[(len(tiles.slots), blocks, splits)](
         x, a, used, h, *tiles[:4], num_tokens, n, k, steps, x.stride(0), a.stride(0), a.stride(1),
         EVEN_K=k % STEP == 0, BLOCK_M=max(16, tiles.tiling.rows), BLOCK_N=block_n, STEP=STEP,
-        BLOCK_K=STEP if tiles.tiling.rows <= 16 else STEP // 2, num_warps=4, num_stages=3, **pdl_options(x, num_tokens),
+        BLOCK_K=STEP if tiles.tiling.rows <= 16 else STEP // 2, num_warps=4, num_stages=3, **_dependence(x, num_tokens),
     )  # fmt: skip
     return h
 
@@ -226,7 +236,7 @@ def expand_triton(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: T
         b.stride(0), b.stride(1), y.stride(0),
         SPLITS=triton.next_power_of_2(splits), RANK=rank, MULTIPLE=columns.multiple, BLOCK_M=max(16, tiles.tiling.rows),
         BLOCK_N=COLUMNS, BLOCK_R=16, num_warps=4 if tiles.tiling.rows <= 16 and rank <= 64 else 8,
-        **pdl_options(y, num_tokens),
+        **_dependence(y, num_tokens),
     )  # fmt: skip
 
 
@@ -267,7 +277,7 @@ def shrink_gluon(
     lora_shrink_kernel[(triton.cdiv(n, block_n), splits, len(tiles.slots))](
         x, a, used, h, *tiles[:4], num_tokens, n, k, rounds, x.stride(0), a.stride(0), a.stride(1),
         EVEN=k % step == 0, TOKENS=tiling.rows, BLOCK_N=block_n, BLOCK_K=LOW_COLUMNS, BESIDE=beside, LEADS=leads,
-        num_warps=tiling.low_warps, **pdl_options(x, num_tokens),
+        num_warps=tiling.low_warps, **_dependence(x, num_tokens),
     )  # fmt: skip
     return h
 
@@ -283,7 +293,7 @@ def expand_gluon(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Ti
         h, b, blocks, used, y, *tiles[:4], num_tokens, n, blocks.shape[1], splits,
         b.stride(0), b.stride(1), y.stride(0),
         SPLITS=triton.next_power_of_2(splits), RANK=rank, CHUNK=tiling.chunk, CHUNKS=tiling.rows // tiling.chunk,
-        GROUPS=groups, num_warps=warps, **pdl_options(y, num_tokens),
+        GROUPS=groups, num_warps=warps, **_dependence(y, num_tokens),
     )  # fmt: skip
 
 
@@ -297,6 +307,6 @@ def expand_silu_mul_gluon(h: Tensor, b: Tensor, used: Tensor, tiles: Tiles, coun
         h, b, used, y, out, *tiles[:4], counts, num_tokens, n // 2, splits,
         b.stride(0), b.stride(1), y.stride(0), out.stride(0),
         SPLITS=triton.next_power_of_2(splits), RANK=rank, CHUNK=tiles.tiling.chunk, GROUPS=1, num_warps=warps,
-        **pdl_options(y, num_tokens),
+        **_dependence(y, num_tokens),
     )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ from ...kernels import pdl
 from ...kernels.linear_hopper import takes
 from ...kernels.lora import (
     BEHIND_PRESENT,
+    ROWS_BESIDE,
     ROWS_PRESENT,
     TILINGS,
     ByToken,
@@ -37,7 +38,6 @@ from .store import AdapterStore
 
 NO_SLOT = -1
 NOBODY = -2  # no slot either, nor that of a token that has none
-MAX_ROWS_BESIDE = 64
 ALIGNMENT = 4  # numbers of four bytes: Triton compiles a kernel again for pointers that are no multiples of 16 bytes
 
 
@@ -133,7 +133,7 @@ class AdapterStep:
     def beside(self, rows: int) -> torch.cuda.Stream | None:
         """Where A x of so many rows is computed beside W x. Of fewer, kernels overlap within their stream; of more,
         the programs of A x take room from those of W x (256 rows: 11.7 instead of 10.7 ms a step)."""
-        return self.stream if pdl.MAX_ROWS < rows <= MAX_ROWS_BESIDE else None
+        return self.stream if pdl.MAX_ROWS < rows <= ROWS_BESIDE else None
 
 
 class LinearAdapter:
