@@ -173,6 +173,7 @@ def fingerprint(config: EngineConfig) -> str:
 def run_share(config: EngineConfig, count: int, index: int) -> None:
     """Runs every `count`-th step of the warm-up, from the `index`-th on."""
     from . import rank, warm_steps
+    from .adapters.make import make_tables
     from .kv_format import planned_format
     from .model_config import few_layers
     from .overrides import read_model_config
@@ -210,6 +211,12 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
         runner.dummy_step(*step)
     for drafts in warm_steps.draft_steps(settings.draft_depths, settings.max_num_seqs)[index::count]:
         runner.dummy_step(*drafts)
+    runner.adapters = make_tables(model, settings, config.download_dir)
+    if runner.adapters is not None:  # the first of them for the last helpers, whose other steps are the quickest
+        more = warm_steps.expert_steps(model) if runner.adapters.layout.experts else []
+        steps = warm_steps.adapter_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)
+        for num_seqs, num_tokens in steps[count - 1 - index :: count]:
+            runner.dummy_step(num_seqs, num_tokens, warm_steps.GREEDY, adapted=True)
 
 
 if __name__ == "__main__":

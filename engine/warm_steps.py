@@ -78,10 +78,10 @@ def draft_steps(depths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[tu
 def adapter_steps(max_num_seqs: int, max_num_batched_tokens: int, more: Sequence[int] = ()) -> list[tuple[int, int]]:
     """(requests, tokens) that meet every variant of the kernels of adapters. more: tokens of further prompts."""
     bounds = [tiling.tokens for tiling in TILINGS[:-1]]
-    steps = [(1, 1), (16, 16), (1, bounds[-1]), (1, max_num_batched_tokens)]
+    # First those whose gated products add what adapters do themselves: these take longest to compile (precompile.py).
+    steps = [(64, 64), (128, 128), (1, 1024), (1, 2048), (1, max_num_batched_tokens), (1, 1), (16, 16), (1, bounds[-1])]
     steps += [(1, tokens + 1) for tokens in bounds]
     steps += [(tokens + 1, tokens + 1) for tokens in bounds]  # of the head
-    steps += [(64, 64), (128, 128), (1, 1024), (1, 2048)]  # whose gated products add what adapters do themselves
     steps += [(1, tokens) for tokens in more]
     return [step for step in steps if step[0] <= max_num_seqs and step[1] <= max_num_batched_tokens]
 

@@ -214,6 +214,13 @@ def drop_tensor(folder: Path, ending: str) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if not name.endswith(ending)}, file)
 
 
+def enlarge(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
+    save_file({name: tensor * 1e38 if "lora_B" in name else tensor for name, tensor in tensors.items()}, file)
+    break_config(folder, lora_alpha=1e6)
+
+
 def more_tokens(folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     name = "base_model.model.lm_head"
@@ -243,6 +250,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another rank": (lambda f: break_config(f, r=8), "has the rank 4, and its configuration says 8"),
     "no rank": (lambda f: break_config(f, r=0), "r is 0: it must be an integer above 0"),
     "no expression": (lambda f: break_config(f, target_modules="(q_proj"), "which is no regular expression"),
+    "beyond its type": (enlarge, "times its scale reaches inf, and torch.float32 ends at 3.4e+38"),
     "not LoRA": (lambda f: break_config(f, peft_type="IA3"), "peft_type is IA3: only LORA is served"),
     "DoRA without vectors": (lambda f: break_config(f, use_dora=True), "use_dora is True, and"),
     "PiSSA": (lambda f: break_config(f, init_lora_weights="pissa_niter_4"), "alters the base model too"),

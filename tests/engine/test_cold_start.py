@@ -254,6 +254,30 @@ def test_shares_make_up_the_warm_up_of_a_model_with_few_layers(tiny_model, monke
     assert run == [*steps[0::3], *steps[1::3], *steps[2::3]] and asked == ["cuda"] * 4
 
 
+def test_shares_meet_adapters(tiny_model, monkeypatch):
+    """Each of their steps once, with slots for as many as are served."""
+    machine, run = Machine(torch.device("cpu"), "card", card_for(2), 1), []
+    monkeypatch.setattr(rank, "open_machine", lambda config: machine)
+    dummy_step = ModelRunner.dummy_step
+
+    def step(runner, *arguments, adapted=False):
+        if adapted:
+            assert runner.adapters.num_slots == 3 and runner.adapters.layout.max_rank == 8
+            run.append(arguments)
+        return dummy_step(runner, *arguments, adapted=adapted)
+
+    monkeypatch.setattr(ModelRunner, "dummy_step", step)
+    config = EngineConfig(
+        str(tiny_model("llama", num_hidden_layers=3)), max_model_len=64, max_num_seqs=17, max_num_batched_tokens=70,
+        enable_lora=True, max_loras=3, max_lora_rank=8, dtype="float32",
+    )  # fmt: skip
+    for index in range(2):
+        precompile.run_share(config, 2, index)
+    steps = warm_steps.adapter_steps(17, 70)
+    assert len(steps) > 4 and sorted(step[:2] for step in run) == sorted(steps)
+    assert run[0][:2] == steps[1], "the first helper has steps of its own that take longest"
+
+
 @pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "model", "ngram"])
 def test_shares_meet_who_drafts_and_every_step_with_drafts(
     tiny_model, tiny_models, load_module, tmp_path, monkeypatch, name

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vserve.kernels import lora as module
+from vserve.kernels import pdl
 from vserve.kernels.activation import silu_mul, silu_mul_torch
 from vserve.kernels.linear import small_linear
 from vserve.kernels.lora import (
@@ -286,6 +287,15 @@ def test_tiles_are_bounded() -> None:
     assert max_tiles(1, 8) == 1
     assert max_tiles(64, 8) == 56 // 8 + 8
     assert max_tiles(8192, 8) == 8184 // 64 + 8 and max_tiles(4, 8) == 4
+
+
+def test_who_is_a_dependent_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens, as everybody, and many; not those between them, whose A x has a stream of its own."""
+    monkeypatch.setattr(pdl, "pdl_available", lambda device: True)
+    takes_part = [
+        tokens for tokens in (1, 16, 17, 64, 65, 512, 513) if module._dependence(torch.zeros(1), tokens)["PDL"]
+    ]
+    assert takes_part == [1, 16, 65, 512]
 
 
 def test_tilings_fit_together() -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from vserve.engine.layers.embedding import Embedding, LMHead
 from vserve.engine.layers.linear import Linear
+from vserve.engine.layers.products import Products
 from vserve.engine.layers.unquantized import Unquantized
 from vserve.engine.layers.weights import Placement
 from vserve.engine.parallel.group import SingleGroup
@@ -158,6 +159,27 @@ def test_gated_parts(adapted: bool) -> None:
         layer.adapter = Adds(lambda given: torch.ones(1))
     gate, up = (functional.linear(x, tensors[part, "weight"], tensors[part, "bias"]) + adapted for part in parts)
     torch.testing.assert_close(layer.silu_mul(x), functional.silu(gate) * up)
+
+
+def test_a_gated_product_takes_the_adapters_share_where_it_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is such a pass for so many rows, and the adapter has a share for it; else the adapter adds."""
+    x, given, asked = torch.randn(3, 16), object(), []
+
+    class Shares(Adds):
+        def share(self, x: Tensor) -> Any:
+            asked.append(len(x))
+            return given if len(asked) == 1 else None
+
+    layer = filled(whole({"gate": 6, "up": 6}, 16, bias=False), 16, {"gate": 6, "up": 6}, place=CPU, rule="column")
+    layer.adapter = Shares(lambda given: torch.ones(1))
+    apart = layer.silu_mul(x)
+    assert not asked, "no pass, no share"
+    joined = torch.zeros(3, 6)
+    monkeypatch.setattr(Products, "joins", lambda self, rows: rows == 3)
+    monkeypatch.setattr(Products, "silu_mul", lambda self, x, weight, share=None: joined if share is given else None)
+    assert layer.silu_mul(x) is joined
+    torch.testing.assert_close(layer.silu_mul(x), apart)
+    assert asked == [3, 3]
 
 
 def test_products_of_few_and_of_many_rows_add_to_the_residual() -> None:
