@@ -216,7 +216,8 @@ def _number(raw: dict[str, Any], name: str, default: float, *, whole: bool = Fal
     value = raw.get(name, default)
     kind = int if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 1e6:
-        raise AdapterError(f"{name} is {value!r:.60}: it must be {'an integer' if whole else 'a number'} above 0")
+        wanted = "an integer" if whole else "a number"
+        raise AdapterError(f"{name} is {value!r:.60}: it must be {wanted} above 0 and below a million")
     return value
 
 

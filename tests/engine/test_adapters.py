@@ -218,7 +218,7 @@ def enlarge(folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
     save_file({name: tensor * 1e38 if "lora_B" in name else tensor for name, tensor in tensors.items()}, file)
-    break_config(folder, lora_alpha=1e6)
+    break_config(folder, lora_alpha=999_999)
 
 
 def more_tokens(folder: Path) -> None:
