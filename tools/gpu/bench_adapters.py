@@ -1,15 +1,16 @@
 """Adapters of the 8B shape on an NVIDIA GPU: python tools/gpu/bench_adapters.py [--rank R] [--streams N] [--adapters M]
 
-First single steps, replayed from their graphs: base, with adapters, and what these cost. Then the engine as it serves:
+`start`: how long one takes with --enable-lora and without, first with no kernel compiled before. `engine`: as it serves
 the same load (128 tokens in, 256 out, all streams at once) without --enable-lora, with it and no adapter, and over all
-adapters; and how long one takes from the disk and from the host until its first token. Made-up weights, all seven
-matrices of every layer.
+adapters; and how long one takes from the disk and from the host until its first token. `steps`: single ones, replayed
+from their graphs, of the base and with adapters. Made-up weights, all seven matrices of every layer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -166,21 +167,38 @@ def engine(folder: Path, scratch: Path, rank: int, streams: int, count: int) -> 
         print(f"over {count} adapters: {found:9.0f}, {found / plain:.3f}", flush=True)
 
 
+# ---- the start ----
+def starts(folder: Path, scratch: Path, count: int) -> None:
+    options: dict[str, Any] = {"load_format": "dummy", "max_model_len": MAX_TOKENS}
+    with_adapters = {"enable_lora": True, "max_loras": count}
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(3):  # cold, then warm twice; in turns, for the host may get faster as its files are read
+        for adapters, found in times.items():
+            os.environ["TRITON_CACHE_DIR"] = str(scratch / f"kernels-{adapters}")
+            started = time.perf_counter()
+            with LLM(str(folder), **options, **(with_adapters if adapters else {})):
+                found.append(time.perf_counter() - started)
+    for adapters, found in times.items():
+        print(f"{'with' if adapters else 'without'} --enable-lora: start {', '.join(f'{one:.1f}' for one in found)} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each step that is timed (default: 1)")
-    parser.add_argument("--only", choices=("steps", "engine"), help="one of the two parts")
+    parser.add_argument("--only", choices=("steps", "engine", "start"), help="one of the parts")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_adapters.py times a GPU: run it on a machine with one")
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_model(Path(scratch) / "llama-8b")
-        if arguments.only != "steps":  # before: this process holds no memory of the card yet
+        if arguments.only in (None, "start"):  # before: this process holds no memory of the card yet
+            starts(folder, Path(scratch), arguments.adapters)
+        if arguments.only in (None, "engine"):
             engine(folder, Path(scratch), arguments.rank, arguments.streams, arguments.adapters)
-        if arguments.only != "engine":
+        if arguments.only in (None, "steps"):
             steps(folder, arguments.rank, arguments.seconds)
 
 
