@@ -172,7 +172,9 @@ def fingerprint(config: EngineConfig) -> str:
 
 def run_share(config: EngineConfig, count: int, index: int) -> None:
     """Runs every `count`-th step of the warm-up, from the `index`-th on."""
+    from ..kernels.linear_hopper import MOST_LOW_COLUMNS
     from . import rank, warm_steps
+    from .adapters.layout import padded_rank
     from .adapters.make import make_tables
     from .kv_format import planned_format
     from .model_config import few_layers
@@ -211,7 +213,9 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
         runner.dummy_step(*step)
     for drafts in warm_steps.draft_steps(settings.draft_depths, settings.max_num_seqs)[index::count]:
         runner.dummy_step(*drafts)
-    runner.adapters = make_tables(model, settings, config.download_dir)
+    # No more slots than tell whether products add adapters' shares (linear_hopper.py): each helper has them all.
+    slots = min(settings.max_loras, MOST_LOW_COLUMNS // padded_rank(settings.max_lora_rank) + 1)
+    runner.adapters = make_tables(model, dataclasses.replace(settings, max_loras=slots), config.download_dir)
     if runner.adapters is not None:  # the first of them for the last helpers, whose other steps are the quickest
         more = warm_steps.expert_steps(model) if runner.adapters.layout.experts else []
         steps = warm_steps.adapter_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)

@@ -332,6 +332,8 @@ class ModelRunner:
         every = [graphs] if self.adapter_graphs is None else [graphs, self.adapter_graphs]
         if self.relay is not None:
             self.relay.reserve(max(shape.tokens for one in every for shape in one.shapes()))
+        if self.adapters is not None:
+            self.adapters.clear()
         for one in every:
             one.builder = self.builder
             one.capture()

@@ -79,7 +79,7 @@ def adapter_steps(max_num_seqs: int, max_num_batched_tokens: int, more: Sequence
     """(requests, tokens) that meet every variant of the kernels of adapters. more: tokens of further prompts."""
     bounds = [tiling.tokens for tiling in TILINGS[:-1]]
     # First those whose gated products add what adapters do themselves: these take longest to compile (precompile.py).
-    steps = [(64, 64), (128, 128), (1, 1024), (1, 2048), (1, max_num_batched_tokens), (1, 1), (16, 16), (1, bounds[-1])]
+    steps = [(1, tokens) for tokens in (64, 128, 1024, 2048, max_num_batched_tokens, 1, bounds[-1])] + [(16, 16)]
     steps += [(1, tokens + 1) for tokens in bounds]
     steps += [(tokens + 1, tokens + 1) for tokens in bounds]  # of the head
     steps += [(1, tokens) for tokens in more]

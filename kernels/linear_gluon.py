@@ -144,14 +144,14 @@ def _low_of_rows(
     low, row, dtype: gl.constexpr, RANK: gl.constexpr, RUNS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """Of ROWS tokens: slots, and h of gate and of up [ROWS, RANK], 0 where there is none."""
-    h_ptr, slots_ptr, places_ptr, used_ptr, _, tokens, splits, _, _, _ = low
+    h_ptr, slots_ptr, places_ptr, used_ptr, _, tokens, splits, _, _, _, columns = low
     token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     slot = gl.load(slots_ptr + token, mask=token < tokens, other=-1)
     place = gl.load(places_ptr + token, mask=token < tokens, other=0)
     used = gl.load(used_ptr + slot, mask=slot >= 0, other=0)
     slot = gl.where(used != 0, slot, -1)
     r = gl.arange(0, RANK, layout=gl.SliceLayout(0, layout))
-    ptrs = h_ptr + (place * (2 * RANK))[:, None] + r[None, :]
+    ptrs = h_ptr + (place * columns)[:, None] + r[None, :]
     if RUNS:  # what makes h
         wait()
     gate = gl.zeros([ROWS, RANK], gl.float32, layout)
@@ -160,9 +160,9 @@ def _low_of_rows(
     for first in range(0, splits, AT_ONCE):
         for i in gl.static_range(AT_ONCE):
             there = (slot >= 0)[:, None] & (first + i < splits)
-            part = ptrs + (first + i) * tokens * (2 * RANK)
+            part = ptrs + (first + i) * tokens * columns
             gate += gl.load(part, mask=there, other=0.0)
-            up += gl.load(part + RANK, mask=there, other=0.0)
+            up += gl.load(part + (columns - RANK), mask=there, other=0.0)  # gate's, where both are one product
     return slot, gate.to(dtype), up.to(dtype)
 
 
@@ -302,12 +302,12 @@ def _consume(
 )
 def linear_kernel(
     x_desc, weight_desc, out_desc, b_desc, h_ptr, slots_ptr, places_ptr, used_ptr, present_ptr,
-    tiles_m, tiles_n, tiles_k, group, half, tokens, splits, slot_rows, nowhere, line,
+    tiles_m, tiles_n, tiles_k, group, half, tokens, splits, slot_rows, nowhere, line, low_columns,
     GATED: gl.constexpr, ADD: gl.constexpr, RANK: gl.constexpr, RUNS: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, HOLD_B: gl.constexpr = 0,
 ):  # fmt: skip
     """RANK, of adapters that gated products have a share of, else 0: then all from b_desc to present_ptr, and the last
-    five numbers, are not looked at. RUNS: what makes h does still. HOLD_B, of tests: by how many nanoseconds each
+    six numbers, are not looked at. RUNS: what makes h does still. HOLD_B, of tests: by how many nanoseconds each
     product of the second consumer is held up."""
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, CONSUMERS * ROWS, BLOCK_K], x_desc.layout)
     weight_smem = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
@@ -325,7 +325,19 @@ def linear_kernel(
     bars = (full, empty)
     tiles = (tiles_m, tiles_n, tiles_k, group)
     if RANK > 0:
-        low = (h_ptr, slots_ptr, places_ptr, used_ptr, present_ptr, tokens, splits, slot_rows, nowhere, line)
+        low = (
+            h_ptr,
+            slots_ptr,
+            places_ptr,
+            used_ptr,
+            present_ptr,
+            tokens,
+            splits,
+            slot_rows,
+            nowhere,
+            line,
+            low_columns,
+        )
     else:
         low = tiles  # type: ignore[assignment]
     if CONSUMERS == 2:

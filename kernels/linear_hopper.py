@@ -10,7 +10,7 @@ import torch
 from triton import cdiv
 
 from .linear_gluon import BLOCK_K, BLOCK_N, HALF_N, ROWS, linear_kernel
-from .lora import ROWS_PRESENT, Share
+from .lora import Share
 from .pdl import pdl_available
 from .tiles import assign_rows, tile_table
 from .tma import ALIGNMENT, descriptor, num_processors
@@ -27,7 +27,9 @@ class HopperTile(NamedTuple):
 
 HopperTiles = tuple[HopperTile | None, ...]
 MANY_ROWS = HopperTile(consumers=2, stages=3, group=16)
-MOST_LOW_COLUMNS = 1024  # of B of slots side by side, which tokens may be multiplied by: a quarter of a layer's input
+MOST_LOW_COLUMNS = (
+    1024  # of B of slots side by side, which tokens may meet twice: at worst half of an 8B's product more
+)
 
 
 def linear_hopper(
@@ -54,8 +56,9 @@ def takes(x: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a gated product of x adds B [slots, N, r] x A x in its own pass."""
     slots, _, rank = b.shape
     return (
-        b.dtype == x.dtype and rank in (16, 32) and min(slots, ROWS_PRESENT) * rank <= MOST_LOW_COLUMNS
+        b.dtype == x.dtype and rank in (16, 32) and slots * rank <= MOST_LOW_COLUMNS
         and b.stride(2) == 1 and b.stride(1) == rank and b.stride(0) % rank == 0 and b.data_ptr() % ALIGNMENT == 0
+        and slots * b.stride(0) < rank << 31
     )  # fmt: skip
 
 
@@ -72,7 +75,8 @@ def _launch(
     tiles_m, tiles_n = cdiv(m, rows), cdiv(width, HALF_N.value if gated else BLOCK_N.value)
     weight_boxes = descriptor(weight.data_ptr(), weight.dtype, n, k, weight.stride(0), HALF_N.value, BLOCK_K.value)
     pointers: tuple[Any, ...] = (weight_boxes, x, x, x, x, x)  # of no adapters
-    numbers, constants = (0, 0, 0, 0, 0), dict(RANK=0, RUNS=False)
+    numbers: tuple[int, ...] = (0,) * 6
+    constants: dict[str, Any] = dict(RANK=0, RUNS=False)
     if share is not None:
         pointers, numbers, constants = _low_operands(share, m)
     linear_kernel[(min(num_processors(x.device), tiles_m * tiles_n),)](
@@ -84,7 +88,7 @@ def _launch(
     return out
 
 
-def _low_operands(share: Share, tokens: int) -> tuple[tuple[Any, ...], tuple[int, int, int, int, int], dict[str, Any]]:
+def _low_operands(share: Share, tokens: int) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
     """What linear_kernel gets of it: pointers, numbers, constants."""
     h, b, used, (_, slots, places, present), runs = share
     (num_slots, n, rank), slot_rows = b.shape, b.stride(0) // b.shape[2]
@@ -93,7 +97,11 @@ def _low_operands(share: Share, tokens: int) -> tuple[tuple[Any, ...], tuple[int
     boxes = descriptor(b.data_ptr(), b.dtype, rows, rank, rank, HALF_N.value, rank, swizzle=2 * rank)
     runs = runs and pdl_available(b.device)
     constants = dict(RANK=rank, RUNS=runs, **({"launch_pdl": True} if runs else {}))
-    return (boxes, h, slots, places, used, present), (tokens, len(h), slot_rows, rows, present.stride(0)), constants
+    return (
+        (boxes, h, slots, places, used, present),
+        (tokens, len(h), slot_rows, rows, present.stride(0), h.shape[2]),
+        constants,
+    )
 
 
 def even_rows(device: torch.device, rows: int) -> int:

@@ -103,6 +103,12 @@ def _dependence(tensor: Tensor, num_tokens: int) -> dict[str, Any]:
     return pdl_options(tensor, few, yields=True)
 
 
+def _plainly(tensor: Tensor) -> dict[str, Any]:
+    """pdl_options of who waits for all before it: whoever it lets start finds x."""
+    launched_plainly(tensor.device)
+    return {"PDL": False}
+
+
 def shrink(
     x: Tensor, a: Tensor, used: Tensor, tiles: Tiles, beside: bool = False, leads: bool = False
 ) -> Tensor:  # fmt: skip
@@ -146,9 +152,9 @@ def expand(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y
 def expand_silu_mul(
     h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, counts: Tensor, y: Tensor
 ) -> Tensor:  # fmt: skip
-    """silu_mul (activation.py) of y after expand, whose halves are two products → [T, out / 2]. counts: of ByToken."""
-    one_chunk = tiles.tiling.rows == tiles.tiling.chunk
-    if y.device.type == "cuda" and one_chunk and is_expanded_by_gluon(b, columns, y):
+    """silu_mul (activation.py) of y after expand, whose halves are two products, or one's → [T, out / 2]. counts: of
+    ByToken."""
+    if y.device.type == "cuda" and is_activated_by_gluon(b, columns, tiles, y):
         return expand_silu_mul_gluon(h, b, used, tiles, counts, y)
     expand(h, b, columns, used, tiles, y)
     return silu_mul(y)
@@ -255,6 +261,15 @@ def is_expanded_by_gluon(b: Tensor, columns: Columns, y: Tensor) -> bool:
     )  # fmt: skip
 
 
+def is_activated_by_gluon(b: Tensor, columns: Columns, tiles: Tiles, y: Tensor) -> bool:
+    """Not by the activation's own kernel: tiles of one chunk, ranks whose two B fit into registers, halves that begin
+    with whole pieces of eight columns."""
+    return (
+        tiles.tiling.rows == tiles.tiling.chunk and b.shape[2] <= 32 and b.shape[1] % 16 == 0
+        and is_expanded_by_gluon(b, columns, y)
+    )  # fmt: skip
+
+
 def is_shrunk_by_gluon(x: Tensor, a: Tensor, tiles: Tiles) -> bool:
     """Not by shrink_kernel: 16 bit each, few tokens, strides that Triton knows to be whole pieces of eight."""
     return (
@@ -277,7 +292,7 @@ def shrink_gluon(
     lora_shrink_kernel[(triton.cdiv(n, block_n), splits, len(tiles.slots))](
         x, a, used, h, *tiles[:4], num_tokens, n, k, rounds, x.stride(0), a.stride(0), a.stride(1),
         EVEN=k % step == 0, TOKENS=tiling.rows, BLOCK_N=block_n, BLOCK_K=LOW_COLUMNS, BESIDE=beside, LEADS=leads,
-        num_warps=tiling.low_warps, **_dependence(x, num_tokens),
+        num_warps=tiling.low_warps, **(_plainly(x) if leads else _dependence(x, num_tokens)),
     )  # fmt: skip
     return h
 
@@ -298,13 +313,13 @@ def expand_gluon(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Ti
 
 
 def expand_silu_mul_gluon(h: Tensor, b: Tensor, used: Tensor, tiles: Tiles, counts: Tensor, y: Tensor) -> Tensor:
-    (splits, num_tokens, _), (num_slots, n, rank) = h.shape, b.shape
+    (splits, num_tokens, low), (num_slots, n, rank) = h.shape, b.shape
     if y.stride(1) != 1 or b.stride(2) != 1:
         raise ValueError("the last dimensions of y and B must be contiguous")
     out = y.new_empty(num_tokens, n // 2)
     warps, tokens_of_none = 2, 1  # like those of one slot more
     lora_expand_silu_kernel[(triton.cdiv(n // 2, 64 * warps), max_tiles(num_tokens, num_slots + tokens_of_none))](
-        h, b, used, y, out, *tiles[:4], counts, num_tokens, n // 2, splits,
+        h, b, used, y, out, *tiles[:4], counts, num_tokens, low, n // 2, splits,
         b.stride(0), b.stride(1), y.stride(0), out.stride(0),
         SPLITS=triton.next_power_of_2(splits), RANK=rank, CHUNK=tiles.tiling.chunk, GROUPS=1, num_warps=warps,
         **_dependence(y, num_tokens),

@@ -168,12 +168,13 @@ def _silu_mul(gate, up):
 @gluon.jit(do_not_specialize=["T", "size", "splits"])
 def lora_expand_silu_kernel(
     h_ptr, b_ptr, used_ptr, y_ptr, out_ptr, slots_ptr, starts_ptr, ends_ptr, order_ptr, counts_ptr,
-    T, size, splits, stride_slot, stride_b, stride_y, stride_out,
+    T, N, size, splits, stride_slot, stride_b, stride_y, stride_out,
     SPLITS: gl.constexpr, RANK: gl.constexpr, CHUNK: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out[t] = silu(gate) · up of y[t] = cat(gate, up), to which lora_expand_kernel would add and which it would round,
     and which stays as it is. counts: places of tiles, behind which stand the tokens that have no adapter, and tiles, of
-    up to CHUNK places; behind them come programs for CHUNK such tokens each. size: columns of gate, a multiple of 8."""
+    up to CHUNK places; behind them come programs for CHUNK such tokens each. N: of h, those of gate and those of up, or
+    those of both alike. size: columns of gate, a multiple of 8."""
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK_N: gl.constexpr = GROUPS * WARPS * 64
     dtype: gl.constexpr = y_ptr.dtype.element_ty
@@ -215,11 +216,11 @@ def lora_expand_silu_kernel(
         split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, of_h)))
         i_h = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, gl.SliceLayout(2, of_h)))
         r_h = gl.arange(0, RANK, layout=gl.SliceLayout(0, gl.SliceLayout(1, of_h)))
-        of_splits = gl.expand_dims(split.to(gl.int64)[:, None] * T + (start + i_h)[None, :], 2) * (2 * RANK)
+        of_splits = gl.expand_dims(split.to(gl.int64)[:, None] * T + (start + i_h)[None, :], 2) * N
         h_ptrs = h_ptr + of_splits + gl.expand_dims(r_h[None, :], 1)
         h_there = gl.expand_dims((split < splits)[:, None] & (i_h < end - start)[None, :], 2)
         h_gate = gl.load(h_ptrs, mask=h_there, other=0.0)
-        h_up = gl.load(h_ptrs + RANK, mask=h_there, other=0.0)
+        h_up = gl.load(h_ptrs + (N - RANK), mask=h_there, other=0.0)
         of_gate = _as_operand(b_gate, WARPS, GROUPS, RANK, left)
         of_up = _as_operand(b_up, WARPS, GROUPS, RANK, left)
         to_gate = _times_low(of_gate, h_gate, dtype, WARPS, GROUPS, RANK, CHUNK, of_y)

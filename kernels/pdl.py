@@ -7,9 +7,12 @@ first and then let the next one start.) What is saved is the launch and the star
 a microsecond or two of a kernel that may itself run for no longer. Every program must call gdc_wait() before it ends,
 however early: the kernel after next knows only that this kernel has completed, and infers that all before it have.
 
-Two places break this on purpose. A x of an adapter (lora.py, `beside`), launched right behind one of these products,
+Three places break this on purpose. A x of an adapter (lora.py, `beside`), launched right behind one of these products,
 reads the x of both before it waits: whoever made x had completed when the product let others start. It writes only what
 the product does not touch, waits before each of its ends, and reads x past L1, which may not have seen it made.
+
+A gated product with adapters' shares (linear_hopper.py, Share.runs), launched right behind A x of the same x, reads x
+before it waits as well. A x (lora.py, `leads`) is launched plainly for that: x is there before it lets others start.
 
 attend_beside (attention_beside.py) launches kernels of which none waits for the one before, so that the last may have
 completed while the others still run. A kernel that takes part may not be the next one after it, for its gdc_wait() is
@@ -55,9 +58,10 @@ def launched_plainly(device: torch.device) -> None:
     _overlapping.discard(device)
 
 
-# Kernels for more rows than this run alone: they fill the card for longer than a launch takes, and the programs of the
-# next kernel, resident before their time, would only take room from them (measured on an H200: 2 % of a decode step
-# with 64 rows; with one row the overlap and the products made for it save 7 %).
+# Kernels for more rows than this run alone (adapters' have limits of their own, in lora.py): they fill the card for
+# longer than a launch takes, and the programs of the next kernel, resident before their time, would only take room from
+# them (measured on an H200: 2 % of a decode step with 64 rows; with one row the overlap and the products made for it
+# save 7 %).
 MAX_ROWS = 16
 
 

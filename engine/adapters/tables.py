@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import pdl
-from ...kernels.linear_hopper import takes
+from ...kernels.linear_hopper import MOST_LOW_COLUMNS, takes
 from ...kernels.lora import (
     BEHIND_PRESENT,
     ROWS_BESIDE,
@@ -33,7 +33,7 @@ from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..plan import StepPlan
-from .layout import Packed, Place, part_sizes
+from .layout import RANK_UNIT, Packed, Place, part_sizes
 from .store import AdapterStore
 
 NO_SLOT = -1
@@ -48,11 +48,12 @@ def aligned(count: int) -> int:
 class Grouping:
     """Tokens (or sampled rows) of a step by slot, in memory that stays where it is: graphs read it."""
 
-    def __init__(self, max_tokens: int, num_slots: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, num_slots: int, device: torch.device, presence: bool = True) -> None:
+        """presence: ByToken.present is asked for; else it has no columns."""
         self.num_slots = num_slots
         self._width = aligned(max(max_tiles(min(max_tokens, tiling.tokens), num_slots) for tiling in TILINGS))
         self._order = 3 * self._width + aligned(2)  # where it begins, behind the two numbers of ByToken.counts
-        self._present = aligned(1 + num_slots + BEHIND_PRESENT)  # of so many rows
+        self._present = aligned(1 + num_slots + BEHIND_PRESENT) if presence else 0  # of so many rows
         size = self._order + 3 * aligned(max_tokens) + -(-max_tokens // ROWS_PRESENT) * self._present
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._pinned = device.type == "cuda"
@@ -68,7 +69,8 @@ class Grouping:
         groups = -(-num_tokens // ROWS_PRESENT)
         present = self._device[self._order + 3 * aligned(num_tokens) :][: groups * self._present]
         counts = self._device[3 * self._width :][:2]
-        return ByToken(counts, self.token_slots(num_tokens), self._of_tokens(2, num_tokens), present.view(groups, -1))
+        present = present.view(groups, self._present)
+        return ByToken(counts, self.token_slots(num_tokens), self._of_tokens(2, num_tokens), present)
 
     def token_slots(self, num_tokens: int) -> Tensor:
         """int32 [num_tokens], as tiles: the slot of each, or NO_SLOT."""
@@ -76,6 +78,9 @@ class Grouping:
 
     def _of_tokens(self, line: int, num_tokens: int) -> Tensor:
         return self._device[self._order + line * aligned(num_tokens) :][:num_tokens]
+
+    def clear(self) -> None:
+        self._device.zero_()
 
     def fill(self, slots: np.ndarray, lengths: np.ndarray, num_tokens: int) -> None:
         """slots int [rows], NO_SLOT for none; lengths int [rows]: tokens of each, one row behind the other;
@@ -107,7 +112,8 @@ class Grouping:
                 at += 1
             place += count
         table[3 * width : 3 * width + 2] = total, at
-        self._fill_present(table[behind:].reshape(groups, -1), order[:total], np.repeat(slots[chosen], counts))
+        if self._present:
+            self._fill_present(table[behind:].reshape(groups, -1), order[:total], np.repeat(slots[chosen], counts))
         self._device[: len(table)].copy_(host, non_blocking=True)
 
     def _fill_present(self, present: np.ndarray, tokens: np.ndarray, slots: np.ndarray) -> None:
@@ -163,9 +169,8 @@ class LinearAdapter:
         else:
             main = torch.cuda.current_stream(x.device)
             stream.wait_stream(main)
-            y = (
-                multiply()
-            )  # A x behind it takes the room that its programs leave; before it, they wait for those of A x
+            y = multiply()
+            # Behind it, A x takes the room that its programs leave; before it, they would wait for those of A x.
             with torch.cuda.stream(stream):
                 low = shrink(x, self._a, self._used, tiles)
             main.wait_stream(stream)
@@ -179,6 +184,7 @@ class LinearAdapter:
         """What a gated product of x [T, in], launched next, adds in its own pass; None where it cannot."""
         tiles, by_token = self._step.tokens, self._step.by_token
         assert tiles is not None and by_token is not None
+        assert len(x) == len(tiles.order), f"{len(x)} rows where the step has others"
         if not takes(x, self._b):
             return None
         runs = is_shrunk_by_gluon(x, self._a, tiles)
@@ -238,8 +244,8 @@ class AdapterTables:
         layout = store.layout
         self._memory = torch.zeros(num_slots, layout.size, dtype=store.dtype, device=device)
         self._used = torch.zeros(len(layout.places), aligned(num_slots), dtype=torch.int32, device=device)
-        self._tokens = Grouping(max_tokens, num_slots, device)
-        self._sampled = Grouping(max_tokens, num_slots, device)
+        self._tokens = Grouping(max_tokens, num_slots, device, presence=num_slots * RANK_UNIT <= MOST_LOW_COLUMNS)
+        self._sampled = Grouping(max_tokens, num_slots, device, presence=False)
         self.has_head = False
         for place in layout.places:
             if not isinstance(place.holder, Experts):
@@ -290,6 +296,12 @@ class AdapterTables:
             samples[: plan.num_decodes if plan.num_drafts else 0] += plan.num_drafts
             self._sampled.fill(self._slots[plan.sampled], samples, num_logits)
             self._head = self._sampled.tiles(num_logits)
+
+    def clear(self) -> None:
+        """No token has an adapter: for graphs that are replayed before any step has filled their tables, or one of
+        another size."""
+        self._tokens.clear()
+        self._sampled.clear()
 
     def use(self, num_tokens: int) -> None:
         """What is launched from now on is for a step of so many tokens that has adapters."""

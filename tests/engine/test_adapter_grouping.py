@@ -49,3 +49,19 @@ def test_tables_of_a_step(seed: int) -> None:
             here = {slot for slot in of_tokens[line * ROWS_PRESENT :][:ROWS_PRESENT] if slot != NO_SLOT}
             assert present[:number] == sorted(here)
             assert len(present[number:]) >= BEHIND_PRESENT and not set(present[number:]) & {NO_SLOT, *range(SLOTS)}
+
+
+def test_nothing_is_left_of_a_step_that_was_cleared() -> None:
+    """Graphs of another size find tokens of no adapter, whatever they read: within their own rows."""
+    grouping = Grouping(600, SLOTS, torch.device("cpu"))
+    grouping.fill(np.full(600, 3), np.ones(600, dtype=np.int64), 600)
+    grouping.clear()
+    for num_tokens in (1, 32, 256, 600):
+        tiles, found = grouping.tiles(num_tokens), grouping.by_token(num_tokens)
+        assert not any(line.any() for line in (*tiles[:4], *found))
+
+
+def test_presence_is_told_where_it_is_asked_for() -> None:
+    grouping = Grouping(300, SLOTS, torch.device("cpu"), presence=False)
+    grouping.fill(np.arange(300) % SLOTS, np.ones(300, dtype=np.int64), 300)
+    assert grouping.by_token(300).present.shape == (3, 0) and grouping.by_token(300).counts.tolist()[0] == 300

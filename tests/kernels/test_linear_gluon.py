@@ -66,7 +66,7 @@ def check(
     out = random_numbers.standard_normal((m, width)) if add else np.full((m, width), np.nan)
     product = x @ weight.T
     low: tuple[Any, ...] = (None,) * 6
-    numbers, rank = (0,) * 5, 0
+    numbers, rank = (0,) * 6, 0
     if slots:
         *low, delta, numbers, rank = adapters(model, random_numbers, slots, n, 2 if k > 8 else 1)
         product = product + delta
@@ -87,14 +87,16 @@ def adapters(
     model: Any, random_numbers: np.random.Generator, slots: Sequence[int], n: int, rank: int, splits: int = 3
 ) -> tuple[Any, ...]:
     """Of tokens of these slots, -1 for none: the kernel's operands, what they add, its numbers, the rank. Slot 1 is not
-    used here, 3 has no token, and between slots lies another matrix."""
+    used here, and between slots lies another matrix. Of an odd number of tokens, gate and up are one product, with one
+    h."""
     m, count, apart = len(slots), 4, n + 3
     memory = np.concatenate([random_numbers.standard_normal((count * apart - 3, rank)), np.full((9, rank), np.nan)])
     b = np.stack([memory[slot * apart : slot * apart + n] for slot in range(count)])
     order = [token for slot in range(count) for token in range(m) if slots[token] == slot]
     places = np.zeros(m, dtype=int)
     places[order] = np.arange(len(order))
-    h = random_numbers.standard_normal((splits, m, 2 * rank))
+    columns = rank if m % 2 else 2 * rank
+    h = random_numbers.standard_normal((splits, m, columns))
     h[:, len(order) :] = np.nan  # nobody has computed it
     delta = np.zeros((m, n))
     for token, slot in enumerate(slots):
@@ -102,7 +104,8 @@ def adapters(
             h[:, places[token]] = np.nan
         if slot in (-1, 1):
             continue
-        gate, up = np.split(h[:, places[token]].sum(0), 2)
+        low = h[:, places[token]].sum(0)
+        gate, up = low[:rank], low[-rank:]
         delta[token] = np.concatenate([b[slot, : n // 2] @ gate, b[slot, n // 2 :] @ up])
     present = []
     for at in range(0, m, 8):
@@ -111,7 +114,7 @@ def adapters(
     tables = (np.array(line) for line in (slots, places, [1, 0, 1, 1], present))
     pointers = [model.Pointer(values) for values in (h, *tables)]
     boxes = model.Matrix(memory[: (count - 1) * apart + n])
-    return boxes, *pointers, delta, (m, splits, apart, (count - 1) * apart + n, 1 + count + 4), rank
+    return boxes, *pointers, delta, (m, splits, apart, (count - 1) * apart + n, 1 + count + 4, columns), rank
 
 
 @pytest.mark.parametrize("consumers", [1, 2])

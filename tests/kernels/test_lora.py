@@ -182,11 +182,12 @@ def test_the_gluon_kernel_in_python(
     assert kernel.launches == 1
 
 
-GATED = [  # tokens' slots, slots, columns of gate, rank, splits
-    ([0], 1, 24, 16, 16),
-    ([2, -1, 0, 2, 2, -1, 0, 2, 1], 3, 264, 16, 3),
-    ([-1] * 21, 2, 8, 32, 1),
-    ([1, 0, 3, 1] * 9 + [-1] * 13, 4, 136, 64, 4),
+GATED = [  # tokens' slots, slots, columns of gate, rank, splits, products
+    ([0], 1, 24, 16, 16, 2),
+    ([2, -1, 0, 2, 2, -1, 0, 2, 1], 3, 264, 16, 3, 2),
+    ([2, -1, 0, 2, 2, -1, 0, 2, 1], 3, 264, 16, 3, 1),
+    ([-1] * 21, 2, 8, 32, 1, 2),
+    ([1, 0, 3, 1] * 9 + [-1] * 13, 4, 136, 32, 4, 2),
 ]
 
 
@@ -202,22 +203,23 @@ def counted(tiles: Tiles, slots: list[int]) -> tuple[Tiles, Tensor]:
 @pytest.mark.parametrize("case", GATED)
 def test_the_gluon_kernel_that_activates_in_python(
     load_module: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch, rng: torch.Generator,
-    case: tuple[list[int], int, int, int, int],
+    case: tuple[list[int], int, int, int, int, int],
 ) -> None:  # fmt: skip
-    slots, num_slots, size, rank, splits = case
+    slots, num_slots, size, rank, splits, products = case
+    sizes = [2 * size // products] * products
     here = Path(__file__)
     model, ptx = (load_module(here.with_name(name)) for name in ("gluon_tiles.py", "ptx.py"))
     monkeypatch.setattr(module, "lora_expand_silu_kernel", model.Kernel(module.lora_expand_silu_kernel, ptx))
-    _, b = operands(rng, "cpu", torch.bfloat16, num_slots, 16, [size, size], rank)
+    _, b = operands(rng, "cpu", torch.bfloat16, num_slots, 16, sizes, rank)
     used = torch.ones(num_slots, dtype=torch.int32)
     if num_slots > 2:
         used[1], b[1] = 0, float("nan")
     y = torch.randn(len(slots), 2 * size + 8, generator=rng).bfloat16()[:, : 2 * size]
-    h = torch.randn(splits, len(slots), 2 * rank, generator=rng)
+    h = torch.randn(splits, len(slots), products * rank, generator=rng)
     tiles, counts = counted(tiles_of(slots, num_slots, "cpu", 8), slots)
     found = expand_silu_mul_gluon(h, b, used, tiles, counts, y)
     wanted = y.clone()
-    expand_torch(h, b, column_blocks([size, size]), used, tiles, wanted)
+    expand_torch(h, b, column_blocks(sizes), used, tiles, wanted)
     wanted = silu_mul_torch(wanted)
     torch.testing.assert_close(found.float(), wanted.float(), atol=2e-2 * float(wanted.abs().max()), rtol=2e-2)
     without = [token for token, slot in enumerate(slots) if slot < 0 or not used[slot]]
@@ -227,11 +229,14 @@ def test_the_gluon_kernel_that_activates_in_python(
 @pytest.mark.gpu
 @requires_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize(("rank", "sizes"), [(16, [1432, 1432]), (32, [1432, 1432]), (16, [2864])])
 @pytest.mark.parametrize("num_tokens", [1, 7, 16, 33, 256, 500])
-def test_activated_in_the_same_pass(rng: torch.Generator, num_tokens: int, rank: int, dtype: torch.dtype) -> None:
-    """The bits of the activation behind B h, whoever has an adapter, and none."""
-    sizes, k = [1432, 1432], 512
+def test_activated_in_the_same_pass(
+    rng: torch.Generator, num_tokens: int, rank: int, sizes: list[int], dtype: torch.dtype
+) -> None:  # fmt: skip
+    """The bits of the activation behind B h, whoever has an adapter, and none. Of gate and up that are one product,
+    too."""
+    k = 512
     a, b = operands(rng, "cuda", dtype, 8, k, sizes, rank)
     used, columns = torch.tensor([1, 0, *[1] * 6], dtype=torch.int32, device="cuda"), columns_of(sizes, "cuda")
     x = torch.randn(num_tokens, k, generator=rng).to("cuda", dtype)
@@ -329,7 +334,7 @@ for rows in map(int, sys.argv[3].split(",")):
     if rows == 64 and shrink is shrink_gluon:
         shrink(empty(rows, hidden), empty(8, 3 * rank, hidden), used, tiles, leads=True)
     columns = column_blocks(sizes, "meta")
-    if rank <= 64 and rows <= 512:
+    if rank <= 32 and rows <= 512:
         halves = empty(rows, 2 * 14336)
         low = empty(len(h), rows, 2 * rank, dtype=torch.float32)
         expand_silu_mul_gluon(low, empty(8, 2 * 14336, rank), used, tiles, empty(2, dtype=torch.int32), halves)
@@ -356,18 +361,21 @@ print(json.dumps(report))
 
 
 @pytest.mark.skipif(CUDA, reason="the other tests compile for this GPU")
-@pytest.mark.parametrize("rank", ["16", pytest.param("256", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", ["16", *(pytest.param(more, marks=pytest.mark.slow) for more in ("32", "64", "256"))])
 def test_compiles_for_hopper(rank: str, run_for_hopper: Callable[..., Any]) -> None:
     """Without atomics and spilt registers; few rows as dependent launches; few variants, as each is a compilation."""
     if not Path(pytest.importorskip("triton.knobs").nvidia.cuobjdump.path).exists():
         pytest.skip("triton without cuobjdump")
     kernels = run_for_hopper(_COMPILE, "4096", rank, "1,2,8,16,17,64,512,1024,8192")
     names = {"lora_shrink_kernel", "shrink_kernel", "lora_expand_kernel", "lora_expand_silu_kernel"}
-    assert {kernel["kernel"] for kernel in kernels} == (names if rank == "16" else {"shrink_kernel", "expand_kernel"})
+    if rank == "256":
+        names = {"shrink_kernel", "expand_kernel"}
+    assert {kernel["kernel"] for kernel in kernels} == names - ({"lora_expand_silu_kernel"} if rank == "64" else set())
     leads = 0
     for kernel in kernels:
         assert kernel["shared"] <= 227 * 1024
-        assert kernel["stack"] == kernel["local"] == 0, f"{kernel} spills registers"
+        spilt = 48 if kernel["beside"] and rank in ("32", "64") else 0  # of A x of three products: 80 registers
+        assert kernel["stack"] <= spilt and kernel["local"] == 0, f"{kernel} spills registers"
         assert not kernel["atomics"]
         if kernel["beside"]:
             assert kernel["kernel"] == "lora_shrink_kernel" and kernel["griddepcontrol"] == 3
@@ -378,7 +386,7 @@ def test_compiles_for_hopper(rank: str, run_for_hopper: Callable[..., Any]) -> N
         if kernel["kernel"].startswith("lora_expand"):  # what B and y are goes straight into registers
             assert kernel["y"] == ["st.global.v4.b32"] and kernel["shared"] <= 4096 and kernel["barriers"] <= 4
             assert kernel["reg"] <= 248  # of 64 tokens in eight parts; measured to be faster than with fewer
-    assert sum(kernel["beside"] for kernel in kernels) == leads == (1 if rank == "16" else 0)
+    assert sum(kernel["beside"] for kernel in kernels) == leads == (0 if rank == "256" else 1)
     assert len(kernels) <= 12
 
 
