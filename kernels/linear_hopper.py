@@ -27,9 +27,8 @@ class HopperTile(NamedTuple):
 
 HopperTiles = tuple[HopperTile | None, ...]
 MANY_ROWS = HopperTile(consumers=2, stages=3, group=16)
-MOST_LOW_COLUMNS = (
-    1024  # of B of slots side by side, which tokens may meet twice: at worst half of an 8B's product more
-)
+# Of B of all slots side by side, where tokens meet their neighbours': at worst an 8B's product takes half again.
+MOST_LOW_COLUMNS = 1024
 
 
 def linear_hopper(

@@ -53,7 +53,7 @@ class Grouping:
         self.num_slots = num_slots
         self._width = aligned(max(max_tiles(min(max_tokens, tiling.tokens), num_slots) for tiling in TILINGS))
         self._order = 3 * self._width + aligned(2)  # where it begins, behind the two numbers of ByToken.counts
-        self._present = aligned(1 + num_slots + BEHIND_PRESENT) if presence else 0  # of so many rows
+        self._present = aligned(1 + num_slots + BEHIND_PRESENT) if presence else 0  # columns of ByToken.present
         size = self._order + 3 * aligned(max_tokens) + -(-max_tokens // ROWS_PRESENT) * self._present
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._pinned = device.type == "cuda"
