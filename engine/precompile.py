@@ -217,7 +217,7 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     slots = min(settings.max_loras, MOST_LOW_COLUMNS // padded_rank(settings.max_lora_rank) + 1)
     runner.adapters = make_tables(model, dataclasses.replace(settings, max_loras=slots), config.download_dir)
     if runner.adapters is not None:  # the first of them for the last helpers, whose other steps are the quickest
-        more = warm_steps.expert_steps(model) if runner.adapters.layout.experts else []
+        more = warm_steps.adapter_prompts(runner)
         steps = warm_steps.adapter_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)
         for num_seqs, num_tokens in steps[count - 1 - index :: count]:
             runner.dummy_step(num_seqs, num_tokens, warm_steps.GREEDY, adapted=True)

@@ -48,7 +48,7 @@ from .shortage import is_out_of_memory, out_of_memory
 from .speculation.draft_size import draft_bytes
 from .speculation.loading import find_draft, load_drafter
 from .speculation.model_drafter import ModelDrafter
-from .warm_steps import GREEDY, adapter_steps, draft_steps, expert_steps, prompt_steps, warm_up_steps
+from .warm_steps import GREEDY, adapter_prompts, adapter_steps, draft_steps, prompt_steps, warm_up_steps
 from .weight_size import check_weights
 
 logger = logging.getLogger(__name__)
@@ -358,8 +358,7 @@ def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved, world: Grou
     for drafts in draft_steps(settings.draft_depths, settings.max_num_seqs):
         runner.dummy_step(*drafts)
     if runner.adapters is not None:
-        more = expert_steps(runner.model) if runner.adapters.layout.experts else []
-        more = union(world, runner.device, more)
+        more = union(world, runner.device, adapter_prompts(runner))
         for num_seqs, num_tokens in adapter_steps(settings.max_num_seqs, largest, more):
             runner.dummy_step(num_seqs, num_tokens, GREEDY, adapted=True)
     return min(seconds)

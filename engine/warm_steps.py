@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..kernels.lora import TILINGS
+from ..kernels.lora import ROWS_BESIDE, TILINGS
 from ..kernels.moe_codes import tokens_of_codes
 from ..kernels.moe_triton import tokens_of_tiles
 from ..kernels.quant_many import rows_of_tiles
@@ -75,9 +75,15 @@ def draft_steps(depths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[tu
     ]
 
 
+def adapter_prompts(runner: ModelRunner) -> list[int]:
+    """Tokens of prompts with adapters that meet the kernels of experts' adapters, where there are any."""
+    has_experts = runner.adapters is not None and runner.adapters.layout.experts
+    return expert_steps(runner.model) if has_experts else []
+
+
 def adapter_steps(max_num_seqs: int, max_num_batched_tokens: int, more: Sequence[int] = ()) -> list[tuple[int, int]]:
     """(requests, tokens) that meet every variant of the kernels of adapters. more: tokens of further prompts."""
-    bounds = [tiling.tokens for tiling in TILINGS[:-1]]
+    bounds = sorted({*(tiling.tokens for tiling in TILINGS[:-1]), ROWS_BESIDE})
     # First those whose gated products add what adapters do themselves: these take longest to compile (precompile.py).
     steps = [(1, tokens) for tokens in (64, 128, 1024, 2048, max_num_batched_tokens, 1, bounds[-1])] + [(16, 16)]
     steps += [(1, tokens + 1) for tokens in bounds]

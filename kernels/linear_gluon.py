@@ -65,9 +65,10 @@ def _fetch(
 
 
 @gluon.jit
-def _present(low, row):
+def _present(slots, row):
     """Where the slots of this row's neighbours stand, behind their number."""
-    return low[4] + row // ROWS_PRESENT * low[9]
+    present_ptr, line, _, _ = slots
+    return present_ptr + row // ROWS_PRESENT * line
 
 
 @gluon.jit
@@ -79,13 +80,13 @@ def _turns(present_ptr, steps, RANK: gl.constexpr):
 
 @gluon.jit
 def _fetch_b(
-    b_desc, low, present_ptr, smem, bars, turn, left, right, step, RANK: gl.constexpr, STAGES: gl.constexpr
+    b_desc, slots, present_ptr, smem, bars, turn, left, right, step, RANK: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """B of a turn's slots: rows for gate and zeros, zeros and rows for up → the ring's next step."""
     SLOTS: gl.constexpr = BLOCK_K // (2 * RANK)
     weight_smem = smem[1]
     full, empty = bars
-    slot_rows, nowhere = low[7], low[8]
+    _, _, slot_rows, nowhere = slots
     boxes = weight_smem._reinterpret(b_desc.dtype, [STAGES * 2 * (BLOCK_K // RANK), HALF_N, RANK], b_desc.layout)
     stage = step % STAGES
     bar = full.index(stage)
@@ -103,7 +104,7 @@ def _fetch_b(
 
 @gluon.jit
 def _produce(
-    x_desc, weight_desc, out_desc, b_desc, low, smem, bars, tiles, half, GATED: gl.constexpr, ADD: gl.constexpr,
+    x_desc, weight_desc, out_desc, b_desc, slots, smem, bars, tiles, half, GATED: gl.constexpr, ADD: gl.constexpr,
     RANK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     weight_smem = smem[1]
@@ -119,10 +120,10 @@ def _produce(
         middle = (tiles_k + 1) // 2 if RANK > 0 else tiles_k
         step = _fetch(x_desc, weight_desc, smem, bars, m, left, right, 0, middle, step, CONSUMERS, STAGES)
         if RANK > 0:
-            present_ptr = _present(low, m * CONSUMERS * ROWS)
+            present_ptr = _present(slots, m * CONSUMERS * ROWS)
             turns, between = _turns(present_ptr, tiles_k - middle, RANK)
             for turn in range(turns):
-                step = _fetch_b(b_desc, low, present_ptr, smem, bars, turn, left, right, step, RANK, STAGES)
+                step = _fetch_b(b_desc, slots, present_ptr, smem, bars, turn, left, right, step, RANK, STAGES)
                 end = middle + between
                 step = _fetch(x_desc, weight_desc, smem, bars, m, left, right, middle, end, step, CONSUMERS, STAGES)
                 middle = end
@@ -144,7 +145,7 @@ def _low_of_rows(
     low, row, dtype: gl.constexpr, RANK: gl.constexpr, RUNS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """Of ROWS tokens: slots, and h of gate and of up [ROWS, RANK], 0 where there is none."""
-    h_ptr, slots_ptr, places_ptr, used_ptr, _, tokens, splits, _, _, _, columns = low
+    h_ptr, slots_ptr, places_ptr, used_ptr, tokens, splits, columns = low
     token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     slot = gl.load(slots_ptr + token, mask=token < tokens, other=-1)
     place = gl.load(places_ptr + token, mask=token < tokens, other=0)
@@ -203,8 +204,8 @@ def _multiply(
 
 @gluon.jit
 def _multiply_b(
-    acc, b_desc, present_ptr, slots, gate_low, up_low, smem, bars, turn, step, RANK: gl.constexpr, STAGES: gl.constexpr,
-    of_low: gl.constexpr,
+    acc, b_desc, present_ptr, of_rows, gate_low, up_low, smem, bars, turn, step,
+    RANK: gl.constexpr, STAGES: gl.constexpr, of_low: gl.constexpr,
 ):  # fmt: skip
     """B h of a turn's slots added → acc, the ring's next step."""
     SLOTS: gl.constexpr = BLOCK_K // (2 * RANK)
@@ -215,7 +216,7 @@ def _multiply_b(
     stage = step % STAGES
     mbarrier.wait(full.index(stage), step // STAGES & 1)
     for i in gl.static_range(SLOTS):
-        mine = (slots == gl.load(present_ptr + 1 + turn * SLOTS + i))[:, None]
+        mine = (of_rows == gl.load(present_ptr + 1 + turn * SLOTS + i))[:, None]
         box = (stage * SLOTS + i) * 2
         acc = warpgroup_mma(gl.where(mine, gate_low, others), boxes.index(box).permute((1, 0)), acc)
         acc = warpgroup_mma(gl.where(mine, up_low, others), boxes.index(box + 1).permute((1, 0)), acc)
@@ -225,7 +226,7 @@ def _multiply_b(
 
 @gluon.jit
 def _consume(
-    which: gl.constexpr, out_desc, b_desc, low, smem, bars, tiles, GATED: gl.constexpr, ADD: gl.constexpr,
+    which: gl.constexpr, out_desc, b_desc, low, slots, smem, bars, tiles, GATED: gl.constexpr, ADD: gl.constexpr,
     RANK: gl.constexpr, RUNS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, HOLD: gl.constexpr,
 ):  # fmt: skip
     weight_smem, out_smem = smem[1], smem[2]
@@ -245,12 +246,12 @@ def _consume(
         acc, step = _multiply(which, acc, smem, bars, 0, middle, step, CONSUMERS, STAGES, HOLD)
         if RANK > 0:
             of_low: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-            slots, gate_low, up_low = _low_of_rows(low, row, b_desc.dtype, RANK, RUNS, of_low)
-            present_ptr = _present(low, row)
+            of_rows, gate_low, up_low = _low_of_rows(low, row, b_desc.dtype, RANK, RUNS, of_low)
+            present_ptr = _present(slots, row)
             turns, between = _turns(present_ptr, tiles_k - middle, RANK)
             for turn in range(turns):
                 acc, step = _multiply_b(
-                    acc, b_desc, present_ptr, slots, gate_low, up_low, smem, bars, turn, step, RANK, STAGES, of_low
+                    acc, b_desc, present_ptr, of_rows, gate_low, up_low, smem, bars, turn, step, RANK, STAGES, of_low
                 )
                 end = middle + between
                 acc, step = _multiply(which, acc, smem, bars, middle, end, step, CONSUMERS, STAGES, HOLD)
@@ -286,20 +287,8 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tiles_m",
-        "tiles_n",
-        "tiles_k",
-        "group",
-        "half",
-        "tokens",
-        "splits",
-        "slot_rows",
-        "nowhere",
-        "line",
-    ]
-)
+@gluon.jit(do_not_specialize=["tiles_m", "tiles_n", "tiles_k", "group", "half", "tokens", "splits", "slot_rows",
+                              "nowhere", "line"])  # fmt: skip
 def linear_kernel(
     x_desc, weight_desc, out_desc, b_desc, h_ptr, slots_ptr, places_ptr, used_ptr, present_ptr,
     tiles_m, tiles_n, tiles_k, group, half, tokens, splits, slot_rows, nowhere, line, low_columns,
@@ -324,37 +313,25 @@ def linear_kernel(
     smem = (x_smem, weight_smem, out_smem)
     bars = (full, empty)
     tiles = (tiles_m, tiles_n, tiles_k, group)
+    low, slots = tiles, tiles  # of nobody
     if RANK > 0:
-        low = (
-            h_ptr,
-            slots_ptr,
-            places_ptr,
-            used_ptr,
-            present_ptr,
-            tokens,
-            splits,
-            slot_rows,
-            nowhere,
-            line,
-            low_columns,
-        )
-    else:
-        low = tiles  # type: ignore[assignment]
+        low = (h_ptr, slots_ptr, places_ptr, used_ptr, tokens, splits, low_columns)  # type: ignore[assignment]
+        slots = (present_ptr, line, slot_rows, nowhere)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (
                     _consume,
-                    (A, out_desc, b_desc, low, smem, bars, tiles, GATED, ADD, RANK, RUNS, CONSUMERS, STAGES, 0),
+                    (A, out_desc, b_desc, low, slots, smem, bars, tiles, GATED, ADD, RANK, RUNS, CONSUMERS, STAGES, 0),
                 ),
                 (
                     _consume,
-                    (B, out_desc, b_desc, low, smem, bars, tiles, GATED, ADD, RANK, RUNS, CONSUMERS, STAGES,
+                    (B, out_desc, b_desc, low, slots, smem, bars, tiles, GATED, ADD, RANK, RUNS, CONSUMERS, STAGES,
                      HOLD_B),
                 ),
                 (
                     _produce,
-                    (x_desc, weight_desc, out_desc, b_desc, low, smem, bars, tiles, half, GATED, ADD, RANK, CONSUMERS,
+                    (x_desc, weight_desc, out_desc, b_desc, slots, smem, bars, tiles, half, GATED, ADD, RANK, CONSUMERS,
                      STAGES),
                 ),
             ],
@@ -366,11 +343,11 @@ def linear_kernel(
             [
                 (
                     _consume,
-                    (A, out_desc, b_desc, low, smem, bars, tiles, GATED, ADD, RANK, RUNS, CONSUMERS, STAGES, 0),
+                    (A, out_desc, b_desc, low, slots, smem, bars, tiles, GATED, ADD, RANK, RUNS, CONSUMERS, STAGES, 0),
                 ),
                 (
                     _produce,
-                    (x_desc, weight_desc, out_desc, b_desc, low, smem, bars, tiles, half, GATED, ADD, RANK, CONSUMERS,
+                    (x_desc, weight_desc, out_desc, b_desc, slots, smem, bars, tiles, half, GATED, ADD, RANK, CONSUMERS,
                      STAGES),
                 ),
             ],

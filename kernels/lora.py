@@ -49,7 +49,6 @@ class Tiling(NamedTuple):
 
 TILINGS = (
     Tiling(16, rows=8, splits=16, chunk=8, warps=2, groups=2, low_warps=4),
-    Tiling(64, rows=8, splits=4, chunk=8, warps=4, groups=1, low_warps=4),
     Tiling(512, rows=8, splits=4, chunk=8, warps=4, groups=1, low_warps=4),
     Tiling(1 << 30, rows=64, splits=8, chunk=16, warps=4, groups=2, low_warps=0),
 )

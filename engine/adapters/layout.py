@@ -198,7 +198,8 @@ class SlotLayout:
             low = adapter.read(pair.a)
             high = adapter.read(pair.b).float() * pair.scale
             # A product may multiply it by the zeros of others' tokens (kernels/lora.py): infinities would reach them.
-            if (largest := float(high.abs().max())) > (limit := torch.finfo(dtype).max):
+            least, most = high.aminmax()
+            if (largest := float(max(-least, most))) > (limit := torch.finfo(dtype).max):
                 remedy = "serve it with --lora-dtype bfloat16" if dtype == torch.float16 else "get another"
                 raise AdapterError(
                     f"{adapter.folder}: B of {pair.module} times its scale reaches {largest:.3g}, and {dtype} ends at "

@@ -129,12 +129,19 @@ class Grouping:
 class AdapterStep:
     """What the products of the step under way need to know."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, grouping: Grouping, device: torch.device) -> None:
+        """grouping: where `tokens` are views of."""
+        self._grouping = grouping
         self.tokens: Tiles | None = None  # None: no row of the step has an adapter
-        self.by_token: ByToken | None = None  # the same
         self.sampled: Tiles | None = None  # of the rows whose logits are computed
         self.slots: Tensor | None = None  # int32 [T], of tokens; None: no row has an adapter that changes experts
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # see LinearAdapter.added
+
+    @property
+    def by_token(self) -> ByToken:
+        """The same as `tokens`."""
+        assert self.tokens is not None
+        return self._grouping.by_token(len(self.tokens.order))
 
     def beside(self, rows: int) -> torch.cuda.Stream | None:
         """Where A x of so many rows is computed beside W x. Of fewer, kernels overlap within their stream; of more,
@@ -175,20 +182,18 @@ class LinearAdapter:
                 low = shrink(x, self._a, self._used, tiles)
             main.wait_stream(stream)
         if gated:
-            assert self._step.by_token is not None
             return expand_silu_mul(low, self._b, self._columns, self._used, tiles, self._step.by_token.counts, y)
         expand(low, self._b, self._columns, self._used, tiles, y)
         return y
 
     def share(self, x: Tensor) -> Share | None:
         """What a gated product of x [T, in], launched next, adds in its own pass; None where it cannot."""
-        tiles, by_token = self._step.tokens, self._step.by_token
-        assert tiles is not None and by_token is not None
-        assert len(x) == len(tiles.order), f"{len(x)} rows where the step has others"
+        tiles = self._step.tokens
+        assert tiles is not None and len(x) == len(tiles.order), f"{len(x)} rows where the step has others"
         if not takes(x, self._b):
             return None
         runs = is_shrunk_by_gluon(x, self._a, tiles)
-        return Share(shrink(x, self._a, self._used, tiles, leads=runs), self._b, self._used, by_token, runs)
+        return Share(shrink(x, self._a, self._used, tiles, leads=runs), self._b, self._used, self._step.by_token, runs)
 
     def _tiles(self, rows: int | None) -> Tiles | None:
         """Of the step under way, in which there are so many rows here."""
@@ -236,7 +241,6 @@ class AdapterTables:
     ) -> None:
         """max_tokens: of a step, padding included; max_rows: requests at once."""
         self.store, self.layout, self.num_slots = store, store.layout, num_slots
-        self.step = AdapterStep(device)
         self._head: Tiles | None = None  # of the step's sampled rows
         self.row_slots = np.full(max_rows + 1, NO_SLOT)  # of each row of the device tables
         self._slots = self.row_slots[:0]  # of each row of the step
@@ -246,6 +250,7 @@ class AdapterTables:
         self._used = torch.zeros(len(layout.places), aligned(num_slots), dtype=torch.int32, device=device)
         self._tokens = Grouping(max_tokens, num_slots, device, presence=num_slots * RANK_UNIT <= MOST_LOW_COLUMNS)
         self._sampled = Grouping(max_tokens, num_slots, device, presence=False)
+        self.step = AdapterStep(self._tokens, device)
         self.has_head = False
         for place in layout.places:
             if not isinstance(place.holder, Experts):
@@ -305,7 +310,7 @@ class AdapterTables:
 
     def use(self, num_tokens: int) -> None:
         """What is launched from now on is for a step of so many tokens that has adapters."""
-        self.step.tokens, self.step.by_token = self._tokens.tiles(num_tokens), self._tokens.by_token(num_tokens)
+        self.step.tokens = self._tokens.tiles(num_tokens)
         if self.layout.experts:
             self.step.slots = self._tokens.token_slots(num_tokens)
 
@@ -315,7 +320,7 @@ class AdapterTables:
 
     def end(self) -> None:
         """What is launched from now on has none."""
-        self.step.tokens = self.step.by_token = self.step.sampled = self.step.slots = self._head = None
+        self.step.tokens = self.step.sampled = self.step.slots = self._head = None
 
     def _bound(self, place: Place, holder: Linear | Embedding, device: torch.device) -> LinearAdapter:
         kind = LinearAdapter

@@ -92,9 +92,9 @@ class LMHead(Linear):
     def part(self, x: Tensor | Fp8Rows) -> Tensor:
         """[N, hidden] → fp32 [N, this rank's columns]."""
         assert isinstance(x, Tensor), "the last norm is told of no reader"
-        if self.adapter is None or not self.adapter.active:
+        if (adapter := self.active_adapter) is None:
             return self.method.multiply_fp32(x)
-        return self.adapter.added(x, lambda: self.method.multiply_fp32(x))
+        return adapter.added(x, lambda: self.method.multiply_fp32(x))
 
     def whole(self, part: Tensor) -> Tensor:
         """The ranks' columns beside one another."""

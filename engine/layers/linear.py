@@ -141,10 +141,8 @@ class Linear(nn.Module):
 
     def _product(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
         """residual: as in LinearMethod.multiply."""
-        adapter = self.adapter
-        if adapter is None or not adapter.active:
-            return self.method.multiply(x, residual)
-        return self._added(adapter, x, residual)
+        adapter = self.active_adapter
+        return self.method.multiply(x, residual) if adapter is None else self._added(adapter, x, residual)
 
     def _added(
         self, adapter: Adapter, x: Tensor | Fp8Rows, residual: Tensor | None = None, gated: bool = False
@@ -154,9 +152,13 @@ class Linear(nn.Module):
         return adapter.added(x, lambda: self.method.multiply(x, residual, late=late), late, gated)
 
     @property
-    def is_adapted(self) -> bool:
+    def active_adapter(self) -> Adapter | None:
         """In this step."""
-        return self.adapter is not None and self.adapter.active
+        return self.adapter if self.adapter is not None and self.adapter.active else None
+
+    @property
+    def is_adapted(self) -> bool:
+        return self.active_adapter is not None
 
     def add_to(self, residual: Tensor | None, x: Tensor | Fp8Rows) -> Tensor | None:
         """[T, in] → [T, out] that is to be added to residual [T, out]; None: it has been. Where residual is None, the
@@ -175,8 +177,7 @@ class Linear(nn.Module):
 
     def silu_mul(self, x: Tensor | Fp8Rows, reader: Linear | None = None) -> Tensor | Fp8Rows:
         """[T, in] → [T, out / 2] of this rank: silu of the first part, times the second; as `reader` takes it best."""
-        adapter = self.adapter
-        if adapter is not None and adapter.active:
+        if (adapter := self.active_adapter) is not None:
             assert isinstance(x, Tensor), "fp8_input asks for none in a step with adapters"
             joined = self.method.silu_mul_adapted(x, adapter.share)
             return self._added(adapter, x, gated=True) if joined is None else joined

@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from bench_steps import GREEDY, MAX_DECODES, MAX_TOKENS, MIXED_TOKENS, NUM_BLOCKS, PAGE, milliseconds
@@ -36,6 +37,7 @@ from vserve.engine.plan import BlockWrite, NewRow, StepPlan
 from vserve.engine.runner import ModelRunner
 from vserve.engine.warm_steps import adapter_steps, warm_up_steps
 
+OPTIONS: dict[str, Any] = {"load_format": "dummy", "max_model_len": MAX_TOKENS}
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -142,14 +144,13 @@ def engine(folder: Path, scratch: Path, rank: int, streams: int, count: int) -> 
     rng = random.Random(2)
     prompts = [[rng.randrange(3, 128_000) for _ in range(128)] for _ in range(streams)]
     adapters = [LoRARequest(f"a{i}", i + 1, str(write_adapter(scratch / f"a{i}", rank, i))) for i in range(count)]
-    options: dict[str, Any] = {"load_format": "dummy", "max_model_len": MAX_TOKENS}
     started = time.perf_counter()
-    with LLM(str(folder), **options) as llm:
+    with LLM(str(folder), **OPTIONS) as llm:
         print(f"without --enable-lora: start {time.perf_counter() - started:5.1f} s")
         plain = tokens_a_second(llm, prompts, [None] * streams)
         print(f"without --enable-lora: {plain:9.0f} tokens a second, out", flush=True)
     started = time.perf_counter()
-    with LLM(str(folder), **options, enable_lora=True, max_loras=count, max_cpu_loras=2 * count) as llm:
+    with LLM(str(folder), **OPTIONS, enable_lora=True, max_loras=count, max_cpu_loras=2 * count) as llm:
         print(f"with it: start {time.perf_counter() - started:5.1f} s")
         found = tokens_a_second(llm, prompts, [None] * streams)
         print(f"with it, no adapter: {found:9.0f}, {found / plain:.3f}", flush=True)
@@ -169,14 +170,15 @@ def engine(folder: Path, scratch: Path, rank: int, streams: int, count: int) -> 
 
 # ---- the start ----
 def starts(folder: Path, scratch: Path, count: int) -> None:
-    options: dict[str, Any] = {"load_format": "dummy", "max_model_len": MAX_TOKENS}
     with_adapters = {"enable_lora": True, "max_loras": count}
     times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(3):  # cold, then warm twice; in turns, for the host may get faster as its files are read
         for adapters, found in times.items():
-            os.environ["TRITON_CACHE_DIR"] = str(scratch / f"kernels-{adapters}")
             started = time.perf_counter()
-            with LLM(str(folder), **options, **(with_adapters if adapters else {})):
+            with (
+                patch.dict(os.environ, TRITON_CACHE_DIR=str(scratch / f"kernels-{adapters}")),
+                LLM(str(folder), **OPTIONS, **(with_adapters if adapters else {})),
+            ):
                 found.append(time.perf_counter() - started)
     for adapters, found in times.items():
         print(f"{'with' if adapters else 'without'} --enable-lora: start {', '.join(f'{one:.1f}' for one in found)} s")
