@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_HELPERS = 8
+SLOW_STARTS = 2  # helpers, the first: what warm_up_steps has them begin with takes longest to compile
 HOST_BYTES = 3 << 30  # of free memory for each helper
 HELPER_BYTES = 4 << 30  # of the card's memory for each helper, beside the weights that it makes up
 ENGINE_BYTES = 2 << 30  # of the card's memory for the engine meanwhile, beside its weights
@@ -183,6 +184,7 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     from .resolved import resolve
     from .runner import ModelRunner
     from .speculation.loading import find_draft, load_drafter
+    from .warm_steps import GREEDY
 
     machine = rank.open_machine(dataclasses.replace(config, device="cuda"))
     folder = Path(config.model).expanduser()
@@ -209,18 +211,33 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     assert isinstance(runner, ModelRunner)
     runner.bind_cache(1, settings.dtype)
     more = warm_steps.prompt_steps(runner, settings.max_num_batched_tokens)
-    for step in warm_steps.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)[index::count]:
+    steps = warm_steps.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)[index::count]
+    # After its first step a helper meets what others compile in theirs as late as can be: they are ready with sampling
+    # before they are with prefill attention.
+    later = sorted(steps[1:], key=lambda step: (step[0] != step[1], step[2] != GREEDY))
+    num_early = sum(seqs == tokens and kind == GREEDY for seqs, tokens, kind in later)
+    for step in [*steps[:1], *later[:num_early]]:
         runner.dummy_step(*step)
-    for drafts in warm_steps.draft_steps(settings.draft_depths, settings.max_num_seqs)[index::count]:
-        runner.dummy_step(*drafts)
     # No more slots than tell whether products add adapters' shares (linear_hopper.py): each helper has them all.
     slots = min(settings.max_loras, MOST_LOW_COLUMNS // padded_rank(settings.max_lora_rank) + 1)
     runner.adapters = make_tables(model, dataclasses.replace(settings, max_loras=slots), config.download_dir)
-    if runner.adapters is not None:  # the first of them for the last helpers, whose other steps are the quickest
+    if runner.adapters is not None:
         more = warm_steps.adapter_prompts(runner)
-        steps = warm_steps.adapter_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)
-        for num_seqs, num_tokens in steps[count - 1 - index :: count]:
-            runner.dummy_step(num_seqs, num_tokens, warm_steps.GREEDY, adapted=True)
+        adapted = warm_steps.adapter_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)
+        for num_seqs, num_tokens in adapted_share(adapted, count, index):
+            runner.dummy_step(num_seqs, num_tokens, GREEDY, adapted=True)
+    for step in later[num_early:]:
+        runner.dummy_step(*step)
+    for drafts in warm_steps.draft_steps(settings.draft_depths, settings.max_num_seqs)[index::count]:
+        runner.dummy_step(*drafts)
+
+
+def adapted_share(steps: list[tuple[int, int]], count: int, index: int) -> list[tuple[int, int]]:
+    """Of steps with adapters: the last helper has the first of them, and those whose own first steps take longest have
+    none if there are enough others."""
+    sharing = count - SLOW_STARTS if count > 2 * SLOW_STARTS else count
+    place = count - 1 - index
+    return steps[place::sharing] if place < sharing else []
 
 
 if __name__ == "__main__":

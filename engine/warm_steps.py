@@ -102,9 +102,9 @@ def warm_up_steps(
     # decodes beside a prompt, as many as the graphs of such steps have
     beside = [(rows + 1, rows + 2, GREEDY) for rows in MIXED_DECODE_ROWS if rows < max_num_seqs]
     # With precompile.py, each of the first steps has a process of its own. The kernels that take longest to compile
-    # (prefill attention, the same beside decodes, sampling) are therefore met in one of these each; other steps that
-    # need them come when they are ready.
-    steps = [(1, max_num_batched_tokens, GREEDY), beside[-1], (64, 64, WORST_SAMPLING)]
+    # (prefill attention beside decodes, sampling, prefill attention) are therefore met in one of these each; helpers
+    # take other steps that need them when they are ready.
+    steps = [beside[-1], (64, 64, WORST_SAMPLING), (1, max_num_batched_tokens, GREEDY)]
     # The splits of decode attention and the tile of a product depend on how many decode.
     decodes = [(num_seqs, num_seqs) for num_seqs in (max_num_seqs, 128, 64, 1, 2, 96, 4, 8, 16, 17, 32)]
     prompts = [(4, min(2048, max_num_batched_tokens)), (1, 16), (1, 17), (2, 256)]

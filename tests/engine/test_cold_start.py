@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -150,15 +151,17 @@ def test_no_helpers_where_all_is_compiled(checkpoint, tmp_path, monkeypatch):
 
 
 def test_first_steps_meet_the_slowest_kernels_one_by_one():
-    """Those of prefill attention, of the same beside decodes, and of sampling: each helper begins with at most one."""
+    """Prefill attention beside decodes, sampling, prefill attention: a helper begins with one at most."""
     steps = warm_steps.warm_up_steps(1024, 8192)
     assert all(num_seqs <= tokens <= 8192 for num_seqs, tokens, _ in steps)
     assert all(step not in steps[:i] for i, step in enumerate(steps)), "nothing is warmed up twice"
-    alone, beside, sampled, *others = steps[:8]
+    beside, sampled, alone, *others = steps[:8]
     assert alone[0] == 1 < alone[1] and beside[1] == beside[0] + 1 and sampled[0] == sampled[1]
-    assert [step[2].temperature > 0 for step in (alone, beside, sampled)] == [False, False, True]
+    assert [step[2].temperature > 0 for step in (beside, sampled, alone)] == [False, True, False]
     assert all(num_seqs == tokens and not sampling.temperature for num_seqs, tokens, sampling in others)
-    assert warm_steps.warm_up_steps(1, 16)[0][:2] == (1, 16), "fewer rows than the steps are made for"
+    assert (1, 16) in [step[:2] for step in warm_steps.warm_up_steps(1, 16)[:2]], (
+        "fewer rows than the steps are made for"
+    )
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
@@ -251,7 +254,13 @@ def test_shares_make_up_the_warm_up_of_a_model_with_few_layers(tiny_model, monke
     for index in range(4):  # for the fourth, the card has no memory
         precompile.run_share(config, 3, index)
     steps = warm_steps.warm_up_steps(4, 32)
-    assert run == [*steps[0::3], *steps[1::3], *steps[2::3]] and asked == ["cuda"] * 4
+    shares = [steps[index::3] for index in range(3)]
+    for share in shares:
+        met, run = run[: len(share)], run[len(share) :]
+        assert met[0] == share[0] and sorted(map(repr, met)) == sorted(map(repr, share))
+        kinds = [(seqs < tokens, kind.temperature > 0) for seqs, tokens, kind in met[1:]]
+        assert len(set(kinds)) > 2 and kinds == sorted(kinds), "what others compile first comes late"
+    assert not run and asked == ["cuda"] * 4
 
 
 def test_shares_meet_adapters(tiny_model, monkeypatch):
@@ -275,7 +284,9 @@ def test_shares_meet_adapters(tiny_model, monkeypatch):
         precompile.run_share(config, 2, index)
     steps = warm_steps.adapter_steps(17, 70)
     assert steps[0] == (1, 64) and len(steps) > 4 and sorted(step[:2] for step in run) == sorted(steps)
-    assert run[0][:2] == steps[1], "the first helper has steps of its own that take longest"
+    assert run[0][:2] == steps[1], "the last helper has the first of them"
+    shares = [precompile.adapted_share(steps, 5, index) for index in range(5)]
+    assert shares[:2] == [[], []] and shares[4][0] == steps[0] and sorted(chain(*shares)) == sorted(steps)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "model", "ngram"])

@@ -169,7 +169,7 @@ GROUPS: dict[str, list[list[Part]]] = {
         [noticing("the same, at every load", f"--options={ALWAYS}", "--streams=20,60,200", "--answers=1200")],
     ],
     "lora": [
-        [side_by_side("kernels", "tests/kernels/test_lora.py", "tests/kernels/test_moe_lora.py")],
+        [side_by_side("kernels", *(f"tests/kernels/test_{name}.py" for name in ("lora", "lora_share", "moe_lora")))],
         [side_by_side("adapters", "tests/gpu/test_lora_gpu.py")],
         [noticing("the noticing model, 40 adapters", "--adapters=40", "--streams=1,100,400", "--answers=2000")],
     ],

@@ -1,9 +1,10 @@
 """Adapters of the 8B shape on an NVIDIA GPU: python tools/gpu/bench_adapters.py [--rank R] [--streams N] [--adapters M]
 
 `start`: how long one takes with --enable-lora and without, first with no kernel compiled before. `engine`: as it serves
-the same load (128 tokens in, 256 out, all streams at once) without --enable-lora, with it and no adapter, and over all
-adapters; and how long one takes from the disk and from the host until its first token. `steps`: single ones, replayed
-from their graphs, of the base and with adapters. Made-up weights, all seven matrices of every layer.
+the same load (128 tokens in and 256 out, or as many as asked, all streams at once) without --enable-lora, with it and
+no adapter, and over all adapters; and how long one takes from the disk and from the host until its first token.
+`steps`: single ones, replayed from their graphs, of the base and with adapters. Made-up weights, all seven matrices of
+every layer.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ def steps(folder: Path, rank: int, seconds: float) -> None:
 
 
 # ---- the engine ----
-def tokens_a_second(llm: LLM, prompts: list[list[int]], adapters: list[LoRARequest | None]) -> float:
-    sampling = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
+def tokens_a_second(llm: LLM, prompts: list[list[int]], answer: int, adapters: list[LoRARequest | None]) -> float:
+    """Of answers."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
     given: Any = adapters if any(adapters) else None
     best = 0.0
     for _ in range(3):
@@ -136,23 +138,23 @@ def tokens_a_second(llm: LLM, prompts: list[list[int]], adapters: list[LoRAReque
             prompt[0] = (prompt[0] + 1) % 100_000  # nothing is cached
         started = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False, lora_request=given)
-        best = max(best, 256 * len(prompts) / (time.perf_counter() - started))
+        best = max(best, answer * len(prompts) / (time.perf_counter() - started))
     return best
 
 
-def engine(folder: Path, scratch: Path, rank: int, streams: int, count: int) -> None:
+def engine(folder: Path, scratch: Path, rank: int, streams: int, count: int, prompt: int, answer: int) -> None:
     rng = random.Random(2)
-    prompts = [[rng.randrange(3, 128_000) for _ in range(128)] for _ in range(streams)]
+    prompts = [[rng.randrange(3, 128_000) for _ in range(prompt)] for _ in range(streams)]
     adapters = [LoRARequest(f"a{i}", i + 1, str(write_adapter(scratch / f"a{i}", rank, i))) for i in range(count)]
     started = time.perf_counter()
     with LLM(str(folder), **OPTIONS) as llm:
         print(f"without --enable-lora: start {time.perf_counter() - started:5.1f} s")
-        plain = tokens_a_second(llm, prompts, [None] * streams)
+        plain = tokens_a_second(llm, prompts, answer, [None] * streams)
         print(f"without --enable-lora: {plain:9.0f} tokens a second, out", flush=True)
     started = time.perf_counter()
     with LLM(str(folder), **OPTIONS, enable_lora=True, max_loras=count, max_cpu_loras=2 * count) as llm:
         print(f"with it: start {time.perf_counter() - started:5.1f} s")
-        found = tokens_a_second(llm, prompts, [None] * streams)
+        found = tokens_a_second(llm, prompts, answer, [None] * streams)
         print(f"with it, no adapter: {found:9.0f}, {found / plain:.3f}", flush=True)
         one = SamplingParams(temperature=0.0, max_tokens=1)
         times = []
@@ -164,7 +166,7 @@ def engine(folder: Path, scratch: Path, rank: int, streams: int, count: int) -> 
         print(
             f"first token of an adapter: from the disk {1e3 * times[0]:.0f} ms, from its slot {1e3 * times[1]:.0f} ms"
         )
-        found = tokens_a_second(llm, prompts, [adapters[i % count] for i in range(streams)])
+        found = tokens_a_second(llm, prompts, answer, [adapters[i % count] for i in range(streams)])
         print(f"over {count} adapters: {found:9.0f}, {found / plain:.3f}", flush=True)
 
 
@@ -189,6 +191,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each, for the engine (default: 128)")
+    parser.add_argument("--answer", type=int, default=256, help="tokens of each, for the engine (default: 256)")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each step that is timed (default: 1)")
     parser.add_argument("--only", choices=("steps", "engine", "start"), help="one of the parts")
     arguments = parser.parse_args()
@@ -199,7 +203,8 @@ def main() -> None:
         if arguments.only in (None, "start"):  # before: this process holds no memory of the card yet
             starts(folder, Path(scratch), arguments.adapters)
         if arguments.only in (None, "engine"):
-            engine(folder, Path(scratch), arguments.rank, arguments.streams, arguments.adapters)
+            load = (arguments.streams, arguments.adapters, arguments.prompt, arguments.answer)
+            engine(folder, Path(scratch), arguments.rank, *load)
         if arguments.only in (None, "steps"):
             steps(folder, arguments.rank, arguments.seconds)
 
