@@ -120,8 +120,11 @@ class AdapterBook:
             self._waiter, self._num_passes = None, 0
 
     def _wait(self, request: int) -> None:
-        if not self._somebody_waits:
-            self._somebody_waits, self._waiter = True, request
+        if self._somebody_waits:
+            return
+        self._somebody_waits = True
+        if request != self._waiter:  # for the one before it has been seen to, or has gone
+            self._waiter, self._num_passes = request, 0
 
     def forget(self, ids: set[int]) -> None:
         """The copies of these into their slots may have failed: they are copied anew."""

@@ -228,6 +228,25 @@ def test_the_host_keeps_no_more_than_it_may_while_many_wait() -> None:
     assert ended == set(range(1, 121)) and len(store.read_paths) <= 60 + 120
 
 
+def test_who_is_read_serves_all_that_wait_for_it() -> None:
+    """However long the queue is, and however many had to be passed: 400 requests for 20 adapters in two slots."""
+    rng = random.Random(3)
+    scheduler, device = make(max_loras=2, max_cpu_loras=4, max_num_seqs=64, max_num_batched_tokens=256, num_blocks=400)
+    book, ended, reads, reading = book_of(scheduler), 0, [], False
+    for id in range(1, 401):
+        add(scheduler, device, id, rng.randrange(101, 121), num_tokens=1)
+    while scheduler.has_unfinished():
+        ended += sum(output.finish_reason is not None for output in step(scheduler, device))
+        if reading:
+            book.arrived(reads[-1])
+            reading = False
+        elif book.wanted and book.make_room() is not None:
+            reads.append(next(iter(book.wanted)))
+            book.coming.add(reads[-1])
+            reading = True
+    assert ended == 400 and len(reads) < 60
+
+
 def test_a_long_queue_is_looked_at_once() -> None:
     """With limits on prompts in progress: who has to wait is passed over once a step, not once for each that begins."""
     scheduler, device = make(

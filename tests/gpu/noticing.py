@@ -44,6 +44,7 @@ ANSWERS = 2000  # a setting, with 33 streams or more
 FEW_ANSWERS = 200  # with fewer
 CLIENTS = 4  # processes
 MOST_COMPARED = 50  # wrong answers: with more there is no doubt
+OF_ADAPTERS = 0.7  # of the requests, where there are any; the others ask the model
 STREAMS_A_CLIENT = 32  # its pool looks through all of them whenever a request begins or ends
 RIGHT_ALONE = 0.99
 DROP = 0.005  # of the share that is right alone: more is a fault
@@ -96,16 +97,19 @@ class Company:
 
     def __iter__(self) -> Iterator[tuple[tasks.Question, dict[str, Any]]]:
         while True:
-            question = self._question()
+            number = 0
+            if self._adapters and self._random.random() < OF_ADAPTERS:
+                number = self._random.randint(1, self._adapters)
+            question = self._question(copies=not number)
             parameters = {} if self._plain else self._parameters(question)
-            if self._adapters and (number := self._random.randint(0, self._adapters)):
+            if number:
                 question, parameters["model"] = swaps.swapped(question, number), adapter_name(number)
             yield question, parameters
 
-    def _question(self) -> tasks.Question:
+    def _question(self, copies: bool) -> tasks.Question:
+        """`copies`: with long answers, too, which an adapter does not have."""
         random = self._random
-        # Of an adapter's answers, those of one word.
-        kind = random.choices(("recall", "first", "copy"), (45, 15, 0 if self._adapters else 40))[0]
+        kind = random.choices(("recall", "first", "copy"), (45, 15, 40 if copies else 0))[0]
         if kind == "copy":
             return tasks.copy(random, random.randint(60, tasks.LONGEST_COPY))
         if kind == "recall" and random.random() < 0.5:
