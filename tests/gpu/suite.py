@@ -142,6 +142,7 @@ GROUPS: dict[str, list[list[Part]]] = {
             ]
             for kind in ("fp8", "int4")
         ),
+        [Part("the noticing model in each layout", (str(GPU / "noticing_layouts.py"),))],
         [
             side_by_side(
                 "kernels",
