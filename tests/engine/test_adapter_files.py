@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from vserve.engine.adapters import peft_config
 from vserve.engine.adapters.adapter import WEIGHTS_FILE, Adapter
 from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.peft_config import CONFIG_FILE, AdapterError
+from vserve.engine.adapters.store import AdapterStore
 from vserve.engine.config import EngineConfig
 from vserve.engine.messages import LoadAdapter
 from vserve.engine.plan import ADAPTER_UNUSABLE
@@ -127,6 +129,20 @@ def test_numbers_that_are_many_are_looked_at_where_they_lie(folder: Path) -> Non
     save_file(tensors, folder / WEIGHTS_FILE)
     with pytest.raises(AdapterError, match=f"NaN or infinite values in {other}"):
         Adapter.open(folder).read(other)
+
+
+def test_who_reads_takes_short_turns(folder: Path) -> None:
+    """Steps need the interpreter's lock meanwhile; also where the reading fails."""
+    turns = [sys.getswitchinterval()]
+
+    def check(adapter: Adapter) -> None:
+        turns.append(sys.getswitchinterval())
+        raise AdapterError("planted")
+
+    nothing: Any = None
+    with pytest.raises(AdapterError, match="planted"):
+        AdapterStore(nothing, torch.float32, pin=False).read(str(folder), check)
+    assert turns[1] < turns[0] / 5 and sys.getswitchinterval() == turns[0]
 
 
 def test_a_name_without_end_is_refused(folder: Path) -> None:
