@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -343,14 +343,23 @@ def soak(
     return scores, found
 
 
-def show(rows: list[list[str]]) -> None:
-    table = [list(HEAD), *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(HEAD))]
+def show(rows: list[list[str]], head: Sequence[str] = HEAD) -> None:
+    table = [list(head), *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
     for number, row in enumerate(table):
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
         if number == 0:
             print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
     sys.stdout.flush()
+
+
+def options_on(device: str) -> list[str]:
+    return ["--served-model-name=noticing", f"--max-model-len={CONTEXT}", f"--device={device}", "--max-num-seqs=512"]
+
+
+def room_on(device: str) -> list[str]:
+    """For the cache: several servers share a card."""
+    return [] if device == "cpu" else ["--kv-cache-memory-bytes=4000000000"]
 
 
 def main() -> int:
@@ -370,11 +379,7 @@ def main() -> int:
     add("--no-small-cache", action="store_true", help="leave out the setting that preempts")
     add("--seed", type=int, default=1)
     args = parser.parse_args()
-    options = [
-        "--served-model-name=noticing", f"--max-model-len={CONTEXT}", f"--device={args.device}", "--max-num-seqs=512",
-        *args.options.split(),
-    ]  # fmt: skip
-    room = ["--kv-cache-memory-bytes=4000000000"] if args.device != "cpu" else []
+    options, room = [*options_on(args.device), *args.options.split()], room_on(args.device)
     scores: list[Score] = []
     found: list[str] = []
     counts = [int(word) for word in args.streams.split(",")]

@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 import tempfile
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -37,12 +36,8 @@ def loss(server: Server) -> float:
     for index in range(NUM_SCORED):
         question = list(noticing.tasks.KINDS.values())[index % 3](random, random.randint(3, 600))
         asked = {"prompt": question.prompt + question.answer, "max_tokens": 1, "prompt_logprobs": 0}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{server.port}/v1/completions", json.dumps(asked | {"model": "noticing"}).encode(),
-            {"content-type": "application/json"},
-        )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=120) as response:
-            found = json.load(response)["choices"][0]["prompt_logprobs"][-len(question.answer) :]
+        answer = json.loads(server.get("/v1/completions", asked))
+        found = answer["choices"][0]["prompt_logprobs"][-len(question.answer) :]
         total -= sum(place[str(token)]["logprob"] for place, token in zip(found, question.answer, strict=True))
         count += len(question.answer)
     return total / count
@@ -50,9 +45,7 @@ def loss(server: Server) -> float:
 
 def serve(vserve: VServe, model: Path, args: argparse.Namespace) -> tuple[float, list[Score]]:
     """Its loss, and what it answers."""
-    room = [] if args.device == "cpu" else ["--kv-cache-memory-bytes=4000000000"]
-    options = ["--served-model-name=noticing", f"--max-model-len={noticing.CONTEXT}", f"--device={args.device}"]
-    server = Server(vserve, model, [*options, "--max-num-seqs=512", *room])
+    server = Server(vserve, model, [*noticing.options_on(args.device), *noticing.room_on(args.device)])
     try:
         server.wait_until_ready()
         scores = [
@@ -98,10 +91,8 @@ def main() -> int:
         parser.error(f"--kinds {', '.join(sorted(unknown))}: there are {', '.join((PLAIN, *KINDS))}")
     with tempfile.TemporaryDirectory(prefix="vserve-noticing-") as scratch, ThreadPoolExecutor(args.at_once) as pool:
         found = list(pool.map(lambda kind: compare(kind, Path(scratch), args), kinds))
-    head = ["layout", "loss", "of its twin", *(f"{n} streams; its twin" for n in args.streams.split(","))]
-    print("| setting " + " | ".join(["", *head]) + " |\n" + "|---" * (len(head) + 1) + "|")
-    for row, _ in found:
-        print("| | " + " | ".join(row) + " |")
+    twins = (f"{streams} streams; its twin" for streams in args.streams.split(","))
+    noticing.show([row for row, _ in found], ["setting", "loss", "of its twin", *twins])
     faults = [fault for _, more in found for fault in more]
     for fault in faults:
         print(f"FAULT {fault}")

@@ -153,14 +153,14 @@ class Server:
             if time.monotonic() - self._process.begun > self._timeout:
                 raise self._process.failure(f"the server was not ready in {self._timeout:.0f} s (--timeout)")
         ready = time.monotonic() - self._process.begun
-        self._get("/v1/completions", {"prompt": "Say something.", "max_tokens": 1})
+        self.get("/v1/completions", {"prompt": "Say something.", "max_tokens": 1})
         first_token = time.monotonic() - self._process.begun
-        info = json.loads(self._get("/server_info"))
+        info = json.loads(self.get("/server_info"))
         return {"ready": ready, "first_token": first_token, "phases": info["startup_seconds"], "server_info": info}
 
     def counters(self) -> dict[str, float]:
         """COUNTERS, since the server started. Raises MeasurementError."""
-        page = self._get("/metrics")
+        page = self.get("/metrics")
         found = {}
         for key, name in COUNTERS.items():
             values = re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
@@ -199,7 +199,7 @@ class Server:
         except OSError:
             return False
 
-    def _get(self, path: str, body: dict[str, Any] | None = None) -> str:
+    def get(self, path: str, body: dict[str, Any] | None = None) -> str:
         """With a body, it is posted. Raises MeasurementError."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
