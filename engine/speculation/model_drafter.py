@@ -9,6 +9,7 @@ beside the weights that are read for the rest.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -146,12 +147,18 @@ class ModelDrafter:
         self, tables: RowTables, rows: Tensor, sampled: Tensor, known: Tensor, hidden: Tensor, count: int
     ) -> Tensor:
         """→ int32 [B, count]. hidden: of `_read`."""
+        with nullcontext() if self.scratch is None else self.scratch.tables(rows, known):
+            return self._draft_ahead(tables, rows, sampled, known, hidden, count)
+
+    def _draft_ahead(
+        self, tables: RowTables, rows: Tensor, sampled: Tensor, known: Tensor, hidden: Tensor, count: int
+    ) -> Tensor:
         network, num_rows = self.network, len(rows)
         params = tables.params.new_empty(NUM_COLUMNS, aligned(num_rows))[:, :num_rows]
         params.copy_(tables.params.index_select(0, rows).t())
         ahead = torch.arange(count, device=rows.device)[:, None] + known
         positions = ahead.clamp(max=tables.history.max_len - 1)
-        batches = self._batches(rows, sampled, known, positions)
+        batches = self._batches(rows, sampled, positions)
         drafts = []
         if network.shifted:
             token = self._draw(network.logits(hidden), params, known + 1)
@@ -162,20 +169,15 @@ class ModelDrafter:
             hidden = network(token, hidden, positions[step].int(), batches[step])
             token = self._draw(network.logits(hidden), params, known + 1 + len(drafts))
             drafts.append(token)
-        if self.scratch is not None:
-            self.scratch.end()
         return torch.stack(drafts, dim=1)
 
-    def _batches(self, rows: Tensor, sampled: Tensor, known: Tensor, positions: Tensor) -> list[AttentionBatch]:
+    def _batches(self, rows: Tensor, sampled: Tensor, positions: Tensor) -> list[AttentionBatch]:
         """Of each draft's position, positions int64 [K, B]: one token of each request."""
         num_rows = len(rows)
         own = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device)
         groups = 1 + max(layer.group for layer in self.layers)
         nowhere = torch.full_like(positions, -1, dtype=torch.int32)
-        slots = {}
-        if self.scratch is not None:
-            self.scratch.begin(rows, known)
-            slots = self.scratch.slots(positions, num_rows)
+        slots = {} if self.scratch is None else self.scratch.slots(positions, num_rows)
         lengths = ((positions + 1) * sampled).int()
         found = []
         for step in range(len(positions)):

@@ -6,6 +6,8 @@ alone. So nothing that is drafted ahead is ever written to a block of the cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,9 +51,20 @@ class Scratch:
             group.layers.append(layer)
             group.caches.append(cache)
 
-    def begin(self, rows: Tensor, last: Tensor) -> None:
-        """Tables for these requests: rows int32 [B] of the real tables, last int32 [B]: the position of the last token.
-        What stands before it in its page is copied. The layers use them until `end`."""
+    @contextmanager
+    def tables(self, rows: Tensor, last: Tensor) -> Iterator[None]:
+        """The layers use tables for these requests: rows int32 [B] of the real tables, last int32 [B]: the position of
+        the last token. What stands before it in its page is copied. Whatever raises, they have the real ones again: a
+        step that fails is not the last, and the next has rows that these tables lack."""
+        try:
+            self._fill(rows, last)
+            yield
+        finally:
+            for group in self._groups.values():
+                for layer, cache in zip(group.layers, group.caches, strict=True):
+                    layer.cache = cache
+
+    def _fill(self, rows: Tensor, last: Tensor) -> None:
         count, first = len(rows), (last // self.page).long()
         for group in self._groups.values():
             own = group.own[:count]
@@ -74,8 +87,3 @@ class Scratch:
             index: group.table[:count].gather(1, place.t()).t() * self.page + (positions % self.page).int()
             for index, group in self._groups.items()
         }
-
-    def end(self) -> None:
-        for group in self._groups.values():
-            for layer, cache in zip(group.layers, group.caches, strict=True):
-                layer.cache = cache
