@@ -20,7 +20,8 @@ LOGIT_ROWS = 32
 MIXED_TOKENS = (128, 256, 512, 768, 1024)
 MIXED_DECODE_ROWS = (0, 16, 32, 64, 128, 256, 512)
 MIXED_PREFILL_ROWS = 16
-# Of more prompts than that, as after a burst of short ones: coarse, for they are rare.
+# Of more prompts than that, as after a burst of short ones: coarse, for they are rare. Graphs of BETWEEN_TOKENS, which
+# are coarse anyway, have as many.
 MANY_PREFILL_ROWS = 128
 MANY_TOKENS = 256  # the smaller of two sizes; the other is the largest of a small step
 # Steps of many tokens, for long queues: coarser, since there the host's time matters less. Steps of more than these
@@ -131,6 +132,7 @@ class StepGraphs:
         self.max_mixed_tokens = max_mixed_tokens
         self.mixed_tokens, self.large_tokens = mixed_sizes(max_mixed_tokens, large_mixed_tokens)
         self.between = between_sizes(max_mixed_tokens)
+        self._between_prefills = MANY_PREFILL_ROWS if max_decodes > LARGE_PREFILL_ROWS else LARGE_PREFILL_ROWS
         self.many_tokens: list[int] = []
         if max_decodes > MIXED_PREFILL_ROWS:
             self.many_tokens = [n for n in self.mixed_tokens if n in (MANY_TOKENS, self.mixed_tokens[-1])]
@@ -150,21 +152,24 @@ class StepGraphs:
             found += [Shape(n, MANY_PREFILL_ROWS, tokens, tokens) for n in rows]
         for tokens in self.large_tokens:
             rows = [n for n in self.large_decodes if n < tokens]
-            found += [Shape(n, LARGE_PREFILL_ROWS, tokens, tokens) for n in rows]
+            found += [Shape(n, self._large_prefills(tokens), tokens, tokens) for n in rows]
         for count, most in self.drafts.items():
             found += [Shape(size, 0, size * (1 + count), 0, count) for size in draft_sizes(most)]
             sizes = [tokens for tokens in self.mixed_tokens if tokens > most * (1 + count)]
             found += [Shape(most, BESIDE_DRAFTS, tokens, tokens, count) for tokens in sizes]
         return sorted(found, key=lambda shape: -shape.tokens)
 
+    def _large_prefills(self, tokens: int) -> int:
+        """Prompts of large graphs of this size."""
+        return self._between_prefills if tokens in self.between else LARGE_PREFILL_ROWS
+
     def expects(self, plan: StepPlan) -> bool:
-        """Whether a plan of this size should find a graph."""
+        """Whether a plan of this size should find a graph, however many prompts it has."""
         if plan.num_drafts and plan.num_decodes > self.drafts.get(plan.num_drafts, 0):
             return False
         if plan.total_tokens == plan.num_decode_tokens or plan.total_tokens <= max(self.mixed_tokens, default=0):
             return True
-        few = len(plan.rows) - plan.num_decodes <= LARGE_PREFILL_ROWS and not plan.num_drafts
-        return few and plan.total_tokens <= max(self.between, default=0)
+        return not plan.num_drafts and plan.total_tokens <= max(self.between, default=0)
 
     def find(self, plan: StepPlan) -> StepGraph | None:
         """The smallest graph that holds this plan, if there is one."""
@@ -176,18 +181,23 @@ class StepGraphs:
             return None if size is None else self._graphs.get(Shape(size, 0, size, 0))
         if not self.mixed_tokens:
             return None
-        large = tokens > self.mixed_tokens[-1]
+        large, few = tokens > self.mixed_tokens[-1], prefills <= MIXED_PREFILL_ROWS
         if large:
-            sizes, decode_rows, max_prefills = self.large_tokens, self.large_decodes, LARGE_PREFILL_ROWS
-        elif prefills > MIXED_PREFILL_ROWS:
-            sizes, decode_rows, max_prefills = self.many_tokens, self.large_decodes, MANY_PREFILL_ROWS
+            sizes, decode_rows = self.large_tokens, self.large_decodes
+        elif few:
+            sizes, decode_rows = self.mixed_tokens, self.mixed_decodes
         else:
-            sizes, decode_rows, max_prefills = self.mixed_tokens, self.mixed_decodes, MIXED_PREFILL_ROWS
+            sizes, decode_rows = self.many_tokens, self.large_decodes
         rows = _at_least(decode_rows, decodes)
         if rows is None:
             return None
         size = _at_least(sizes, max(tokens, rows + 1))
-        if size is None or prefills > max_prefills:
+        if size is None:
+            return None
+        max_prefills = MIXED_PREFILL_ROWS if few else MANY_PREFILL_ROWS
+        if large:
+            max_prefills = self._large_prefills(size)
+        if prefills > max_prefills:
             return None
         if large and size not in self.between and size > tokens * LARGE_PADDING:
             return None

@@ -186,14 +186,21 @@ def test_steps_up_to_2048_tokens_have_graphs_where_mixed_ones_have_as_many():
     table._graphs = {shape: shape for shape in table.shapes()}  # type: ignore[misc]
     for decodes in (0, 1, 8, 16, 17, 64, 65, 256):
         for total in (1025, 1041, 1280, 1281, 1500, 1793, 2032, 2032 + min(decodes, FEW_DECODES)):
-            for queries in ((total - decodes,), (total - decodes - 100, 60, 40), (5,) * 40 + (total - decodes - 200,)):
+            for queries in ((total - decodes,), (total - decodes - 100, 60, 40), (5,) * 40 + (total - decodes - 200,),
+                            (5,) * 127 + (total - decodes - 635,)):  # fmt: skip
                 step = plan(decodes, *queries)
                 shape = table.find(step)
                 assert table.expects(step) and shape is not None, (decodes, queries)
                 assert total <= shape.tokens <= max(1040, 1.25 * total) and decodes <= shape.decode_rows
                 assert len(queries) <= shape.prefill_rows and max(queries) <= shape.max_query_len
-    step = plan(16, *(20,) * (LARGE_PREFILL_ROWS + 1))
-    assert table.find(step) is None and not table.expects(step), "of more prompts than the graphs have rows for"
+    for prompts, tokens in ((65, 1100), (100, 1500), (128, 2032)):
+        each, more = divmod(tokens, prompts)
+        assert table.find(plan(0, *(each,) * (prompts - 1), each + more)), f"{prompts} prompts, {tokens} tokens"
+    for prompts in ((12,) * (MANY_PREFILL_ROWS + 1), (2,) * (MANY_PREFILL_ROWS + 1)):
+        step = plan(0, *prompts)
+        assert table.find(step) is None and table.expects(step), "a miss that is counted, in large steps as in small"
+    few = StepGraphs(None, None, 64, 2032, ())  # type: ignore[arg-type]
+    assert all(shape.prefill_rows <= LARGE_PREFILL_ROWS for shape in few.shapes() if shape.tokens > 1024)
     assert table.find(plan(16, 2500)) is None and not table.expects(plan(16, 2500))
 
 
