@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -217,9 +218,9 @@ class StepGraphs:
         return self._graphs.get(Shape(most, BESIDE_DRAFTS, tokens, tokens, count))
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """All from one pool, the largest first, so that the smaller graphs reuse the memory of the larger ones."""
-        pool = torch.cuda.graph_pool_handle()
+    def capture(self, pool: Any) -> None:
+        """All from one pool of graphs, the largest first, so that the smaller graphs reuse the memory of the larger
+        ones. Those of another table may have it too: one graph runs at a time."""
         assert self.builder is not None
         device = self.builder.tables.device
         for shape in self.shapes():

@@ -334,9 +334,10 @@ class ModelRunner:
             self.relay.reserve(max(shape.tokens for one in every for shape in one.shapes()))
         if self.adapters is not None:
             self.adapters.clear()
+        pool = torch.cuda.graph_pool_handle()  # one, as the memory plan has it
         for one in every:
             one.builder = self.builder
-            one.capture()
+            one.capture(pool)
         rows = {shape.samples for shape in graphs.shapes()}
         drafted = (count * (1 + drafts) + BESIDE_DRAFTS for count, drafts in self.draft_depths)
         most_sampled = max(self.max_num_seqs, *drafted, 0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from vserve.engine import process
@@ -212,6 +213,37 @@ def test_what_warms_up_misses_no_graph(base: Path, adapter: Path, monkeypatch: p
             return before, runner.num_graph_misses
 
     assert asyncio.run(run()) == (0, 1)
+
+
+def test_graphs_with_adapters_have_the_pool_of_the_others(
+    base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory plan has activations of one pool: of the largest of all."""
+    make_rows, runners, pools = ModelRunner.make_rows, [], []
+    monkeypatch.setattr(ModelRunner, "make_rows", lambda runner, *a: (runners.append(runner), make_rows(runner, *a)))
+
+    @contextmanager
+    def capturing(graph: Any, pool: Any, **_: Any) -> Iterator[None]:
+        pools.append(pool)
+        yield
+
+    handles = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+
+    async def run() -> int:
+        async with running(base, adapter):
+            runner = runners[0]
+            graphs = runner.plan_graphs(8, 32, ())
+            assert runner.adapter_graphs is not None
+            every = [*graphs.shapes(), *runner.adapter_graphs.shapes()]
+            runner.capture_graphs(graphs)
+            runner.graphs = runner.adapter_graphs = None
+            return len(every)
+
+    assert asyncio.run(run()) == len(pools) and set(pools) == {0}
 
 
 @pytest.mark.parametrize("max_loras", [1, 3])
