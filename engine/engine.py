@@ -16,6 +16,7 @@ from .parallel.gain import more_cards
 from .rank import ALONE, Rank
 from .ranks.effort import stepping
 from .ranks.executor import RanksExecutor
+from .ranks.hang import StepLimit
 from .ranks.messages import Seat
 from .ranks.peers import Peers
 from .runner import ModelRunner
@@ -53,7 +54,8 @@ class Engine:
             return mine
         assert isinstance(self.rank.runner, ModelRunner), "encoders are not divided"
         effort, stages = stepping(self.rank.runner, mine.thread), self.rank.stage.count > 1
-        return RanksExecutor(mine, peers, effort, self.rank.longest_step, stages)
+        limit = StepLimit(self.rank.longest_step, self.rank.settings.max_num_batched_tokens)
+        return RanksExecutor(mine, peers, effort, limit, stages)
 
 
 def served(model: ModelConfig) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from functools import partial
 
 from ..executor import ThreadExecutor
 from ..mask import TokenMask
 from ..plan import StepPlan, StepResult
 from .effort import Effort
-from .hang import step_limit
+from .hang import LIMIT, StepLimit
 from .messages import Execute, Follow, Settle
 from .peers import Peers, RankLost
 
@@ -19,24 +20,25 @@ class RanksExecutor:
     collective: none can follow it."""
 
     def __init__(
-        self, mine: ThreadExecutor, peers: Peers, effort: Effort, longest: float = 0.0, stages: bool = False
+        self, mine: ThreadExecutor, peers: Peers, effort: Effort, limit: StepLimit, stages: bool = False
     ) -> None:
-        """`mine`: of rank 0, as is `effort`. longest: seconds of the longest step so far. `stages`: there are some."""
+        """`mine`: of rank 0, as is `effort`. limit: of steps on cards. `stages`: there are some."""
         self._mine = mine
         self._peers = peers
         self._executes = False  # the plan executed last has rows, and so went to the others
         self._num_begun = self._num_done = 0
         self._failed, self._stages = False, stages
-        self._longest = longest
+        self._limit, self._work = limit, 0  # of the plan executed last
         on_cards = mine.asynchronous
         peers.watch_steps(
             lambda: (self._num_begun > self._num_done, self._num_done),
             effort,
-            lambda: step_limit(self._longest if on_cards else 0.0),
+            limit if on_cards else lambda: LIMIT,
         )
 
     def execute(self, plan: StepPlan) -> None:
         self._executes = bool(plan.rows)
+        self._work = self._limit.begin(plan)
         if self._executes:
             self._peers.send(Execute(plan))
         self._mine.execute(plan)
@@ -46,7 +48,7 @@ class RanksExecutor:
             self._peers.send(Follow(mask.postponed, mask.cuts, mask.limits) if mask is not None else Follow())
         self._mine.sample(mask)
         self._num_begun += 1
-        self._mine.newest.add_done_callback(self._ended)
+        self._mine.newest.add_done_callback(partial(self._ended, self._work))
 
     def result(self) -> Awaitable[StepResult]:
         return self._mine.result()
@@ -62,9 +64,9 @@ class RanksExecutor:
         if not self._failed and not self._peers.lost:
             self._mine.close()  # its steps need the others
 
-    def _ended(self, step: asyncio.Future[StepResult]) -> None:
+    def _ended(self, work: int, step: asyncio.Future[StepResult]) -> None:
         self._num_done += 1
         if self._stages and self._num_done == self._num_begun:
             self._peers.send(Settle())
-        if not step.cancelled() and step.exception() is None:
-            self._longest = max(self._longest, step.result().device_seconds)
+        ended = not step.cancelled() and step.exception() is None
+        self._limit.end(work, step.result().device_seconds if ended else None)

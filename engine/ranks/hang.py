@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from ..plan import StepPlan
 from .effort import BUSY, Effort
 from .messages import Pulse
 
 INTERVAL = 1.0  # seconds between two pulses
 LIMIT = 7.0  # seconds of a step; with what it takes to end everybody, 10 from the hang to the engine's last word
 LONGEST = 4.0  # times the longest step that was seen: on slow cards, that may be more
+KEYS = 4096  # that a prompt's token attends to in the time in which all else is computed for it, or more
 START_LIMIT = 180.0  # seconds while an engine starts: it may wait for the processes that compile kernels
 IDLE = BUSY  # share of a core: a rank that computes takes more, one that waits takes less
 
@@ -31,6 +33,45 @@ def pulse(effort: Effort) -> Pulse:
 def step_limit(longest: float) -> float:
     """Seconds of a step on cards, the longest of which has taken so many: how busy they are, the host cannot see."""
     return max(LIMIT, LONGEST * longest)
+
+
+def prompt_work(plan: StepPlan) -> int:
+    """Of a step, in tokens times keys: what may make it many times as long as others. Its decodes, of a token each, are
+    none of that."""
+    prompts = zip(plan.num_tokens[plan.num_decodes :], plan.num_computed[plan.num_decodes :], strict=True)
+    return sum(count * (KEYS + computed + count) for count, computed in prompts)
+
+
+class StepLimit:
+    """`step_limit` of the steps that have begun. One that has more work than any before, as the first chunk behind a
+    long prefix that is cached, may take as much longer."""
+
+    def __init__(self, longest: float, num_tokens: int) -> None:
+        """Of a step of so many tokens, and few keys, that took `longest` seconds."""
+        self._longest, self._most = longest, num_tokens * KEYS
+        self._begun: list[int] = []  # their work
+        self._growth = 1.0
+
+    def begin(self, plan: StepPlan) -> int:
+        """→ its work."""
+        work = prompt_work(plan)
+        self._begun.append(work)
+        self._grow()
+        return work
+
+    def end(self, work: int, seconds: float | None) -> None:
+        """A step of this work has ended; None: without a result."""
+        self._begun.remove(work)
+        if seconds is not None:
+            self._longest, self._most = max(self._longest, seconds), max(self._most, work)
+        self._grow()
+
+    def _grow(self) -> None:
+        self._growth = max(1.0, max(self._begun, default=0) / self._most)
+
+    def __call__(self) -> float:
+        """From any thread."""
+        return step_limit(self._longest * self._growth)
 
 
 class HangWatch:

@@ -33,6 +33,7 @@ from vserve.engine.plan import BlockWrite, NewRow, StepPlan
 from vserve.engine.private_folder import OWNER
 from vserve.engine.ranks import effort, hang, process
 from vserve.engine.ranks.channel import Channel
+from vserve.engine.ranks.executor import RanksExecutor
 from vserve.engine.ranks.messages import Execute, Follow, Join, Leave, Seat, ToRank
 from vserve.engine.ranks.peers import Peers, RankLost, share_of_threads
 from vserve.engine.ranks.place import Child
@@ -431,6 +432,62 @@ def test_a_hang_is_told_from_a_long_step() -> None:
     assert ticks(hang.HangWatch(2), computes) is None, "rank 1 computes"
     assert ticks(hang.HangWatch(2), [[pulse(9, 1.0), None]] * 60, busy=False) is None, "nobody waits for it"
     assert (hang.step_limit(0.5), hang.step_limit(5.0)) == (hang.LIMIT, 20.0), "on slow cards steps are long"
+
+
+def test_a_long_step_may_take_as_much_longer_as_it_has_more_work() -> None:
+    """The first chunk behind a long prefix that another engine's lifetime has cached, after short prompts."""
+
+    def planned(decodes: int, *prompts: tuple[int, int]) -> StepPlan:
+        tokens, computed = [1] * decodes + [n for n, _ in prompts], [500_000] * decodes + [n for _, n in prompts]
+        return StepPlan(1, list(range(len(tokens))), tokens, computed, [], decodes, [], [[]])
+
+    limit = hang.StepLimit(0.3, 2048)  # as the warm-up has measured
+    ordinary = limit.begin(planned(256, (1000, 0), (700, 4000)))
+    assert limit() == hang.LIMIT, "nobody waits longer for an ordinary step, nor for decodes"
+    long = limit.begin(planned(1, (2048, 900_000)))
+    seconds = 0.3 * 900_000 / 16_384  # where a token's layers take as long as it does to attend to so many keys
+    assert hang.LIMIT < seconds < limit() < 400
+    limit.end(ordinary, 0.2)
+    assert seconds < limit()
+    limit.end(long, seconds)
+    assert limit() == hang.LONGEST * seconds, "of the longest step that was seen"
+    again = limit.begin(planned(1, (2048, 900_000)))
+    assert limit() == hang.LONGEST * seconds
+    limit.end(again, None)
+    failed = limit.begin(planned(1, (2048, 1_900_000)))
+    grown = limit()
+    limit.end(failed, None)
+    assert limit() < grown
+
+
+def test_ranks_on_cards_are_given_that_time() -> None:
+    async def main() -> None:
+        limits: list[Any] = []
+        peers: Any = SimpleNamespace(watch_steps=lambda *watched: limits.append(watched[2]), send=lambda _: None)
+        futures: list[asyncio.Future[Any]] = []
+        mine: Any = SimpleNamespace(asynchronous=True, execute=lambda _: None)
+
+        def sample(mask: Any) -> None:
+            futures.append(asyncio.get_running_loop().create_future())
+            mine.newest = futures[-1]
+
+        mine.sample = sample
+        executor = RanksExecutor(mine, peers, lambda: 0.0, hang.StepLimit(0.3, 2048))
+        found = []
+        for computed in (0, 900_000):
+            executor.execute(StepPlan(1, [0], [2048], [computed], [0], 0, [], [[]]))
+            executor.sample()
+            found.append(limits[0]())
+        futures[0].set_result(SimpleNamespace(device_seconds=0.3))
+        futures[1].set_result(SimpleNamespace(device_seconds=2.5))
+        await asyncio.sleep(0)
+        found.append(limits[0]())
+        mine.asynchronous = False
+        RanksExecutor(mine, peers, lambda: 0.0, hang.StepLimit(300.0, 2048))
+        assert found[0] == hang.LIMIT and 20 < found[1] < 400 and found[2] == 10.0
+        assert limits[1]() == hang.LIMIT, "on the CPU others' effort tells"
+
+    asyncio.run(main())
 
 
 def test_only_the_thread_that_computes_shows_that_a_rank_does() -> None:
