@@ -102,6 +102,9 @@ class ModelRunner:
 
         Layers lose their caches, which come with the old block tables: `bind_cache` comes afterwards.
         """
+        if max_model_len != self.max_model_len:
+            for rotary in {layer.rotary for layer in self.layers}:
+                rotary.fit(max_model_len)
         self.max_model_len = self.cache.max_model_len = max_model_len
         max_blocks = -(-max_model_len // self.block_size)
         # The old ones go first: with a long context there is no room for both, nor should the cache be without theirs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, init
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..layers.rope import RotaryEmbedding
 from ..model_file import ModelError, one_line
 from . import hooks
 from .choice import Foreign
 
 _PATCHING = threading.Lock()
+_FIXED = "rope_type_that_is_fixed"  # attribute of a module whose rope_type no longer says it
 
 
 def make_config(foreign: Foreign) -> PreTrainedConfig:
@@ -71,18 +73,31 @@ def build(foreign: Foreign, dtype: torch.dtype, device: torch.device, max_len: i
         torch.set_default_dtype(before)
     model.eval().requires_grad_(False)
     model.config.pad_token_id = None  # or some models look for it in every batch, and the host waits for the device
-    fix_rope(model, max_len, device)
+    fix_rope(model.modules(), max_len, device)
     _move_tables(model, device)
     return model
 
 
-def fix_rope(model: nn.Module, max_len: int, device: torch.device) -> None:
+class OwnRotation(RotaryEmbedding):
+    """Of a model whose own code rotates queries and keys: kernels turn them by nothing more."""
+
+    def __init__(self, model: nn.Module, max_len: int, device: torch.device) -> None:
+        super().__init__(None, 0, max_len, device)
+        self._modules = [module for module in model.modules() if hasattr(module, _FIXED)]
+
+    def fit(self, max_len: int) -> None:
+        super().fit(max_len)
+        fix_rope(self._modules, max_len, self.device)
+
+
+def fix_rope(modules: Iterable[nn.Module], max_len: int, device: torch.device) -> None:
     """Frequencies that follow the longest position of a batch in transformers ("dynamic", "longrope") are those of
     `max_len` from here on: a key rotated once stays in the cache, and a batch has many requests."""
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
+    for module in modules:
+        kinds = module.__dict__.get(_FIXED, getattr(module, "rope_type", None))
         if not isinstance(kinds, (str, dict)):
             continue
+        module.__dict__[_FIXED] = kinds
         for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
             if device.type == "meta" or not (kind == "longrope" or "dynamic" in kind):
                 continue

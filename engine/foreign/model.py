@@ -19,11 +19,10 @@ from ..layers.embedding import Embedding, LMHead
 from ..layers.head import Head as PoolingHead
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
-from ..layers.rope import RotaryEmbedding
 from ..layers.weights import Placement, WeightHolder, WeightMap
 from ..model_config import ModelConfig
 from . import hooks
-from .build import body_of, build
+from .build import OwnRotation, body_of, build
 from .choice import Foreign
 from .layout import Cut, Layout
 from .modules import Norm, Part, Plain, Product, SharedInput, own_tensors, put
@@ -143,7 +142,7 @@ class TransformersModel(nn.Module):
     def _put_attention(
         self, model: PreTrainedModel, paths: tuple[str, ...], specs: list[AttentionSpec], max_len: int
     ) -> list[Attention]:
-        still = RotaryEmbedding(None, 0, max_len, self.place.device)  # queries and keys come rotated
+        still = OwnRotation(model, max_len, self.place.device)
         found = []
         for index, (path, spec) in enumerate(zip(paths, specs, strict=True)):
             attention = Attention(

@@ -18,18 +18,24 @@ class RotaryEmbedding:
     """
 
     def __init__(self, rope: RopeConfig | None, head_dim: int, max_len: int, device: torch.device) -> None:
+        self.rope, self.head_dim, self.device = rope, head_dim, device
+        self.cos_sin = self._table(max_len)
+
+    def fit(self, max_len: int) -> None:
+        """For contexts of another length, once it is known what memory holds: some frequencies follow it."""
+        self.cos_sin = self._table(max_len)
+
+    def _table(self, max_len: int) -> Tensor:
+        rope, device = self.rope, self.device
         if rope is None:
-            self.cos_sin = torch.tensor([1.0, 0.0], device=device).expand(max_len, 2).contiguous()
-            return
+            return torch.tensor([1.0, 0.0], device=device).expand(max_len, 2).contiguous()
         if device.type == "meta":  # nothing is computed, and config.json may name any size
-            self.cos_sin = torch.empty(max_len, head_dim, device=device)
-            return
-        frequencies, magnitude = inverse_frequencies(rope, head_dim, max_len)
+            return torch.empty(max_len, self.head_dim, device=device)
+        frequencies, magnitude = inverse_frequencies(rope, self.head_dim, max_len)
         positions = torch.arange(max_len, dtype=torch.float32, device=device)
         angles = positions[:, None] * frequencies.to(device)
-        self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        if magnitude != 1.0:
-            self.cos_sin *= magnitude
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        return table if magnitude == 1.0 else table.mul_(magnitude)
 
 
 def halves_first(head_dim: int, rotary_dim: int) -> Tensor:
