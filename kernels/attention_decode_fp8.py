@@ -3,7 +3,8 @@ tiles of words of two codes.
 
 A tile of keys is two: of the even and of the odd places of its heads, each of which meets those places of the query. A
 tile of values is two as well, and so is what is summed up. Scales never meet a code: those of keys multiply scores,
-those of values the weights, or the result where all tokens have the same.
+those of values the weights, or the result where all tokens have the same. In that case bf16 multiplies values as fp16,
+whose NaN stays what it is (kv_fp8.py): weights are 1 at most, and raised to where fp16 has enough smaller numbers.
 """
 
 import triton
@@ -11,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_parts import LIFT, LOG2E, LOWEST, soft_cap_scores, split_size_of, visible_keys
-from .kv_fp8 import unpack_words
+from .kv_fp8 import unpack_values, unpack_words, value_unit
 
 
 @triton.jit(
@@ -35,6 +36,8 @@ def decode_fp8_kernel(
     PDL: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """key_ptr and value_ptr: int16, with strides of words. Sizes are those of heads; the _PAD of a power of two."""
+    HALVES: tl.constexpr = PACKED and not TOKEN_SCALES
+    RAISED: tl.constexpr = 12.0 if HALVES else 0.0  # powers of two; the three that are left are for rounding
     if PDL:
         gdc_launch_dependents()
     # Programs, splits, the wait and who leaves early: as in attention_decode.py.
@@ -115,7 +118,7 @@ def decode_fp8_kernel(
                 visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
 
-        new_max = tl.maximum(running_max, tl.max(scores, 1) * exp_scale)
+        new_max = tl.maximum(running_max, tl.max(scores, 1) * exp_scale - RAISED)
         decay = tl.exp2(running_max - new_max)
         weights = tl.exp2(scores * exp_scale - new_max[:, None])
         lane_sums = lane_sums * decay[:, None] + weights
@@ -123,14 +126,20 @@ def decode_fp8_kernel(
         if TOKEN_SCALES:
             value_scale_ptrs = value_scale_ptr + block * stride_value_scale_block + slot * stride_value_scale_slot
             weights *= (tl.load(value_scale_ptrs) * LIFT)[None, :]
-        weights = weights.to(query_even.dtype)
+        if HALVES:
+            weights = weights.to(tl.float16)
+        else:
+            weights = weights.to(query_even.dtype)
 
         value_ptrs = value_ptr + (block * stride_value_block + slot * stride_value_slot)[:, None] + value_word[None, :]
         if VALUE_SIZE == VALUE_PAD:
             values = tl.load(value_ptrs)
         else:
             values = tl.load(value_ptrs, mask=(2 * value_word < VALUE_SIZE)[None, :], other=0)
-        value_even, value_odd = unpack_words(values, query_ptr.dtype.element_ty, CODE, PACKED)
+        if HALVES:
+            value_even, value_odd = unpack_values(values, CODE)
+        else:
+            value_even, value_odd = unpack_words(values, query_ptr.dtype.element_ty, CODE, PACKED)
         acc_even = tl.dot(weights, value_even, acc_even * decay[:, None], input_precision="ieee")
         acc_odd = tl.dot(weights, value_odd, acc_odd * decay[:, None], input_precision="ieee")
 
@@ -140,6 +149,8 @@ def decode_fp8_kernel(
     running_sum = tl.where(running_sum > 0, running_sum, 1.0)
     if TOKEN_SCALES:
         factor = 1.0 / (LIFT * running_sum)
+    elif HALVES:
+        factor = tl.load(value_scale_ptr) / (value_unit(CODE) * running_sum)
     else:
         factor = tl.load(value_scale_ptr) / running_sum
     even = acc_even * factor[:, None]

@@ -3,6 +3,9 @@
 The scales of a layer are a tensor [num_blocks, page, KV] like its pages. Either it is a plane of the cache, written
 with each token (its head's largest value becomes the largest code), or it is one number a head, which all slots share:
 strides of 0. Codes are rounded to nearest even and saturate; NaN stays NaN.
+
+Where a key is not finite and has no scale of its own to say so, its value's codes are those of NaN: of values, decode
+attention keeps NaN at no cost (unpack_values), of keys it would cost instructions.
 """
 
 from __future__ import annotations
@@ -91,8 +94,53 @@ def token_scale(largest, dtype: tl.constexpr):
 
 
 @triton.jit
+def value_unit(code: tl.constexpr):
+    """What `unpack_values` multiplies by, as a constant."""
+    return 144.0 if code == tl.float8e4nv else 1.0
+
+
+@triton.jit
+def unpack_values(words, code: tl.constexpr):
+    """int16 words of two codes each → the numbers of even and of odd places times `value_unit`, fp16, exactly; NaN is
+    infinite or NaN.
+
+    Two words at once, as instructions of their own, in as many as `unpack_words` has. The largest number of e4m3, 448,
+    becomes 64,512, and what would be 480, its NaN, is more than fp16 holds. Codes of e5m2 are the upper halves of fp16.
+    """
+    if code == tl.float8e4nv:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sign, low, zero, power;
+            mov.b32 zero, 0x80008000;
+            mov.b32 power, 0x78807880;
+            shl.b32 sign, $2, 8;
+            and.b32 sign, sign, 0x80008000;
+            shl.b32 low, $2, 7;
+            lop3.b32 low, low, 0x3f803f80, sign, 0xea;
+            fma.rn.f16x2 $0, low, power, zero;
+            and.b32 sign, $2, 0x80008000;
+            shr.u32 low, $2, 1;
+            lop3.b32 low, low, 0x3f803f80, sign, 0xea;
+            fma.rn.f16x2 $1, low, power, zero;
+            }""",
+            "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            shl.b32 $0, $2, 8;
+            and.b32 $0, $0, 0xff00ff00;
+            and.b32 $1, $2, 0xff00ff00;
+            }""",
+            "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return even, odd
+
+
+@triton.jit
 def unpack_words(words, dtype: tl.constexpr, code: tl.constexpr, PACKED: tl.constexpr):
-    """int16 words of two codes each → the codes of even and of odd places, in `dtype`, exact but for NaN: 480 of e4m3.
+    """int16 words of two codes each → the codes of even and of odd places, in `dtype`, exact but for NaN, which
+    is a number above the largest one: 480 of e4m3.
 
     Two planes rather than one tensor: nothing has to change places between threads. PACKED: two words at once in bf16,
     as instructions of their own. Sign and magnitude are moved to where bf16 has them, less the difference of the

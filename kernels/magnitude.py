@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+INFINITE = tl.constexpr(0x7F800000)  # magnitude of infinity, below which is every number
+
 
 @triton.jit
 def magnitude(x):

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .kv_fp8 import TOKEN_SCALES, encode, encode_triton, scale_kind, token_scale, token_scales
-from .magnitude import magnitude
+from .kv_fp8 import FIXED_SCALES, TOKEN_SCALES, encode, encode_triton, scale_kind, token_scale, token_scales
+from .magnitude import INFINITE, magnitude
 from .pdl import pdl_options
 from .rope import apply_rope_torch, qk_norm_rope_torch, rotate_heads
 
@@ -32,7 +32,8 @@ def rope_write_kv(
     slots int32 or int64 [T]: block * page + offset; -1 stores nothing (padding). Slots must not repeat.
     q_weight and k_weight [D], both or neither: RMSNorm with eps over each head before the rotation.
     key_scales and value_scales fp32 [num_blocks, page, KV], both or neither: of a cache of codes (kv_fp8.py), in which
-    case both are of one kind: read where they are fixed, else written with the token.
+    case both are of one kind: read where they are fixed, else written with the token. With fixed ones, the value of a
+    head whose key is not finite becomes NaN.
     All in fp32, rounded once to query's dtype, then to the cache's.
     """
     write = rope_write_kv_triton if query.is_cuda else rope_write_kv_torch
@@ -48,6 +49,8 @@ def rope_write_kv_torch(
     q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 0.0,
     key_scales: torch.Tensor | None = None, value_scales: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
+    if scale_kind(key_scales) == FIXED_SCALES:
+        value = value.masked_fill(~key.isfinite().all(-1, keepdim=True), float("nan"))
     if q_weight is None or k_weight is None:
         apply_rope_torch(query, key, positions, cos_sin)
     else:
@@ -118,8 +121,8 @@ def rope_write_kv_triton(
         *(no_strides if key_scales is None else key_scales.stride()),
         *(no_strides if value_scales is None else value_scales.stride()), eps,
         PAGE=page, DIM=dim, HALF=half, BLOCK=block, TAIL_BLOCK=triton.next_power_of_2(max(1, dim - 2 * half)),
-        VALUE_SIZE=value_size, VALUE_PAD=triton.next_power_of_2(value_size), GROUP=group, NORM=norm,
-        SCALES=kind,
+        VALUE_SIZE=value_size, VALUE_PAD=triton.next_power_of_2(value_size), DIM_PAD=triton.next_power_of_2(dim),
+        GROUP=group, NORM=norm, SCALES=kind,
         num_warps=min(8, max(1, group * block // 256)), **pdl_options(query, yields=True),
     )  # fmt: skip
 
@@ -133,7 +136,7 @@ def _rope_write_kv_kernel(
     key_scale_ptr, value_scale_ptr, key_scale_block, key_scale_slot, key_scale_head,
     value_scale_block, value_scale_slot, value_scale_head, eps,
     PAGE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr,
-    VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr,
     SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -185,6 +188,11 @@ def _rope_write_kv_kernel(
                     scale_ptrs += head * value_scale_head
                     if SCALES == 1:
                         scale = tl.load(scale_ptrs, mask=head < num_kv_heads, other=1.0)
+                        lanes = tl.arange(0, DIM_PAD)[None, :]
+                        key_ptrs = key_ptr + token * key_token + head * key_head + lanes
+                        key = tl.load(key_ptrs, mask=(head < num_kv_heads) & (lanes < DIM), other=0.0).to(tl.float32)
+                        broken = tl.max(magnitude(key), axis=1) >= INFINITE
+                        value = tl.where(broken[:, None], float("nan"), value)
                     else:
                         scale = token_scale(tl.max(magnitude(value), axis=1), cache_dtype)[:, None]
                         tl.store(scale_ptrs, scale, mask=head < num_kv_heads)

@@ -23,11 +23,21 @@ from vserve.kernels.attention import (
     prefill_attention,
     prefill_attention_torch,
 )
-from vserve.kernels.attention_inputs import PagedCache, Scoring
+from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.attention_prefill_hopper import prefill_attention_hopper, supports
-from vserve.kernels.kv_fp8 import decode, encode, fixed_scales, scale_kind, tl_code, token_scales, unpack_words
+from vserve.kernels.kv_fp8 import (
+    LARGEST,
+    decode,
+    encode,
+    fixed_scales,
+    scale_kind,
+    tl_code,
+    token_scales,
+    unpack_values,
+    unpack_words,
+)
 from vserve.kernels.kv_unpack import PromptPages, UnpackedPrompts
-from vserve.kernels.rope_kv import rope_write_kv_torch
+from vserve.kernels.rope_kv import rope_write_kv, rope_write_kv_torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -55,22 +65,65 @@ def rng() -> torch.Generator:
 
 
 @triton.jit
-def _unpack_all(out_ptr, word_ptr, CODE: tl.constexpr, BLOCK: tl.constexpr):
+def _unpack_all(out_ptr, word_ptr, CODE: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    even, odd = unpack_words(tl.load(word_ptr + place), tl.bfloat16, CODE, True)
+    if VALUES:
+        even, odd = unpack_values(tl.load(word_ptr + place), CODE)
+    else:
+        even, odd = unpack_words(tl.load(word_ptr + place), tl.bfloat16, CODE, True)
     tl.store(out_ptr + 2 * place, even)
     tl.store(out_ptr + 2 * place + 1, odd)
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_every_code_becomes_its_number(code: torch.dtype) -> None:
-    """All words of two codes, by instructions of our own; NaN aside."""
+    """All words of two codes, by instructions of our own; in fp16, where values are multiplied, NaN is no number."""
     words = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16)
-    out = torch.empty(2 * len(words), dtype=BF16, device="cuda")
-    _unpack_all[(64,)](out, words, CODE=tl_code(code), BLOCK=1024)
     codes = words.view(code).float()
     right = codes.isfinite()
-    assert torch.equal(out.float()[right], codes[right])
+    assert int(codes[right].max()) == LARGEST[code]
+    for dtype, unit in ((BF16, 1.0), (torch.float16, 144.0 if code == torch.float8_e4m3fn else 1.0)):
+        out = torch.empty(2 * len(words), dtype=dtype, device="cuda")
+        _unpack_all[(64,)](out, words, CODE=tl_code(code), VALUES=dtype == torch.float16, BLOCK=1024)
+        assert torch.equal(out.float()[right], unit * codes[right])
+    assert not out[~right].isfinite().any()
+
+
+@pytest.mark.parametrize("kind", ["fixed", "token"])
+@pytest.mark.parametrize("what", ["key", "value", "infinite key"])
+@pytest.mark.parametrize("code", CODES, ids=str)
+@pytest.mark.parametrize("length", [64, 5000])
+def test_attention_finds_what_is_no_number(
+    length: int, code: torch.dtype, what: str, kind: str, rng: torch.Generator
+) -> None:
+    """Of decodes, in one split and in many, with drafts, a window, a soft cap and sinks, and of prompts; in the heads
+    that see it alone."""
+    heads, kv_heads, size, page, blocks = 32, 8, 128, 16, -(-length // 16)
+    query = torch.randn(length, heads, size, generator=rng).to("cuda", BF16)
+    key, value = (torch.randn(length, kv_heads, size, generator=rng).to("cuda", BF16) for _ in range(2))
+    (value if what == "value" else key)[length - 30, 5, 77] = float("inf") if what == "infinite key" else float("nan")
+    positions = torch.arange(length, dtype=torch.int32, device="cuda")
+    cos_sin = RotaryEmbedding(None, 0, length, torch.device("cuda")).cos_sin
+    caches = [torch.zeros(blocks, page, kv_heads, size, device="cuda").to(code) for _ in range(2)]
+    if kind == "fixed":
+        scales = [fixed_scales(torch.ones(kv_heads, device="cuda"), blocks, page) for _ in caches]
+    else:
+        scales = [torch.ones(blocks, page, kv_heads, device="cuda") for _ in caches]
+    rope_write_kv(query, key, value, positions, cos_sin, *caches, positions, key_scales=scales[0],
+                  value_scales=scales[1])  # fmt: skip
+    table = torch.arange(blocks, dtype=torch.int32, device="cuda")[None]
+    cache = PagedCache(caches[0], caches[1], table, scales[0], scales[1])
+    row, lengths = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.full_like(positions[:1], length)
+    sinks = torch.zeros(heads, device="cuda")
+    for scoring in (Scoring(0.09), Scoring(0.09, window=40), Scoring(0.09, soft_cap=20.0, sinks=sinks)):
+        for count in (1, 3):
+            last = query[-count:].contiguous()
+            decoded = decode_attention(last, cache, UniformBatch(row, lengths, count), scoring)
+            assert decoded[:, :20].isfinite().all() and decoded[:, 24:].isfinite().all()
+            assert not decoded[:, 20:24].isfinite().all(-1).any()
+        starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+        prompt = prefill_attention(query, cache, RaggedBatch(row, lengths, starts, length), scoring)
+        assert prompt[:, :20].isfinite().all() and not prompt[-1, 20:24].isfinite().all(-1).any()
 
 
 @pytest.mark.parametrize("kind", ["fixed", "token"])

@@ -19,7 +19,7 @@ from vserve.kernels.attention import (
     prefill_attention_torch,
 )
 from vserve.kernels.attention_decode import decode_attention_triton
-from vserve.kernels.attention_inputs import PagedCache
+from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.attention_prefill import prefill_attention_triton
 from vserve.kernels.kv_fp8 import LARGEST, decode, encode, fixed_scales, token_scales
 from vserve.kernels.kv_unpack import PromptPages
@@ -182,8 +182,39 @@ def test_what_is_no_number_is_written_as_none(path: str, code: torch.dtype, kind
     WRITE[path](query, key, value, slots, cos_sin, *caches, slots, None, None, 0.0, *scales)
     for cache, one, head, column in zip(caches, scales, (0, 1), (3, 5), strict=True):
         assert cache[0, :3, head, column].float().isnan().all()
-        assert torch.equal(cache[0, :3, 1 - head].float() * one[0, :3, 1 - head, None], torch.ones(3, 16).to(device))
         assert one[0, :3, head].isnan().all() == (kind == "token"), "a reader may decode the code as a number"
+        if cache is caches[1] and kind == "fixed":
+            assert cache[0, :3, 0].float().isnan().all(), "the key's code alone may be decoded as a number"
+        else:
+            other = cache[0, :3, 1 - head].float() * one[0, :3, 1 - head, None]
+            assert torch.equal(other, torch.ones(3, 16).to(device))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", ["key", "value", "infinite key"])
+@pytest.mark.parametrize("path", WRITE)
+def test_attention_finds_what_is_no_number(path: str, what: str, kind: str, device: str) -> None:
+    """Of decodes and of prompts, in that head alone."""
+    query = torch.randn(12, 4, 16, device=device)
+    key, value = (torch.randn(12, 2, 16, device=device) for _ in range(2))
+    broken = value if what == "value" else key
+    broken[5, 1, 3] = float("inf") if what == "infinite key" else float("nan")
+    cos_sin = torch.cat((torch.ones(12, 8), torch.zeros(12, 8)), dim=-1).to(device)
+    caches = [torch.zeros(3, PAGE, 2, 16).to(CODES[0]).to(device) for _ in range(2)]
+    scales = [torch.ones(3, PAGE, 2, device=device) for _ in caches]
+    if kind == "fixed":
+        scales = [fixed_scales(torch.ones(2, device=device), 3, PAGE) for _ in caches]
+    slots = torch.arange(12, dtype=torch.int32, device=device)
+    WRITE[path](query, key, value, slots, cos_sin, *caches, slots, None, None, 0.0, *scales)
+    table, rows, lengths = torch.arange(3)[None].int(), torch.zeros(1).int(), torch.tensor([12]).int()
+    cache = PagedCache(*caches, table.to(device), *scales)
+    starts = torch.tensor([0, 12], dtype=torch.int32)
+    batch = RaggedBatch(rows.to(device), lengths.to(device), starts.to(device), 12)
+    last = UniformBatch(rows.to(device), lengths.to(device), 1)
+    decoded = decode_attention(query[-1:], cache, last, Scoring(0.25), out=query[-1:].clone())
+    prompt = prefill_attention(query, cache, batch, Scoring(0.25), out=query.clone())
+    for out in (decoded[-1], prompt[-1]):
+        assert out[:2].isfinite().all() and not out[2:].isfinite().all(-1).any()
 
 
 DECODE_CASES: dict[str, dict[str, Any]] = {
