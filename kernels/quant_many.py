@@ -20,6 +20,11 @@ from .quant_many_gluon import CONSUMERS, HALF, ROWS, STEP, quant_many_kernel
 from .tiles import Row, fits, tile_table
 from .tma import ALIGNMENT, descriptor, num_processors
 
+# Powers of two that numbers may lack while they are summed: with more, sums of small x lose bits at the end of what
+# fp32 holds, and large scales are infinite once they make up for it. Half of it cannot go to x, which tensor cores take
+# straight from memory.
+MOST_LACKING = 120
+
 
 class ManyTile(NamedTuple):
     """A program multiplies 128 rows of the weight and `tokens` of x at a time; stages: tiles of 64 columns of x,
@@ -77,6 +82,8 @@ def quant_many(
         asm = decoders(matrix.kind, matrix.table, x.dtype, True, shifts is not None)
     else:  # what the numbers lack goes into the rows' scales
         asm, exponent = unscaled_decoders(matrix.kind, matrix.table, x.dtype)
+        if exponent > MOST_LACKING:
+            asm, exponent = decoders(matrix.kind, matrix.table, x.dtype), 0
         factor = 2.0**exponent
     bits, plane, blocks = BITS[matrix.kind], matrix.plane, matrix.blocks
     # Of 8 bits, a row's words follow each other whatever the blocks are.

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 SOURCE = Path(quant_many_gluon.__file__).read_text()
 LAYOUTS = [
     ("int4", 128, False), ("int4", 128, True), ("int4", 32, True), ("int4", 0, False), ("int4", 0, True),
-    ("int4", 256, False), ("e2m1", 32, False), ("e2m1", 16, False), ("table", 64, False), ("int8", 0, False),
-    ("int8", 32, True), ("int8", 16, False), ("e4m3", 0, False), ("e4m3", 128, False), ("e5m2", 0, False),
+    ("int4", 256, False), ("e2m1", 32, False), ("e2m1", 16, False), ("e2m1", 0, False), ("table", 64, False),
+    ("int8", 0, False), ("int8", 32, True), ("int8", 16, False), ("e4m3", 0, False), ("e4m3", 128, False),
+    ("e5m2", 0, False),
 ]  # fmt: skip
 TILES = [ManyTile(256, 4, 3), ManyTile(128, 6, 4, 2), ManyTile(64, 6, 6, 4)]
 
@@ -60,6 +62,35 @@ def test_many_rows(
                 assert float(error) < limit, (n, k, m, tile)
                 if n < 4096:  # else there is no room for the splits of 600 rows, and the sums are in another order
                     assert torch.equal(found, whole[:m])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper family")
+@pytest.mark.parametrize("kind", ["e2m1", "int4", "int8"])
+@pytest.mark.parametrize(("small", "large"), [(2.0**-24, 1.0), (1.0, 2.0**12)])
+def test_small_numbers_and_large_scales(
+    made: Callable[..., Packed], rng: torch.Generator, kind: str, small: float, large: float
+) -> None:
+    """Of one scale a row."""
+    matrix = made(rng, kind, 1000, 4096, 0, False, "cuda")
+    matrix = matrix._replace(scales=matrix.scales * large)
+    x = (torch.randn(256, 4096, generator=rng) * small).to("cuda", torch.bfloat16)
+    found = quant_many(x, matrix, None, x.new_empty(256, 1000), TILES[0]).double()
+    wanted = x.double() @ unpacked(matrix).double().t()
+    assert float((found - wanted).norm() / wanted.norm()) < 6e-3
+
+
+def test_sums_stay_in_the_middle_of_fp32(made: Callable[..., Packed], rng: torch.Generator, monkeypatch: Any) -> None:
+    """What rows' scales make up for is no more than leaves room for small x, and for scales above 1."""
+    factors: dict[str, float] = {}
+    monkeypatch.setattr(module, "descriptor", lambda *args: args)
+    monkeypatch.setattr(module, "num_processors", lambda device: 132)
+    for kind in ("e2m1", "e4m3", "e5m2", "int4", "int8", "table"):
+        launch = SimpleNamespace(run=lambda *_, kind=kind, FACTOR, **options: factors.update({kind: FACTOR}))
+        monkeypatch.setattr(module, "quant_many_kernel", {(8,): launch.run})
+        x = torch.ones(20, 256, dtype=torch.bfloat16)
+        quant_many(x, made(rng, kind, 1024, 256, 0, False, "cpu"), None, x.new_empty(20, 1024), ManyTile())
+    assert len(factors) == 6 and all(2.0**-14 <= factor <= 2.0**120 for factor in factors.values()), factors
 
 
 @pytest.mark.skipif(CUDA, reason="the same runs on the GPU")
