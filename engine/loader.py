@@ -57,6 +57,7 @@ def load_model(
     whole_experts: bool = False,
     stage: Stage = WHOLE,
     adapter: Adapter | None = None,
+    exact: bool = False,
 ) -> Model:
     """The model of `model_path` on `device`, its weights in `dtype`, frozen, ready for contexts up to `max_model_len`.
 
@@ -64,12 +65,12 @@ def load_model(
     of each. `stage`: or of some layers alone. Raises ModelError where the model cannot be divided over so many.
     `admit` gets (parameters, bytes in the checkpoint), of what this rank has of them, before anything is allocated, and
     raises what is too large.
-    `adapter` is merged into the weights as they are read.
+    `adapter` is merged into the weights as they are read. `exact`: see Placement.
     load_format "dummy" needs no weights: N(0, 0.02), norms 1, seeded. Raises ModelError, before anything is allocated
     where the fault is in a file and before anything is copied where the checkpoint does not fit config.json.
     """
     check_divides(config, group.size, whole_experts)
-    place = Placement(dtype, torch.device(device), group, whole_experts, stage)
+    place = Placement(dtype, torch.device(device), group, whole_experts, stage, exact)
     report = progress or (lambda done, total: None)
     with torch.no_grad():
         found = _prepared(model_path, config, place, load_format, max_model_len, adapter)

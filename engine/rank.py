@@ -283,7 +283,7 @@ def load(
         path, model_config, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
         max_model_len=settings.max_model_len, seed=settings.seed, progress=progress, admit=admit, group=group,
         whole_experts=settings.enable_expert_parallel, stage=stage,
-        adapter=None if merge is None else Adapter.open(find_adapter(merge)),
+        adapter=None if merge is None else Adapter.open(find_adapter(merge)), exact=settings.exact,
     )  # fmt: skip
 
 

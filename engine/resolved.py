@@ -46,6 +46,7 @@ class Resolved:
     vocab_size: int
     hidden_size: int
     dtype: torch.dtype
+    exact: bool  # one was named that is more precise than bfloat16, and no product with codes computes in less
     model_impl: str  # vserve or transformers
     load_format: str
     seed: int
@@ -218,6 +219,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "dtype": dtype,
+        "exact": config.dtype != "auto" and dtype != torch.bfloat16,
         **vars(KVSettings.of(config, model, str(dtype).removeprefix("torch."))),
         "pipeline_layer_partition": _partition(config, model),
         "context_cost": context_cost(model) if stages > 1 else 0.0,

@@ -73,5 +73,8 @@ class QuantizedExperts(nn.Module):
         return sum_of_experts(x, ids, weights, mlp, beside, residual)
 
     def _make(self, matrices: nn.ModuleList, expert: int, parts: list[Tensor | Codes]) -> None:
-        made = (make_matrix(part) if isinstance(part, Codes) else FloatMatrix(part) for part in joined(parts))
-        matrices[expert] = nn.ModuleList(made)
+        place = self.place
+        matrices[expert] = nn.ModuleList(
+            make_matrix(part, place.dtype, place.exact) if isinstance(part, Codes) else FloatMatrix(part)
+            for part in joined(parts)
+        )

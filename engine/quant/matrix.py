@@ -13,11 +13,12 @@ SLICE = 1 << 19  # elements that the CPU makes numbers of at a time: they stay i
 INT4_GROUPS = (256, 128, 64, 32)  # that torch's product takes
 
 
-def make_matrix(codes: Codes, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The module that multiplies by `codes`: ([T, K], dtype) → [T, N] in that dtype. dtype: of activations."""
+def make_matrix(codes: Codes, dtype: torch.dtype = torch.float32, exact: bool = False) -> nn.Module:
+    """The module that multiplies by `codes`: ([T, K], dtype) → [T, N] in that dtype. dtype: of activations; exact: on
+    the CPU, nothing is rounded to less."""
     if codes.codes.device.type == "cuda":
         return PackedMatrix(codes, dtype) if PackedMatrix.takes(codes, dtype) else FloatMatrix(codes.numbers(dtype))
-    if Int4Matrix.takes(codes):
+    if Int4Matrix.takes(codes) and not exact:
         return Int4Matrix(codes)
     return CodesMatrix(codes)
 

@@ -141,11 +141,12 @@ class Quantized(nn.Module):
     def _take(self, part: str, share: Codes | Tensor) -> None:
         """With the last part the matrices are made: while others are loaded, no more than one layer a thread is there
         as it was decoded."""
+        place = self.shape.place
         with self._lock:
             self._parts[part] = share
             if len(self._parts) == len(self.shape.parts):
                 self.matrices = nn.ModuleList(
-                    make_matrix(part, self.shape.place.dtype) if isinstance(part, Codes) else FloatMatrix(part)
+                    make_matrix(part, place.dtype, place.exact) if isinstance(part, Codes) else FloatMatrix(part)
                     for part in joined([self._parts.pop(name) for name in self.shape.parts])
                 )
 

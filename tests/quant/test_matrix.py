@@ -94,6 +94,16 @@ def test_torchs_int4_product(kind: str, group: int) -> None:
         assert y.dtype is torch.float32 and (y - expected).norm() <= 8e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("kind", ["signed", "int4", "int4 zeros", "minima", "int3", "ordered"])
+def test_a_dtype_that_was_named_is_kept_to(kind: str) -> None:
+    codes = make_codes(kind, 128, 512, 64)
+    matrix = make_matrix(codes, torch.float32, exact=True)
+    for tokens in (1, 3, 40):
+        x = torch.randn(tokens, 512)
+        expected = exact(codes, x)
+        assert (matrix(x, torch.float32) - expected).norm() <= 1e-6 * expected.norm()
+
+
 def test_what_torchs_int4_product_does_not_take() -> None:
     for codes in (make_codes("table", 64, 256, 64), make_codes("int4", 64, 256, 16), make_codes("int4", 63, 256, 64),
                   make_codes("uint8 zeros", 64, 256, 64), make_codes("int4", 64, 96, 64)):  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vserve.engine.config import EngineConfig
 from vserve.engine.layers.linear import Linear
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig, ModelError
@@ -19,6 +20,7 @@ from vserve.engine.models.blocks import CausalLM
 from vserve.engine.quant.described import describe, told
 from vserve.engine.quant.matrix import Int4Matrix
 from vserve.engine.quant.method import Quantized
+from vserve.engine.rank import Rank
 
 from .checkpoints import KINDS, write
 
@@ -58,6 +60,24 @@ def test_a_model_multiplies_by_what_its_codes_mean(
     )
     assert isinstance(said["bytes"], int) and said["bytes"] < sum(w.numel() for n, w in expected.items()) * 2.5
     assert told(said).startswith(f"quantization {said['method']}: ")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fast"), [("float32", False), ("float16", False), ("auto", True), ("bfloat16", True)]
+)
+def test_a_dtype_that_is_named_is_kept_to(
+    dtype: str, fast: bool, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """On the CPU the fast product of 4 bits computes in bfloat16: where float32 was named, everything is in that."""
+    folder = write(tiny_model("llama"), tmp_path, "gptq")
+    options: dict[str, Any] = {"device": "cpu", "cpu_threads": 1, "max_model_len": 64, "num_gpu_blocks_override": 16}
+    model = Rank(EngineConfig(str(folder / "quantized"), dtype=dtype, **options), lambda _: None).model
+    assert isinstance(model, CausalLM)
+    assert any(isinstance(module, Int4Matrix) for module in model.modules()) == fast
+    if dtype == "float32":
+        expected = matrices(load(folder / "twin"))
+        for name, found in matrices(model).items():
+            assert (found - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
 
 
 @pytest.mark.parametrize("kind", ["fp8_blocks", "awq", "nf4"])
