@@ -58,6 +58,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: int = 0  # of each of the first `num_decodes` rows
     adapters: list[AdapterCopy] = []
     told: list[int] = []  # indexes into `sampled` of those whose drafts for the step to come the result is to bring
+    left: list[int] = []  # rows that a request has left while a part of its prompt was pooled
 
     @property
     def total_tokens(self) -> int:

@@ -37,7 +37,12 @@ class Pooler:
 
     def __init__(self, tables: RowTables, head: Head | None = None) -> None:
         self.tables, self.head = tables, head
-        self._waiting: dict[int, Tensor] = {}  # fp32; of a request that was aborted until its row has another
+        self._waiting: dict[int, Tensor] = {}  # fp32
+
+    def forget(self, rows: list[int]) -> None:
+        """What waits of requests that have left."""
+        for row in rows:
+            self._waiting.pop(row, None)
 
     def needs_all(self, plan: StepPlan) -> bool:
         """Whether a row wants more than the hidden state of its last token. After the plan's rows have been written."""

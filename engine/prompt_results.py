@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from .invariants import require
 from .plan import StepResult
 from .request import LAST, Request
+from .roster import row_of
 from .step import Step
 
 
@@ -16,9 +17,10 @@ class PromptResults:
     def __init__(self) -> None:
         self.scoring: set[Request] = set()  # the log-probabilities of their prompts are still wanted
         self.pooling: set[Request] = set()  # unfinished requests for an embedding
+        self._begun: dict[Request, int] = {}  # of whose prompt a part is pooled → the row where that waits
 
     def __bool__(self) -> bool:
-        return bool(self.scoring or self.pooling)
+        return bool(self.scoring or self.pooling or self._begun)
 
     def add(self, request: Request) -> None:
         if request.prompt_logprobs is not None and request.num_prompt_tokens > 1:
@@ -49,7 +51,15 @@ class PromptResults:
                 pooled.append(index)
                 if request.num_computed_tokens == request.num_prompt_tokens:
                     step.pooled.append(request)
+                    self._begun.pop(request, None)
+                else:
+                    self._begun[request] = row_of(request)
         return scored, pooled
+
+    def left(self) -> list[int]:
+        """Rows of requests that have left them since the last plan, aborted or preempted, with a part pooled."""
+        gone = [request for request, row in self._begun.items() if request.row != row]
+        return [self._begun.pop(request) for request in gone]
 
     def take_scores(self, step: Step, result: StepResult) -> None:
         """What a preempted request computes anew is known up to a point: nothing is taken in twice."""

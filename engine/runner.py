@@ -137,6 +137,7 @@ class ModelRunner:
         self.sampled.settle(plan)
         builder.write_rows(plan)
         num_sampled, num_wanted = plan.num_samples, plan.num_samples + len(plan.pooled)
+        self.pooler.forget(plan.left)
         wants_all = bool(plan.scored) or self.pooler.needs_all(plan)
         adapters = self.adapters if self.adapters is not None and self.adapters.begin(plan) else None
         graphs = self.graphs  # None until they are captured: what warms up misses none

@@ -63,6 +63,7 @@ def plan_encoder(runner: EncoderRunner, config: EngineConfig, settings: Resolved
         torch.cuda.reset_peak_memory_stats()
         for count in (-(-num_tokens // length), num_texts):
             runner.dummy_step(count, num_tokens)
+            runner.dummy_step(count, num_tokens, runner.largest_pooling)
         activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         free, total = torch.cuda.mem_get_info()
         budget = int(total * config.gpu_memory_utilization)

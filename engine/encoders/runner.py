@@ -22,6 +22,7 @@ from .model import Encoder
 from .packed import Packed
 
 LATE = "late"  # see HeadSpec.pooled
+HEADED = Pooling(MEAN, head=True)
 WARM_UP = (2048, 1024, 512, 256, 128, 96, 64, 32, 17, 16, 8, 4, 2, 1)  # tokens of steps
 
 
@@ -100,10 +101,18 @@ class EncoderRunner:
         for num_tokens in WARM_UP if self.device.type == "cuda" else (4,):
             self.dummy_step(-(-num_tokens // self.max_model_len), num_tokens)
 
-    def dummy_step(self, num_texts: int, num_tokens: int) -> None:
+    @property
+    def largest_pooling(self) -> Pooling:
+        """Of those that may be asked of this model, the one with the largest results."""
+        spec = None if self.head is None else self.head.spec
+        if spec is None or spec.task == "embed":
+            return Pooling(ALL, normalize=False)
+        return Pooling(ALL if spec.by_token else MEAN, head=True)
+
+    def dummy_step(self, num_texts: int, num_tokens: int, pooling: Pooling = HEADED) -> None:
         """A step of so many texts, about equally long."""
         lengths = [min(len(part), self.max_model_len) for part in np.array_split(np.arange(num_tokens), num_texts)]
-        sampling = SamplingParams(max_tokens=1, pooling=Pooling(MEAN, head=True))
+        sampling = SamplingParams(max_tokens=1, pooling=pooling)
         rows = [NewRow(i, 0, bytes(4 * n), n, 0, sampling) for i, n in enumerate(lengths) if n]
         every = list(range(len(rows)))
         self.execute(StepPlan(-1, every, [row.num_prompt_tokens for row in rows], [0] * len(rows), [], 0, rows, [],
@@ -146,15 +155,15 @@ class EncoderRunner:
         for i, kind in enumerate(kinds):
             if kind == MEAN:
                 found[i] = means[i : i + 1]
-            elif kind in (ALL, LATE):
-                found[i] = states[ends[i] - batch.lengths[i] : ends[i]].float()
+            elif kind in (ALL, LATE):  # as they are: what they go into makes them fp32
+                found[i] = states[ends[i] - batch.lengths[i] : ends[i]]
         through = [i for i, pooling in enumerate(poolings) if pooling.head]
         if self.head is not None and through:
             sizes = [len(found[i]) for i in through]
-            parts = self.head(torch.cat([found[i] for i in through])).split(sizes)
+            parts = self.head(_joined([found[i] for i in through])).split(sizes)
             for i, part in zip(through, parts, strict=True):
                 found[i] = part.mean(0, keepdim=True) if kinds[i] == LATE else part
-        return Pooled(torch.cat([one.flatten() for one in found]), [one.numel() for one in found], list(poolings))
+        return Pooled(_joined([one.flatten() for one in found]), [one.numel() for one in found], list(poolings))
 
     def _kind(self, pooling: Pooling) -> str:
         """What classes are made of, the model says."""
@@ -173,3 +182,9 @@ class EncoderRunner:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return event
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One after the other, in fp32 whatever they are, without a copy of any in between."""
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    return torch.cat(parts, out=parts[0].new_empty(shape, dtype=torch.float32))

@@ -6,15 +6,20 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.encoders.limits import plan_encoder
 from vserve.engine.encoders.packed import Packed
+from vserve.engine.encoders.runner import EncoderRunner
+from vserve.engine.head_spec import HeadSpec
 from vserve.engine.model_config import check_model
 from vserve.engine.model_file import ModelError
 from vserve.engine.purpose import Purpose
@@ -188,6 +193,62 @@ def test_names_of_nomics_own_files(checkpoint: Checkpoint, engine: Any) -> None:
     for prompt, answer in zip(prompts(), answers, strict=True):
         with torch.inference_mode():
             assert close(answer, model(torch.tensor([prompt])).last_hidden_state[0].mean(0))
+
+
+class Large(TorchDispatchMode):
+    """Counts tensors of a size or more that are made, in bytes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.made = size, {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= self.size:
+                self.made.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_all_tokens_states_are_there_once_in_fp32(dtype: torch.dtype) -> None:
+    """Of hidden states of every token, a step's result is the only copy; a head reads another."""
+    lengths, hidden = [300, 1, 211], 64
+    states = torch.randn(sum(lengths), hidden).to(dtype)
+    runner, batch = EncoderRunner.__new__(EncoderRunner), Packed(lengths, torch.tensor([0, 300, 301, 512]))
+    runner.head = None
+    for poolings in ([Pooling(ALL)] * 3, [Pooling(ALL), Pooling(CLS), Pooling(ALL)]):
+        with Large(300 * hidden * 4) as large:
+            pooled = runner._pool(states, batch, poolings)
+        assert [storage for storage in large.made if storage != states.untyped_storage().data_ptr()] == [
+            pooled.vectors.untyped_storage().data_ptr()
+        ]
+        assert pooled.vectors.dtype == torch.float32 and torch.equal(pooled.vectors[: 300 * hidden],
+                                                                     states[:300].float().flatten())  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "largest"),
+    [
+        (None, Pooling(ALL, normalize=False)),
+        (HeadSpec("embed", ()), Pooling(ALL, normalize=False)),
+        (HeadSpec("classify", (), ("a", "b"), by_token=True), Pooling(ALL, head=True)),
+        (HeadSpec("classify", (), ("a", "b"), pooled="late"), Pooling(MEAN, head=True)),
+    ],
+)
+def test_memory_is_planned_for_the_largest_results(
+    spec: HeadSpec | None, largest: Pooling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: Any = EncoderRunner.__new__(EncoderRunner)
+    runner.head, runner.device, runner.layout = spec and SimpleNamespace(spec=spec), SimpleNamespace(type="cuda"), None
+    runner.model, steps = SimpleNamespace(parameters=list), []
+    runner.dummy_step = lambda *step: steps.append(step)
+    for name in ("max_memory_allocated", "memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
+    settings: Any = SimpleNamespace(max_model_len=512, max_num_seqs=64, max_num_batched_tokens=4096)
+    plan_encoder(runner, EngineConfig("model"), settings)
+    assert steps == [(8, 4096), (8, 4096, largest), (64, 4096), (64, 4096, largest)]
 
 
 def test_who_asks_for_text_fails_alone(checkpoint: Checkpoint, engine: Any) -> None:

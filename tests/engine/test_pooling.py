@@ -186,6 +186,33 @@ def scheduler_and(*requests: Request, **options: Any) -> Scheduler:
     return scheduler
 
 
+def test_what_was_pooled_of_who_has_left_is_forgotten() -> None:
+    """With the next step, whoever it is of: chunks of 8 tokens wait by row until the prompt ends."""
+    gone, text = Request(1, range(20), pooled(MEAN)), Request(2, range(5), SamplingParams(max_tokens=9))
+    scheduler = Scheduler(SchedulerConfig(100, 8, 8, block_size=4, num_blocks=101))
+    steps = Steps(torch.float32)
+
+    def step() -> StepPlan:
+        plan = scheduler.schedule()
+        assert plan is not None
+        steps.tables.stage(plan, _NoUpload())
+        steps.pooler.forget(plan.left)
+        hidden = torch.ones(plan.total_tokens, 8)
+        if plan.pooled:
+            steps.pooler(plan, hidden[: len(plan.pooled)], hidden)
+        scheduler.update(StepResult(plan.step, [5] * len(plan.sampled), embeddings=[]))
+        return plan
+
+    scheduler.add(gone)
+    (row,) = step().rows
+    assert step().left == [] and list(steps.pooler._waiting) == [row]
+    scheduler.abort([1])
+    scheduler.add(text)
+    assert step().left == [row] and not steps.pooler._waiting
+    assert step().left == [] and not scheduler.prompt_results
+    scheduler.check_invariants(thorough=True)
+
+
 def test_an_embedding_made_of_a_failed_step_is_thrown_away() -> None:
     """The second request reads the prefix that the first one's step never wrote: it starts over."""
     first, second = (Request(id, range(20), pooled(kind)) for id, kind in ((1, MEAN), (2, LAST)))
