@@ -116,6 +116,7 @@ GROUPS: dict[str, list[list[Part]]] = {
                 "tests/gpu/test_engine_gpu.py",
                 "tests/gpu/test_windows_gpu.py",
                 "tests/gpu/test_request_parameters_gpu.py",
+                "tests/gpu/test_pdl_gpu.py",
             )
         ],
         [tests("the 8B shape", "tests/gpu/test_serve_8b.py")],

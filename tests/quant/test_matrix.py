@@ -214,7 +214,8 @@ def test_a_layer_of_parts_stored_in_their_own_ways(rule: Any, size: int) -> None
 )
 def test_what_products_with_codes_cost() -> None:
     """Against fp32's, one row and four: 4 bits no less than its speed, the others at least 0.4 of it, in proportion
-    where the processor makes numbers even of int8 at less than 0.9 of it.
+    where the processor makes numbers even of int8 at less than 0.9 of it. In most turns: each is compared with fp32 a
+    moment before, and what else the machine does slows down both or spoils one turn.
     """
     torch.manual_seed(0)
     shape, threads = (2048, 4096), torch.get_num_threads()
@@ -222,24 +223,33 @@ def test_what_products_with_codes_cost() -> None:
     try:
         weight = torch.randn(shape).t().contiguous().t()
         matrices = {kind: make_matrix(make_codes(kind, *shape, 128)) for kind in KINDS}
+        fast = {kind for kind, matrix in matrices.items() if isinstance(matrix, Int4Matrix)}
         for tokens in (1, 4):
-            x, best = torch.randn(tokens, shape[1]), dict.fromkeys(("fp32", *KINDS), math.inf)
-            for turn in range(60):  # the best of each; more turns where somebody else had the processor meanwhile
-                for kind in best:
-                    started = time.perf_counter()
-                    functional.linear(x, weight) if kind == "fp32" else matrices[kind](x, torch.float32)
-                    best[kind] = min(best[kind], time.perf_counter() - started)
-                speeds = {kind: best["fp32"] / best[kind] for kind in KINDS}
+            x, turns = torch.randn(tokens, shape[1]), []
+            enough = dict.fromkeys(KINDS, 0)  # turns in which it was
+            while len(turns) < 61 and (len(turns) < 11 or min(enough.values()) <= len(turns) // 2):
+                speeds = {kind: _speed(matrices[kind], weight, x) for kind in KINDS}
                 others = 0.4 * min(1.0, speeds["int8"] / 0.9)
-                enough = {kind: 1.0 if isinstance(matrices[kind], Int4Matrix) else others for kind in KINDS}
-                enough["int8"] = 0.4
-                if turn >= 10 and all(speeds[kind] >= enough[kind] for kind in KINDS):
-                    break
-            print(tokens, "rows:", ", ".join(f"{kind} {speed:.2f}" for kind, speed in speeds.items()))
-            for kind, speed in speeds.items():
-                assert speed >= enough[kind], (kind, speeds)
+                for kind, speed in speeds.items():
+                    enough[kind] += speed >= (1.0 if kind in fast else 0.4 if kind == "int8" else others)
+                turns.append(speeds)
+            middle = {kind: sorted(speeds[kind] for speeds in turns)[len(turns) // 2] for kind in KINDS}
+            print(tokens, "rows:", ", ".join(f"{kind} {speed:.2f}" for kind, speed in middle.items()))
+            for kind, count in enough.items():
+                assert count > len(turns) // 2, (kind, count, len(turns), middle)
     finally:
         torch.set_num_threads(threads)
+
+
+def _speed(matrix: Any, weight: Tensor, x: Tensor) -> float:
+    """Times fp32's; the better of two each, the first of which finds nothing in the processor's cache."""
+    seconds = [math.inf, math.inf]
+    for _ in range(2):
+        for which, multiply in enumerate((lambda: functional.linear(x, weight), lambda: matrix(x, torch.float32))):
+            started = time.perf_counter()
+            multiply()
+            seconds[which] = min(seconds[which], time.perf_counter() - started)
+    return seconds[0] / seconds[1]
 
 
 @pytest.mark.parametrize("size", [1, 2])
