@@ -111,11 +111,11 @@ class Step:
             )
             if drafts:
                 told = self._tell()
-        left = prompts.left() if prompts else []
+        gone = prompts.left() if prompts else []
         scored, pooled = prompts.plan(self, batch, num_computed) if prompts else ([], [])
         return StepPlan(
             self.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled,
-            self.num_drafts, self.adapters, told, left,
+            self.num_drafts, self.adapters, told, gone,
         )  # fmt: skip
 
     def _drafting(self) -> list[Request]:

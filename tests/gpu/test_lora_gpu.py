@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from vserve.engine import rank
 from vserve.engine.request import SamplingParams
+from vserve.engine.runner import ModelRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -154,6 +156,32 @@ def test_experts_in_slots(
     if dtype == "float32":
         assert max(float(each.max()) for (_, who), each in below.items() if who == "ours") < 0.02
     assert all(share <= 2 * far[number, "theirs"] + 0.005 for (number, _), share in far.items()), far
+
+
+def test_graphs_take_what_was_planned(
+    checkpoint: Path, folders: list[Path], asked: list[tuple[list[int], int]], generate: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Those of steps with adapters and of others, which share one pool."""
+    planned, taken, plan, capture = [], [], rank.plan_memory, ModelRunner.capture_graphs
+
+    def planning(*given: Any) -> Any:
+        found = plan(*given)
+        planned.append(found.graphs)
+        return found
+
+    def capturing(runner: ModelRunner, graphs: Any) -> None:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        capture(runner, graphs)
+        torch.cuda.empty_cache()
+        taken.append(torch.cuda.memory_reserved() - before)
+
+    monkeypatch.setattr(rank, "plan_memory", planning)
+    monkeypatch.setattr(ModelRunner, "capture_graphs", capturing)
+    answers(generate, checkpoint, asked[:20], folders, enable_lora=True, max_lora_rank=32, dtype="bfloat16")
+    print(f"graphs have {taken[0] >> 20} MiB beside their nodes, {planned[0] >> 20} MiB were planned with these")
+    assert 0 < taken[0] <= planned[0]
 
 
 def test_steps_without_adapters_are_as_without_the_option(
