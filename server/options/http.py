@@ -102,6 +102,11 @@ class HttpConfig:
         0, "tokens of prompts and answers that each key may use in a minute, where its file says nothing else; 0: no "
         "limit", group="security", bounds=UNLIMITED,
     )  # fmt: skip
+    max_open_requests: int = option(
+        0, "requests that each key may have open at once, waiting ones and choices counted one by one, over all API "
+        "processes, where its file (max-open-requests=8) says nothing else; 0: no limit, the queue is fair between "
+        "keys all the same", group="security", bounds=UNLIMITED,
+    )  # fmt: skip
     admin_api_key: tuple[str, ...] = option(
         (), "keys for what controls the server (default: any of the others); also from VSERVE_ADMIN_API_KEY",
         group="security", secret=True, problem=_keys,
