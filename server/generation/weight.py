@@ -10,8 +10,8 @@ from .choice import Prompt
 from .sampling import DEFAULT_LOGPROBS
 
 # Bytes of the process that puts an answer together, measured: of a token its text and its id, of a log-probability the
-# engine's entry, what JSON is made of, and the JSON.
-TOKEN, ENTRY = 128, 384
+# engine's entry, what JSON is made of, and the JSON; of a prompt, rows become JSON one by one.
+TOKEN, ENTRY, PROMPT_ENTRY = 128, 384, 192
 LEAST = 256 << 20  # bytes that one answer may weigh, where no limit is set
 
 
@@ -21,9 +21,9 @@ def most_bytes(limit: int | None, info: EngineInfo) -> int:
     return max(LEAST, info.max_model_len * bytes_per_token(DEFAULT_LOGPROBS)) if limit is None else limit
 
 
-def bytes_per_token(num_logprobs: int | None) -> int:
+def bytes_per_token(num_logprobs: int | None, entry: int = ENTRY) -> int:
     """`num_logprobs`: beside that of the token itself; None: not even that."""
-    return TOKEN + (0 if num_logprobs is None else ENTRY * (1 + num_logprobs))
+    return TOKEN + (0 if num_logprobs is None else entry * (1 + num_logprobs))
 
 
 def check_weight(
@@ -36,8 +36,10 @@ def check_weight(
     weight = num_tokens = 0
     for prompt in prompts:
         sampling, length = prompt.sampling, len(prompt.token_ids)
-        if repeats_prompt or sampling.prompt_logprobs is not None:
-            weight += (n if repeats_prompt else 1) * length * bytes_per_token(sampling.prompt_logprobs)
+        if repeats_prompt:
+            weight += n * length * bytes_per_token(sampling.prompt_logprobs)
+        elif sampling.prompt_logprobs is not None:
+            weight += length * bytes_per_token(sampling.prompt_logprobs, PROMPT_ENTRY)
         if keeps_answer:
             num_tokens += n * sampling.max_tokens
             weight += n * sampling.max_tokens * bytes_per_token(sampling.logprobs)
