@@ -70,6 +70,7 @@ class Arrivals:
             request = Request(
                 id, prompt, message.sampling.of_choice(choice),
                 priority=message.priority, cache_salt=message.cache_salt, arrival=message.arrival,
+                tenant=message.tenant,
             )  # fmt: skip
             yield self._queue(request)
 

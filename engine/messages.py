@@ -31,6 +31,7 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
     cache_salt: str | None = None
     arrival: float = 0.0  # time.monotonic(), one clock for all processes of a host
     n: int = 1
+    tenant: int = 0  # among whom the queue is shared: a number made of a key or an address, never itself
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

@@ -7,9 +7,12 @@ Prefill, chunk, decode, prefix hit and resuming after a preemption are all that 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from itertools import islice
 
 from .adapters.book import AdapterBook
 from .config import SchedulerConfig
+from .fair_queue import Entry
 from .kv_cache import KVCacheManager
 from .prompt_results import PromptResults
 from .request import Request, Status
@@ -26,7 +29,7 @@ FEW_DECODES = 16
 # Requests without drafts beside those with some: with more, or in a large step, nobody takes any, as there is no CUDA
 # graph for that.
 BESIDE_DRAFTS = 16
-FARTHEST = 1024  # places of the queue that are looked at for somebody who may pass those that have to wait
+FARTHEST = 1024  # requests of the queue that are looked at for somebody who may pass those that have to wait
 
 
 class Planner:
@@ -175,7 +178,7 @@ class Planner:
                 step.budget -= num_new
 
     def _admit(self, step: Step) -> None:
-        """Pass 3: the waiting queue, strictly in order unless `sharing` says otherwise; who does not fit holds up those
+        """Pass 3: the waiting queue, strictly in turn unless `sharing` says otherwise; who does not fit holds up those
         behind.
 
         Budget is left only when no prefill remains unfinished, so blocks of a prompt admitted as a whole but allocated
@@ -184,7 +187,7 @@ class Planner:
         whole = 0 if self.config.enable_chunked_prefill else self.config.max_num_batched_tokens
         roster, sharing = self.roster, self.sharing
         now = time.monotonic() if roster.waiting else 0.0
-        place, most, promised = 0, step.budget, 0
+        queue, most, promised = roster.waiting.in_turn(), step.budget, 0
         if self.adapters is not None:
             self.adapters.begin_pass()
         if sharing is not None and roster.waiting:
@@ -192,9 +195,9 @@ class Planner:
         while roster.waiting and roster.free_rows and step.budget:
             if sharing is not None:
                 most, promised = sharing.chunk, sharing.promised
-            if (place := self._next(place)) < 0:
+            if (entry := self._next(queue)) is None:
                 break
-            request = roster.waiting[place][3]
+            request = entry[3]
             if request.num_in_flight_steps:
                 break  # preempted, and a sample of it may be on its way: it has to know all its tokens to start over
             reads = self.prompt_results.reads_cache(request)
@@ -202,7 +205,7 @@ class Planner:
             if not num_new:
                 break
             request.own_prompt()
-            roster.start(place)
+            roster.start(entry)
             if self.adapters is not None and request.adapter:
                 request.slot, copy = self.adapters.start(request.adapter, request.id)
                 if copy is not None:
@@ -216,18 +219,18 @@ class Planner:
             if sharing is not None:
                 sharing.note(request, request.num_computed_tokens + num_new, self.kv)
 
-    def _next(self, first: int) -> int:
-        """Place in the queue, from `first` on, of who may begin; -1 for nobody. Who may not at one place may not for
-        the rest of the pass, so that each place is looked at once."""
-        waiting, sharing, adapters = self.roster.waiting, self.sharing, self.adapters
+    def _next(self, queue: Iterator[Entry]) -> Entry | None:
+        """Of the rest of the queue, who may begin; None for nobody. Who may not in its turn may not for the rest of the
+        pass, so that each is looked at once."""
+        sharing, adapters = self.sharing, self.adapters
         if sharing is not None and sharing.is_full:
-            return -1
-        for place in range(first, min(len(waiting), first + FARTHEST)):
-            request = waiting[place][3]
+            return None
+        for entry in islice(queue, FARTHEST):
+            request = entry[3]
             allowed = sharing is None or sharing.allows(request)
             if allowed and (adapters is None or adapters.may_start(request.adapter, request.id)):
-                return place
-        return -1
+                return entry
+        return None
 
     def _grow(self, step: Step, request: Request, num_tokens: int) -> bool:
         """Blocks for this many tokens, preempting the least important requests as long as there is no room.

@@ -201,6 +201,7 @@ class Request:
         "slot",
         "status",
         "stop_reason",
+        "tenant",
         "token_ids",
     )
 
@@ -213,6 +214,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival: float = 0.0,
+        tenant: int = 0,
         grammar: Guide | None = None,
     ) -> None:
         self.id = id
@@ -229,6 +231,7 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.arrival = arrival
+        self.tenant = tenant  # among whom the queue is shared
         self.first_scheduled: float | None = None  # time.monotonic()
         self.last_sampled = -1  # index of the plan that has its newest sample
         self.longest = self.num_prompt_tokens + sampling.max_tokens  # tokens with which it ends at last

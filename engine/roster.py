@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable
 
+from .fair_queue import Entry, FairQueue
 from .invariants import require
 from .request import Request, Status
-
-Entry = tuple[int, float, int, Request]  # sorts by (priority, arrival, order of add): smaller runs first
 
 
 class Roster:
@@ -16,7 +14,7 @@ class Roster:
 
     def __init__(self, num_rows: int, *, by_priority: bool) -> None:
         self.entries: dict[int, Entry] = {}  # of all, by id
-        self.waiting: list[Entry] = []  # sorted; a preempted request sorts before all that came after it
+        self.waiting = FairQueue()
         self.running: dict[int, Request] = {}  # in the order of admission
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.num_constrained = 0  # with a grammar
@@ -40,13 +38,13 @@ class Roster:
         """Each once; ids that are unknown, or of finished requests, are passed over."""
         return [self.entries[id][3] for id in dict.fromkeys(ids) if id in self.entries]
 
-    def start(self, place: int = 0) -> Request:
-        """Who is at this place of the queue runs from now on. There has to be a free row."""
-        request = self.waiting.pop(place)[3]
+    def start(self, entry: Entry) -> None:
+        """This one of the queue runs from now on. There has to be a free row."""
+        request = entry[3]
+        self.waiting.start(entry)
         self._uncount(request)
         request.status, request.row = Status.RUNNING, self.free_rows.pop()
         self.running[request.id] = request
-        return request
 
     def requeue(self, request: Request) -> None:
         """It runs no longer, and waits where its rank puts it."""
@@ -59,8 +57,9 @@ class Roster:
         if request.status is Status.RUNNING:
             self._leave_row(request)
         else:
-            del self.waiting[bisect_left(self.waiting, self.entries[request.id])]
+            self.waiting.remove(self.entries[request.id])
             self._uncount(request)
+        self.waiting.settle(request)
         del self.entries[request.id]
         self.num_constrained -= request.grammar is not None
         request.status = Status.FINISHED
@@ -72,7 +71,7 @@ class Roster:
     def check(self) -> None:
         """Raises InvariantError where a request is lost or in two places, or a row is. O(requests)."""
         waiting = [entry[3] for entry in self.waiting]
-        require(self.waiting == sorted(self.waiting), "queue out of order")
+        self.waiting.check()
         require(sorted(self.entries) == sorted([*self.running, *(r.id for r in waiting)]), "lost, or in two places")
         rows = [row_of(request) for request in self.running.values()] + self.free_rows
         require(sorted(rows) == list(range(self._num_rows)), "a row was lost or given out twice")
@@ -85,7 +84,7 @@ class Roster:
 
     def _enqueue(self, entry: Entry) -> None:
         request = entry[3]
-        insort(self.waiting, entry)
+        self.waiting.add(entry)
         # Remembered: a request that was preempted grows by its samples in flight while it waits.
         self._lengths[request.id] = length = len(request.token_ids)
         self.num_waiting_tokens += length

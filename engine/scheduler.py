@@ -100,8 +100,12 @@ class Scheduler:
         """
         if len(self.in_flight) >= self.config.depth or not self.has_unfinished():
             return None
-        step = Step(self.num_scheduled_steps, self.config.max_num_batched_tokens)
-        self.planner.fill(step)
+        while True:
+            num_preemptions = self.planner.num_preemptions
+            step = Step(self.num_scheduled_steps, self.config.max_num_batched_tokens)
+            self.planner.fill(step)
+            if step.scheduled or self.in_flight or self.planner.num_preemptions == num_preemptions:
+                break  # else those whose turn it was had to leave, and no result will come to wake who was left out
         if not step.scheduled and (self.in_flight or not self._undelivered):
             return None
         self.num_scheduled_steps += 1

@@ -18,6 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .client.meeting import FIRST, Meeting
 from .http.hops import passed_on
+from .http.tenant import HEADER as TENANT
+from .http.tenant import tenant_of
 from .observe.shares import Page, lasting, summed
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ AT_FIRST = re.compile(
 HERE = frozenset(("/v1/chat/completions/render", "/v1/chat/completions/batch"))
 CHATS = "/v1/chat/completions"
 CANCEL = re.compile(r"/abort_request|/v1/requests/[^/]+/cancel")
-_NOT_SENT = frozenset((b"host", b"content-length", b"x-request-id", b"expect"))
+_NOT_SENT = frozenset((b"host", b"content-length", b"x-request-id", b"expect", TENANT))
 _NOT_PASSED = frozenset((b"x-request-id", b"server", b"date"))
 
 
@@ -206,6 +208,7 @@ def _request(client: httpx.AsyncClient, scope: Scope, body: bytes) -> httpx.Requ
     query = scope.get("query_string", b"").decode("ascii")
     headers = passed_on(scope["headers"], but=_NOT_SENT)
     headers.append((b"x-request-id", scope["state"]["request_id"].encode()))
+    headers.append((TENANT, b"%d" % tenant_of(scope)))
     return httpx.Request(
         scope["method"], f"http://api{path}{query and '?'}{query}", headers=headers, content=body,
         extensions={"timeout": {"connect": PATIENCE, "read": None, "write": PATIENCE, "pool": None}},

@@ -123,7 +123,7 @@ class AdapterBook:
         if self._somebody_waits:
             return
         self._somebody_waits = True
-        if request != self._waiter:  # for the one before it has been seen to, or has gone
+        if self._waiter is None:  # tenants take turns: another's may be the first to wait in this pass
             self._waiter, self._num_passes = request, 0
 
     def forget(self, ids: set[int]) -> None:

@@ -19,6 +19,7 @@ from ..http.auth import key_of, owner_of
 from ..http.disconnect import unless_disconnected
 from ..http.event_stream import EventStream
 from ..http.request_id import clean_id
+from ..http.tenant import tenant_of
 from .dialect import Deltas, Dialect, Head
 from .route import watch
 
@@ -55,13 +56,15 @@ async def _admit(dialect: Dialect, arrival: float) -> Ticket:
     load = dialect.load(num_tokens)
     key = key_of(request.scope)
     if key is not None:
+        key.quota.check_open(load.num_requests, load.param, server.admission.seconds_for, server.metrics.rejected)
         key.quota.check(num_tokens, server.metrics.rejected)
     ticket = server.admission.admit(
-        load.num_requests, load.num_tokens, arrival, request.state.arrival, param=load.param
-    )
+        load.num_requests, load.num_tokens, arrival, request.state.arrival, param=load.param,
+        tenant=tenant_of(request.scope),
+    )  # fmt: skip
     request.state.ticket = ticket  # released when the request is over, however it ends
     if key is not None:
-        dialect.charge = key.quota.begin(num_tokens)
+        dialect.charge = key.quota.begin(num_tokens, load.num_requests)
         ticket.on_release = dialect.charge.finish
     return ticket
 
@@ -93,6 +96,7 @@ async def _submit(dialect: Dialect, ticket: Ticket, arrival: float, name: str) -
         text=ready.text,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        tenant=ticket.tenant,
         route=route,
         on_close=ended if adapter is None else adapter.use(ended),
         adapter="" if adapter is None else adapter.name,

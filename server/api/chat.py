@@ -39,6 +39,10 @@ async def chat_completions_batch(request: Request) -> Response:
 class ChatCompletion(Chatting):
     id_prefix = "chatcmpl-"
 
+    @property
+    def keeps_answer(self) -> bool:
+        return super().keeps_answer or bool(self.body.store)
+
     def events(self, generation: Generation, head: Head) -> Events:
         chunks = ChatChunks(generation, self.server.model.tokenizer, self.body, self.reports, **head._asdict())
         if not self.body.store:

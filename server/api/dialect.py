@@ -25,6 +25,7 @@ from ..generation.quota import Charge
 from ..generation.sampling import answer_in_ids, resolve, resolving_size, text_options
 from ..generation.speech import Speech
 from ..generation.tasks import GENERATE
+from ..generation.weight import check_weight, most_bytes
 from ..state import ServerState
 from ..wire.encoded import encode
 from ..wire.pooled import PooledRequest
@@ -161,7 +162,22 @@ class Generating(Dialect):
         if body.echo:
             num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
             prompts = await server.tokenise(4 * num_tokens, partial(self._echoed, prompts))
+        self._check_weight(prompts)
         return prompts
+
+    @property
+    def keeps_answer(self) -> bool:
+        """Whether all of it is in memory at its end."""
+        return not self.streams
+
+    def _check_weight(self, prompts: Sequence[Prompt]) -> None:
+        """Raises ApiError (400) for an answer that might be more than the server keeps."""
+        body = self.body
+        repeats = self.keeps_answer and bool(body.echo or body.return_token_ids)
+        name, asked = body.token_limit
+        param = "n" if self.n > 1 else name if asked is not None else "prompt" if len(prompts) > 1 else name
+        most = most_bytes(self.server.config.max_answer_bytes, self.server.client.info)
+        check_weight(prompts, self.n, most, keeps_answer=self.keeps_answer, repeats_prompt=repeats, param=param)
 
     def _echoed(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         return [replace(prompt, echo=self.echo(i, prompt.token_ids)) for i, prompt in enumerate(prompts)]

@@ -16,6 +16,7 @@ from ..generation.answer import Answer
 from ..generation.choice import Choice, Prompt
 from ..generation.embedding import EmbeddingChoice, EmbeddingOptions, numbers, packed
 from ..generation.generation import Generation
+from ..http.auth import key_of
 from ..text.encoding import Encoder
 from ..wire.pooled import EncodedRequest, InputRequest, PooledRequest
 from ..wire.tokens import TokenizeRequest
@@ -32,11 +33,12 @@ class PooledDialect(Dialect):
         raise NotImplementedError
 
     def load(self, num_tokens: int) -> Load:
-        """A list, which is soon done, counts as no more than runs at once: the queue has room for others beside it."""
-        info = self.server.client.info
-        return Load(
-            min(self.num_prompts, info.max_num_seqs), min(num_tokens, self.server.admission.capacity), self.param
-        )
+        """A list, which is soon done, counts as no more than runs at once, and than its key may have open: the queue
+        has room for others beside it."""
+        key, most = key_of(self.request.scope), self.server.client.info.max_num_seqs
+        if key is not None and key.quota.max_open_requests:
+            most = min(most, key.quota.max_open_requests)
+        return Load(min(self.num_prompts, most), min(num_tokens, self.server.admission.capacity), self.param)
 
     async def prepare(self, prompts: Sequence[Prompt]) -> Ready:
         return Ready(prompts, EmbeddingOptions())

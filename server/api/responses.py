@@ -73,6 +73,10 @@ class ResponseToItems(Chatting):
         if self.in_background and not self.server.config.response_store_size:
             raise bad_request("'background' needs a store: --response-store-size is 0.", "background")
 
+    @property
+    def keeps_answer(self) -> bool:
+        return True  # the last event of a stream has all of it once more
+
     async def tokens(self) -> list[list[int]]:
         return [await _fitted(self.request, self.body)] if self._asked.truncation == "auto" else await super().tokens()
 

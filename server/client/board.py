@@ -27,6 +27,7 @@ _LOADS = 7  # from here on, of each engine: tokens of prompts that wait there, r
 _FIELDS = _LOADS + 2 * MOST_ENGINES
 MOST_KEYS = 1 << 16
 DIGEST = 32  # bytes
+GROUPS = 1 << 12  # of tenants, by their numbers
 LOCK_TRIES = 200  # a millisecond apart
 
 
@@ -39,7 +40,8 @@ class Board:
         """`descriptor`: of the one that the first process has made; None: this is the first one."""
         self.num_seats, self.seat = num_seats, seat
         sizes = (
-            8 * num_seats * _FIELDS, 16 * num_seats * MOST_KEYS, 32 * num_seats * MOST_KEYS, 8 + DIGEST * MOST_KEYS
+            8 * num_seats * _FIELDS, 16 * num_seats * MOST_KEYS, 32 * num_seats * MOST_KEYS, 8 * num_seats * MOST_KEYS,
+            16 * num_seats * GROUPS, 8 + DIGEST * MOST_KEYS,
         )  # fmt: skip
         starts = list(accumulate(sizes, initial=0))
         if descriptor is None:
@@ -51,8 +53,12 @@ class Board:
         self._used = np.frombuffer(self._memory, np.float64, sizes[1] // 8, starts[1]).reshape(MOST_KEYS, 2, num_seats)
         levels = np.frombuffer(self._memory, np.float64, sizes[2] // 8, starts[2])
         self._levels = levels.reshape(MOST_KEYS, 2, num_seats, 2)  # by whom: for how much a minute, the level at 0
-        self._count = np.frombuffer(self._memory, np.int64, 1, starts[3])
-        self._digests_start = starts[3] + 8
+        opened = np.frombuffer(self._memory, np.int64, sizes[3] // 8, starts[3])
+        self._open = opened.reshape(MOST_KEYS, num_seats)
+        shares = np.frombuffer(self._memory, np.int64, sizes[4] // 8, starts[4])
+        self._shares = shares.reshape(GROUPS, num_seats, 2)
+        self._count = np.frombuffer(self._memory, np.int64, 1, starts[5])
+        self._digests_start = starts[5] + 8
         self.looked = 0.0  # time.monotonic()
         self._sums = np.zeros((MOST_KEYS, 2))  # of what was used, at the last look
         self._listeners: defaultdict[int, WeakSet[Listener]] = defaultdict(WeakSet)
@@ -92,6 +98,24 @@ class Board:
         """Its process is gone, and with it what it had open. What it has finished, and what keys have used, counts."""
         self._numbers[seat, :_COUNTERS] = 0
         self._numbers[seat, _LOADS:] = 0
+        self._open[:, seat] = 0
+        self._shares[:, seat] = 0
+
+    # ---- what tenants have open ----
+
+    def count_share(self, tenant: int, num_requests: int, num_tokens: int) -> None:
+        self._shares[tenant % GROUPS, self.seat] += num_requests, num_tokens
+
+    def other_share(self, tenant: int) -> tuple[int, int]:
+        """(Requests, tokens) that the tenant's group has open in the other processes."""
+        group = self._shares[tenant % GROUPS]
+        requests, tokens = (group.sum(axis=0) - group[self.seat]).tolist()
+        return requests, tokens
+
+    def num_shares(self, tenant: int) -> int:
+        """Groups with open requests, this tenant's among them. Some ten microseconds."""
+        has = self._shares[:, :, 0].any(axis=1)
+        return int(has.sum()) + (not has[tenant % GROUPS])
 
     # ---- what keys have used ----
 
@@ -136,6 +160,13 @@ class Board:
     def used(self, place: int, kind: int) -> float:
         """By all processes, since the server was started."""
         return float(self._used[place, kind].sum())
+
+    def count_open(self, place: int, num_requests: int) -> None:
+        self._open[place, self.seat] += num_requests
+
+    def open(self, place: int) -> int:
+        """Requests of a key that all processes have open."""
+        return int(self._open[place].sum())
 
     def note_level(self, place: int, kind: int, per_minute: int, level: float) -> None:
         """What this process knows of a bucket, for whoever comes later: see quota.Bucket."""

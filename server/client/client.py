@@ -77,6 +77,7 @@ class Client(Protocol):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: int = 0,
         route: Route = ANYWHERE,
     ) -> Sequence[MailboxLike]: ...
 

@@ -126,6 +126,7 @@ class EngineClient:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: int = 0,
         route: Route = ANYWHERE,
     ) -> list[Mailbox]:
         """Sends `n` requests for one prompt, which travels once; each samples by its SamplingParams.of_choice. There
@@ -134,7 +135,7 @@ class EngineClient:
             prompt = pack_tokens(token_ids)
         except OverflowError:  # it has slipped through all checks; no engine has such a token
             return refused(n, unknown_token_problem(token_ids, self.info.vocab_size))
-        return self.submit_packed(n, prompt, sampling, priority=priority, cache_salt=cache_salt)
+        return self.submit_packed(n, prompt, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant)
 
     def watch_steps(self, listener: Callable[[StepReports], None]) -> None:
         """From now on `listener` gets the reports, which engines make only while there is a listener."""

@@ -37,11 +37,12 @@ class OpenRequests:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: int = 0,
         num_cached: int = 0,
     ) -> list[Mailbox]:
         """As Client.submit_choices, of a prompt that is packed, and of which so many tokens are probably cached."""
         ids, now = self.new_ids(n), time.monotonic()
-        request = AddRequest(ids.start, prompt, sampling, priority, cache_salt, now, n)
+        request = AddRequest(ids.start, prompt, sampling, priority, cache_salt, now, n, tenant)
         self._send(request)
         mailboxes = {id: Mailbox(id, now, request, self) for id in ids}
         self._mailboxes |= mailboxes

@@ -196,6 +196,7 @@ class Replicas:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: int = 0,
         route: Route = ANYWHERE,
     ) -> Sequence[Mailbox]:
         """As EngineClient has it: all choices go to one engine, where they share the prompt."""
@@ -206,7 +207,7 @@ class Replicas:
         index, num_cached = self._dispatch.choose(prompt, cached_apart(cache_salt, sampling), route)
         engine = self.engines[index]
         mailboxes = engine.submit_packed(
-            n, prompt, sampling, priority=priority, cache_salt=cache_salt, num_cached=num_cached
+            n, prompt, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant, num_cached=num_cached
         )
         self._dispatch.publish_load(index)
         return mailboxes

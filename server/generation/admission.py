@@ -13,8 +13,10 @@ from ..client.client import Client
 from ..errors import ApiError, bad_request, took_too_long
 from ..options.config import ServerConfig
 from .generation import Generation
+from .tenants import Tenants
 
 QUEUE_FACTOR = 4  # default limits: so many times what runs at once
+RESERVE = 4  # beyond a limit, this part of it again is for tenants that hold less than an equal share
 WINDOW = 30.0  # seconds that the drain rate looks back
 UNKNOWN_WAIT = 5.0  # seconds to advise while nothing has finished yet
 SHORTEST_WAIT, LONGEST_WAIT = 0.1, 60.0
@@ -71,6 +73,7 @@ class Admission:
         """`board`: of several API processes, whose limits hold for all of them together."""
         self.num_requests = 0  # open ones, choices counted one by one
         self.num_tokens = 0  # of their prompts
+        self.tenants = Tenants(board)
         self._board = board
         self.client = client
         self.timed_out = timed_out
@@ -98,10 +101,11 @@ class Admission:
         return self.capacity + limit if limit else None
 
     def admit(
-        self, num_requests: int, num_tokens: int, arrival: float, begun: float | None = None, *, param: str = "n"
-    ) -> Ticket:
+        self, num_requests: int, num_tokens: int, arrival: float, begun: float | None = None, *, param: str = "n",
+        tenant: int = 0,
+    ) -> Ticket:  # fmt: skip
         """Counts a request in, until its ticket is released. `num_tokens` may be a guess, see Ticket.settle. `begun`:
-        when its head had arrived, where that was earlier: its body may have taken a while.
+        when its head had arrived, where that was earlier: its body may have taken a while. `tenant`: whose it is.
 
         Raises ApiError: 400, naming `param`, for more than could be let in at any time, 429 when the queue is full.
         """
@@ -114,11 +118,11 @@ class Admission:
             )
         now = time.monotonic()
         if self.num_requests or self._others(REQUESTS):
-            self._check(num_requests, num_tokens, now)
+            self._check(tenant, num_requests, num_tokens, now)
         else:
             self._begin(now)
-        self.count(num_requests, num_tokens)
-        return Ticket(self, num_requests, num_tokens, arrival, arrival if begun is None else begun)
+        self.count(tenant, num_requests, num_tokens)
+        return Ticket(self, tenant, num_requests, num_tokens, arrival, arrival if begun is None else begun)
 
     def _begin(self, now: float) -> None:
         self._request_rate.begin(now)
@@ -137,7 +141,7 @@ class Admission:
         assert self._board is not None
         return self._board.all(FINISHED_REQUESTS), self._board.all(FINISHED_TOKENS)
 
-    def _check(self, num_requests: int, num_tokens: int, now: float) -> None:
+    def _check(self, tenant: int, num_requests: int, num_tokens: int, now: float) -> None:
         info, stats = self.client.info, self.client.stats
         open_requests, open_tokens = self.num_requests + self._others(REQUESTS), self.num_tokens + self._others(TOKENS)
         # The engine's word is a step old, and a burst may come in between: what has been let in bounds it.
@@ -145,16 +149,29 @@ class Admission:
         queued = max(open_requests - info.max_num_seqs, min(stats.num_waiting, open_requests))
         over = max(open_requests + num_requests - info.max_num_seqs, queued and queued + num_requests) - limit
         if limit and over > 0:
-            wait = self._request_rate.seconds_for(over, now)
-            raise self._full("requests", "--max-num-queued-reqs", queued, num_requests, limit, wait)
+            held, _ = self.tenants.held(tenant)
+            if not self._has_share(tenant, held + num_requests, info.max_num_seqs + limit, over, limit):
+                wait = self._request_rate.seconds_for(over, now)
+                raise self._full("requests", "--max-num-queued-reqs", queued, num_requests, limit, held, wait)
         capacity, limit = self.capacity, self._token_limit
         over = open_tokens + num_tokens - capacity - limit
         if limit and over > 0:
-            queued = max(0, open_tokens - capacity)
-            wait = self._token_rate.seconds_for(over, now)
-            raise self._full("tokens", "--max-num-queued-tokens", queued, num_tokens, limit, wait)
+            _, held = self.tenants.held(tenant)
+            if not self._has_share(tenant, held + num_tokens, capacity + limit, over, limit):
+                queued = max(0, open_tokens - capacity)
+                wait = self._token_rate.seconds_for(over, now)
+                raise self._full("tokens", "--max-num-queued-tokens", queued, num_tokens, limit, held, wait)
 
-    def count(self, num_requests: int, num_tokens: int) -> None:
+    def _has_share(self, tenant: int, held: int, most: int, over: int, limit: int) -> bool:
+        """Whether a tenant that would then hold so much of `most` is let in beside others though the queue is full:
+        one of them cannot fill it for all."""
+        if over > max(1, limit // RESERVE):
+            return False
+        number = self.tenants.number_with(tenant)
+        return number > 1 and held <= max(1, most // number)
+
+    def count(self, tenant: int, num_requests: int, num_tokens: int) -> None:
+        self.tenants.count(tenant, num_requests, num_tokens)
         self.num_requests += num_requests
         self.num_tokens += num_tokens
         if self._board is not None:
@@ -181,20 +198,20 @@ class Admission:
         do."""
         return self.client.info.num_kv_tokens
 
-    def _full(self, what: str, option: str, queued: int, new: int, limit: int, wait: float) -> ApiError:
+    def _full(self, what: str, option: str, queued: int, new: int, limit: int, held: int, wait: float) -> ApiError:
         self._rejected(f"queued_{what}")
         return ApiError(
             429,
-            f"The queue is full: {queued} {what} wait, this request brings {new}, and {option} allows {limit}; "
-            f"try again in {math.ceil(wait)} s.",
+            f"The queue is full: {queued} {what} wait, this request brings {new}, and {option} allows {limit}; this "
+            f"key or address has {held} {what} open; try again in {math.ceil(wait)} s.",
             type="rate_limit_error",
             code="queue_full",
             headers=retry_after(wait),
         )
 
-    def release(self, num_requests: int, num_tokens: int) -> None:
+    def release(self, tenant: int, num_requests: int, num_tokens: int) -> None:
         now = time.monotonic()
-        self.count(-num_requests, -num_tokens)
+        self.count(tenant, -num_requests, -num_tokens)
         if self._board is None:
             self._request_rate.add(num_requests, now)
             self._token_rate.add(num_tokens, now)
@@ -203,16 +220,23 @@ class Admission:
             self._board.add(FINISHED_TOKENS, num_tokens)
             self.look(now)
 
+    def seconds_for(self, num_requests: int) -> float:
+        """Until about so many have finished."""
+        return self._request_rate.seconds_for(num_requests, time.monotonic())
+
     def retry_after(self) -> float:
         """Seconds until about everything that is open now has finished."""
-        return self._request_rate.seconds_for(self.num_requests + self._others(REQUESTS), time.monotonic())
+        return self.seconds_for(self.num_requests + self._others(REQUESTS))
 
 
 class Ticket:
     """A request that was let in, and its clocks. Release it when it is over, however it ends."""
 
-    def __init__(self, admission: Admission, num_requests: int, num_tokens: int, arrival: float, begun: float) -> None:
+    def __init__(
+        self, admission: Admission, tenant: int, num_requests: int, num_tokens: int, arrival: float, begun: float
+    ) -> None:
         self._admission = admission
+        self.tenant = tenant
         self._num_requests = num_requests
         self._num_tokens = num_tokens
         self._arrival = arrival  # time.monotonic()
@@ -231,7 +255,7 @@ class Ticket:
                 "fewer prompts at a time, or raise --max-num-queued-tokens.",
                 param,
             )
-        self._admission.count(0, num_tokens - self._num_tokens)
+        self._admission.count(self.tenant, 0, num_tokens - self._num_tokens)
         self._num_tokens = num_tokens
 
     def watch(self, generation: Generation) -> None:
@@ -251,7 +275,7 @@ class Ticket:
             timer.cancel()
         self._timers.clear()
         if self._num_requests:
-            self._admission.release(self._num_requests, self._num_tokens)
+            self._admission.release(self.tenant, self._num_requests, self._num_tokens)
             self._num_requests = 0
             if self.on_release is not None:
                 self.on_release()

@@ -56,6 +56,7 @@ class Generation:
         text: TextOptions = PLAIN,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: int = 0,
         route: Route = ANYWHERE,
         on_close: Callable[[], None] | None = None,
         adapter: str = "",
@@ -79,6 +80,7 @@ class Generation:
         self._text = text
         self._priority = priority
         self._cache_salt = cache_salt
+        self._tenant = tenant
         if len(prompts) > 1 and prompts[0].sampling.pooling is None and route == ANYWHERE:
             # To one engine: its time limits hold for all together.
             route = Route(session=f"request {next(_numbers)}", together=True)
@@ -109,7 +111,7 @@ class Generation:
             while (prompt := self._next()) is not None:
                 mailboxes = self._client.submit_choices(
                     self.n, prompt.token_ids, prompt.sampling, priority=self._priority, cache_salt=self._cache_salt,
-                    route=self._route,
+                    tenant=self._tenant, route=self._route,
                 )  # fmt: skip
                 for mailbox in mailboxes:
                     self.choices.append(self._text.choice(len(self.choices), prompt, mailbox, self._tokenizer))

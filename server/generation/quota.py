@@ -1,4 +1,4 @@
-"""How much one key may ask for in a minute: requests, and tokens of prompts and answers."""
+"""How much one key may ask for: requests, and tokens of prompts and answers, in a minute; and requests at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from ..client.board import Board
-from ..errors import ApiError
+from ..errors import ApiError, bad_request
 from .admission import retry_after
 from .generation import Generation
 
@@ -101,29 +101,76 @@ class Bucket:
             self._shared.use(amount)
 
 
+class OpenRequests:
+    """Of one key, choices counted one by one: of all API processes where they share a board."""
+
+    def __init__(self, board: Board | None = None, place: int | None = None) -> None:
+        self._board, self._place = board, place
+        self._number = 0  # where there is no board
+
+    @property
+    def number(self) -> int:
+        return self._number if self._board is None or self._place is None else self._board.open(self._place)
+
+    def count(self, num_requests: int) -> None:
+        if self._board is None or self._place is None:
+            self._number += num_requests
+        else:
+            self._board.count_open(self._place, num_requests)
+
+
 class Quota:
     """Of one key."""
 
     def __init__(
-        self, requests_per_minute: int, tokens_per_minute: int, board: Board | None = None, digest: bytes = b""
-    ) -> None:
+        self, requests_per_minute: int, tokens_per_minute: int, board: Board | None = None, digest: bytes = b"",
+        max_open_requests: int = 0,
+    ) -> None:  # fmt: skip
         """`board`: of several API processes, which share it; `digest`: of the key, by which they know it."""
-        limited = board is not None and (requests_per_minute or tokens_per_minute)
+        limited = board is not None and (requests_per_minute or tokens_per_minute or max_open_requests)
         place = board.place(digest) if board is not None and limited else None
         each = [None if board is None or place is None else Shared(board, place, kind) for kind in (0, 1)]
         self._requests = Bucket(requests_per_minute, each[0])
         self._tokens = Bucket(tokens_per_minute, each[1])
+        self.max_open_requests = max_open_requests
+        self.open = OpenRequests(board, place)
         if board is not None and place is not None:
             board.watch(place, self)
 
     @property
-    def limits(self) -> tuple[int, int]:
-        """Requests and tokens a minute; 0: no limit."""
-        return self._requests.per_minute, self._tokens.per_minute
+    def limits(self) -> tuple[int, int, int]:
+        """Requests and tokens a minute, and requests at once; 0: no limit."""
+        return self._requests.per_minute, self._tokens.per_minute, self.max_open_requests
 
     def look(self, now: float) -> None:
         for bucket in (self._requests, self._tokens):
             bucket.look(now)
+
+    def check_open(
+        self, num_requests: int, param: str, seconds_for: Callable[[int], float], rejected: Callable[[str], None]
+    ) -> None:
+        """Whether so many may be open beside those that are. `seconds_for`: in which so many finish. Raises ApiError:
+        400, naming `param`, for more than may be open at any time, 429, which `rejected` counts."""
+        most = self.max_open_requests
+        if not most:
+            return
+        if num_requests > most:
+            raise bad_request(
+                f"The request asks for {num_requests} answers (prompts times n), and this key may have {most} requests "
+                "open at once, choices counted one by one (--max-open-requests): ask for fewer at a time.",
+                param,
+            )
+        if (over := self.open.number + num_requests - most) > 0:
+            rejected("key_open_requests")
+            wait = seconds_for(over)
+            raise ApiError(
+                429,
+                f"This key has {self.open.number} requests open, choices counted one by one, this request brings "
+                f"{num_requests}, and --max-open-requests allows {most}; try again in {math.ceil(wait)} s.",
+                type="rate_limit_error",
+                code="key_open_requests",
+                headers=retry_after(wait),
+            )
 
     def check(self, num_tokens: int, rejected: Callable[[str], None]) -> None:
         """Whether one request more, with so many tokens in its prompts, may come. Raises ApiError (429), which
@@ -140,18 +187,21 @@ class Quota:
                     headers=retry_after(wait),
                 )
 
-    def begin(self, num_tokens: int) -> Charge:
+    def begin(self, num_tokens: int, num_requests: int = 1) -> Charge:
+        """`num_requests`: that are open until the charge is finished."""
         self._requests.take(1)
-        return Charge(self._tokens, num_tokens)
+        self.open.count(num_requests)
+        return Charge(self._tokens, num_tokens, self.open, num_requests)
 
 
 class Charge:
     """The tokens that one request takes: a guess, then those of its prompts, and at its end those of its answers."""
 
-    def __init__(self, tokens: Bucket, num_tokens: int) -> None:
+    def __init__(self, tokens: Bucket, num_tokens: int, opened: OpenRequests, num_requests: int) -> None:
         self.generation: Generation | None = None  # once there is one
         self._tokens = tokens
         self._num_tokens = 0
+        self._open, self._num_requests = opened, num_requests
         self.settle(num_tokens)
 
     def settle(self, num_tokens: int) -> None:
@@ -160,4 +210,6 @@ class Charge:
 
     def finish(self) -> None:
         """Who never came so far as to the engine pays for the request alone. Idempotent."""
+        self._open.count(-self._num_requests)
+        self._num_requests = 0
         self.settle(0 if self.generation is None else self.generation.usage()["total_tokens"])

@@ -52,11 +52,13 @@ class Keys:
         return key.digest in self._keys
 
     def renewed(self, newer: Keys) -> Keys:
-        """The newer ones, of which those that were here have what they used in the last minute: reading the file again
-        is no way to a fresh share."""
+        """The newer ones, of which those that were here have what they used in the last minute and what they have
+        open: reading the file again is no way to a fresh share."""
         keys = []
         for key in newer._keys.values():
             older = self._keys.get(key.digest)
+            if older is not None:
+                key.quota.open = older.quota.open
             kept = older is not None and older.quota.limits == key.quota.limits
             keys.append(replace(key, quota=older.quota) if older is not None and kept else key)
         return Keys(keys)
@@ -70,15 +72,15 @@ def load_keys(config: HttpConfig, option: str, board: Board | None = None) -> Ke
     path: str | None = getattr(config, f"{option}_file")
     variables = [(name, os.environ.get(name, "").strip()) for name in ENVIRONMENT[option]]
     lines = [] if path is None else read_key_file(path, f"{flag}-file")
-    lines += [KeyLine(key.strip(), f"{flag[2:]}-{number}", None, None) for number, key in enumerate(given, 1)]
-    lines += [KeyLine(key, name, None, None) for name, key in variables if key]
-    usual = (config.key_requests_per_minute, config.key_tokens_per_minute) if option == "api_key" else (0, 0)
+    lines += [KeyLine(key.strip(), f"{flag[2:]}-{number}", None, None, None) for number, key in enumerate(given, 1)]
+    lines += [KeyLine(key, name, None, None, None) for name, key in variables if key]
+    usual = (config.key_requests_per_minute, config.key_tokens_per_minute, config.max_open_requests)
+    if option != "api_key":
+        usual = (0, 0, 0)
     keys: dict[bytes, Key] = {}
     for line in lines:  # what the file says of a key comes before where else it stands
-        limits = (
-            usual[0] if line.requests_per_minute is None else line.requests_per_minute,
-            usual[1] if line.tokens_per_minute is None else line.tokens_per_minute,
-        )
+        own = (line.requests_per_minute, line.tokens_per_minute, line.max_open_requests)
+        requests, tokens, opened = (a if b is None else b for a, b in zip(usual, own, strict=True))
         digest = sha256(line.key.encode()).digest()
-        keys.setdefault(digest, Key(digest, line.name, Quota(*limits, board, digest)))
+        keys.setdefault(digest, Key(digest, line.name, Quota(requests, tokens, board, digest, opened)))
     return Keys(keys.values())

@@ -74,6 +74,11 @@ class HttpConfig:
         None, "bytes of a request's body; beyond them 413 (default: 64 for each token of the context, 8 MiB at least)",
         group="limits", bounds=POSITIVE,
     )  # fmt: skip
+    max_answer_bytes: int | None = option(
+        None, "bytes of memory that one answer may take which is not streamed, or stored, if each choice is as long as "
+        "it may be; beyond them 400; 0: no limit (default: what a single choice needs that fills the context, with 20 "
+        "log-probabilities a token, 256 MiB at least)", group="limits", bounds=UNLIMITED,
+    )  # fmt: skip
     max_header_size: int = option(
         64 << 10, "bytes of a request's headers; beyond them 431", group="limits", bounds=POSITIVE
     )
@@ -101,6 +106,11 @@ class HttpConfig:
     key_tokens_per_minute: int = option(
         0, "tokens of prompts and answers that each key may use in a minute, where its file says nothing else; 0: no "
         "limit", group="security", bounds=UNLIMITED,
+    )  # fmt: skip
+    max_open_requests: int = option(
+        0, "requests that each key may have open at once, waiting ones and choices counted one by one, over all API "
+        "processes, where its file (max-open-requests=8) says nothing else; 0: no limit, the queue is fair between "
+        "keys all the same", group="security", bounds=UNLIMITED,
     )  # fmt: skip
     admin_api_key: tuple[str, ...] = option(
         (), "keys for what controls the server (default: any of the others); also from VSERVE_ADMIN_API_KEY",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...engine.config import ConfigError
 
-_LIMITS = ("requests-per-minute", "tokens-per-minute")
+_LIMITS = ("requests-per-minute", "tokens-per-minute", "max-open-requests")
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class KeyLine:
     name: str  # in the log
     requests_per_minute: int | None  # None: as the options say, 0: no limit
     tokens_per_minute: int | None
+    max_open_requests: int | None
 
 
 def read_key_file(path: str, option: str) -> list[KeyLine]:
@@ -50,5 +51,5 @@ def _line(words: list[str], place: str, where: str) -> KeyLine:
     for name in _LIMITS:
         if name in given and not (given[name].isascii() and given[name].isdigit() and len(given[name]) < 16):
             raise ConfigError(f"{where} has {name}={given[name]}: it must be a whole number; 0: no limit")
-    requests, tokens = (int(given[name]) if name in given else None for name in _LIMITS)
-    return KeyLine(key, given.get("name") or place, requests, tokens)
+    requests, tokens, opened = (int(given[name]) if name in given else None for name in _LIMITS)
+    return KeyLine(key, given.get("name") or place, requests, tokens, opened)

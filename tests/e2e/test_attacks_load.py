@@ -183,3 +183,39 @@ def test_row_36_a_seed_gives_the_same_tokens_in_any_company(server):
             thread.join()
     assert in_company == [alone] * 5
     assert tokens(complete(server, **{**hot, "seed": 1})) != alone
+
+
+def test_row_37_one_request_of_many_choices_is_not_the_whole_queue(demo_server):
+    """80 choices take every place of the CPU's queue. Another address is let in, and is next when a row is free."""
+    done, finished = threading.Event(), []
+
+    def ask_much() -> None:
+        body = {
+            "model": demo_server.model, "prompt": "Tell me all", "n": 80, "temperature": 1, "max_tokens": 60,
+            "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        with httpx.stream("POST", f"{demo_server.url}/v1/completions", json=body, timeout=240) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                if '"finish_reason":"length"' in line:
+                    finished.append(line)
+                if line:
+                    began.set()
+                if done.is_set():
+                    return
+
+    began = threading.Event()
+    thread = threading.Thread(target=ask_much)
+    thread.start()
+    try:
+        assert began.wait(240)
+        own = {"model": demo_server.model, "prompt": "Hello", "max_tokens": 1}
+        same = httpx.post(f"{demo_server.url}/v1/completions", json=own, timeout=240)
+        assert same.status_code == 429 and "this key or address has 80 requests open" in same.text
+        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=240) as other:
+            answer = other.post(f"{demo_server.url}/v1/completions", json=own)
+        assert answer.status_code == 200, answer.text
+        assert len(finished) < 64, "it waited for all those that waited"
+    finally:
+        done.set()
+        thread.join()

@@ -55,12 +55,14 @@ def book_of(scheduler: Scheduler) -> AdapterBook:
     return scheduler.adapters
 
 
-def add(scheduler: Scheduler, device: Device, id: int, adapter: int, length: int = 5, num_tokens: int = 4) -> None:
+def add(
+    scheduler: Scheduler, device: Device, id: int, adapter: int, length: int = 5, num_tokens: int = 4, tenant: int = 0
+) -> None:
     if adapter:
         book_of(scheduler).paths.setdefault(adapter, f"path {adapter}")
     device.adapters[id] = adapter
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, adapter=adapter)
-    scheduler.add(Request(id, [id % 50 + 1] * length, sampling, arrival=float(id)))
+    scheduler.add(Request(id, [id % 50 + 1] * length, sampling, arrival=float(id), tenant=tenant))
 
 
 def arrive(book: AdapterBook, id: int) -> bool:
@@ -166,6 +168,26 @@ def test_nobody_waits_for_ever_while_all_rows_are_taken() -> None:
         if done[12]:
             break
     assert done[12] == 1 and PATIENCE <= done[11] <= 2 * PATIENCE
+
+
+def test_nobody_waits_for_ever_among_tenants_that_take_turns() -> None:
+    """In each pass another one may be the first to wait for the slot: what all have let pass counts."""
+    scheduler, device = make(max_loras=1, max_cpu_loras=3)
+    book = book_of(scheduler)
+    for adapter in (11, 12, 13):
+        book.paths[adapter] = f"path {adapter}"
+        book.arrived(adapter)
+    add(scheduler, device, 1, 11)
+    add(scheduler, device, 2, 12, tenant=2)
+    add(scheduler, device, 3, 13, tenant=3)
+    done: Counter[int] = Counter()
+    for id in range(4, 600):
+        add(scheduler, device, id, 11, num_tokens=3, tenant=2 + id % 2)
+        for output in step(scheduler, device):
+            done[device.adapters[output.id]] += output.finish_reason is not None
+        if done[12] and done[13]:
+            break
+    assert done[12] == done[13] == 1 and done[11] <= 3 * PATIENCE
 
 
 def test_who_is_gone_is_waited_for_no_longer() -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from vserve.engine.config import SchedulerConfig
+from vserve.engine.fair_queue import FairQueue
 from vserve.engine.messages import RequestOutput, unpack_tokens
 from vserve.engine.plan import BlockWrite, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.planner import FEW_DECODES
@@ -118,9 +119,10 @@ def test_a_long_queue_gets_larger_chunks(steps: int, expected: int) -> None:
 def test_waiting_tokens_are_counted_not_added_up() -> None:
     """A mixed step looks at the queue: of 100,000 requests it must not read one."""
 
-    class Queue(list):
-        def __iter__(self):
-            raise RuntimeError("the queue was walked")
+    class Queue(FairQueue):
+        def in_turn(self):
+            pytest.fail("the queue was walked")
+            yield
 
     engine = Engine(max_num_seqs=2, max_mixed_tokens=5, large_mixed_tokens=(12, 24), num_blocks=30)
     running = [engine.add(1, range(4)), engine.add(2, range(50, 54))]
@@ -128,9 +130,9 @@ def test_waiting_tokens_are_counted_not_added_up() -> None:
     waiting = [engine.add(3 + i, range(20)) for i in range(4)]
     roster = engine.scheduler.roster
     assert roster.num_waiting_tokens == 80
-    roster.waiting = Queue(roster.waiting)
+    roster.waiting.__class__ = Queue
     assert engine.scheduler.schedule() is not None
-    roster.waiting = roster.waiting[:]
+    roster.waiting.__class__ = FairQueue
     engine.scheduler.abort([waiting[1].id])
     assert roster.num_waiting_tokens == 60
     engine.scheduler.abort([running[0].id])

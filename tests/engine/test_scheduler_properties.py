@@ -544,6 +544,8 @@ class Simulation:
         self.nan_rate = rng.choice([0, 0, 0.01])
         self.fail_rate = rng.choice([0, 0, 0.03, 0.15])
         self.threads = random.Random(seed + 2)  # a stream of its own
+        self.tenants = random.Random(seed + 6)  # another
+        self.num_tenants = self.tenants.choice([1, 1, 2, 5])
         self.late_rate = self.threads.choice([0, 0, 0, 0.3])
         self.abort_rate = rng.choice([0, 0.02, 0.1])
         self.late = rng.choice([rng.randrange, lambda depth: depth - 1])  # how many results to leave in flight
@@ -610,6 +612,7 @@ class Simulation:
             self.scheduler.add(
                 Request(
                     id, prompt, sampling, priority=rng.choice([0, 0, 1, -2]), cache_salt=salt, arrival=rng.random(),
+                    tenant=self.tenants.randrange(self.num_tenants),
                     grammar=Guide(Grammar(sampling.grammar), VOCAB) if sampling.grammar is not None else None,
                 )
             )  # fmt: skip

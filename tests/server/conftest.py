@@ -84,6 +84,7 @@ class Submitted:
     sampling: SamplingParams
     priority: int
     cache_salt: str | None
+    tenant: int = 0
 
 
 class ScriptedEngine:
@@ -131,11 +132,12 @@ class ScriptedEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: int = 0,
         route: Route = ANYWHERE,
     ) -> Mailbox:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        request = Submitted(len(self.submitted), list(token_ids), sampling, priority, cache_salt)
+        request = Submitted(len(self.submitted), list(token_ids), sampling, priority, cache_salt, tenant)
         self.submitted.append(request)
         mailbox = Mailbox(request.id, time.monotonic())
         self._open[request.id] = mailbox

@@ -116,6 +116,46 @@ def test_defaults_and_no_limit() -> None:
         unlimited.admit(10, 10**6, 0.0)
 
 
+def test_one_tenant_cannot_fill_the_queue_for_all() -> None:
+    queue = admission()  # 4 run, 16 wait; beside them 4 of others
+    first = queue.admit(20, 1, 0.0, tenant=1)
+    with pytest.raises(ApiError) as refused:
+        queue.admit(1, 1, 0.0, tenant=1)
+    assert "this key or address has 20 requests open" in refused.value.message
+    tickets = [queue.admit(1, 1, 0.0, tenant=tenant) for tenant in (2, 3, 2, 3)]
+    with pytest.raises(ApiError) as refused:
+        queue.admit(1, 1, 0.0, tenant=4)
+    assert "has 0 requests open" in refused.value.message, "the reserve is full"
+    tickets[0].release()
+    with pytest.raises(ApiError):
+        queue.admit(1, 1, 0.0, tenant=1)
+    queue.admit(1, 1, 0.0, tenant=4)
+    first.release()
+    queue.admit(16, 1, 0.0, tenant=1)
+    assert queue.tenants.held(1) == (16, 1)
+
+
+def test_who_holds_an_equal_share_has_none_of_the_reserve() -> None:
+    queue = admission()
+    queue.admit(11, 1, 0.0, tenant=1)
+    queue.admit(9, 1, 0.0, tenant=2)
+    queue.admit(1, 1, 0.0, tenant=2)
+    for tenant in (1, 2):
+        with pytest.raises(ApiError):
+            queue.admit(1, 1, 0.0, tenant=tenant)
+    queue.admit(3, 1, 0.0, tenant=3)
+
+
+def test_long_prompts_of_one_tenant_leave_room_for_others() -> None:
+    queue = admission(max_num_queued_tokens=40)  # the cache holds 160
+    queue.admit(1, 10, 0.0, tenant=1).settle(200)
+    with pytest.raises(ApiError, match="this key or address has 200 tokens open"):
+        queue.admit(1, 1, 0.0, tenant=1)
+    queue.admit(1, 10, 0.0, tenant=2)
+    with pytest.raises(ApiError):
+        queue.admit(1, 1, 0.0, tenant=2)
+
+
 def test_drain_rate_is_measured() -> None:
     rate, now = DrainRate(), 100.0
     rate.begin(now)

@@ -181,11 +181,12 @@ def test_bodies_that_arrive_have_one_room(boards: list[Board]) -> None:
         async def receive() -> Any:
             return {"type": "http.request", "body": b" " * (1 << 20), "more_body": False}
 
+        async def send(message: Any) -> None:
+            if "status" in message:
+                statuses.append(message["status"])
+
         limit.app = app
-        try:
-            asyncio.run(limit({"type": "http", "headers": []}, receive, None))  # type: ignore[arg-type]
-        except ApiError as error:
-            statuses.append(error.status)
+        asyncio.run(limit({"type": "http", "path": "/", "headers": []}, receive, send))
         return statuses[-1]
 
     for body in held:
@@ -209,6 +210,46 @@ def test_the_queue_is_one(boards: list[Board]) -> None:
     each[1].admit(1, 10, 0.0)
     with pytest.raises(ApiError):
         each[2].admit(1, 10, 0.0)
+
+
+def test_tenants_are_the_same_in_all_processes(boards: list[Board]) -> None:
+    each = admissions(boards, ServerConfig(max_num_queued_reqs=12))
+    first = each[0].admit(14, 10, 0.0, tenant=1)
+    assert [queue.tenants.held(1) for queue in each] == [(14, 10)] * 3
+    for queue in each:
+        with pytest.raises(ApiError, match="this key or address has 14 requests open"):
+            queue.admit(1, 10, 0.0, tenant=1)
+    each[1].admit(1, 10, 0.0, tenant=2)
+    assert [queue.tenants.number_with(2) for queue in each] == [2] * 3
+    assert [queue.tenants.number_with(3) for queue in each] == [3] * 3
+    first.release()
+    each[2].admit(1, 10, 0.0, tenant=1)
+    boards[0].clear(1)  # its process has died
+    assert [queue.tenants.held(2) for queue in each] == [(0, 0), (1, 10), (0, 0)]
+
+
+def test_what_a_key_has_open_is_counted_over_all_processes(boards: list[Board]) -> None:
+    quotas = [Quota(0, 0, board, b"k" * 32, 5) for board in boards]
+    other = Quota(0, 0, boards[1], b"o" * 32, 5)
+    refused: list[str] = []
+
+    def asks(quota: Quota, num_requests: int) -> int:
+        try:
+            quota.check_open(num_requests, "n", lambda count: 1.5 * count, refused.append)
+        except ApiError as error:
+            if error.status == 429:
+                assert error.code == "key_open_requests" and error.headers["retry-after"] == "3"
+                assert "has 4 requests open" in error.message and "--max-open-requests allows 5" in error.message
+            return error.status
+        return 200
+
+    charges = [quotas[0].begin(0, 3), quotas[1].begin(0)]
+    assert [asks(quota, 3) for quota in quotas] == [429] * 3 and refused == ["key_open_requests"] * 3
+    assert [asks(quota, 1) for quota in quotas] == [200] * 3 and asks(other, 5) == 200
+    assert asks(quotas[2], 6) == 400, "at no time"
+    charges[0].finish()
+    charges[0].finish()
+    assert [asks(quota, 4) for quota in quotas] == [200] * 3
 
 
 def test_what_is_counted_adds_up() -> None:

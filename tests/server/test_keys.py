@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from vserve.engine.config import ConfigError
+from vserve.server.app import create_app
 from vserve.server.errors import ApiError
 from vserve.server.generation import quota
 from vserve.server.options.config import ServerConfig
@@ -157,6 +160,42 @@ def test_what_is_larger_than_a_minutes_share_waits_for_a_whole_one(clock: Any) -
             one.check(1, lambda reason: None)
     charge.settle(0)
     one.check(10, lambda reason: None)
+
+
+def test_open_requests_of_a_key(engine: Any, text_model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("key-ada max-open-requests=2\nkey-bob\nkey-all max-open-requests=0\n")
+    app = create_app(engine, ServerConfig(api_key_file=str(path), max_open_requests=5), text_model)
+    engine.delay = 1000.0
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+
+            async def ask(key: str, n: int, url: str = "/v1/completions", **fields: Any) -> httpx.Response:
+                body = {"prompt": "Hello", "n": n, "temperature": 1} if n else {}
+                return await http.post(url, json={**body, **fields}, headers=bearer(key))
+
+            tasks = [asyncio.create_task(ask(key, n)) for key, n in (("key-ada", 2), ("key-bob", 4), ("key-all", 9))]
+            while engine.num_open < 15:
+                await asyncio.sleep(0.001)
+            refused = await ask("key-ada", 1)
+            assert refused.status_code == 429 and refused.json()["error"]["code"] == "key_open_requests"
+            assert (
+                refused.headers["retry-after"] and "--max-open-requests allows 2" in refused.json()["error"]["message"]
+            )
+            never = await ask("key-ada", 3)
+            assert never.status_code == 400 and never.json()["error"]["param"] == "n"
+            assert (await ask("key-bob", 2)).status_code == 429
+            app.state.server.reloads["keys"]()
+            assert (await ask("key-ada", 1)).status_code == 429, "what is open stays open"
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            engine.delay = 0.0
+            assert (await ask("key-ada", 2)).status_code == 200
+
+    asyncio.run(main())
 
 
 def test_keys_are_read_again(new_client: Any, key_file: Path, clock: Any) -> None:
