@@ -138,7 +138,8 @@ class EngineConfig:
     )  # fmt: skip
     kv_events_config: str | None = option(
         None, "what of the prefix cache is told to routers, as JSON: {\"enable_kv_cache_events\": true, \"endpoint\": "
-        "\"tcp://*:5557\"} publishes vLLM's events over ZeroMQ", group="cache", is_json=True, problem=values.kv_events,
+        "\"tcp://*:5557\"} publishes vLLM's events over ZeroMQ, to whoever reaches that port; without an endpoint to "
+        "this host alone", group="cache", is_json=True, problem=values.kv_events,
     )  # fmt: skip
     enable_lora: bool = option(
         False, "serve adapters (LoRA) beside the model: each request names one, or none", group="adapters"
