@@ -167,7 +167,9 @@ def plainly(stops: list[str], held: str, new: str) -> tuple[int, str] | None:
     pieces=st.lists(st.tuples(st.text(alphabet="abé", max_size=4), st.booleans()), max_size=12),
     stops=st.lists(WORDS, min_size=1, max_size=40), include=st.booleans(),
 )  # fmt: skip
-def test_many_stop_strings_are_found_as_plainly(pieces: list[tuple[str, bool]], stops: list[str], include: bool) -> None:
+def test_many_stop_strings_are_found_as_plainly(
+    pieces: list[tuple[str, bool]], stops: list[str], include: bool
+) -> None:
     finder, held, hold = StopStrings(stops, include), "", max(map(len, stops)) - 1
     for piece, armed in pieces:
         expected = plainly(stops, held, piece) if armed else None
