@@ -45,20 +45,17 @@ class TlsProtocol(HttpProtocol):
     async def _shake_hands(self, hello: bytes) -> None:
         """Of what goes wrong only the connection hears. Its clock, and who needs its place, close the plain transport,
         which ends this."""
-        starting = self.loop.create_task(
-            self.loop.start_tls(
-                self._plain, self, self.tls, server_side=True,
-                ssl_handshake_timeout=2 * self.limits.header_timeout + 1,  # the clock here is kinder, and comes before
-                ssl_shutdown_timeout=self.limits.write_timeout,
-            )
-        )  # fmt: skip
-        await asyncio.sleep(
-            0
-        )  # it has begun: what decrypts is told of the transport next, and then gets its first word
-        self.loop.call_soon(_feed, self._plain.get_protocol(), hello)
+        starting = self.loop.create_task(self.loop.start_tls(
+            self._plain, self, self.tls, server_side=True,
+            ssl_handshake_timeout=2 * self.limits.header_timeout + 1,  # the clock here is kinder, and comes before
+            ssl_shutdown_timeout=self.limits.write_timeout,
+        ))  # fmt: skip
+        await asyncio.sleep(0)
+        if not starting.done():  # what decrypts is told of the transport next, and then gets its first word
+            self.loop.call_soon(_feed, self._plain.get_protocol(), hello)
         try:
             transport = await starting
-        except OSError:
+        except (OSError, RuntimeError):  # uvloop raises RuntimeError for a transport that was closed meanwhile
             transport = None
         if transport is None or transport.is_closing():
             self.connection_lost(None)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import ssl
+import struct
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -52,6 +54,8 @@ def run(files: tuple[str, str], request: pytest.FixtureRequest) -> Callable[...,
         refused: Counter[str] = Counter()
 
         async def main() -> None:
+            errors: list[Any] = []
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
             config = ServerConfig(ssl_certfile=files[0], ssl_keyfile=files[1], **options)
             listener = socket.create_server(("127.0.0.1", 0))
             settings = uvicorn_options(config, lambda reason: refused.update([reason]))
@@ -66,6 +70,8 @@ def run(files: tuple[str, str], request: pytest.FixtureRequest) -> Callable[...,
             finally:
                 server.should_exit = server.force_exit = True
                 await serving
+                gc.collect()
+                assert not errors
 
         with asyncio.Runner(loop_factory=request.param) as runner:
             runner.run(main())
@@ -118,7 +124,9 @@ class Raw:
                 break
             except ssl.SSLWantReadError:
                 self.writer.write(self._outgoing.read())
-                self._incoming.write(await self.reader.read(1 << 16))
+                if not (data := await self.reader.read(1 << 16)):
+                    raise ConnectionResetError from None
+                self._incoming.write(data)
         self._tls.write(then)
         self.writer.write(self._outgoing.read())
 
@@ -178,10 +186,37 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(run: Any
             await raw.shake_hands(GET % b"/")
             answer = b""
             while not answer.endswith(b"https"):
-                assert (piece := await raw.read()), answer
+                piece = await raw.read()
+                assert piece, answer
                 answer += piece
 
     run(test)
+
+
+def test_clients_that_leave_in_the_middle_of_a_handshake(run: Any) -> None:
+    async def test(address: tuple[str, int]) -> None:
+        for round in range(12):
+            strangers = [await silent(address) for _ in range(10)]
+            raws = [Raw(*one) for one in strangers]
+            shaking = [asyncio.create_task(raw.shake_hands(b"")) for raw in raws]
+            for _ in range(round % 4):
+                await asyncio.sleep(0)
+            for raw in raws:
+                reset(raw.writer)
+            for task in shaking:
+                task.cancel()
+            await asyncio.gather(*shaking, return_exceptions=True)
+        _, writer, status, _ = await ask(address)
+        writer.transport.abort()
+        assert status == 200
+
+    run(test, max_connections=6)
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
 
 
 def test_who_finds_no_room_hears_so(run: Any) -> None:
@@ -229,7 +264,8 @@ def test_what_was_answered_leaves_before_the_connection_ends(run: Any) -> None:
             await reader.readuntil(b"\r\n\r\n")
             size = 0
             while size < len(HUGE):
-                assert (piece := await reader.read(1 << 16)), size
+                piece = await reader.read(1 << 16)
+                assert piece, size
                 size += len(piece)
                 await asyncio.sleep(0.005)
             assert await reader.read() == b""
