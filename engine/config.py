@@ -213,7 +213,8 @@ class EngineConfig:
     )  # fmt: skip
     cluster_secret: str | None = option(
         None, "random text that nodes must share to be let in, 16 characters or more; needed where node 0 can be "
-        "reached from other hosts, best as VSERVE_CLUSTER_SECRET", group="parallel", secret=True, problem=values.no_text,
+        "reached from other hosts, best as VSERVE_CLUSTER_SECRET",
+        group="parallel", secret=True, problem=values.no_text,
     )  # fmt: skip
     distributed_timeout_seconds: int = option(
         600, "seconds to wait for other nodes, a Ray cluster or another rank", group="parallel",
