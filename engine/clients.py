@@ -66,6 +66,7 @@ class Clients:
         self._grammars: dict[str, set[int]] = {}  # who wants each of them
         self._has_vocabulary = False
         self._watchers: set[int] = set()
+        self._new_watchers: set[int] = set()  # for whom the map of all blocks is
         self._is_over = False
 
     async def finish(self, seconds: float) -> None:
@@ -97,7 +98,9 @@ class Clients:
             if not message.keys:
                 return
         elif isinstance(message, WatchSteps):
-            (self._watchers.add if message.on else self._watchers.discard)(client)
+            change = set.add if message.on else set.discard
+            change(self._watchers, client)
+            change(self._new_watchers, client)
             if not message.on and self._watchers:
                 return
         elif isinstance(message, Shutdown) and client != FIRST:
@@ -114,9 +117,16 @@ class Clients:
         else:
             if isinstance(message, EngineInfo):
                 self._info = message
-            among = self._watchers & self._send.keys() if isinstance(message, StepReports) else self._send
+            among = self._watching(message) if isinstance(message, StepReports) else self._send
             for client in list(among):
                 self._send[client](message)
+
+    def _watching(self, message: StepReports) -> set[int]:
+        """Who gets this: steps go to all that watch, a map alone to those who have just come."""
+        among = self._watchers if message.steps else self._new_watchers
+        if not message.steps:
+            self._new_watchers = set()
+        return among & self._send.keys()
 
     def _send_outputs(self, message: StepOutputs) -> None:
         outputs: defaultdict[int, list[RequestOutput]] = defaultdict(list)
@@ -165,6 +175,7 @@ class Clients:
             self._submit(AbortRequests(sorted(ids)))
         if keys := [key for key in list(self._grammars) if self._drop(client, key)]:
             self._submit(DropGrammars(keys))
+        self._new_watchers.discard(client)
         if client in self._watchers:
             self._watchers.discard(client)
             if not self._watchers:

@@ -138,7 +138,8 @@ class EngineConfig:
     )  # fmt: skip
     kv_events_config: str | None = option(
         None, "what of the prefix cache is told to routers, as JSON: {\"enable_kv_cache_events\": true, \"endpoint\": "
-        "\"tcp://*:5557\"} publishes vLLM's events over ZeroMQ", group="cache", is_json=True, problem=values.kv_events,
+        "\"tcp://*:5557\"} publishes vLLM's events over ZeroMQ, to whoever reaches that port; without an endpoint to "
+        "this host alone", group="cache", is_json=True, problem=values.kv_events,
     )  # fmt: skip
     enable_lora: bool = option(
         False, "serve adapters (LoRA) beside the model: each request names one, or none", group="adapters"
@@ -211,8 +212,9 @@ class EngineConfig:
         "what reaches node 0)", group="parallel", problem=values.no_text,
     )  # fmt: skip
     cluster_secret: str | None = option(
-        None, "text that nodes must share to be let in; needed where node 0 can be reached from other hosts, best as "
-        "VSERVE_CLUSTER_SECRET", group="parallel", secret=True, problem=values.no_text,
+        None, "random text that nodes must share to be let in, 16 characters or more; needed where node 0 can be "
+        "reached from other hosts, best as VSERVE_CLUSTER_SECRET",
+        group="parallel", secret=True, problem=values.no_text,
     )  # fmt: skip
     distributed_timeout_seconds: int = option(
         600, "seconds to wait for other nodes, a Ray cluster or another rank", group="parallel",

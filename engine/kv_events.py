@@ -12,31 +12,33 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from . import kv_replays
 from .config import ConfigError
 
 logger = logging.getLogger(__name__)
 
 DEFAULTS: dict[str, Any] = {
-    "enable_kv_cache_events": False, "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": None,
-    "buffer_steps": 10_000, "hwm": 100_000, "max_queue_size": 100_000, "topic": "", "event_format": "map",
-    "data_parallel_rank": 0,
+    "enable_kv_cache_events": False, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557", "bind": None,
+    "replay_endpoint": None, "buffer_steps": 10_000, "hwm": 100_000, "max_queue_size": 100_000, "topic": "",
+    "event_format": "map", "data_parallel_rank": 0,
 }  # fmt: skip
 _CHOICES = {"publisher": ("zmq", "null"), "event_format": ("map", "array")}
 _COUNTS = ("buffer_steps", "hwm", "max_queue_size", "data_parallel_rank")
-END = (-1).to_bytes(8, "big", signed=True)  # the number of a replay's last message
 LINGER = 200  # milliseconds for the last events to leave
 MEDIUM = "GPU"  # as vLLM calls the cache that steps read, wherever it lies
 
 
 def settings(text: str | None) -> dict[str, Any] | None:
     """Those of --kv-events-config over the defaults; None where nothing is to be published. It has been checked."""
-    given = DEFAULTS | json.loads(text or "{}")
+    named = json.loads(text or "{}")
+    given = DEFAULTS | named
+    if given["bind"] is None:  # as vLLM decides, whose default would be open to the network
+        given["bind"] = "endpoint" not in named or "*" in given["endpoint"] or "::" in given["endpoint"]
     return given if given["enable_kv_cache_events"] and given["publisher"] == "zmq" else None
 
 
@@ -53,6 +55,8 @@ def problem(text: str) -> str | None:
             return f"there is no {name!r}; there are {', '.join(DEFAULTS)}"
         if name == "enable_kv_cache_events":
             fine, wanted = isinstance(value, bool), "true or false"
+        elif name == "bind":
+            fine, wanted = value is None or isinstance(value, bool), "true, false or null"
         elif name in _CHOICES:
             fine, wanted = value in _CHOICES[name], " or ".join(_CHOICES[name])
         elif name in _COUNTS:
@@ -81,8 +85,10 @@ def of_rank(text: str | None, rank: int) -> str | None:
     if text is None or settings(text) is None or not rank:
         return text
     given = json.loads(text)
+    if "endpoint" not in given:
+        given |= {"endpoint": DEFAULTS["endpoint"], "bind": given.get("bind") is not False}
     for name in ("endpoint", "replay_endpoint"):
-        if value := given.get(name, DEFAULTS[name]):
+        if value := given.get(name):
             start, colon, port = value.rpartition(":")
             shifted = f"{start}{colon}{int(port) + rank}" if value.startswith("tcp://") else f"{value}_dp{rank}"
             given[name] = shifted
@@ -173,7 +179,7 @@ class KVEvents:
 
 
 class Publisher:
-    """Encodes and sends on a thread of its own, and answers who asks for a replay on another: neither polls."""
+    """Encodes and sends on a thread of its own, and answers who asks for a replay on another."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         """`given`: see settings. Raises ConfigError where an endpoint cannot be taken."""
@@ -184,20 +190,21 @@ class Publisher:
         self._topic = given["topic"].encode()
         self._as_arrays = given["event_format"] == "array"
         self._queue: queue.Queue[tuple[float, list[Event]] | None] = queue.Queue(given["max_queue_size"])
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=given["buffer_steps"])
         self._lost = False  # batches were dropped because nobody came round to send them
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(given["hwm"])
+        self._pub.setsockopt(zmq.TCP_MAXRT, kv_replays.LOST)
         endpoint = given["endpoint"]
-        binds = "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://")
+        binds = given["bind"] or not endpoint.startswith("tcp://")
         self._open(self._pub.bind if binds else self._pub.connect, endpoint)
-        self._replay = None
+        self._replays = None
         if given["replay_endpoint"]:
-            self._replay = self._context.socket(zmq.ROUTER)
-            self._replay.set_hwm(0)  # a ROUTER drops what is beyond it: of a replay its end, too
-            self._open(self._replay.bind, given["replay_endpoint"])
-        for work in (self._send_all, *([self._answer_all] if self._replay is not None else [])):
+            router = self._context.socket(zmq.ROUTER)
+            kv_replays.limit(router)
+            self._open(router.bind, given["replay_endpoint"])
+            self._replays = kv_replays.Replays(router, given["buffer_steps"])
+        for work in (self._send_all, *([self._replays.run] if self._replays is not None else [])):
             threading.Thread(target=work, name="kv-events", daemon=True).start()
 
     def publish(self, events: list[Event]) -> None:
@@ -237,30 +244,11 @@ class Publisher:
         number = 0
         while (batch := self._queue.get()) is not None:
             payload = self.encode(*batch)
-            self._buffer.append((number, payload))
+            if self._replays is not None:
+                self._replays.keep(number, payload)
             self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
             number += 1
         self._pub.close(linger=LINGER)
-
-    def _answer_all(self) -> None:
-        import zmq
-
-        assert self._replay is not None
-        while True:
-            try:
-                frames = self._replay.recv_multipart()
-                if len(frames) != 3 or len(frames[2]) > 8:
-                    continue
-                start = int.from_bytes(frames[2], "big")
-                for number, payload in list(self._buffer):
-                    if number >= start:
-                        self._replay.send_multipart((frames[0], b"", number.to_bytes(8, "big"), payload))
-                self._replay.send_multipart((frames[0], b"", END, b""))
-            except zmq.ContextTerminated:
-                self._replay.close(linger=0)
-                return
-            except zmq.ZMQError as error:  # of a client that has left
-                logger.debug("replay: %s", error)
 
 
 def _as_array(event: Event) -> list[Any]:

@@ -192,7 +192,12 @@ class EngineLoop:
             elif isinstance(message, LoadAdapter | DropAdapter):
                 self._change_adapters(message)
             elif isinstance(message, WatchSteps):
-                self._watch = StepWatch(self.scheduler.kv, self._send) if message.on else None
+                if not message.on:
+                    self._watch = None
+                elif self._watch is not None:
+                    self._watch.greet()
+                else:
+                    self._watch = StepWatch(self.scheduler.kv, self._send)
             elif isinstance(message, ReadSteps):
                 first = max(0, len(self.history) - message.count)
                 self._send(LastSteps(message.id, list(islice(self.history, first, None))))

@@ -30,6 +30,10 @@ class StepWatch:
         self._num_cells = -(-num_blocks // self._per_cell)
         self._part = -(-self._num_cells // PARTS)
         self._next_cell = 0
+        self.greet()
+
+    def greet(self) -> None:
+        """For who has just come: all blocks, and no step."""
         self._send(StepReports([], self._look(0, self._num_cells)))
 
     @staticmethod

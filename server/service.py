@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
@@ -72,6 +73,7 @@ class Service:
         self.front = FrontDoor(self.client, config.root_path, load_page() if config.ui else None)
         num_processes = 1 if meeting is None else meeting.board.num_seats
         options = uvicorn_options(config, self._refused, num_processes)
+        self._tls: ssl.SSLContext | None = getattr(options["http"], "tls", None)
         self.server = Server(self.front, last_bytes=LAST_BYTES, **options)
         self.app: FastAPI | None = None  # once everything is loaded
         self._team: Team | None = None
@@ -279,7 +281,7 @@ class Service:
 
     def _reload_certificates(self) -> None:
         """For connections from now on. Raises ConfigError."""
-        config, context = self.config, self.server.config.ssl
+        config, context = self.config, self._tls
         config.check_tls()
         assert context is not None and config.ssl_certfile is not None
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, config.ssl_keyfile_password or "")

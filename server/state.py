@@ -28,6 +28,7 @@ from .lanes import Lanes
 from .observe.exposition import MetricsPage
 from .observe.metrics import Metrics
 from .observe.request_log import RequestLog
+from .observe.step_feeds import StepFeeds
 from .options.config import ServerConfig
 from .text.encoding import Encoder
 from .text.model import TextModel
@@ -90,6 +91,10 @@ class ServerState:
     def pairs(self) -> PairEncoder:
         """Once the engine is there, which says whether it reranks."""
         return PairEncoder(self.model.tokenizer, self.client.info.reranks, self.model.pooling.prefix)
+
+    @cached_property
+    def step_feeds(self) -> StepFeeds:
+        return StepFeeds(self.client)
 
     @cached_property
     def responses(self) -> Store:

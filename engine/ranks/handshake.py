@@ -1,12 +1,14 @@
 """How a node is let in: both ends prove that they know the secret, and what is installed and asked for is compared.
 
 Nothing is encrypted, as between NCCL's ranks: nodes belong on a network of their own. The proofs keep strangers from
-posing as a node or as the engine: ranks do what the engine says, and see every prompt.
+posing as a node or as the engine: ranks do what the engine says, and see every prompt. A node proves first, to the
+address it was told of; who dials in and has proved nothing gets no proof, by which the secret could be guessed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import hmac
 import json
@@ -26,6 +28,8 @@ from ..connection import LENGTH
 
 PATIENCE = 10.0  # seconds for the other end's next word
 NONCE = 16  # bytes
+SHORTEST_SECRET = 16  # characters
+STRETCH = 100_000  # rounds that each guess at a secret takes
 LONGEST = 1 << 18  # bytes of a message by somebody who has proved nothing yet
 # Options that may differ from host to host, or that the engine's process has filled in for itself; and secrets.
 OWN = frozenset((
@@ -112,14 +116,20 @@ def meet(sock: socket.socket, secret: str) -> Guest:
     hello: Hello = receive(sock, Hello)
     guest = Guest(sock, hello, secret, transcript(nonce, hello))
     if not hmac.compare_digest(hello.proof, proof(secret, b"node", guest._said)):
-        guest.refuse("")  # it cannot check who says so, and says itself what to look at
+        send(sock, Refusal("", b""))  # it says itself what to look at
         raise Stranger("it does not know the secret (VSERVE_CLUSTER_SECRET)")
     return guest
 
 
 def proof(secret: str, role: bytes, said: bytes, refusal: str | None = None) -> bytes:
     """That who says this now, as `role`, knows the secret; `refusal`: what an engine says beside it."""
-    return hmac.digest(secret.encode(), msgspec.msgpack.encode((role, said, refusal)), "sha256")
+    return hmac.digest(_key(secret), msgspec.msgpack.encode((role, said, refusal)), "sha256")
+
+
+@functools.lru_cache(maxsize=4)
+def _key(secret: str) -> bytes:
+    """Who has heard a proof can try secrets against it: as slowly as this is."""
+    return hashlib.pbkdf2_hmac("sha256", secret.encode(), b"nodes of vserve", STRETCH)
 
 
 def transcript(challenge: bytes, hello: Hello) -> bytes:
@@ -211,13 +221,15 @@ def _code() -> str:
 
 def check_secret(config: EngineConfig) -> None:
     """Raises ConfigError where strangers could dial in."""
-    if config.nnodes == 1 or config.cluster_secret:
+    length = len(config.cluster_secret or "")
+    if config.nnodes == 1 or length >= SHORTEST_SECRET or is_loopback(config.master_addr):
         return
-    if not is_loopback(config.master_addr):
-        raise ConfigError(
-            f"--nnodes {config.nnodes}: other hosts reach node 0 at {config.master_addr}, and whoever dials in there "
-            "sees every prompt: set VSERVE_CLUSTER_SECRET to the same text on all nodes (openssl rand -hex 32)"
-        )
+    problem = f"{length} characters of VSERVE_CLUSTER_SECRET can be guessed" if length else "there is no secret"
+    raise ConfigError(
+        f"--nnodes {config.nnodes}: other hosts reach node 0 at {config.master_addr}, whoever is let in there sees "
+        f"every prompt, and {problem}: set VSERVE_CLUSTER_SECRET to the same random text on all nodes, "
+        f"{SHORTEST_SECRET} characters or more (openssl rand -hex 32)"
+    )
 
 
 def is_loopback(address: str) -> bool:

@@ -18,7 +18,7 @@ from .handshake import Guest, Hello, difference, is_loopback, meet
 logger = logging.getLogger(__name__)
 
 REMINDER = 30.0  # seconds between two lines that say who is waited for
-STRANGERS = 64  # who may be about to say who they are, at the same time
+STRANGERS = 64  # who may be about to say who they are, at the same time: then who has waited longest gives way
 LAST_WORD = 1.0  # seconds in which it may turn out why a node has hung up
 
 
@@ -124,7 +124,8 @@ class Nodes:
         self.nodes: dict[int, Node] = {}
         self.sockets: dict[int, socket.socket] = {}  # to ranks
         self._closed = False
-        self._hellos = threading.Semaphore(STRANGERS)
+        self._strangers: dict[socket.socket, None] = {}  # who have proved nothing, the longest first
+        self._lock = threading.Lock()
         self._arrivals: queue.Queue[tuple[Guest, str]] = queue.Queue()
         self._listener = listen(address, port)
         self.address = (address, self._listener.getsockname()[1])
@@ -226,9 +227,13 @@ class Nodes:
             except OSError:  # it was closed, or strangers have taken all descriptors
                 time.sleep(BEAT / 10)
                 continue
-            if not self._hellos.acquire(blocking=False):
-                sock.close()
-                continue
+            with self._lock:
+                self._strangers[sock] = None
+                longest = next(iter(self._strangers)) if len(self._strangers) > STRANGERS else None
+            if longest is not None:
+                self._forget(longest)
+                with contextlib.suppress(OSError):
+                    longest.shutdown(socket.SHUT_RDWR)  # its thread closes it
             threading.Thread(target=self._meet, args=(sock, address[0]), name="vserve-hello", daemon=True).start()
 
     def _meet(self, sock: socket.socket, host: str) -> None:
@@ -236,10 +241,15 @@ class Nodes:
         try:
             self._arrivals.put((meet(sock, self._secret), host))
         except Exception as error:  # whatever a stranger may say
-            logger.warning("%s has dialled in, and is not let in: %s", host, error or type(error).__name__)
+            if sock in self._strangers:  # else it gave way: of many such not a word
+                logger.warning("%s has dialled in, and is not let in: %s", host, error or type(error).__name__)
             sock.close()
         finally:
-            self._hellos.release()
+            self._forget(sock)
+
+    def _forget(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(sock, None)
 
 
 def listen(address: str, port: int) -> socket.socket:

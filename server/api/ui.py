@@ -2,67 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 
 import msgspec
 from fastapi import HTTPException, Request, Response
 
 from ... import __version__
-from ...engine.messages import StepReports
 from ..errors import bad_request, shorten
+from ..http.auth import owner_of
 from ..http.event_stream import EventStream
 from ..http.page import load_page
+from ..observe.step_feeds import Watcher
 from ..state import ServerState
 from .route import new_router
 
 router = new_router()
 
-MAX_BEHIND = 20  # messages that a slow reader may be behind; beyond them it loses the oldest
 LOOK_UP = 0.5  # seconds after which an idle stream notices that the server is shutting down
 SILENCE = 10.0  # seconds after which it says something, so that a reader that has left is noticed
 
 
-class Watcher:
-    """One open page. The engine reports its steps only while there is one."""
-
-    def __init__(self, server: ServerState, engine: int | None) -> None:
-        """`engine`: the number of the one that is looked at; None: the first that serves."""
-        self._server = server
-        engines = server.client.engines
-        first = next((index for index, one in enumerate(engines) if one.ready), 0)
-        self._engine = first if engine is None else engine
-        self._reports: deque[StepReports] = deque(maxlen=MAX_BEHIND)
-        self._news = asyncio.Event()
-        engines[self._engine].watch_steps(self._put)
-
-    def _put(self, reports: StepReports) -> None:
-        self._reports.append(reports)
-        self._news.set()
-
-    def close(self) -> None:
-        self._server.client.unwatch_steps(self._put)
-
-    async def events(self) -> AsyncIterator[bytes]:
-        yield b"event: hello\ndata: " + msgspec.json.encode(_hello(self._server, self._engine)) + b"\n\n"
-        silence = 0.0
-        # An open page must not keep a server that drains: it can come back.
-        while not self._server.draining and self._server.client.dead is None:
-            if self._reports:
-                silence = 0.0
-                reports = self._reports.popleft()
-                yield b"event: steps\ndata: " + msgspec.json.encode((reports.steps, reports.blocks)) + b"\n\n"
-                continue
-            self._news.clear()
-            try:
-                async with asyncio.timeout(LOOK_UP):
-                    await self._news.wait()
-            except TimeoutError:
-                silence += LOOK_UP
-                if silence >= SILENCE:
-                    silence = 0.0
-                    yield b": idle\n\n"
+async def _events(server: ServerState, engine: int, watcher: Watcher) -> AsyncIterator[bytes]:
+    yield b"event: hello\ndata: " + msgspec.json.encode(_hello(server, engine)) + b"\n\n"
+    silence = 0.0
+    # An open page must not keep a server that drains: it can come back.
+    while not server.draining and server.client.dead is None:
+        if (event := await watcher.next(LOOK_UP)) is not None:
+            silence = 0.0
+            yield event
+        elif (silence := silence + LOOK_UP) >= SILENCE:
+            silence = 0.0
+            yield b": idle\n\n"
 
 
 def _hello(server: ServerState, engine: int) -> dict[str, object]:
@@ -90,11 +60,16 @@ async def events(request: Request) -> Response:
     """What the engine does, step by step, as it happens."""
     server = ServerState.of(request)
     server.engine_info()  # 503 while it cannot serve
-    asked, num_engines = request.query_params.get("engine"), len(server.client.engines)
-    if asked is not None and not (asked.isascii() and asked.isdigit() and int(asked[:9]) < num_engines):
-        raise bad_request(f"engine is {shorten(asked)!r}, and the engines here are 0 to {num_engines - 1}.", "engine")
-    watcher = Watcher(server, None if asked is None else int(asked))
-    return EventStream(watcher.events(), watcher.close, {}, ping=0)
+    asked, engines = request.query_params.get("engine"), server.client.engines
+    if asked is None:
+        shown = next((index for index, one in enumerate(engines) if one.ready), 0)
+    elif asked.isascii() and asked.isdigit() and int(asked[:9]) < len(engines):
+        shown = int(asked)
+    else:
+        raise bad_request(f"engine is {shorten(asked)!r}, and the engines here are 0 to {len(engines) - 1}.", "engine")
+    owner = owner_of(request.scope) or (request.client.host if request.client else "")
+    watcher = server.step_feeds.open(engines[shown], owner)
+    return EventStream(_events(server, shown, watcher), lambda: server.step_feeds.close(watcher), {}, ping=0)
 
 
 @router.api_route("/", methods=["GET", "HEAD"], response_class=Response, include_in_schema=False)

@@ -88,8 +88,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(Refusal(503, "too_many_connections", "Too many connections.", **{"retry-after": "1"}))
         else:
             self.refused("evicted_connection")
-            longest.transport.close()
-            longest._is_busy()
+            longest._end()
 
     def _is_busy(self) -> None:
         self.lingering.pop(self, None)
@@ -255,7 +254,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.flow.read_paused or (self._phase is not Phase.BODY and not self._answered()):
             self._expect(self.limits.body_timeout)  # it waits for us
         elif self._phase is Phase.IDLE:
-            self.transport.close()
+            self._end()
         else:
             part = "head" if self._phase is Phase.HEAD else "body"
             self._refuse(Refusal(408, "slow_request", f"The request's {part} did not arrive in time."))
@@ -319,7 +318,16 @@ class HttpProtocol(HttpToolsProtocol):
         """A cycle is over that does not keep the connection."""
         self._is_last = self._phase is Phase.BODY and self._answered() and not self.transport.is_closing()
         if not self._is_last:
-            self.transport.close()
+            self._end()
+
+    def _end(self) -> None:
+        """What was written may still leave."""
+        self._is_busy()
+        self.transport.close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if not self.transport.is_closing():
+            self._end()
 
     def _linger(self) -> None:
         """Closes, but lets the client read first: a reset, which unread data causes, would destroy the answer."""
@@ -329,7 +337,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._expect_reader(None)
         self._unset_keepalive_if_required()
         if not self.transport.can_write_eof():  # TLS
-            self.transport.close()
+            self._end()
             return
         self.lingering[self] = None
         self.transport.write_eof()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tokenizers.decoders import DecodeStream
 
@@ -107,39 +108,51 @@ class StopStrings:
     It holds back one character less than the longest stop string has, so nothing of a stop string ever goes out.
     """
 
-    __slots__ = ("_held", "_hold", "_include", "_stops", "matched")
+    __slots__ = ("_by_end", "_held", "_hold", "_include", "matched")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = stops
+        self._by_end, self._hold = _by_end(tuple(stops))
         self._include = include  # leave the stop string in the text
-        self._hold = max(map(len, stops)) - 1
         self._held = ""
         self.matched: str | None = None
 
     def push(self, new: str, armed: bool = True) -> str:
         """Takes text, returns what may go out. Unless `armed`, a stop string that ends in `new` does not count."""
         text = self._held + new
-        if armed and new:
-            best: tuple[int, int] | None = None  # (end, start)
-            for stop in self._stops:
-                start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
-                if start >= 0 and (best is None or (start + len(stop), start) < best):
-                    best = (start + len(stop), start)
-            if best is not None:
-                end, start = best
-                self.matched = text[start:end]
-                self._held = ""
-                return text[:end] if self._include else text[:start]
+        if armed and (found := self._first(text, new)) is not None:
+            end, self.matched = found
+            self._held = ""
+            return text[:end] if self._include else text[: end - len(self.matched)]
         cut = max(0, len(text) - self._hold)
         self._held = text[cut:]
         return text[:cut]
 
     def completes(self, new: str, armed: bool) -> bool:
         """Whether a stop string would be complete with this, which is not taken; not before they are `armed`."""
-        text = self._held + new
-        return armed and any(stop in text for stop in self._stops)
+        return armed and self._first(self._held + new, new) is not None
 
     def flush(self) -> str:
         """The rest, once nothing more comes."""
         text, self._held = self._held, ""
         return text
+
+    def _first(self, text: str, new: str) -> tuple[int, str] | None:
+        """Where the first one ends that ends in `new`, with which `text` ends; of several there the longest. Most
+        pieces hold none of the characters that stop strings end with, however many there are of these."""
+        by_end = self._by_end
+        if by_end.keys().isdisjoint(new):
+            return None
+        for end, character in enumerate(new, len(text) - len(new) + 1):
+            stops = by_end.get(character)
+            if stops is not None and text.endswith(stops, 0, end):
+                return end, next(stop for stop in stops if text.endswith(stop, 0, end))
+        return None
+
+
+@lru_cache(maxsize=8)  # the choices of a request are made one after the other
+def _by_end(stops: tuple[str, ...]) -> tuple[dict[str, tuple[str, ...]], int]:
+    """Stop strings by their last character, the longest first, and how many characters are to be held back."""
+    found: dict[str, tuple[str, ...]] = {}
+    for stop in sorted(set(stops), key=len, reverse=True):
+        found[stop[-1]] = (*found.get(stop[-1], ()), stop)
+    return found, max(map(len, stops)) - 1

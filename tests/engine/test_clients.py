@@ -17,6 +17,7 @@ from vserve.engine.messages import (
     AbortRequests,
     AddGrammar,
     AddRequest,
+    BlockMap,
     DropGrammars,
     EngineInfo,
     EngineStats,
@@ -30,6 +31,8 @@ from vserve.engine.messages import (
     SetVocabulary,
     Shutdown,
     StepOutputs,
+    StepReport,
+    StepReports,
     WatchSteps,
 )
 from vserve.engine.request import SamplingParams
@@ -156,6 +159,20 @@ def test_steps_are_reported_as_long_as_somebody_watches(within: Any) -> None:
         assert [getattr(message, "on", None) for message in office.wanted] == [True, True, None]
         office.leave(1)
         assert office.wanted[-1] == WatchSteps(False)
+
+    within(test)
+
+
+def test_the_map_of_all_blocks_is_for_who_has_just_come(within: Any) -> None:
+    def test(office: Office) -> None:
+        for number in (1, 2):
+            office.join(number)
+        whole, step = BlockMap(1, 1, 0, [0], [0]), StepReport(1, 0.0, 1, 1, 1, 1, 1, [])
+        for number in (FIRST, 1):
+            office.say(number, WatchSteps(True))
+            office.clients.send(StepReports([], whole))
+        office.clients.send(StepReports([step], whole))
+        assert [len(office.heard[number]) for number in (FIRST, 1, 2)] == [2, 2, 0]
 
     within(test)
 

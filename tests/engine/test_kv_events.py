@@ -6,17 +6,19 @@ import asyncio
 import importlib.util
 import json
 import random
+import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from vserve.engine import kv_replays
 from vserve.engine.config import ConfigError, EngineConfig, SchedulerConfig
 from vserve.engine.kv_cache import KVCacheManager
 from vserve.engine.kv_events import (
     DEFAULTS,
-    END,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -24,7 +26,9 @@ from vserve.engine.kv_events import (
     Publisher,
     name_of,
     of_rank,
+    settings,
 )
+from vserve.engine.kv_replays import END
 from vserve.engine.request import Request, SamplingParams
 
 ON = {"enable_kv_cache_events": True}
@@ -107,6 +111,7 @@ def test_whoever_listens_knows_what_is_there(windows: tuple[int, ...]) -> None:
     ({"hwm": -1}, "a number, 0 or more"),
     ({"buffer_steps": True}, "a number, 0 or more"),
     ({"topic": 3}, "a text"),
+    ({"bind": 1}, "true, false or null"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said(given: Any, said: str) -> None:
     text = given if isinstance(given, str) else json.dumps(given)
@@ -134,7 +139,7 @@ def test_each_of_several_engines_has_ports_of_its_own() -> None:
     assert (found["endpoint"], found["replay_endpoint"], found["data_parallel_rank"]) == (
         "tcp://*:7002", "ipc:///tmp/x_dp2", 2,
     )  # fmt: skip
-    assert json.loads(of_rank(json.dumps(ON), 1) or "")["endpoint"] == "tcp://*:5558"
+    assert json.loads(of_rank(json.dumps(ON), 1) or "")["endpoint"] == "tcp://127.0.0.1:5558"
 
 
 def stored() -> BlockStored:
@@ -185,7 +190,8 @@ def test_who_asks_for_everything_gets_it(reserve_port: Any) -> None:
     zmq = pytest.importorskip("zmq")
     replay = f"tcp://127.0.0.1:{reserve_port()}"
     publisher = Publisher(DEFAULTS | ON | {"endpoint": "inproc://all", "replay_endpoint": replay})
-    publisher._buffer.extend((number, bytes(4000)) for number in range(10_000))
+    for number in range(10_000):
+        publisher._replays.keep(number, bytes(4000))  # type: ignore[union-attr]
     context = zmq.Context()
     late = context.socket(zmq.DEALER)
     try:
@@ -203,6 +209,80 @@ def test_who_asks_for_everything_gets_it(reserve_port: Any) -> None:
     finally:
         context.destroy(linger=0)
         publisher.close()
+
+
+def test_who_asks_and_does_not_read_costs_little_and_holds_up_nobody(reserve_port: Any) -> None:
+    """300 questions, each for 40 MB: one replay a client, of which a few messages wait."""
+    zmq = pytest.importorskip("zmq")
+    replay = f"tcp://127.0.0.1:{reserve_port()}"
+    publisher = Publisher(DEFAULTS | ON | {"endpoint": "inproc://deaf", "replay_endpoint": replay})
+    for number in range(2_000):
+        publisher._replays.keep(number, b"%d" % number * 5_000)  # type: ignore[union-attr]
+    context = zmq.Context()
+    before = resident()
+    try:
+        deaf = [context.socket(zmq.DEALER) for _ in range(3)]
+        for socket in deaf:
+            socket.set_hwm(1)
+            socket.connect(replay)
+            for _ in range(100):
+                socket.send_multipart((b"", bytes(8)))
+        honest = context.socket(zmq.DEALER)
+        honest.connect(replay)
+        honest.send_multipart((b"", (1_000).to_bytes(8, "big")))
+        numbers = []
+        while honest.poll(20_000) and (frames := honest.recv_multipart())[1] != END:
+            numbers.append(int.from_bytes(frames[1], "big"))
+        assert numbers == list(range(1_000, 2_000))
+        assert resident() - before < 120 << 20
+    finally:
+        context.destroy(linger=0)
+        publisher.close()
+
+
+def test_a_replay_that_nobody_reads_is_given_up(reserve_port: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And places for others are free again."""
+    zmq = pytest.importorskip("zmq")
+    monkeypatch.setattr(kv_replays, "PATIENCE", 0.2)
+    monkeypatch.setattr(kv_replays, "MOST", 2)
+    replay = f"tcp://127.0.0.1:{reserve_port()}"
+    publisher = Publisher(DEFAULTS | ON | {"endpoint": "inproc://given-up", "replay_endpoint": replay})
+    for number in range(1_000):
+        publisher._replays.keep(number, bytes(20_000))  # type: ignore[union-attr]
+    context = zmq.Context()
+    try:
+        for _ in range(2):
+            deaf = context.socket(zmq.DEALER)
+            deaf.set_hwm(1)
+            deaf.connect(replay)
+            deaf.send_multipart((b"", bytes(8)))
+        honest, heard, deadline = context.socket(zmq.DEALER), False, time.monotonic() + 30
+        honest.connect(replay)
+        while not heard and time.monotonic() < deadline:
+            honest.send_multipart((b"", (999).to_bytes(8, "big")))
+            heard = honest.poll(300) != 0
+        assert heard
+    finally:
+        context.destroy(linger=0)
+        publisher.close()
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_strangers_hear_nothing_unless_somebody_wants_it() -> None:
+    """What is not named is bound to this host's loopback; what is named means what it means for vLLM."""
+    for more, endpoint, binds in [
+        ({}, "tcp://127.0.0.1:5557", True), ({"endpoint": "tcp://*:1"}, "tcp://*:1", True),
+        ({"endpoint": "tcp://router:1"}, "tcp://router:1", False),
+        ({"endpoint": "tcp://10.0.0.1:1", "bind": True}, "tcp://10.0.0.1:1", True),
+    ]:  # fmt: skip
+        found = settings(json.dumps(ON | more))
+        assert found is not None and (found["endpoint"], found["bind"]) == (endpoint, binds)
+        text = of_rank(json.dumps(ON | more), 2)
+        shifted = settings(text)
+        assert shifted is not None and shifted["bind"] is binds
 
 
 def test_over_zeromq(tiny_model: Any, reserve_port: Any) -> None:
@@ -236,7 +316,7 @@ def test_over_zeromq(tiny_model: Any, reserve_port: Any) -> None:
             late.connect(f"tcp://127.0.0.1:{ports[1]}")
             await asyncio.to_thread(listen)
             with pytest.raises(ConfigError, match="cannot be used"):
-                Publisher(DEFAULTS | given)
+                Publisher(settings(json.dumps(given)) or {})
         finally:
             await client.close()
 

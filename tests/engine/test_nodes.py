@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -176,6 +178,41 @@ def test_strangers_keep_nobody_waiting(words: bytes) -> None:
         rank.close()
 
 
+def test_silent_strangers_keep_no_node_out() -> None:
+    """More of them than may be about to say something, again and again: who has waited longest gives way."""
+    with gathering(node1=(1,)) as first, contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(first.nodes.address)) for _ in range(nodes.STRANGERS + 8)
+        ]
+        for sock in silent:  # all have come as far as to the first word, and the first ones are closed
+            sock.settimeout(30)
+            with contextlib.suppress(OSError):
+                sock.recv(64)
+        control = dial(first.nodes.address, "open sesame", hello())
+        rank = dial(first.nodes.address, "open sesame", hello(1, 1))
+        assert first.join() is None
+        assert [sock.recv(1) for sock in silent[:8]] == [b""] * 8
+        control.close()
+        rank.close()
+
+
+def test_who_has_proved_nothing_gets_nothing_to_guess_by() -> None:
+    """No proof over words of a stranger's choice, by which secrets could be tried without asking again."""
+    with gathering(node1=(1,)) as first, socket.create_connection(first.nodes.address) as stranger:
+        handshake.receive(stranger, handshake.Challenge)
+        handshake.send(stranger, hello())
+        answer = handshake.receive(stranger, handshake.Refusal)
+        assert (answer.message, answer.proof) == ("", b"")
+
+
+def test_a_guess_at_the_secret_takes_its_time() -> None:
+    """Even by somebody on the way, who has heard a node's proof."""
+    with unittest.mock.patch.object(hashlib, "pbkdf2_hmac", wraps=hashlib.pbkdf2_hmac) as stretched:
+        handshake.proof("never tried before", b"node", b"")
+        handshake.proof("never tried before", b"node", b"again")
+    assert [call.args[3] for call in stretched.call_args_list] == [handshake.STRETCH] and handshake.STRETCH >= 100_000
+
+
 def test_a_node_that_is_none_or_there_already() -> None:
     with gathering(node1=(1,), node2=(2,)) as first:
         with dial(first.nodes.address, "open sesame", hello(1)):
@@ -282,9 +319,10 @@ def test_no_secret_is_needed_on_this_host_alone() -> None:
     for address in ("127.0.0.1", "localhost", "127.0.0.9", "::1"):
         check_secret(EngineConfig("m", master_addr=address, **options))
     for address in ("10.0.0.1", "node-0.cluster", "0.0.0.0", "::"):
-        with pytest.raises(ConfigError, match="set VSERVE_CLUSTER_SECRET to the same text on all nodes"):
-            check_secret(EngineConfig("m", master_addr=address, **options))
-        check_secret(EngineConfig("m", master_addr=address, cluster_secret="s", **options))
+        for short, problem in ((None, "there is no secret"), ("15 characters !", "15 characters of .* can be guessed")):
+            with pytest.raises(ConfigError, match=f"{problem}: set VSERVE_CLUSTER_SECRET to the same random text on"):
+                check_secret(EngineConfig("m", master_addr=address, cluster_secret=short, **options))
+        check_secret(EngineConfig("m", master_addr=address, cluster_secret="sixteen of them!", **options))
 
 
 # ---- the network ----

@@ -122,6 +122,8 @@ def test_the_map_counts_every_block_once():
     (whole,) = sent
     assert sum(whole.blocks.used) == 200 and sum(whole.blocks.cached) == 50
     assert whole.blocks.num_cells * whole.blocks.blocks_per_cell >= 2000 and whole.blocks.num_cells <= 512
+    watch.greet()
+    assert sent.pop() == whole, "whoever comes gets the same, and steps that wait stay"
     now = time.monotonic()
     for second in range(1, PARTS + 2):
         watch.add(StepReport(second, now + second, 1, 1, 1, 1, 1, []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,52 @@ def test_stop_strings_in_any_pieces(pieces: list[str], stops: list[str]) -> None
     else:
         out += finder.flush()
     assert (out, finder.matched) == (expected, matched)
+
+
+def plainly(stops: list[str], held: str, new: str) -> tuple[int, str] | None:
+    """The plain way, after each piece: all stop strings that end in the new one; where the first ends, the longest."""
+    text = held + new
+    ends = [(text[:end], stop) for end in range(len(held) + 1, len(text) + 1) for stop in stops]
+    found = [(len(before), -len(stop), stop) for before, stop in ends if before.endswith(stop)]
+    return (min(found)[0], min(found)[2]) if found else None
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.text(alphabet="abé", max_size=4), st.booleans()), max_size=12),
+    stops=st.lists(WORDS, min_size=1, max_size=40), include=st.booleans(),
+)  # fmt: skip
+def test_many_stop_strings_are_found_as_plainly(
+    pieces: list[tuple[str, bool]], stops: list[str], include: bool
+) -> None:
+    finder, held, hold = StopStrings(stops, include), "", max(map(len, stops)) - 1
+    for piece, armed in pieces:
+        expected = plainly(stops, held, piece) if armed else None
+        assert finder.completes(piece, armed) is (expected is not None)
+        out, text = finder.push(piece, armed), held + piece
+        if expected is not None:
+            end, stop = expected
+            assert (out, finder.matched) == (text[: end if include else end - len(stop)], stop)
+            return
+        held = text[max(0, len(text) - hold) :]
+        assert (out, finder.matched) == (text[: len(text) - len(held)], None)
+    assert finder.flush() == held
+
+
+def test_a_token_costs_no_more_with_many_stop_strings() -> None:
+    """Of 128 strings, each of which ends as the text's words do."""
+    words = ["the", " mar", "ket", " of", " Ree", "kj", "avik", " is", " o", "pen", " to", "day", "."] * 200
+
+    def seconds(stops: list[str]) -> float:
+        finder = StopStrings(stops)
+        begun = time.perf_counter()
+        for word in words:
+            finder.push(word)
+        return time.perf_counter() - begun
+
+    many = [f"{chr(97 + index % 26)}-{index:03d}{'k ' if index % 2 else 'n'}" * 4 for index in range(128)]
+    pairs = [(seconds(["###"]), seconds(many)) for _ in range(7)]
+    assert min(many for _, many in pairs) < 12 * min(one for one, _ in pairs)
 
 
 def test_every_split_of_a_text_with_a_stop_string() -> None:

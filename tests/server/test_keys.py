@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from vserve.engine.config import ConfigError
 from vserve.server.app import create_app
 from vserve.server.errors import ApiError
 from vserve.server.generation import quota
+from vserve.server.generation.quota import Quota
+from vserve.server.http.keys import Key, Keys
 from vserve.server.options.config import ServerConfig
 from vserve.server.options.keys import read_key_file
 
@@ -48,6 +52,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
+
+
+def test_many_keys_cost_no_more_than_one() -> None:
+    """Every request is asked for one, before anything is known of who asks."""
+
+    def seconds(count: int, presented: bytes) -> float:
+        keys = Keys(Key(digest, "", Quota(0, 0)) for digest in (sha256(b"%d" % n).digest() for n in range(count)))
+        begun = time.perf_counter()
+        for _ in range(20):
+            assert (keys.find(presented) is None) is (presented == b"none")
+        return time.perf_counter() - begun
+
+    for presented in (b"0", b"none"):
+        one = min(seconds(1, presented) for _ in range(3))
+        assert min(seconds(1 << 14, presented) for _ in range(3)) < 100 * one
 
 
 def test_the_file_of_keys(key_file: Path) -> None:

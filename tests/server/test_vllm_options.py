@@ -66,10 +66,10 @@ def test_engines_of_several_servers(words: str, engines: int) -> None:
 @pytest.mark.parametrize(
     ("words", "rank", "endpoint"),
     [
-        ("-dp 4 --data-parallel-rank 3", 3, "tcp://*:5560"),
-        ("-dp 4 --data-parallel-rank 0", 0, "tcp://*:5557"),
-        ("-dp 4 -dpl 2 --data-parallel-hybrid-lb --data-parallel-start-rank 2", 2, "tcp://*:5559"),
-        ("-dp 4", 0, "tcp://*:5557"),
+        ("-dp 4 --data-parallel-rank 3", 3, "tcp://127.0.0.1:5560"),
+        ("-dp 4 --data-parallel-rank 0", 0, "tcp://127.0.0.1:5557"),
+        ("-dp 4 -dpl 2 --data-parallel-hybrid-lb --data-parallel-start-rank 2", 2, "tcp://127.0.0.1:5559"),
+        ("-dp 4", 0, "tcp://127.0.0.1:5557"),
     ],
 )
 @pytest.mark.parametrize("as_keys", [False, True], ids=["whole", "key by key"])
