@@ -260,7 +260,7 @@ def test_small_bodies_do_not_change_threads(client: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(validation, "validated", watched)
     assert client.complete().status_code == 200
     assert client.complete(user="x", ignored="y" * LARGE).status_code == 200
-    assert threads[0] == threading.current_thread().name and threads[1].startswith("body")
+    assert threads[0] == threading.current_thread().name and threads[1].startswith("read")
 
 
 def test_how_many_ids_become_text(client: Any) -> None:
@@ -295,7 +295,8 @@ def test_a_body_that_nobody_waits_for_is_not_kept(app: Any) -> None:
 
     async def main() -> bool:
         busy = threading.Event()
-        app.state.server.bodies.submit(busy.wait)
+        held = [asyncio.create_task(app.state.server.bodies.run(2 * LARGE, busy.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
         body = Body()
         gone = weakref.ref(body)
         leaves = asyncio.Event()
@@ -304,7 +305,7 @@ def test_a_body_that_nobody_waits_for_is_not_kept(app: Any) -> None:
             await leaves.wait()
             return {"type": "http.disconnect"}
 
-        request = Request({"type": "http", "app": app, "state": {"body_size": 2 * LARGE}}, receive)
+        request = Request({"type": "http", "app": app, "state": {"body_work": 2 * LARGE}}, receive)
         waiting = asyncio.create_task(validation.work_on_body(request, lambda body=body: body))
         del body
         await asyncio.sleep(0.05)
@@ -317,6 +318,7 @@ def test_a_body_that_nobody_waits_for_is_not_kept(app: Any) -> None:
         gc.collect()
         left = gone() is None
         busy.set()
+        await asyncio.wait(held)
         return left
 
     assert asyncio.run(main())
