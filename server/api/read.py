@@ -37,10 +37,9 @@ def measure(request: Request, raw: bytes) -> Callable[[bytes], Any]:
     """How to decode this body. The request's state gets `body_size`, the bytes that it brings (to which are added those
     of what it goes on from), and `body_work`, what this body alone costs, as Lanes.run takes it; 0: hardly anything.
     """
-    is_large = large_body.is_large(raw)
     request.state.body_size = len(raw)
-    request.state.body_work = large_body.work_of(raw) if is_large else 0
-    return large_body.decode if is_large else small_body.decode
+    request.state.body_work = large_body.work_of(raw)
+    return large_body.decode if request.state.body_work else small_body.decode
 
 
 def check_type(request: Request) -> None:
