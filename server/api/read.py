@@ -12,6 +12,7 @@ from ..errors import ApiError
 from ..http import body as small_body
 from ..http import large_body
 from ..http.disconnect import unless_disconnected
+from ..state import INLINE_CHARACTERS
 from ..wire.validation import unknown_parameter, validated
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -61,3 +62,9 @@ async def work_on_body(request: Request, work: Callable[[], T]) -> T:
     if not size:
         return work()
     return await unless_disconnected(request.receive, request.app.state.server.bodies.run(size, work))
+
+
+async def on_bodies(request: Request, size: int, work: Callable[[], T]) -> T:
+    """The result of `work` on what is stored, of about so many characters that are tokenised in the same time: where
+    bodies are read, unless it is little."""
+    return work() if size <= INLINE_CHARACTERS else await request.app.state.server.bodies.run(size, work)

@@ -37,7 +37,7 @@ from .answer import answer
 from .background import run_in_background
 from .dialect import Chatting, Deltas, Head
 from .ignored import ignored_headers
-from .read import read_request, work_on_body
+from .read import on_bodies, read_request, work_on_body
 from .route import new_router
 from .tokens import chat_tokens
 from .truncation import fitted
@@ -93,7 +93,8 @@ class ResponseToItems(Chatting):
             return await super().tokens()
         most, pieces = self.server.max_body_size(), self._history.pieces
         shorter = partial(newest, pieces, most, MAX_ITEMS)
-        self._history = replace(self._history, pieces=await self.server.tokenise(pieces.num_bytes >> 4, shorter))
+        pieces = await on_bodies(self.request, pieces.num_bytes >> 2, shorter)
+        self._history = replace(self._history, pieces=pieces)
         self._asked.items = self._asked.items.latest(most, MAX_ITEMS)
         token_ids = await fitted(self.request, self.body, self._history)
         self.body.messages = self.body.messages[-1:]

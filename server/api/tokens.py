@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -20,6 +21,10 @@ from ..wire.tokens import DetokenizeRequest, TokenizeRequest
 from .ignored import ignored_headers
 from .read import read_request
 from .route import new_router
+
+# Characters beyond which messages are rendered where bodies are read, which is Python's work too: of several threads
+# that do such work, each waits for its turn, and so does the event loop, several times a request.
+MUCH = 16 << 10
 
 router = new_router()
 T = TypeVar("T")
@@ -93,13 +98,20 @@ async def chat_tokens(
     special = bool(body.add_special_tokens)
     encoder = Encoder(server.lanes, tokenizer, server.client.info.max_model_len, "messages", fits=fits)
 
-    def rendered() -> tuple[str, list[int] | None]:
+    def rendered(is_short: Callable[[int], bool] = encoder.is_short) -> tuple[str, list[int] | None]:
         whole = body.messages or [] if messages is None else messages()
-        return chat_prompt(whole, special, tokenizer, options, encoder.is_short)
+        return chat_prompt(whole, special, tokenizer, options, is_short)
 
     # Tools, documents and variables are part of the prompt too; many values take longer than their bytes say.
     num_characters = max(request.state.body_size if size is None else size, request.state.body_work)
-    text, token_ids = await server.tokenise(num_characters, rendered, tokenizer.renders_slowly(options))
+    if num_characters > MUCH or request.state.body_work:
+        text, _ = await ServerState.of(request).bodies.run(num_characters, lambda: rendered(lambda length: False))
+        token_ids = None
+        if encoder.is_short(len(text)):
+            work = partial(tokenizer.encode_rendered, text, special)
+            token_ids = await server.tokenise(len(text), work)
+    else:
+        text, token_ids = await server.tokenise(num_characters, rendered, tokenizer.renders_slowly(options))
     if token_ids is None:
         token_ids = await encoder.encode_rendered(text, special)
     return unmarked(text), token_ids

@@ -14,6 +14,7 @@ from ..errors import ApiError
 from ..state import ServerState
 from ..text.encoding import USUAL
 from ..wire.requests import ChatRequest
+from .read import on_bodies
 from .tokens import chat_tokens
 
 OF_MESSAGE = 24  # characters that a template adds, in the time and the tokens that they cost
@@ -28,8 +29,7 @@ async def fitted(request: Request, chat: ChatRequest, history: History) -> list[
     limit = server.engine_info().max_model_len
     _, asked = chat.token_limit
     room = asked or max(1, limit // 8)  # a good answer is rarely longer, and nobody said
-    size = request.state.body_size >> 2
-    first, starts, sizes = await server.tokenise(size, lambda: _turns(history.unread(chat)))
+    first, starts, sizes = await on_bodies(request, request.state.body_size >> 2, lambda: _turns(history.unread(chat)))
     characters = float(USUAL)  # a token, until one rendering has told
     fewest, most = 0, len(starts) - 1  # turns to leave out
     best: list[int] | None = None
