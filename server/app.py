@@ -114,7 +114,7 @@ def create_app(
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
             state.lanes.close()
-            state.bodies.shutdown(wait=False, cancel_futures=True)
+            state.bodies.close()
 
     app = FastAPI(
         title="vserve", version=__version__, root_path=config.root_path, lifespan=run, redirect_slashes=False,

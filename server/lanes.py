@@ -44,9 +44,11 @@ class Lanes:
         num_threads: int = NUM_THREADS,
         rejected: Callable[[], None] = _nothing,
         waited_for: Callable[[float], None] = lambda seconds: None,
+        what: str = "tokenise",
     ) -> None:
         """`rejected` counts those for whose text there is no room, `waited_for` hears how long the others had none of
-        the threads."""
+        the threads, `what` is done there: tokenise or read."""
+        self._what = what
         self._rejected = rejected
         self._waited_for = waited_for
         self.num_running = 0  # threads at work
@@ -58,7 +60,7 @@ class Lanes:
         self._numbers = itertools.count()
         self._waited: set[asyncio.Future[Any]] = set()
         self._end_cause: Exception | None = None
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenise")
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=what)
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """The result of `work`, whose time is about that of tokenising `size` characters. Whoever is cancelled leaves
@@ -73,8 +75,8 @@ class Lanes:
             self._rejected()
             raise ApiError(
                 429,
-                f"Too much text waits to be tokenised: {self.waiting_size} characters, this request brings {size}, and "
-                f"at most {MAX_WAITING} may wait; try again in 1 s.",
+                f"Too much text waits (to {self._what}): {self.waiting_size} characters, this request brings {size}, "
+                f"and at most {MAX_WAITING} may wait; try again in 1 s.",
                 type="rate_limit_error",
                 code="queue_full",
                 headers={"retry-after": "1"},

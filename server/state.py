@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -69,8 +68,11 @@ class ServerState:
     colleagues: Colleagues | None = None  # other API processes of this server
     started: int = field(default_factory=lambda: int(time.time()))
     beside: ServerState | None = None  # of the second model, where there is one
-    # One thread for large bodies: reading them is Python's work, of which only one can be under way at a time.
-    bodies: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="body"))
+
+    @cached_property
+    def bodies(self) -> Lanes:
+        """For reading large bodies: one at a time, since that is Python's work, and one of less beside it."""
+        return Lanes(2, lambda: self.metrics.rejected("queued_text"), what="read")
 
     @cached_property
     def grammars(self) -> GrammarService:

@@ -10,6 +10,7 @@ from fastapi import Request, Response
 
 from ..dialects.chat import ChatChunks, choices
 from ..dialects.events import Events
+from ..dialects.pieces import NONE, Pieces
 from ..dialects.recorded import Recorded
 from ..generation.answer import Answer
 from ..generation.generation import Generation
@@ -38,6 +39,13 @@ async def chat_completions_batch(request: Request) -> Response:
 
 class ChatCompletion(Chatting):
     id_prefix = "chatcmpl-"
+    _asked = NONE  # the messages, where they are to be stored
+
+    async def tokens(self) -> list[list[int]]:
+        if self.body.store:
+            size = self.request.state.body_size >> 4
+            self._asked = await self.server.tokenise(size, lambda: Pieces.of(self.body.messages))
+        return await super().tokens()
 
     @property
     def keeps_answer(self) -> bool:
@@ -61,7 +69,7 @@ class ChatCompletion(Chatting):
         if self.body.store:
             kept = {**answer, "metadata": self.body.metadata or {}}
             owner = owner_of(self.request.scope)
-            self.server.chats.put(head.id, owner, kept, self.body.messages)
+            self.server.chats.put(head.id, owner, kept, self._asked)
         return answer
 
     def _whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
@@ -96,7 +104,7 @@ class ChatCompletionBatch(ChatCompletion):
         found = []
         for conversation in self.body.messages:
             alone = self.body.model_copy(update={"messages": conversation})
-            _, token_ids = await chat_tokens(self.request, alone, conversation, fits=fits)
+            _, token_ids = await chat_tokens(self.request, alone, fits=fits)
             found.append(token_ids)
         return found
 

@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import Request, Response
 
 from ..dialects.as_chat import speaking_of
+from ..dialects.pieces import NONE, Pieces
 from ..dialects.responses.compact_request import CompactRequest
 from ..dialects.responses.compaction import compaction_item, user_items
 from ..dialects.responses.events import usage
 from ..dialects.responses.listed import input_items
 from ..dialects.responses.request import NAMES
-from ..dialects.store import Stored
 from ..errors import ApiError, context_length_exceeded
 from ..generation.answer import Answer
 from ..generation.choice import Prompt
@@ -24,7 +24,7 @@ from .answer import answer
 from .dialect import Chatting, Head
 from .ignored import ignored_headers
 from .read import read_request, work_on_body
-from .responses import items_of, previous_response
+from .responses import previous_response
 from .route import new_router
 
 MAX_TOKENS = 4096  # of a summary
@@ -38,18 +38,29 @@ async def compact(request: Request) -> Response:
     """The user's messages, and what else was said as a summary that the model writes. Nothing is stored."""
     body = await read_request(CompactRequest, request)
     previous = previous_response(request, body.previous_response_id)
-    chat = await work_on_body(request, lambda: body.chat([] if previous is None else previous.conversation()))
+    before, items = (NONE, NONE) if previous is None else (previous.messages, previous.all_items)
+    chat = await work_on_body(request, lambda: body.chat(before.last()))
     with speaking_of(NAMES):
-        return await answer(Compaction(request, body, chat, previous))
+        return await answer(Compaction(request, body, chat, before, items))
 
 
 class Compaction(Chatting):
     default_max_tokens = MAX_TOKENS
 
-    def __init__(self, request: Request, asked: CompactRequest, chat: ChatRequest, previous: Stored | None) -> None:
+    def __init__(
+        self, request: Request, asked: CompactRequest, chat: ChatRequest, before: Pieces, items: Pieces
+    ) -> None:
+        """`chat`: of the input and the last message `before` it; `items`: those of `before`."""
         super().__init__(request, chat)
         self._asked = asked
-        self._previous = previous
+        self._before = before
+        self._items = items
+
+    def conversation(self) -> list[dict[str, Any]]:
+        if not self._before.texts:
+            return self.body.messages
+        messages: list[dict[str, Any]] = self._asked.chat(list(self._before.entries())).messages
+        return messages
 
     async def prompts(self) -> Sequence[Prompt]:
         (prompt,) = prompts = await super().prompts()
@@ -66,7 +77,7 @@ class Compaction(Chatting):
             why = "The summary was cancelled" if summary else "The model wrote no summary"
             raise ApiError(422, f"{why}: go on with the conversation as it is, or ask again.", code="no_summary")
         digits = uuid.uuid4().hex
-        items = items_of(self._previous)
+        items = list(self._items.entries())
         items += input_items(self._asked.input or [], digits, len(items))
         return {
             "id": f"resp_{digits}",
@@ -77,8 +88,7 @@ class Compaction(Chatting):
         }
 
     def slowness(self, answers: Sequence[Answer]) -> int:
-        stored = 0 if self._previous is None else self._previous.size
-        return (self.request.state.body_size + stored) >> 4  # to decode and to encode is as much faster
+        return (self.request.state.body_size + self._items.num_bytes) >> 4  # to decode and to encode is as much faster
 
     @property
     def headers(self) -> Mapping[str, str]:

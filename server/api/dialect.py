@@ -212,9 +212,14 @@ class Chatting(Generating):
         self.speech = Speech.of(chat, self.server.model)
 
     async def tokens(self) -> list[list[int]]:
-        chat = self.body
-        _, token_ids = await chat_tokens(self.request, chat, chat.messages, fits=chat.truncate_prompt_tokens is None)
+        chat, fits = self.body, self.body.truncate_prompt_tokens is None
+        _, token_ids = await chat_tokens(self.request, chat, self.conversation, fits=fits)
+        chat.messages = chat.messages[-1:]  # the others are not kept for as long as the answer takes
         return [token_ids]
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """All messages, of which the body may have a part. Takes as long as there are many."""
+        return self.body.messages
 
     def echo(self, index: int, token_ids: Sequence[int]) -> str:
         """The message that the answer goes on from."""

@@ -64,7 +64,7 @@ async def count_tokens(request: Request) -> Response:
     ServerState.of(request).model_name(body.model)
     with speaking_of(NAMES):
         chat = await work_on_body(request, body.chat)
-        work = chat_tokens(request, chat, chat.messages, fits=False)
+        work = chat_tokens(request, chat, fits=False)
         _, token_ids = await unless_disconnected(request.receive, work)
     content = msgspec.json.encode({"input_tokens": len(token_ids)})
     return Response(content, headers=ignored_headers(body.ignored), media_type="application/json")

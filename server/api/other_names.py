@@ -8,15 +8,12 @@ from collections.abc import Awaitable, Callable
 from fastapi import Request, Response
 
 from ..errors import bad_request
-from ..http import body as small_body
-from ..http import large_body
-from ..http.large_body import LARGE
 from ..wire.requests import CompletionRequest
 from .answer import answer
 from .chat import chat_completions
 from .completions import Completion, completions
 from .embeddings import embeddings
-from .read import check_type, read_request, work_on_body
+from .read import check_type, measure, read_request, work_on_body
 from .route import new_router
 
 router = new_router()
@@ -34,8 +31,7 @@ async def invocations(request: Request) -> Response:
     """A chat, a completion or embeddings: whichever has the fields of the body."""
     check_type(request)
     raw = await request.body()  # kept, for the one who answers it reads it again
-    request.state.body_size = len(raw)
-    decode = small_body.decode if len(raw) <= LARGE else large_body.decode
+    decode = measure(request, raw)
     fields = await work_on_body(request, lambda: decode(raw))
     kinds = [kind for kind in _KINDS if isinstance(fields, dict) and kind in fields]
     if len(kinds) != 1:

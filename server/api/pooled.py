@@ -71,7 +71,7 @@ class InputDialect(PooledDialect):
                 add_generation_prompt=bool(body.add_generation_prompt), chat_template=body.chat_template,
                 continue_final_message=body.continue_final_message, chat_template_kwargs=body.chat_template_kwargs,
             )  # fmt: skip
-            _, ids = await chat_tokens(self.request, chat, body.messages, fits=fits)
+            _, ids = await chat_tokens(self.request, chat, fits=fits)
             return [ids]
         inputs: Sequence[str | list[int]] = body.input
         if prefix:

@@ -1,10 +1,9 @@
-"""The body of a request, read and validated: on a thread where it is large."""
+"""The body of a request, read and validated: on a thread where it is large, or has many values."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -13,7 +12,7 @@ from ..errors import ApiError
 from ..http import body as small_body
 from ..http import large_body
 from ..http.disconnect import unless_disconnected
-from ..http.large_body import LARGE
+from ..state import INLINE_CHARACTERS
 from ..wire.validation import unknown_parameter, validated
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -21,21 +20,27 @@ T = TypeVar("T")
 
 
 async def read_request(model: type[Model], request: Request) -> Model:
-    """The validated body, whose size is `request.state.body_size` from then on. Raises ApiError (400, 415); with
-    --strict-params also for fields that the model lacks.
+    """The validated body, of which `request.state` then knows what `measure` says. Raises ApiError (400, 415, 429);
+    with --strict-params also for fields that the model lacks.
     """
     check_type(request)
     raw = b"".join([piece async for piece in request.stream()])  # starlette's own way keeps it as long as the request
-    request.state.body_size = len(raw)
-    if len(raw) <= LARGE:
-        body = validated(model, small_body.decode(raw))
-    else:
-        body = await work_on_body(request, lambda: validated(model, large_body.decode(raw)))
+    decode = measure(request, raw)
+    body = await work_on_body(request, lambda: validated(model, decode(raw)))
     if (held := getattr(request.state, "held_body", None)) is not None:
         held.release()
     if body.model_extra and request.app.state.server.config.strict_params:
         raise unknown_parameter(next(iter(body.model_extra)))
     return body
+
+
+def measure(request: Request, raw: bytes) -> Callable[[bytes], Any]:
+    """How to decode this body. The request's state gets `body_size`, the bytes that it brings (to which are added those
+    of what it goes on from), and `body_work`, what this body alone costs, as Lanes.run takes it; 0: hardly anything.
+    """
+    request.state.body_size = len(raw)
+    request.state.body_work = large_body.work_of(raw)
+    return large_body.decode if request.state.body_work else small_body.decode
 
 
 def check_type(request: Request) -> None:
@@ -51,19 +56,15 @@ def check_type(request: Request) -> None:
 
 async def work_on_body(request: Request, work: Callable[[], T]) -> T:
     """The result of `work`, which takes as long as the request's body is large: on a thread if it is. Raises
-    ClientDisconnected as soon as nobody waits for it.
+    ClientDisconnected as soon as nobody waits for it, ApiError (429) where too much is to be read.
     """
-    if request.state.body_size <= LARGE:
+    size = request.state.body_work
+    if not size:
         return work()
-    # The thread's queue keeps what nobody waits for any more until its turn comes; the body shall not stay with it.
-    waiting = [work]
+    return await unless_disconnected(request.receive, request.app.state.server.bodies.run(size, work))
 
-    async def wait() -> T:
-        return await asyncio.get_running_loop().run_in_executor(
-            request.app.state.server.bodies, lambda: waiting.pop()()
-        )
 
-    try:
-        return await unless_disconnected(request.receive, wait())
-    finally:
-        waiting.clear()
+async def on_bodies(request: Request, size: int, work: Callable[[], T]) -> T:
+    """The result of `work` on what is stored, of about so many characters that are tokenised in the same time: where
+    bodies are read, unless it is little."""
+    return work() if size <= INLINE_CHARACTERS else await request.app.state.server.bodies.run(size, work)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 
-from ..dialects.as_chat import speaking_of
+from ..dialects.as_chat import MAX_ITEMS, speaking_of
 from ..dialects.events import stream, told
 from ..dialects.pages import page
+from ..dialects.pieces import NONE, Pieces
+from ..dialects.responses.beginning import beginning, repeated
 from ..dialects.responses.events import ResponseEvents
+from ..dialects.responses.history import History, newest
 from ..dialects.responses.items import item_messages
 from ..dialects.responses.listed import input_items
-from ..dialects.responses.log import EventLog, retold
+from ..dialects.responses.log import EventLog
 from ..dialects.responses.request import NAMES, ResponsesRequest
 from ..dialects.store import Stored
 from ..errors import ApiError, bad_request, shorten
@@ -27,14 +32,15 @@ from ..http.auth import owner_of
 from ..http.disconnect import unless_disconnected
 from ..http.event_stream import EventStream
 from ..state import ServerState
-from ..wire.requests import ChatRequest
+from ..wire.encoded import encode
 from .answer import answer
 from .background import run_in_background
 from .dialect import Chatting, Deltas, Head
 from .ignored import ignored_headers
-from .read import read_request, work_on_body
+from .read import on_bodies, read_request, work_on_body
 from .route import new_router
 from .tokens import chat_tokens
+from .truncation import fitted
 
 router = new_router()
 
@@ -43,33 +49,42 @@ router = new_router()
 async def create_response(request: Request) -> Response:
     """An answer to items: text, reasoning and function calls."""
     body = await read_request(ResponsesRequest, request)
-    previous = previous_response(request, body.previous_response_id)
-    messages, chat = await work_on_body(request, lambda: _chat(body, previous))
+    previous = previous_response(request, body.previous_response_id, body.truncation == "auto")
+    asked = await work_on_body(request, lambda: _Asked(body, previous))
     with speaking_of(NAMES):
-        return await answer(ResponseToItems(request, body, chat, messages, previous))
+        return await answer(ResponseToItems(request, body, asked))
+
+
+class _Asked:
+    """What becomes of a body at once, as long as that takes: its chat, and bytes of what is stored in the end."""
+
+    def __init__(self, body: ResponsesRequest, previous: Stored | None) -> None:
+        """Raises ApiError (400). Nothing of `previous` is decoded but its last message, where the body has none."""
+        # Whoever knows it may read the response: it is not made of anything that a client chooses.
+        self.id = f"resp_{uuid.uuid4().hex}"
+        before, self.items = (NONE, NONE) if previous is None else (previous.messages, previous.all_items)
+        messages = body.messages()
+        self.chat = body.chat(messages or list(before.last()))
+        self.history = History.of(before, body.instructions, bool(messages))
+        self.said = NONE
+        if body.stores:
+            self.said = Pieces.of(messages)
+            self.items += Pieces.of(input_items(body.input, self.id, len(self.items)))
+        body.input = []  # it is not kept for as long as the answer takes
+        self.repeated = repeated(body)
 
 
 class ResponseToItems(Chatting):
     id_prefix = "resp_"
 
-    def __init__(
-        self,
-        request: Request,
-        asked: ResponsesRequest,
-        chat: ChatRequest,
-        messages: list[dict[str, Any]],
-        previous: Stored | None,
-    ) -> None:
-        """`messages`: the conversation that the answer goes on with, of which the chat may leave out turns; `previous`:
-        the response that it goes on from."""
-        super().__init__(request, chat)
-        # Whoever knows it may read the response: it is not made of anything that a client chooses.
-        self.id = f"resp_{uuid.uuid4().hex}"
+    def __init__(self, request: Request, body: ResponsesRequest, asked: _Asked) -> None:
+        super().__init__(request, asked.chat)
+        self.id = asked.id
+        self._body = body
         self._asked = asked
-        self._messages = messages
-        self._previous = previous
+        self._history = asked.history
         self._owner = owner_of(request.scope)
-        self.in_background = asked.background is True
+        self.in_background = body.background is True
         if self.in_background and not self.server.config.response_store_size:
             raise bad_request("'background' needs a store: --response-store-size is 0.", "background")
 
@@ -78,7 +93,19 @@ class ResponseToItems(Chatting):
         return True  # the last event of a stream has all of it once more
 
     async def tokens(self) -> list[list[int]]:
-        return [await _fitted(self.request, self.body)] if self._asked.truncation == "auto" else await super().tokens()
+        if self._body.truncation != "auto":
+            return await super().tokens()
+        most, pieces = self.server.max_body_size(), self._history.pieces
+        shorter = partial(newest, pieces, most, MAX_ITEMS)
+        pieces = await on_bodies(self.request, pieces.num_bytes >> 2, shorter)
+        self._history = replace(self._history, pieces=pieces)
+        self._asked.items = self._asked.items.latest(most, MAX_ITEMS)
+        token_ids = await fitted(self.request, self.body, self._history)
+        self.body.messages = self.body.messages[-1:]
+        return [token_ids]
+
+    def conversation(self) -> list[dict[str, Any]]:
+        return self._history.messages(self.body)
 
     def events(self, generation: Generation, head: Head) -> ResponseEvents:
         events = self._events(generation, head)
@@ -91,11 +118,7 @@ class ResponseToItems(Chatting):
         answer = msgspec.json.encode({**events.response, "status": "queued"})
         if self.streams:
             events.log = EventLog()
-
-        def ended() -> None:
-            self._keep(events.response, b"" if events.log is None else b"".join(events.log.events))
-
-        run_in_background(self.server, events, told, ticket, ended)
+        run_in_background(self.server, events, told, ticket, lambda: self._keep(events.response, events.log))
         if events.log is None:
             return Response(answer, headers=dict(self.headers), media_type="application/json")
         return _event_stream(self.server, events.log.follow(0), self.headers)
@@ -104,23 +127,23 @@ class ResponseToItems(Chatting):
         return told(self._events(generation, head), answers).response
 
     def _events(self, generation: Generation, head: Head) -> ResponseEvents:
-        response = _response(self._asked, self.body, self.server, self.id, head)
+        about = {"id": self.id, "created_at": head.created, "model": head.model}
+        response = beginning(self._body, self.body, self.server.model.defaults, about | self._asked.repeated)
         form = LogprobFormat.of(self.body)
         return ResponseEvents(generation, response, self.server.model.tokenizer, form, self._finished)
 
     def _finished(self, response: dict[str, Any]) -> None:
-        if self._asked.stores and not self.in_background:  # whose stream has not been written yet
+        if self._body.stores and not self.in_background:  # whose stream has not been written yet
             self._keep(response)
 
-    def _keep(self, response: dict[str, Any], events: bytes = b"") -> None:
-        said = item_messages(response["output"], "output")
-        items = items_of(self._previous)
-        items += input_items(self._asked.input, self.id, len(items))
-        self.server.responses.put(self.id, self._owner, response, [*self._messages, *said], items, events)
+    def _keep(self, response: dict[str, Any], log: EventLog | None = None) -> None:
+        answered = Pieces.of(item_messages(response["output"], "output"))
+        messages = self._history.pieces + self._asked.said + answered
+        self.server.responses.put(self.id, self._owner, response, messages, self._asked.items, log)
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return ignored_headers(self._asked.ignored)
+        return ignored_headers(self._body.ignored)
 
 
 @router.get("/v1/responses/{response_id}", response_class=Response)
@@ -144,9 +167,9 @@ async def list_input_items(request: Request, response_id: str) -> Response:
         raise _not_found(response_id)
 
     def listed() -> Response:
-        return _json(msgspec.json.encode(page(msgspec.json.decode(stored.items), request.query_params, "desc")))
+        return _json(encode(page(stored.items.ids(), request.query_params, "desc", stored.items.read)))
 
-    return await server.tokenise(len(stored.items), listed)
+    return await server.tokenise(stored.items.num_bytes >> 4, listed)
 
 
 @router.post("/v1/responses/input_tokens", response_class=Response)
@@ -157,9 +180,9 @@ async def count_input_tokens(request: Request) -> Response:
     server.model_name(body.model)
     server.engine_info()
     previous = previous_response(request, body.previous_response_id)
-    _, chat = await work_on_body(request, lambda: _chat(body, previous))
+    asked = await work_on_body(request, lambda: _Asked(body, previous))
     with speaking_of(NAMES):
-        work = chat_tokens(request, chat, chat.messages, fits=False)
+        work = chat_tokens(request, asked.chat, lambda: asked.history.messages(asked.chat), fits=False)
         _, token_ids = await unless_disconnected(request.receive, work)
     content = msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(token_ids)})
     return Response(content, headers=ignored_headers(body.ignored), media_type="application/json")
@@ -175,7 +198,7 @@ def _streamed(request: Request, server: ServerState, id: str, owner: str) -> Res
     if (running := server.responses.streamed(id, owner)) is not None:
         told = None if running.log is None else running.log.follow(start)
     elif (stored := server.responses.get(id, owner)) is not None:
-        told = retold(stored.events, start) if stored.events else None
+        told = None if stored.log is None else stored.log.follow(start)
     else:
         raise _not_found(id)
     if told is None:
@@ -204,108 +227,35 @@ async def cancel_response(request: Request, response_id: str) -> Response:
         return _json(msgspec.json.encode({**running.response, "status": "cancelled"}))
     if (stored := server.responses.get(response_id, owner)) is None:
         raise _not_found(response_id)
-    status = msgspec.json.decode(stored.answer)["status"]
-    if status != "cancelled":
-        message = f"The response `{shorten(response_id)}` has ended ({status}): there is nothing to cancel."
+    if stored.status != "cancelled":
+        message = f"The response `{shorten(response_id)}` has ended ({stored.status}): there is nothing to cancel."
         raise bad_request(message, "response_id")
     return _json(stored.answer)
 
 
-def previous_response(request: Request, id: str | None) -> Stored | None:
-    """The one that a request goes on from. Raises ApiError (400)."""
+def previous_response(request: Request, id: str | None, is_cut: bool = False) -> Stored | None:
+    """The one that a request goes on from, whose conversation counts as brought by the request from then on. Raises
+    ApiError (400), also for a conversation that no body could hold, unless it `is_cut` before it is rendered."""
     if id is None:
         return None
-    if (stored := ServerState.of(request).responses.get(id, owner_of(request.scope))) is None:
+    server = ServerState.of(request)
+    if (stored := server.responses.get(id, owner_of(request.scope))) is None:
         raise bad_request(
             f"There is no stored response `{shorten(id)}`; send the conversation itself as 'input'.",
             "previous_response_id",
             "previous_response_not_found",
         )
+    most, num_bytes, num_messages = server.max_body_size(), stored.messages.num_bytes, len(stored.messages)
+    if not is_cut and (num_bytes > most or num_messages > MAX_ITEMS):
+        raise bad_request(
+            f"The conversation of `{shorten(id)}` has {num_bytes} bytes in {num_messages} messages; one that goes on "
+            f"may have {most} (--max-body-size) in {MAX_ITEMS}. Send its latest part as 'input', or a response with "
+            "'truncation': 'auto', which leaves out the oldest turns.",
+            "previous_response_id",
+            "context_length_exceeded",
+        )
+    request.state.body_size += min(num_bytes, most)
     return stored
-
-
-def items_of(previous: Stored | None) -> list[dict[str, Any]]:
-    """Those that a response had, then those that it said."""
-    if previous is None:
-        return []
-    return [*msgspec.json.decode(previous.items), *msgspec.json.decode(previous.answer)["output"]]
-
-
-def _chat(body: ResponsesRequest, previous: Stored | None) -> tuple[list[dict[str, Any]], ChatRequest]:
-    messages = [*([] if previous is None else previous.conversation()), *body.messages()]
-    return messages, body.chat(messages)
-
-
-async def _fitted(request: Request, chat: ChatRequest) -> list[int]:
-    """The prompt of as many of the latest turns as leave room for the answer; of the last one in any case."""
-    limit = ServerState.of(request).engine_info().max_model_len
-    _, asked = chat.token_limit
-    room = asked or max(1, limit // 8)  # a good answer is rarely longer, and nobody said
-    messages = chat.messages
-    turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    first = next((i for i, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
-    starts = [first, *(i for i in turns if i > first)]
-    fewest, most = 0, len(starts) - 1  # turns to leave out
-    drop = 0  # most conversations fit
-    while True:
-        chat.messages = messages[:first] + messages[starts[drop] :]
-        try:
-            _, token_ids = await chat_tokens(request, chat, chat.messages)
-        except ApiError as error:
-            if error.code != "context_length_exceeded" or drop == len(starts) - 1:
-                raise
-            token_ids = None
-        if token_ids is not None and len(token_ids) + room <= limit:
-            most = drop
-        else:
-            fewest = min(drop + 1, len(starts) - 1)
-        if fewest >= most and drop == most and token_ids is not None:
-            return token_ids
-        drop = (fewest + most) // 2
-
-
-def _response(body: ResponsesRequest, chat: ChatRequest, server: ServerState, id: str, head: Head) -> dict[str, Any]:
-    """As it is when it begins."""
-    defaults = server.model.defaults
-    reasoning, text = body.reasoning, body.text
-    return {
-        "id": id,
-        "object": "response",
-        "created_at": head.created,
-        "completed_at": None,
-        "status": "in_progress",
-        "background": body.background is True,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
-        "model": head.model,
-        "output": [],
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {
-            "effort": None if reasoning is None else reasoning.effort,
-            "summary": None if reasoning is None else reasoning.summary,
-        },
-        "safety_identifier": body.safety_identifier,
-        "service_tier": None,
-        "store": body.stores,
-        "temperature": defaults.get("temperature", 1.0) if chat.temperature is None else chat.temperature,
-        "text": {
-            "format": {"type": "text"} if text is None or text.format is None else text.format,
-            "verbosity": None if text is None else text.verbosity,
-        },
-        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [{"description": None, "parameters": None, "strict": None, **tool} for tool in body.tools or ()],
-        "top_logprobs": body.top_logprobs or 0,
-        "top_p": defaults.get("top_p", 1.0) if chat.top_p is None else chat.top_p,
-        "truncation": body.truncation or "disabled",
-        "usage": None,
-        "user": body.user,
-        "metadata": body.metadata or {},
-    }
 
 
 def _not_found(id: str) -> ApiError:
@@ -317,5 +267,5 @@ def _event_stream(server: ServerState, told: AsyncIterator[bytes], headers: Mapp
     return EventStream(told, lambda: None, headers, server.config.sse_ping_interval)
 
 
-def _json(content: bytes) -> Response:
+def _json(content: bytes | memoryview) -> Response:
     return Response(content, media_type="application/json")

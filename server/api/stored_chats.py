@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from ..dialects.store import Store, Stored
 from ..errors import ApiError, shorten
 from ..http.auth import owner_of
 from ..state import ServerState
+from ..wire.encoded import encode
 from ..wire.stored_chats import ChatUpdate
 from .ignored import ignored_headers
 from .read import read_request
@@ -27,20 +30,21 @@ async def list_chats(request: Request) -> Response:
     query = request.query_params
     model = query.get("model")
     labels = {name[9:-1]: text for name, text in query.items() if name.startswith("metadata[") and name.endswith("]")}
-    stored = {
-        id: one
+    stored = [
+        (id, one)
         for id, one in sorted(_store(request).all_of(owner_of(request.scope)), key=lambda pair: pair[1].number)
         if model in (None, one.model) and labels.items() <= one.metadata.items()
-    }
-    listed = page([{"id": id} for id in stored], query, "asc")
-    listed["data"] = [msgspec.Raw(stored[entry["id"]].answer) for entry in listed["data"]]
-    return _json(listed)
+    ]
+    listed = page([id for id, _ in stored], query, "asc", lambda places: [stored[place][1].answer for place in places])
+    size = sum(map(len, listed["data"]))
+    listed["data"] = list(map(msgspec.Raw, listed["data"]))
+    return await ServerState.of(request).tokenise(size >> 4, lambda: _json(listed))
 
 
 @router.get(_PATH, response_class=Response)
 async def get_chat(request: Request, completion_id: str) -> Response:
     """A stored chat completion."""
-    return _json(msgspec.Raw(_found(request, completion_id).answer))
+    return Response(_found(request, completion_id).answer, media_type="application/json")
 
 
 @router.post(_PATH, response_class=Response)
@@ -48,10 +52,9 @@ async def update_chat(request: Request, completion_id: str) -> Response:
     """Gives a stored chat completion other metadata."""
     body = await read_request(ChatUpdate, request)
     stored = _found(request, completion_id)
-    answer = msgspec.json.decode(stored.answer, type=dict[str, msgspec.Raw])
-    answer["metadata"] = msgspec.Raw(msgspec.json.encode(body.metadata or {}))
-    renewed = msgspec.json.encode(answer)
-    _store(request).replace(completion_id, owner_of(request.scope), renewed, body.metadata or {})
+    store, owner, labels = _store(request), owner_of(request.scope), body.metadata or {}
+    work = partial(store.relabel, completion_id, owner, stored, labels)
+    renewed = await ServerState.of(request).tokenise(len(stored.answer) >> 4, work)
     return Response(renewed, headers=ignored_headers(body.ignored), media_type="application/json")
 
 
@@ -69,11 +72,15 @@ async def list_messages(request: Request, completion_id: str) -> Response:
     stored = _found(request, completion_id)
 
     def listed() -> Response:
-        messages = enumerate(stored.conversation())
-        entries = [{"content_parts": None, **one, "id": f"{completion_id}-{i}"} for i, one in messages]
-        return _json(page(entries, request.query_params, "asc"))
+        ids = [f"{completion_id}-{i}" for i in range(len(stored.messages))]
 
-    return await ServerState.of(request).tokenise(len(stored.messages), listed)
+        def read(places: Sequence[int]) -> list[dict[str, Any]]:
+            entries = zip(places, stored.messages.read(places), strict=True)
+            return [{"content_parts": None, **msgspec.json.decode(one), "id": ids[place]} for place, one in entries]
+
+        return _json(page(ids, request.query_params, "asc", read))
+
+    return await ServerState.of(request).tokenise(stored.messages.num_bytes >> 4, listed)
 
 
 def _store(request: Request) -> Store:
@@ -93,4 +100,4 @@ def _not_found(id: str) -> ApiError:
 
 
 def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
+    return Response(encode(content), media_type="application/json")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -21,6 +22,10 @@ from .ignored import ignored_headers
 from .read import read_request
 from .route import new_router
 
+# Characters beyond which messages are rendered where bodies are read, which is Python's work too: of several threads
+# that do such work, each waits for its turn, and so does the event loop, several times a request.
+MUCH = 16 << 10
+
 router = new_router()
 T = TypeVar("T")
 
@@ -36,7 +41,7 @@ async def tokenize(request: Request) -> Response:
 
     async def work() -> Response:
         if body.messages is not None:
-            _, token_ids = await chat_tokens(request, body, body.messages, fits=False)
+            _, token_ids = await chat_tokens(request, body, fits=False)
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
             encoder = Encoder(server.lanes, tokenizer, max_model_len, "prompt", fits=False)
@@ -75,24 +80,40 @@ async def detokenize(request: Request) -> Response:
 
 
 async def chat_tokens(
-    request: Request, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]], *, fits: bool = True
+    request: Request,
+    body: ChatRequest | TokenizeRequest,
+    messages: Callable[[], list[dict[str, Any]]] | None = None,
+    *,
+    size: int | None = None,
+    fits: bool = True,
 ) -> tuple[str, list[int]]:
-    """(the rendered text, its token ids) of a chat that `request` asks for in whatever API. `fits`: whether it is
-    refused where it is longer than the context. Raises ApiError (400).
+    """(the rendered text, its token ids) of a chat that `request` asks for in whatever API. `messages` makes those of
+    the whole conversation, where the body has only part of it, when they are rendered; `size`: their characters, by
+    default the bytes that the request brings. `fits`: whether it is refused where it is longer than the context.
+    Raises ApiError (400).
     """
     server = ServerState.of(request).named(body.model)
     tokenizer = server.model.tokenizer
     options = chat_options(body, tokenizer, server.config.trust_request_chat_template)
-    # Tools, documents and variables are part of the prompt too; stored messages are in no body.
-    num_characters = max(request.state.body_size, sum(len(message["content"]) for message in messages))
+    special = bool(body.add_special_tokens)
     encoder = Encoder(server.lanes, tokenizer, server.client.info.max_model_len, "messages", fits=fits)
-    text, token_ids = await server.tokenise(
-        num_characters,
-        lambda: chat_prompt(body, tokenizer, options, encoder.is_short),
-        tokenizer.renders_slowly(options),
-    )
+
+    def rendered(is_short: Callable[[int], bool] = encoder.is_short) -> tuple[str, list[int] | None]:
+        whole = body.messages or [] if messages is None else messages()
+        return chat_prompt(whole, special, tokenizer, options, is_short)
+
+    # Tools, documents and variables are part of the prompt too; many values take longer than their bytes say.
+    num_characters = max(request.state.body_size if size is None else size, request.state.body_work)
+    if num_characters > MUCH or request.state.body_work:
+        text, _ = await ServerState.of(request).bodies.run(num_characters, lambda: rendered(lambda length: False))
+        token_ids = None
+        if encoder.is_short(len(text)):
+            work = partial(tokenizer.encode_rendered, text, special)
+            token_ids = await server.tokenise(len(text), work)
+    else:
+        text, token_ids = await server.tokenise(num_characters, rendered, tokenizer.renders_slowly(options))
     if token_ids is None:
-        token_ids = await encoder.encode_rendered(text, bool(body.add_special_tokens))
+        token_ids = await encoder.encode_rendered(text, special)
     return unmarked(text), token_ids
 
 

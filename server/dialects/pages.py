@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import bad_request, shorten
@@ -10,27 +10,28 @@ from ..errors import bad_request, shorten
 MOST = 100  # of a page
 
 
-def page(entries: Sequence[dict[str, Any]], query: Mapping[str, str], order: str) -> dict[str, Any]:
+def page(
+    ids: Sequence[str], query: Mapping[str, str], order: str, read: Callable[[Sequence[int]], Sequence[Any]]
+) -> dict[str, Any]:
     """The entries that the query asks for: `order` (asc or desc, which `order` is where it does not say), `after`,
-    `limit`. `entries`: each with an id, the oldest first. Raises ApiError (400).
+    `limit`. `ids`: of all entries, the oldest first; `read`: those at some places. Raises ApiError (400).
     """
     asked = query.get("order", order)
     if asked not in ("asc", "desc"):
         raise bad_request(f"'order' must be asc or desc, but it is {shorten(asked)!r}.", "order")
-    left = list(entries if asked == "asc" else reversed(entries))
+    places = range(len(ids)) if asked == "asc" else range(len(ids) - 1, -1, -1)
     if (after := query.get("after")) is not None:
-        ids = [entry["id"] for entry in left]
         if after not in ids:
             raise bad_request(f"'after' is {shorten(after)!r}, which is not in the list.", "after")
-        left = left[ids.index(after) + 1 :]
+        places = places[places.index(ids.index(after)) + 1 :]
     limit = query.get("limit", "20")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST):
         raise bad_request(f"'limit' is {shorten(limit)!r}; it must be from 1 to {MOST}.", "limit")
-    shown = left[: int(limit)]
+    shown = places[: int(limit)]
     return {
         "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": len(shown) < len(left),
+        "data": list(read(shown)),
+        "first_id": ids[shown[0]] if shown else None,
+        "last_id": ids[shown[-1]] if shown else None,
+        "has_more": len(shown) < len(places),
     }

@@ -4,7 +4,6 @@ stores most makes room, so that nobody's many answers drive out another's few.""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Lock
@@ -13,26 +12,42 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from ..wire.encoded import encode
+from .pieces import NONE, Pieces
+
 if TYPE_CHECKING:
     from .responses.events import ResponseEvents
+    from .responses.log import EventLog
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    answer: bytes  # JSON, as it was answered
-    messages: bytes  # JSON, the conversation up to its end; each one has all of it, so that none needs another
-    items: bytes = b"[]"  # JSON, what a response was made of, in the words of its API
-    events: bytes = b""  # its stream, where it ran in the background
+    """Bytes, beside what is asked for without looking into them."""
+
+    answer: bytes  # JSON, as it was answered; metadata come last
+    messages: Pieces  # the conversation up to its end, whose pieces those that go on from it share
+    items: Pieces = NONE  # what a response was made of, in the words of its API
+    said: Pieces = NONE  # the items of its output
+    log: EventLog | None = None  # its events, where it ran in the background and was streamed
     model: str = ""
+    status: str = ""  # of a response
     metadata: dict[str, str] = field(default_factory=dict)
     number: int = 0  # later ones have larger ones
 
     @property
     def size(self) -> int:
-        return len(self.answer) + len(self.messages) + len(self.items) + len(self.events)
+        """Bytes; what is shared counts for each."""
+        pieces = self.messages.num_bytes + self.items.num_bytes + self.said.num_bytes
+        return len(self.answer) + pieces + (0 if self.log is None else self.log.num_bytes)
 
-    def conversation(self) -> list[dict[str, Any]]:
-        return msgspec.json.decode(self.messages)
+    @property
+    def all_items(self) -> Pieces:
+        """What a response that goes on from it was made of before its own."""
+        return self.items + self.said
+
+    def relabelled(self, metadata: dict[str, str]) -> Stored:
+        end = len(self.answer) - len(msgspec.json.encode(self.metadata)) - 1
+        return replace(self, answer=b"%b%b}" % (self.answer[:end], msgspec.json.encode(metadata)), metadata=metadata)
 
 
 class _Share:
@@ -69,20 +84,25 @@ class Store:
         id: str,
         owner: str,
         answer: dict[str, Any],
-        messages: Sequence[dict[str, Any]],
-        items: Sequence[dict[str, Any]] = (),
-        events: bytes = b"",
+        messages: Pieces = NONE,
+        items: Pieces = NONE,
+        log: EventLog | None = None,
     ) -> None:
         """Forgets, of the owner who has most, those that were not used for longest; the new one itself where it alone
         is too large."""
-        encode = msgspec.json.encode
+        if not self._max_answers:
+            return
         labels = answer.get("metadata") or {}
         stored = Stored(
-            encode(answer),
-            encode(messages),
-            encode(items),
-            events,
+            bytes(
+                encode({**{name: value for name, value in answer.items() if name != "metadata"}, "metadata": labels})
+            ),
+            messages,
+            items,
+            Pieces.of(answer.get("output", ())),
+            log,
             answer.get("model", ""),
+            answer.get("status", ""),
             labels,
             next(self._numbers),
         )
@@ -137,7 +157,9 @@ class Store:
             share = self._shares.get(owner)
             return [] if share is None else list(share.stored.items())
 
-    def replace(self, id: str, owner: str, answer: bytes, metadata: dict[str, str]) -> None:
-        """Of one that is there, the answer and its metadata."""
-        if (stored := self.get(id, owner)) is not None:
-            self._put(id, owner, replace(stored, answer=answer, metadata=metadata))
+    def relabel(self, id: str, owner: str, stored: Stored, metadata: dict[str, str]) -> bytes:
+        """The answer of one that is there, with other metadata from now on."""
+        renewed = stored.relabelled(metadata)
+        if self.get(id, owner) is not None:
+            self._put(id, owner, renewed)
+        return renewed.answer

@@ -50,7 +50,8 @@ def turns_off_thinking(request: ChatRequest) -> bool:
 
 
 def chat_prompt(
-    request: ChatRequest | TokenizeRequest,
+    messages: list[dict[str, Any]],
+    add_special_tokens: bool,
     tokenizer: Tokenizer,
     options: dict[str, Any],
     is_short: Callable[[int], bool],
@@ -58,8 +59,8 @@ def chat_prompt(
     """(the rendered text, its token ids where it has so few characters). Raises ApiError (400) for messages that the
     template refuses.
     """
-    text = tokenizer.render(request.messages or [], options)
+    text = tokenizer.render(messages, options)
     if not is_short(len(text)):
         return text, None
     # The template writes its own special tokens: the tokenizer's would come on top.
-    return text, tokenizer.encode_rendered(text, bool(request.add_special_tokens))
+    return text, tokenizer.encode_rendered(text, add_special_tokens)

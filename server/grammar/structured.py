@@ -12,6 +12,7 @@ from ..errors import ApiError, bad_request, shorten
 from .constraint import Constraint
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+MAX_TEXT = 512 * 1024  # characters of JSON that comes as text: more is not compiled
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -154,6 +155,9 @@ def _source(kind: str, value: Any, where: str) -> str:
 def _object(value: Any, where: str) -> str:
     """A JSON object, given as one or as its text."""
     if isinstance(value, str):
+        if len(value) > MAX_TEXT:
+            message = f"'{where}' has {len(value)} characters: at most {MAX_TEXT} are allowed; simplify it."
+            raise bad_request(message, where)
         try:
             value = msgspec.json.decode(value)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

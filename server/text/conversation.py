@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Required
 
 import msgspec
@@ -13,6 +13,7 @@ from ..errors import bad_request, shorten, unsupported
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_PARTS = 4096  # of one message
 MAX_TOOL_CALLS = 1024  # of one message
+MAX_ARGUMENT_MARKS = 1 << 18  # brackets and commas in the arguments of all calls, which come as text and become objects
 
 
 class TextPart(TypedDict):
@@ -52,7 +53,28 @@ def messages(value: Any, where: str = "messages") -> list[dict[str, Any]]:
         raise bad_request(f"'{where}' must be a list of messages.", where, "invalid_type")
     if not value:
         raise bad_request(f"'{where}' must not be empty.", where, "empty_array")
+    num_marks = sum(text.count("{") + text.count("[") + text.count(",") for text in _argument_texts(value))
+    if num_marks > MAX_ARGUMENT_MARKS:
+        raise bad_request(
+            f"The tool calls of '{where}' have arguments with {num_marks} brackets and commas; at most "
+            f"{MAX_ARGUMENT_MARKS} are read. Leave calls out.",
+            where,
+            "too_many_values",
+        )
     return [_message(message, f"{where}[{i}]") for i, message in enumerate(value)]
+
+
+def _argument_texts(messages: list[Any]) -> Iterator[str]:
+    """Those that there are, whatever else may be wrong."""
+    for message in messages:
+        if not isinstance(message, dict) or ("tool_calls" not in message and "function_call" not in message):
+            continue
+        calls = message.get("tool_calls")
+        entries = calls if isinstance(calls, list) else ()
+        functions = [call.get("function") for call in entries if isinstance(call, dict)]
+        for function in (*functions, message.get("function_call")):
+            if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+                yield text
 
 
 def conversations(value: Any) -> list[list[dict[str, Any]]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -163,3 +165,35 @@ def is_at_rest(server: Any) -> None:
 def sum_of(page: str, name: str, label: str = "") -> float:
     lines = (line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{")) and label in line)
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def longest_answer(url: str, attack: Callable[[], Any]) -> float:
+    """Seconds of the slowest GET /livez, asked every 10 ms on one connection while `attack` runs: so long the event
+    loop was held, or the machine."""
+    over, longest = threading.Event(), 0.0
+
+    def ask() -> None:
+        nonlocal longest
+        with connect(url) as sock:
+            while not over.wait(0.01):
+                begun = time.monotonic()
+                sock.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert read_answer(sock)[0] == 200
+                longest = max(longest, time.monotonic() - begun)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        attack()
+    finally:
+        over.set()
+        asking.join()
+    return longest
+
+
+def at_once(num: int, attack: Callable[[], Any]) -> None:
+    threads = [threading.Thread(target=attack) for _ in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

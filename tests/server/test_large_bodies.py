@@ -21,7 +21,7 @@ from vserve.server.api import read as validation
 from vserve.server.errors import ApiError, ClientDisconnected
 from vserve.server.http import body as small_body
 from vserve.server.http import large_body
-from vserve.server.http.large_body import LARGE, MAX_VALUES, PIECE
+from vserve.server.http.large_body import LARGE, MANY_COMMAS, MANY_VALUES, MAX_VALUES, PIECE
 from vserve.server.wire.embeddings import EmbeddingRequest
 from vserve.server.wire.requests import ChatRequest, CompletionRequest
 from vserve.server.wire.tokens import MAX_TOKENS
@@ -195,6 +195,9 @@ WORST: dict[str, tuple[str, bytes, int]] = {
     "messages": ("/v1/chat/completions", b'{"messages":[%b]}' % USERS, 400),
     "responses": ("/v1/responses", b'{"input":[%b]}' % USERS, 400),
     "claude": ("/v1/messages", b'{"max_tokens":5,"messages":[%b]}' % USERS, 400),
+    "few bytes": ("/v1/chat/completions", b'{"messages":[%b]}' % USERS[:240_000].rpartition(b",")[0], 400),
+    "items": ("/v1/responses", b'{"input":[%b]}' % USERS[:240_000].rpartition(b",")[0], 400),
+    "fields": ("/v1/completions", b'{"prompt":"a",%b}' % b",".join(b'"k%d":1' % i for i in range(20_000)), 200),
     "ids": ("/detokenize", b'{"tokens":[%b]}' % LONG, 200),
     "foreign ids": ("/detokenize", b'{"tokens":[%b,1000]}' % LONG, 400),
     "no ids": ("/detokenize", b'{"tokens":[%b]}' % b",".join([b"1.5"] * 400_000), 400),
@@ -260,7 +263,36 @@ def test_small_bodies_do_not_change_threads(client: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(validation, "validated", watched)
     assert client.complete().status_code == 200
     assert client.complete(user="x", ignored="y" * LARGE).status_code == 200
-    assert threads[0] == threading.current_thread().name and threads[1].startswith("body")
+    assert client.complete(user="x", ignored=[[]] * MANY_VALUES).status_code == 200
+    assert client.complete(ignored={f"k{i}": 1 for i in range(2 * MANY_VALUES)}).status_code == 200
+    assert client.complete(ignored=[1] * (MANY_COMMAS + 1)).status_code == 200
+    assert threads[0] == threading.current_thread().name and len(threads) == 5
+    assert all(name.startswith("read") for name in threads[1:])
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        b"[%b]" % b",".join([b'{"role":"user","content":""}'] * (MANY_VALUES // 5 - 2)),
+        b"{%b}" % b",".join(b'"k%d":1' % i for i in range(MANY_VALUES - 20)),
+        b"[%b]" % b",".join([b"1e300"] * MANY_COMMAS),
+        b'"%b"' % (b"x" * (LARGE - 100)),
+    ],
+    ids=["messages", "keys", "numbers", "text"],
+)
+def test_what_the_event_loop_reads_itself_is_soon_read(inner: bytes, slowness: float, settles_within: Any) -> None:
+    """The most that is let through, validated too."""
+    raws = [b'{"prompt":"a","x":%b}' % inner, b'{"messages":%b}' % inner]
+    assert not any(map(large_body.work_of, raws))
+
+    def measure() -> float:
+        begun = time.thread_time()
+        CompletionRequest.model_validate(small_body.decode(raws[0]))
+        if inner.startswith(b"[{"):
+            ChatRequest.model_validate(small_body.decode(raws[1]))
+        return time.thread_time() - begun
+
+    assert settles_within(0.01 * slowness, measure)
 
 
 def test_how_many_ids_become_text(client: Any) -> None:
@@ -295,7 +327,8 @@ def test_a_body_that_nobody_waits_for_is_not_kept(app: Any) -> None:
 
     async def main() -> bool:
         busy = threading.Event()
-        app.state.server.bodies.submit(busy.wait)
+        held = [asyncio.create_task(app.state.server.bodies.run(2 * LARGE, busy.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
         body = Body()
         gone = weakref.ref(body)
         leaves = asyncio.Event()
@@ -304,7 +337,7 @@ def test_a_body_that_nobody_waits_for_is_not_kept(app: Any) -> None:
             await leaves.wait()
             return {"type": "http.disconnect"}
 
-        request = Request({"type": "http", "app": app, "state": {"body_size": 2 * LARGE}}, receive)
+        request = Request({"type": "http", "app": app, "state": {"body_work": 2 * LARGE}}, receive)
         waiting = asyncio.create_task(validation.work_on_body(request, lambda body=body: body))
         del body
         await asyncio.sleep(0.05)
@@ -317,6 +350,7 @@ def test_a_body_that_nobody_waits_for_is_not_kept(app: Any) -> None:
         gc.collect()
         left = gone() is None
         busy.set()
+        await asyncio.wait(held)
         return left
 
     assert asyncio.run(main())

@@ -95,10 +95,12 @@ def test_it_is_bounded(new_client: Any) -> None:
 def test_one_id_twice_counts_once() -> None:
     store = Store(10, 10_000)
     for size in (900, 9000, 900):
-        store.put("chatcmpl-mine", "", {"text": "x" * size}, [])
+        store.put("chatcmpl-mine", "", {"text": "x" * size, "metadata": {"c": "d"}})
     assert len(store) == 1 and store.num_bytes < 1000
-    store.replace("chatcmpl-mine", "", b"{}", {"a": "b"})
-    assert store.num_bytes == len("{}[][]") and store.get("chatcmpl-mine", "").metadata == {"a": "b"}
-    store.put("chatcmpl-mine", "you", {}, [])
+    stored = store.get("chatcmpl-mine", "")
+    renewed = store.relabel("chatcmpl-mine", "", stored, {"a": "b"})
+    assert renewed == b'{"text":"%b","metadata":{"a":"b"}}' % (b"x" * 900) and store.num_bytes == len(renewed)
+    assert store.get("chatcmpl-mine", "").metadata == {"a": "b"}
+    store.put("chatcmpl-mine", "you", {})
     assert len(store) == 2
     assert store.delete("chatcmpl-mine", "") and store.delete("chatcmpl-mine", "you") and store.num_bytes == 0

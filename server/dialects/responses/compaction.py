@@ -23,6 +23,23 @@ PROMPT = (
 _READ_BACK = "The conversation until here, in short:\n\n"
 
 
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _Carried(_Version):
+    """Nothing is made of what else there may be: nobody has counted it."""
+
+    sha256: str
+    summary: str
+
+    @property
+    def said(self) -> str:
+        if self.sha256 != _digest(self.summary):
+            raise ValueError("the digest is another")
+        return self.summary
+
+
 def compacted(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation, and the request for a summary: part of the last message where that is the user's, since some
     templates want the roles to alternate."""
@@ -48,12 +65,10 @@ def compaction_message(item: dict[str, Any], place: str) -> dict[str, Any]:
     where = f"{place}.encrypted_content"
     remedy = "send the item as /v1/responses/compact gave it, or the conversation itself."
     try:
-        carried = msgspec.json.decode(base64.urlsafe_b64decode(string(item, "encrypted_content", place)))
-        version = carried["version"]
-        summary = carried["summary"]
-        if version == VERSION and (not isinstance(summary, str) or carried["sha256"] != _digest(summary)):
-            raise ValueError
-    except (binascii.Error, ValueError, KeyError, TypeError, RecursionError):
+        text = base64.urlsafe_b64decode(string(item, "encrypted_content", place))
+        version = msgspec.json.decode(text, type=_Version).version
+        summary = "" if version != VERSION else msgspec.json.decode(text, type=_Carried).said
+    except (binascii.Error, ValueError, RecursionError):
         raise bad_request(f"'{where}' is damaged, or not from this server: {remedy}", where) from None
     if version != VERSION:
         raise bad_request(

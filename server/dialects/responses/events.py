@@ -50,8 +50,9 @@ class ResponseEvents:
         self._texts: list[str] = []  # of that item
         self._head = self._tail = b""  # of the event that has more of it
         self._num_tokens = 0
-        self._logprobs: list[dict[str, Any]] = []  # of the item
-        self._pending: list[dict[str, Any]] = []  # that no event has had
+        # Log-probabilities as JSON, since each is told several times: of the item, and those that no event has had.
+        self._logprobs: list[bytes] = []
+        self._pending: list[bytes] = []
 
     # ---- as the stream of a request calls them ----
 
@@ -109,7 +110,7 @@ class ResponseEvents:
         tail = self._tail
         if self._pending and kind == "message":
             self._logprobs += self._pending
-            tail = b',"logprobs":' + encode(self._pending) + b"}\n\n"
+            tail = b',"logprobs":[%b]}\n\n' % b",".join(self._pending)
             self._pending = []
         self._number += 1
         return b'%b%b%d,"delta":%b%b' % (events, self._head, self._number - 1, encode(text), tail)
@@ -125,7 +126,7 @@ class ResponseEvents:
         where: dict[str, Any] = {"item_id": id, "output_index": index}
         if kind != "function_call":
             where["content_index"] = 0
-            events += self._event("response.content_part.added", {**where, "part": _part_of(kind, "", [])})
+            events += self._event("response.content_part.added", {**where, "part": _part_of(kind, "")})
         more = f"{event}.delta"
         self._head = b'event: %b\ndata: %b,"sequence_number":' % (more.encode(), encode({"type": more, **where})[:-1])
         self._tail = b',"logprobs":[]}\n\n' if kind == "message" else b"}\n\n"
@@ -145,7 +146,7 @@ class ResponseEvents:
             events = self._event(f"{event}.done", {**where, "name": item["name"], field: text})
         else:
             where["content_index"] = 0
-            logprobs = self._logprobs + self._pending if kind == "message" else []
+            logprobs = msgspec.Raw(b"[%b]" % b",".join(self._logprobs + self._pending))
             part = _part_of(kind, text, logprobs)
             item["content"] = [part]
             more = {"logprobs": logprobs} if kind == "message" else {}
@@ -161,7 +162,7 @@ class ResponseEvents:
     def _keep_logprobs(self, choice: Choice, delta: Delta, form: LogprobFormat) -> None:
         """Those of the reasoning, which is at the beginning, have no place in a response."""
         entries = chat_logprobs(self._tokenizer, delta, form)["content"]
-        self._pending += entries[max(0, choice.num_reasoning_tokens - self._num_tokens) :]
+        self._pending += map(encode, entries[max(0, choice.num_reasoning_tokens - self._num_tokens) :])
         self._num_tokens += len(entries)
 
     # ---- bytes ----
@@ -176,6 +177,7 @@ class ResponseEvents:
 
 
 _INCOMPLETE = "response.incomplete"
+_NO_ENTRIES = msgspec.Raw(b"[]")
 _EMPTY: dict[str, dict[str, Any]] = {
     "message": {"role": "assistant", "content": []},
     "reasoning": {"summary": [], "content": [], "encrypted_content": None},
@@ -183,7 +185,7 @@ _EMPTY: dict[str, dict[str, Any]] = {
 }
 
 
-def _part_of(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _part_of(kind: str, text: str, logprobs: msgspec.Raw = _NO_ENTRIES) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

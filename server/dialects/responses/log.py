@@ -1,4 +1,4 @@
-"""The events of a response that runs without its client, for whoever comes to read them."""
+"""The events of a response that runs, or ran, without its client, for whoever comes to read them."""
 
 from __future__ import annotations
 
@@ -43,10 +43,3 @@ class EventLog:
                 return
             else:
                 await self._news.wait()
-
-
-async def retold(events: bytes, start: int) -> AsyncIterator[bytes]:
-    """Of a response that has ended: all events, from `start` on."""
-    parts = [event + _END for event in events.split(_END)[:-1]][start:]
-    for at in range(0, len(parts), AT_ONCE):
-        yield b"".join(parts[at : at + AT_ONCE])
