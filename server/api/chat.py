@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import Request, Response
 
+from ..colleagues import ColleagueError
 from ..dialects.chat import ChatChunks, choices
 from ..dialects.events import Events
 from ..dialects.recorded import Recorded
+from ..dialects.store import Stored
 from ..generation.answer import Answer
 from ..generation.generation import Generation
 from ..http.auth import owner_of
@@ -21,6 +25,8 @@ from .dialect import Chatting, Head, Load
 from .read import read_request
 from .route import new_router
 from .tokens import chat_tokens
+
+logger = logging.getLogger(__name__)
 
 router = new_router()
 
@@ -38,6 +44,7 @@ async def chat_completions_batch(request: Request) -> Response:
 
 class ChatCompletion(Chatting):
     id_prefix = "chatcmpl-"
+    _elsewhere: bytes | None = None  # what the first API process is to store
 
     def events(self, generation: Generation, head: Head) -> Events:
         chunks = ChatChunks(generation, self.server.model.tokenizer, self.body, self.reports, **head._asdict())
@@ -48,17 +55,36 @@ class ChatCompletion(Chatting):
     def _keep(self, generation: Generation, answers: list[Answer], head: Head) -> None:
         """Of a stream, which must not hold up the others at its end."""
         work = self.server.tokenise(self.slowness(answers), lambda: self.whole(generation, answers, head))
-        task = asyncio.create_task(_done(work))
+        task = asyncio.create_task(self._kept(work))
         self.server.tasks.add(task)
         task.add_done_callback(self.server.tasks.discard)
+
+    async def _kept(self, work: Coroutine[Any, Any, Any]) -> None:
+        await work
+        await self.settle()
 
     def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         answer = self._whole(generation, answers, head)
         if self.body.store:
-            kept = {**answer, "metadata": self.body.metadata or {}}
+            kept, labels = {**answer, "metadata": self.body.metadata or {}}, self.body.metadata or {}
+            encode = msgspec.json.encode
+            stored = Stored(encode(kept), encode(self.body.messages), model=head.model, metadata=labels)
             owner = owner_of(self.request.scope)
-            self.server.chats.put(head.id, owner, kept, self.body.messages)
+            if self.server.is_first:
+                self.server.chats.take(head.id, owner, stored)
+            else:
+                self._elsewhere = msgspec.msgpack.encode((head.id, owner, stored))
         return answer
+
+    async def settle(self) -> None:
+        content, self._elsewhere = self._elsewhere, None
+        if content is None:
+            return
+        assert self.server.colleagues is not None
+        try:
+            await self.server.colleagues.give_first("/own/chats", content)
+        except ColleagueError as error:  # which ends the server anyway
+            logger.warning("request %s is not stored: %s", self.request.state.request_id, error)
 
     def _whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         report = self.reports[0]
@@ -98,7 +124,3 @@ class ChatCompletionBatch(ChatCompletion):
 
     def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         return {**self._whole(generation, answers, head), "prompt_token_ids": None}  # there are several
-
-
-async def _done(work: Coroutine[Any, Any, Any]) -> None:
-    await work
