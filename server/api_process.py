@@ -47,7 +47,7 @@ def main() -> int:
     spec = json.load(sys.stdin)
     logs.configure(arguments.log_level, arguments.log_format, f"api-{spec['seat']}")
     board = Board(spec["board"], spec["num_seats"], spec["seat"])
-    meeting = Meeting(spec["folder"], spec["seat"], spec["client"], board)
+    meeting = Meeting(spec["folder"], spec["seat"], spec["client"], board, spec["secret"])
     sock = socket.socket(fileno=spec["socket"])
     from . import service
 

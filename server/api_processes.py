@@ -47,6 +47,7 @@ class ApiProcesses:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by seat
         self._failed: dict[int, str] = {}  # why there is none, by seat
         self._pulses: dict[int, Pulse] = {}  # by seat
+        self._hung: set[int] = set()  # seats whose process served, and was killed since it was silent
         self._next_client = 1
         self._deaths: deque[float] = deque()
         self._ending = False
@@ -80,18 +81,27 @@ class ApiProcesses:
                 await self._end_if_it_hangs(seat)
                 if (how := self._end_of(seat)) is None or self._ending:
                     continue
-                now = time.monotonic()
-                self._deaths.append(now)
-                while self._deaths[0] < now - RESTART_WINDOW:
-                    self._deaths.popleft()
-                limit = self._config.engine_restarts
-                if len(self._deaths) > limit:
-                    self._give_up(f"API process {seat} {how} ({len(self._deaths)} deaths in 10 minutes)")
+                if seat in self._hung:
+                    # Requests may have held it up. The others serve, and must not end by what somebody does to one.
+                    self._hung.discard(seat)
+                    logger.error("API process %d %s; starting it again", seat, how)
+                elif not self._may_start_again(seat, how):
                     return
-                logger.error("API process %d %s; starting it again (%d of %d)", seat, how, len(self._deaths), limit)
                 self._meeting.board.clear(seat)
                 self._start_one(seat)
             await asyncio.sleep(RETRY if self._failed else LOOK_UP)
+
+    def _may_start_again(self, seat: int, how: str) -> bool:
+        """Counts a death, and gives up where there are too many."""
+        now, limit = time.monotonic(), self._config.engine_restarts
+        self._deaths.append(now)
+        while self._deaths[0] < now - RESTART_WINDOW:
+            self._deaths.popleft()
+        if len(self._deaths) > limit:
+            self._give_up(f"API process {seat} {how} ({len(self._deaths)} deaths in 10 minutes)")
+            return False
+        logger.error("API process %d %s; starting it again (%d of %d)", seat, how, len(self._deaths), limit)
+        return True
 
     async def _end_if_it_hangs(self, seat: int) -> None:
         if self._end_of(seat) is not None:
@@ -102,6 +112,8 @@ class ApiProcesses:
             logger.error("API process %d has been silent for %.0f s and is killed; its stacks follow", seat, silent)
             process.send_signal(signal.SIGUSR1)
             await asyncio.sleep(LAST_WORDS)  # where it is not stopped
+            if self._meeting.board.get(seat, SERVES):
+                self._hung.add(seat)
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer may hold it: later
                 await asyncio.to_thread(process.wait, LAST_SECONDS)
@@ -141,7 +153,8 @@ class ApiProcesses:
         spec = {
             "engine": dataclasses.asdict(self._engine()), "server": dataclasses.asdict(self._config),
             "sources": self._sources, "folder": self._meeting.folder, "seat": seat, "client": self._next_client,
-            "num_seats": board.num_seats, "board": board.descriptor, "socket": self._descriptor,
+            "secret": self._meeting.secret, "num_seats": board.num_seats, "board": board.descriptor,
+            "socket": self._descriptor,
         }  # fmt: skip
         self._next_client += 1
         self._failed.pop(seat, None)
@@ -154,7 +167,7 @@ class ApiProcesses:
             self._failed[seat] = str(error)
             return
         self._processes[seat], self._pulses[seat] = process, Pulse(board, seat)
-        # Not as an argument: it has keys in it. On a thread: it may be more than a pipe holds.
+        # Not as an argument: it has keys and the secret in it. On a thread: it may be more than a pipe holds.
         try:
             threading.Thread(target=_tell, args=(process, json.dumps(spec).encode()), daemon=True).start()
         except RuntimeError as error:  # no thread is left

@@ -135,13 +135,15 @@ def create_app(
     # The last one added is the outermost: a refusal, too, has an id, is counted, and may be read by browsers.
     app.add_middleware(BodyLimit, limit=state.max_body_size, rejected=metrics.rejected, board=board)
     pages = (*DOCS, *(load_page().paths if config.ui else ()))
-    if (locks := Locks(config, config.root_path, pages, board)).are_needed:
+    locks = Locks(config, config.root_path, pages, board)
+    if locks.are_needed:
         app.add_middleware(Authentication, locks=locks)
         if config.api_key_file is not None or config.admin_api_key_file is not None:
             state.reloads["keys"] = locks.reload
     app.add_middleware(
         Cors,
-        allow_origins=json_list("allowed_origins", config.allowed_origins),
+        origins=None if config.allowed_origins is None else json_list("allowed_origins", config.allowed_origins),
+        needs_keys=locks.need_keys,
         allow_methods=json_list("allowed_methods", config.allowed_methods),
         allow_headers=json_list("allowed_headers", config.allowed_headers),
         allow_credentials=config.allow_credentials,

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import msgspec
+from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .client.meeting import FIRST, Meeting
@@ -33,6 +34,7 @@ AT_FIRST = re.compile(
 )
 HERE = frozenset(("/v1/chat/completions/render", "/v1/chat/completions/batch"))
 CHATS = "/v1/chat/completions"
+SECRET = b"x-vserve-secret"  # the header that says that a process of this server asks
 CANCEL = re.compile(r"/abort_request|/v1/requests/[^/]+/cancel")
 _NOT_SENT = frozenset((b"host", b"content-length", b"x-request-id", b"expect", TENANT))
 _NOT_PASSED = frozenset((b"x-request-id", b"server", b"date"))
@@ -57,8 +59,15 @@ class Colleagues:
         if seat not in self._clients:
             limits = httpx.Limits(max_connections=None, keepalive_expiry=KEPT)
             transport = httpx.AsyncHTTPTransport(uds=self.meeting.api_path(seat), verify=False, limits=limits)
-            self._clients[seat] = httpx.AsyncClient(transport=transport, base_url="http://api", trust_env=False)
+            self._clients[seat] = httpx.AsyncClient(
+                transport=transport, base_url="http://api", trust_env=False, auth=self._sign
+            )
         return self._clients[seat]
+
+    def _sign(self, request: httpx.Request) -> httpx.Request:
+        """In the place of whatever a client has sent in this header."""
+        request.headers[SECRET.decode()] = self.meeting.secret
+        return request
 
     async def shares(self) -> list[Page]:
         """What the others have counted; of those that are gone or say nothing, what they said last, but for gauges."""
@@ -119,6 +128,15 @@ class Colleagues:
                 raise ColleagueError(f"the first API process does not answer {path}: {problem}")
             await asyncio.sleep(LOOK_UP)
 
+    async def give_first(self, path: str, content: bytes) -> None:
+        """What the first process is to have. Raises ColleagueError."""
+        try:
+            answer = await self.client(FIRST).post(path, content=content, timeout=PATIENCE)
+        except httpx.HTTPError as error:
+            raise ColleagueError(f"the first API process: {error or type(error).__name__}") from None
+        if not answer.is_success:
+            raise ColleagueError(f"the first API process: {answer.text or answer.status_code}")
+
     async def close(self) -> None:
         for client in self._clients.values():
             await client.aclose()
@@ -135,18 +153,12 @@ class Elsewhere:
         if scope["type"] != "http" or scope.get("state", {}).get("forwarded"):
             await self.app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = get_route_path(scope)
         if CANCEL.fullmatch(path):
             await self._ask_each(scope, await _body(receive), receive, send)
         elif self._colleagues.meeting.is_first:
             await self.app(scope, receive, send)
-        elif path == CHATS and scope["method"] == "POST":
-            body = await _body(receive)
-            if body is not None and _is_stored(body):
-                await self._forward(FIRST, scope, body, receive, send)
-            else:
-                await self.app(scope, _again(body, receive), send)
-        elif path not in HERE and (AT_FIRST.fullmatch(path) or path == CHATS):
+        elif path not in HERE and (AT_FIRST.fullmatch(path) or (path == CHATS and scope["method"] != "POST")):
             await self._forward(FIRST, scope, await _body(receive), receive, send)
         else:
             await self.app(scope, receive, send)
@@ -204,30 +216,23 @@ class Elsewhere:
 
 
 def _request(client: httpx.AsyncClient, scope: Scope, body: bytes) -> httpx.Request:
-    path = (scope.get("raw_path") or scope["path"].encode()).decode("ascii")
-    query = scope.get("query_string", b"").decode("ascii")
+    """The target is the client's own, byte for byte: whoever reads it must see what the locks have seen."""
+    path, query = scope.get("raw_path") or scope["path"].encode(), scope.get("query_string", b"")
     headers = passed_on(scope["headers"], but=_NOT_SENT)
     headers.append((b"x-request-id", scope["state"]["request_id"].encode()))
     headers.append((TENANT, b"%d" % tenant_of(scope)))
     return httpx.Request(
-        scope["method"], f"http://api{path}{query and '?'}{query}", headers=headers, content=body,
-        extensions={"timeout": {"connect": PATIENCE, "read": None, "write": PATIENCE, "pool": None}},
+        scope["method"], "http://api", headers=headers, content=body,
+        extensions={
+            "target": path + (b"?" + query if query else b""),
+            "timeout": {"connect": PATIENCE, "read": None, "write": PATIENCE, "pool": None},
+        },
     )  # fmt: skip
 
 
 def _start(answer: httpx.Response) -> Message:
     headers = passed_on(answer.headers.raw, but=_NOT_PASSED)
     return {"type": "http.response.start", "status": answer.status_code, "headers": headers}
-
-
-def _is_stored(body: bytes) -> bool:
-    if b'"store"' not in body:
-        return False
-    try:
-        content = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return isinstance(content, dict) and content.get("store") is True
 
 
 async def _body(receive: Receive) -> bytes | None:

@@ -86,8 +86,9 @@ class ServerState:
     @cached_property
     def adapters(self) -> Adapters:
         folder, engine = self.config.lora_dir, self.client.config
-        tell = None if self.colleagues is None or not self.colleagues.meeting.is_first else self.colleagues.tell
-        return Adapters(self.client, self.model.names, enabled=engine.enable_lora, folder=folder, tell=tell)
+        tell = None if self.colleagues is None or not self.is_first else self.colleagues.tell
+        names = [name for state in self.states for name in state.model.names]
+        return Adapters(self.client, names, enabled=engine.enable_lora, folder=folder, tell=tell)
 
     @cached_property
     def pairs(self) -> PairEncoder:
@@ -105,6 +106,11 @@ class ServerState:
     @cached_property
     def chats(self) -> Store:
         return Store(self.config.response_store_size, self.config.response_store_bytes)
+
+    @property
+    def is_first(self) -> bool:
+        """Of the API processes, which keeps what there is one of."""
+        return self.colleagues is None or self.colleagues.meeting.is_first
 
     @staticmethod
     def of(request: Request) -> ServerState:

@@ -9,13 +9,13 @@ from fastapi import Request, Response
 
 from ..client.routing import Route
 from ..dialects.events import stream
-from ..errors import bad_request
+from ..errors import ApiError, bad_request
 from ..generation.admission import Ticket, guess_tokens
 from ..generation.answer import Answer, collect
 from ..generation.choice import Choice, Delta
 from ..generation.generation import Generation
 from ..generation.tasks import check_task
-from ..http.auth import key_of, owner_of
+from ..http.auth import cache_salt_of, key_of, may_prioritize, owner_of
 from ..http.disconnect import unless_disconnected
 from ..http.event_stream import EventStream
 from ..http.request_id import clean_id
@@ -29,6 +29,9 @@ async def answer(dialect: Dialect) -> Response:
     arrival = time.monotonic()
     request, body, server = dialect.request, dialect.body, dialect.server
     info = server.engine_info()
+    if body.priority and info.scheduling_policy == "priority" and not may_prioritize(request.scope):
+        message = "This key may not set 'priority': leave it out, or name the key in --priority-keys."
+        raise ApiError(403, message, param="priority", code="priority_not_allowed")
     name = server.model_name(body.model)
     check_task(info, *dialect.tasks)
     if body.request_id is not None and "x-request-id" not in request.headers:
@@ -46,7 +49,9 @@ async def answer(dialect: Dialect) -> Response:
         told = stream(generation, events, first, deltas, request_id)
         return EventStream(told, generation.close, dialect.headers, server.config.sse_ping_interval)
     generation, answers = await unless_disconnected(request.receive, _collect(dialect, ticket, arrival, name))
-    return await server.tokenise(dialect.slowness(answers), partial(dialect.respond, generation, answers, head))
+    response = await server.tokenise(dialect.slowness(answers), partial(dialect.respond, generation, answers, head))
+    await dialect.settle()
+    return response
 
 
 async def _admit(dialect: Dialect, arrival: float) -> Ticket:
@@ -95,7 +100,7 @@ async def _submit(dialect: Dialect, ticket: Ticket, arrival: float, name: str) -
         n=dialect.n,
         text=ready.text,
         priority=body.priority or 0,
-        cache_salt=body.cache_salt,
+        cache_salt=cache_salt_of(request.scope, body.cache_salt),
         tenant=ticket.tenant,
         route=route,
         on_close=ended if adapter is None else adapter.use(ended),

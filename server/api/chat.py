@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import Request, Response
 
+from ..colleagues import ColleagueError
 from ..dialects.chat import ChatChunks, choices
 from ..dialects.events import Events
 from ..dialects.pieces import NONE, Pieces
 from ..dialects.recorded import Recorded
+from ..dialects.store import Stored
 from ..generation.answer import Answer
 from ..generation.generation import Generation
 from ..http.auth import owner_of
@@ -22,6 +26,8 @@ from .dialect import Chatting, Head, Load
 from .read import read_request
 from .route import new_router
 from .tokens import chat_tokens
+
+logger = logging.getLogger(__name__)
 
 router = new_router()
 
@@ -40,6 +46,7 @@ async def chat_completions_batch(request: Request) -> Response:
 class ChatCompletion(Chatting):
     id_prefix = "chatcmpl-"
     _asked = NONE  # the messages, where they are to be stored
+    _elsewhere: bytes | None = None  # what the first API process is to store
 
     async def tokens(self) -> list[list[int]]:
         if self.body.store:
@@ -60,17 +67,34 @@ class ChatCompletion(Chatting):
     def _keep(self, generation: Generation, answers: list[Answer], head: Head) -> None:
         """Of a stream, which must not hold up the others at its end."""
         work = self.server.tokenise(self.slowness(answers), lambda: self.whole(generation, answers, head))
-        task = asyncio.create_task(_done(work))
+        task = asyncio.create_task(self._kept(work))
         self.server.tasks.add(task)
         task.add_done_callback(self.server.tasks.discard)
+
+    async def _kept(self, work: Coroutine[Any, Any, Any]) -> None:
+        await work
+        await self.settle()
 
     def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         answer = self._whole(generation, answers, head)
         if self.body.store:
-            kept = {**answer, "metadata": self.body.metadata or {}}
+            stored = Stored.of({**answer, "metadata": self.body.metadata or {}}, self._asked)
             owner = owner_of(self.request.scope)
-            self.server.chats.put(head.id, owner, kept, self._asked)
+            if self.server.is_first:
+                self.server.chats.put(head.id, owner, stored)
+            else:
+                self._elsewhere = msgspec.msgpack.encode((head.id, owner, stored.answer, stored.messages))
         return answer
+
+    async def settle(self) -> None:
+        content, self._elsewhere = self._elsewhere, None
+        if content is None:
+            return
+        assert self.server.colleagues is not None
+        try:
+            await self.server.colleagues.give_first("/own/chats", content)
+        except ColleagueError as error:  # which ends the server anyway
+            logger.warning("request %s is not stored: %s", self.request.state.request_id, error)
 
     def _whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         report = self.reports[0]
@@ -110,7 +134,3 @@ class ChatCompletionBatch(ChatCompletion):
 
     def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         return {**self._whole(generation, answers, head), "prompt_token_ids": None}  # there are several
-
-
-async def _done(work: Coroutine[Any, Any, Any]) -> None:
-    await work

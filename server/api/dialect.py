@@ -117,6 +117,10 @@ class Dialect(ABC):
         content = encode(self.whole(generation, answers, head))
         return Response(content, headers=dict(self.headers), media_type="application/json")
 
+    async def settle(self) -> None:
+        """What is left to do once the answer is there, before it is sent."""
+        return
+
     def slowness(self, answers: Sequence[Answer]) -> int:
         """Characters of a prompt that are tokenised while the answer is made and encoded."""
         num_entries = sum(len(answer.logprobs) for answer in answers)

@@ -139,7 +139,7 @@ class ResponseToItems(Chatting):
     def _keep(self, response: dict[str, Any], log: EventLog | None = None) -> None:
         answered = Pieces.of(item_messages(response["output"], "output"))
         messages = self._history.pieces + self._asked.said + answered
-        self.server.responses.put(self.id, self._owner, response, messages, self._asked.items, log)
+        self.server.responses.put(self.id, self._owner, Stored.of(response, messages, self._asked.items, log))
 
     @property
     def headers(self) -> Mapping[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class Meeting:
     seat: int
     client: int  # its number for engines: another one for each process, as many as there may be of one seat
     board: Board
+    secret: str = field(repr=False)  # of its processes: what is asked without it is not asked by one of them
     _own_folder: PrivateFolder | None = None
     _listeners: dict[int, socket.socket] = field(default_factory=dict)  # of engines
 
@@ -36,7 +38,7 @@ class Meeting:
         from .board import Board  # with numpy, for which one process alone does not wait
 
         folder = PrivateFolder("api")
-        return cls(folder.path, FIRST, FIRST, Board(None, num_seats, FIRST), folder)
+        return cls(folder.path, FIRST, FIRST, Board(None, num_seats, FIRST), secrets.token_hex(32), folder)
 
     @property
     def is_first(self) -> bool:

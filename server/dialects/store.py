@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from .responses.log import EventLog
 
 
+class Labelled(msgspec.Struct):
+    """What is looked for in an answer that somebody else has encoded."""
+
+    model: str = ""
+    metadata: dict[str, str] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Bytes, beside what is asked for without looking into them."""
@@ -33,6 +40,17 @@ class Stored:
     status: str = ""  # of a response
     metadata: dict[str, str] = field(default_factory=dict)
     number: int = 0  # later ones have larger ones
+
+    @classmethod
+    def of(
+        cls, answer: dict[str, Any], messages: Pieces = NONE, items: Pieces = NONE, log: EventLog | None = None
+    ) -> Stored:
+        labels = answer.get("metadata") or {}
+        rest = {name: value for name, value in answer.items() if name != "metadata"}
+        return cls(
+            bytes(encode({**rest, "metadata": labels})), messages, items, Pieces.of(answer.get("output", ())), log,
+            answer.get("model", ""), answer.get("status", ""), labels,
+        )  # fmt: skip
 
     @property
     def size(self) -> int:
@@ -79,34 +97,10 @@ class Store:
     def __len__(self) -> int:
         return sum(len(share.stored) for share in self._shares.values())
 
-    def put(
-        self,
-        id: str,
-        owner: str,
-        answer: dict[str, Any],
-        messages: Pieces = NONE,
-        items: Pieces = NONE,
-        log: EventLog | None = None,
-    ) -> None:
+    def put(self, id: str, owner: str, stored: Stored) -> None:
         """Forgets, of the owner who has most, those that were not used for longest; the new one itself where it alone
         is too large."""
-        if not self._max_answers:
-            return
-        labels = answer.get("metadata") or {}
-        stored = Stored(
-            bytes(
-                encode({**{name: value for name, value in answer.items() if name != "metadata"}, "metadata": labels})
-            ),
-            messages,
-            items,
-            Pieces.of(answer.get("output", ())),
-            log,
-            answer.get("model", ""),
-            answer.get("status", ""),
-            labels,
-            next(self._numbers),
-        )
-        self._put(id, owner, stored)
+        self._put(id, owner, replace(stored, number=next(self._numbers)))
 
     def _put(self, id: str, owner: str, stored: Stored) -> None:
         if not self._max_answers or stored.size > self.max_bytes:

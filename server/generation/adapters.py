@@ -41,6 +41,7 @@ class Record(msgspec.Struct, frozen=True):
     parent: str | None
     rank: int
     version: str = ""
+    before: int | None = None  # id of the one whose name it takes over
 
 
 class Tell(Protocol):
@@ -86,13 +87,15 @@ class Adapters:
         self, client: Client, base_names: Sequence[str], *, enabled: bool, folder: str | None = None,
         tell: Tell | None = None,
     ) -> None:  # fmt: skip
-        """`tell`: the other API processes; it raises OSError with who has not understood."""
+        """`base_names`: of the models that are served, which no adapter may have. `tell`: the other API processes; it
+        raises OSError with who has not understood."""
         self._client, self._base_names = client, tuple(base_names)
         self._tell = tell
         self._retired: set[int] | None = set()  # before the list of those that there are has come; see join
         self.enabled = enabled
         self._folder = None if folder is None else Path(folder).expanduser().resolve()
         self._served: dict[str, ServedAdapter] = {}
+        self._last: dict[str, int] = {}  # by name, of those that others were told of: they may still have it
         self._known: dict[int, ServedAdapter] = {}  # of those that were told of, until they are retired
         self._dropping: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()  # loading and unloading, one after the other
@@ -139,12 +142,7 @@ class Adapters:
     async def _load(self, module: AdapterModule, in_place: bool = False) -> ServedAdapter:
         async with self._lock:
             name = module.name
-            if not name.isprintable():
-                raise _invalid(f"{shorten(ascii(name))} is no name: give printable characters.", "lora_name")
-            if name in self._base_names:
-                raise _invalid(
-                    f"`{shorten(name)}` is the name of the base model: give the adapter another.", "lora_name"
-                )
+            self._check_name(name)
             before = self._served.get(name)
             if before is not None and not in_place:
                 raise _invalid(
@@ -163,6 +161,13 @@ class Adapters:
             self._drop_later(before)
         return adapter
 
+    def _check_name(self, name: str) -> None:
+        """Raises ApiError for what no adapter may be called, however it is registered."""
+        if not name.isprintable():
+            raise _invalid(f"{shorten(ascii(name))} is no name: give printable characters.", "lora_name")
+        if name in self._base_names:
+            raise _invalid(f"`{shorten(name)}` is the name of the base model: give the adapter another.", "lora_name")
+
     def _drop_later(self, adapter: ServedAdapter) -> None:
         """When those who use it are done."""
         task = asyncio.create_task(self._drop(adapter))
@@ -174,15 +179,21 @@ class Adapters:
         if self._tell is None:
             return
         try:
-            await self._tell("/own/adapters", msgspec.to_builtins(adapter.record))
+            await self._tell("/own/adapters", self._told(adapter))
         except OSError as error:
             self._served.pop(adapter.name, None)
             if before is not None:
                 self._served[adapter.name] = before
                 with contextlib.suppress(OSError):
-                    await self._tell("/own/adapters", msgspec.to_builtins(before.record))
+                    await self._tell("/own/adapters", self._told(before))
             self._drop_later(adapter)
             raise ApiError(500, str(error), type="server_error", code="adapter_not_shared") from None
+
+    def _told(self, adapter: ServedAdapter) -> Any:
+        """Its record for the others, with whose name it takes over."""
+        record = msgspec.structs.replace(adapter.record, before=self._last.get(adapter.name))
+        self._last[adapter.name] = adapter.id
+        return msgspec.to_builtins(record)
 
     async def _drop(self, adapter: ServedAdapter) -> None:
         """When nobody uses it any more, in any API process; one that is gone uses nothing."""
@@ -213,7 +224,12 @@ class Adapters:
                 self.take(record)
 
     def take(self, record: Record) -> None:
-        """Another process has had it loaded, in the place of one of that name where there is one."""
+        """Another process has had it loaded, in the place of the one of that name that it knows. Raises ApiError where
+        something else has the name here."""
+        self._check_name(record.name)
+        served = self._served.get(record.name)
+        if served is not None and served.id not in (record.id, record.before):
+            raise _invalid(f"`{shorten(record.name)}` is the name of another adapter here.", "lora_name")
         adapter = self._known.get(record.id)
         if adapter is None:
             adapter = ServedAdapter(record.name, record.path, record.id, record.parent, record.rank, record.version)

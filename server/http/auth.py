@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from hashlib import blake2b
 
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -50,6 +51,16 @@ class Locks:
     @property
     def are_needed(self) -> bool:
         return bool(self._keys or self._admin_keys)
+
+    @property
+    def need_keys(self) -> bool:
+        """Who asks the model needs one."""
+        return bool(self._keys)
+
+    @property
+    def isolate(self) -> bool:
+        """Keys share no cached prefixes."""
+        return self._config.isolate_keys
 
     @property
     def has_administrators(self) -> bool:
@@ -123,6 +134,24 @@ def has_administrators(scope: Scope) -> bool:
     """Whether there are admin keys: then who asks for a route of theirs has brought one."""
     locks = scope.get("state", {}).get("locks")
     return locks is not None and locks.has_administrators
+
+
+def may_prioritize(scope: Scope) -> bool:
+    """Whether who asks may set `priority`: where nobody needs a key, anybody."""
+    locks, key = scope.get("state", {}).get("locks"), key_of(scope)
+    return locks is None or not locks.need_keys or (key is not None and key.may_prioritize)
+
+
+def cache_salt_of(scope: Scope, salt: str | None) -> str | None:
+    """What parts the cached prefixes of who asks from those of other keys, and by its own `salt` from its own others.
+
+    The space cannot be in an owner: no salt of one key makes that of another. A hash, so that nothing of a key leaves
+    this process."""
+    locks = scope.get("state", {}).get("locks")
+    if locks is None or not locks.isolate:
+        return salt
+    mixed = f"{owner_of(scope)} {salt or ''}".encode("utf-8", "surrogatepass")
+    return blake2b(mixed, digest_size=16).hexdigest()
 
 
 def controls(scope: Scope, owner: str) -> bool:

@@ -7,9 +7,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..client.client import Client
-from ..errors import still_loading
+from ..errors import ApiError, still_loading
 from .page import Page
-from .path import drop_slash
+from .path import check_path, drop_slash
 from .probe import PROBES, probe
 from .request_id import clean_id
 
@@ -36,13 +36,20 @@ class FrontDoor:
     async def _wait(self, scope: Scope, receive: Receive, send: Send) -> None:
         drop_slash(scope, self._root_path)
         path = scope["path"].removeprefix(self._root_path)
-        if path in PROBES:
-            response = probe(path, self._client, draining=False, serving=False)
-        elif self._page is not None and (file := self._page.answer(path, Headers(scope=scope))) is not None:
-            response = file if scope["method"] in ("GET", "HEAD") else Response(status_code=405)
-        else:
-            phase = self._client.phase
-            response = still_loading(phase.phase if phase else "starting").response(scope)
+        try:
+            check_path(scope)
+            response = self._answer(path, scope)
+        except ApiError as error:
+            response = error.response(scope)
         headers = Headers(scope=scope)
         response.headers["x-request-id"] = clean_id(headers.get("x-request-id", ""))
         await response(scope, receive, send)
+
+    def _answer(self, path: str, scope: Scope) -> Response:
+        """Raises ApiError."""
+        if path in PROBES:
+            return probe(path, self._client, draining=False, serving=False)
+        if self._page is not None and (file := self._page.answer(path, Headers(scope=scope))) is not None:
+            return file if scope["method"] in ("GET", "HEAD") else Response(status_code=405)
+        phase = self._client.phase
+        raise still_loading(phase.phase if phase else "starting")

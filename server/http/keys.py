@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from ..client.board import Board
 from ..generation.quota import Quota
-from ..options.http import ENVIRONMENT, HttpConfig
-from ..options.keys import KeyLine, read_key_file
+from ..options.http import HttpConfig
 
 
 @dataclass(frozen=True)
@@ -18,6 +16,7 @@ class Key:
     digest: bytes
     name: str  # in the log
     quota: Quota
+    may_prioritize: bool  # its requests may set `priority`
 
     @property
     def owner(self) -> str:
@@ -63,20 +62,15 @@ class Keys:
 def load_keys(config: HttpConfig, option: str, board: Board | None = None) -> Keys:
     """`option`: api_key or admin_api_key. From the option, the lines of its file, and the environment. Administrators
     have no limits but those that their file gives them. Raises ConfigError."""
-    flag = "--" + option.replace("_", "-")
-    given: Sequence[str] = getattr(config, option)
-    path: str | None = getattr(config, f"{option}_file")
-    variables = [(name, os.environ.get(name, "").strip()) for name in ENVIRONMENT[option]]
-    lines = [] if path is None else read_key_file(path, f"{flag}-file")
-    lines += [KeyLine(key.strip(), f"{flag[2:]}-{number}", None, None, None) for number, key in enumerate(given, 1)]
-    lines += [KeyLine(key, name, None, None, None) for name, key in variables if key]
     usual = (config.key_requests_per_minute, config.key_tokens_per_minute, config.max_open_requests)
     if option != "api_key":
         usual = (0, 0, 0)
     keys: dict[bytes, Key] = {}
-    for line in lines:  # what the file says of a key comes before where else it stands
+    for line in config.key_lines(option):  # what the file says of a key comes before where else it stands
         own = (line.requests_per_minute, line.tokens_per_minute, line.max_open_requests)
         requests, tokens, opened = (a if b is None else b for a, b in zip(usual, own, strict=True))
+        may_prioritize = option == "admin_api_key" or not {line.name, "*"}.isdisjoint(config.priority_keys)
         digest = sha256(line.key.encode()).digest()
-        keys.setdefault(digest, Key(digest, line.name, Quota(requests, tokens, board, digest, opened)))
+        quota = Quota(requests, tokens, board, digest, opened)
+        keys.setdefault(digest, Key(digest, line.name, quota, may_prioritize))
     return Keys(keys.values())

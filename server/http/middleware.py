@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
@@ -14,10 +15,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import internal_error
+from ..errors import ApiError, internal_error, shorten
 from ..histogram import Histogram
 from ..observe.request_log import Finished
-from .path import drop_slash
+from .path import check_path, drop_slash
 from .request_id import clean_id
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ PROBES = frozenset(
     {"/metrics", "/health", "/livez", "/readyz", "/ping", "/version", "/load", "/server_info", "/ui/events"}
 )
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+READING = frozenset({"GET", "HEAD", "OPTIONS"})  # change nothing, and a page of another origin cannot read them
+LOOPBACK = r"https?://(localhost|127(\.\d{1,3}){3}|0\.0\.0\.0|\[::1\])(:\d+)?"  # origins of pages of this machine
 
 
 class HttpMetrics(Collector):
@@ -121,9 +124,14 @@ class RequestMiddleware:
 
         state["send_event"] = send_event  # of a stream: the layers further in only look at how an answer begins
         try:
+            check_path(scope)  # before anybody compares it with anything
             await self.app(scope, receive, watch)
         except ClientDisconnect:
             pass  # it left before its request was whole
+        except ApiError as error:  # of the path, or of a body that was to be passed on
+            if status:
+                raise
+            await error.response(scope)(scope, receive, watch)
         except Exception:
             request_id = state["request_id"]
             logger.exception("request %s failed", request_id)
@@ -158,13 +166,38 @@ class RequestMiddleware:
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, without the coroutine that it puts between every chunk of a stream and the socket."""
+    """Starlette's, without the coroutine that it puts between every chunk of a stream and the socket; and with a guard
+    where nobody needs a key: a page of an origin that is not allowed gets nothing done, not even unread."""
+
+    def __init__(self, app: ASGIApp, *, origins: Sequence[str] | None, needs_keys: bool, **options: Any) -> None:
+        """`origins`: None: any where keys are needed, else those of this machine; `options`: of CORSMiddleware."""
+        at_home = LOOPBACK if origins is None and not needs_keys else None
+        usual = ["*"] if at_home is None else []
+        super().__init__(
+            app, allow_origins=usual if origins is None else origins, allow_origin_regex=at_home, **options
+        )
+        self._guards = not needs_keys and not self.allow_all_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._guards and scope["type"] == "http" and scope["method"] not in READING:
+            headers = Headers(scope=scope)
+            if (foreign := self._foreign_origin(scope, headers)) is not None:
+                await _origin_not_allowed(foreign).response(scope)(scope, receive, send)
+                return
         if self.allow_all_origins and not any(name == b"origin" for name, _ in scope.get("headers", ())):
             await self.app(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
+
+    def _foreign_origin(self, scope: Scope, headers: Headers) -> str | None:
+        """The one that the request comes from, where it is neither allowed nor that of this server's own page. What
+        another process has passed on, that one has judged."""
+        origin = headers.get("origin")
+        if origin is None or self.is_allowed_origin(origin) or scope.get("state", {}).get("forwarded"):
+            return None
+        # Behind a proxy the host may be another; no page can set either header.
+        is_own = headers.get("sec-fetch-site") == "same-origin" or origin.partition("://")[2] == headers.get("host")
+        return None if is_own else origin
 
     async def simple_response(self, scope: Scope, receive: Receive, send: Send, request_headers: Headers) -> None:
         def forward(message: Message) -> Awaitable[None]:
@@ -173,3 +206,11 @@ class Cors(CORSMiddleware):
             return send(message)
 
         await self.app(scope, receive, forward)
+
+
+def _origin_not_allowed(origin: str) -> ApiError:
+    message = (
+        f"Pages of {shorten(origin)} may not change anything on this server, which asks nobody for a key: allow them "
+        "with --allowed-origins, a JSON list."
+    )
+    return ApiError(403, message, code="origin_not_allowed")

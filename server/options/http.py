@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.option import POSITIVE, SECONDS, SECONDS_OR_NONE, UNLIMITED, Bounds, ConfigError, flag, option
-from .keys import read_key_file
+from .keys import KeyLine, read_key_file
 
 # Options that the environment may set as well; see auth.py.
 ENVIRONMENT = {"api_key": ("VSERVE_API_KEY", "VLLM_API_KEY"), "admin_api_key": ("VSERVE_ADMIN_API_KEY",)}
@@ -117,8 +118,19 @@ class HttpConfig:
         group="security", secret=True, problem=_keys,
     )  # fmt: skip
     admin_api_key_file: str | None = option(None, "file with such keys, one a line", group="security", problem=_file)
+    priority_keys: tuple[str, ...] = option(
+        (), "names of the keys, as the log has them, whose requests may set `priority`; *: all of them (default: admin "
+        "keys alone; where no key is asked for, anybody may)", group="security",
+    )  # fmt: skip
+    isolate_keys: bool = option(
+        True, "prompts find in the prefix cache what the same key has asked and nobody else has; off: keys share it, "
+        "and each can tell by cached_tokens and by the time what others have asked", group="security",
+    )  # fmt: skip
     public_metrics: bool = option(False, "/metrics needs no key", group="security")
-    allowed_origins: str = option('["*"]', "CORS: JSON list of origins", group="security", problem=_json_list)
+    allowed_origins: str | None = option(
+        None, "CORS: JSON list of origins (default: any where a key is asked for, else this server's own page and "
+        "pages of this machine, and POSTs of other pages are refused)", group="security", problem=_json_list,
+    )  # fmt: skip
     allowed_methods: str = option('["*"]', "CORS: JSON list of methods", group="security", problem=_json_list)
     allowed_headers: str = option('["*"]', "CORS: JSON list of headers", group="security", problem=_json_list)
     allow_credentials: bool = option(False, "CORS: let browsers send credentials", group="security")
@@ -134,11 +146,26 @@ class HttpConfig:
     )
     ssl_ciphers: str | None = option(None, "ciphers in OpenSSL's notation (default: OpenSSL's)", group="TLS")
 
+    def key_lines(self, name: str) -> list[KeyLine]:
+        """The keys of api_key or admin_api_key: of their file, then of the option, then of the environment. Raises
+        ConfigError."""
+        path: str | None = getattr(self, f"{name}_file")
+        given: tuple[str, ...] = getattr(self, name)
+        variables = [(variable, os.environ.get(variable, "").strip()) for variable in ENVIRONMENT[name]]
+        lines = [] if path is None else read_key_file(path, flag(f"{name}_file"))
+        lines += [
+            KeyLine(key.strip(), f"{flag(name)[2:]}-{number}", None, None, None) for number, key in enumerate(given, 1)
+        ]
+        return lines + [KeyLine(key, variable, None, None, None) for variable, key in variables if key]
+
     def check_keys(self) -> None:
         """Raises ConfigError."""
-        for name in ("api_key_file", "admin_api_key_file"):
-            if (path := getattr(self, name)) is not None:
-                read_key_file(path, flag(name))
+        names = {line.name for name in ENVIRONMENT for line in self.key_lines(name)}
+        if unknown := next((name for name in self.priority_keys if name not in {*names, "*"}), None):
+            raise ConfigError(
+                f"--priority-keys is {unknown!r}: no key has this name; a line of --api-key-file gives one by name=…, "
+                "and the log of requests tells those of the others, such as api-key-1"
+            )
 
     def check_tls(self) -> None:
         """A certificate that cannot be served is said before the model is loaded. Raises ConfigError."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from ..http.auth import is_admin_path
 from ..http.hops import passed_on
 from ..http.large_body import LARGE
 from ..http.middleware import HttpMetrics
+from ..http.path import has_dot_segments
 from .asked import Asked, read
 from .backend import Backend, Backends
 from .metrics import RouterMetrics
@@ -319,9 +320,8 @@ def _patience(read: float | None) -> dict[str, Any]:
 
 
 def _is_routed(path: str, method: str) -> bool:
-    parts: Iterable[str] = path.split("/")
     cancels = path == "/abort_request" or path.startswith("/v1/requests/")
-    if "." in parts or ".." in parts or (is_admin_path(path) and not cancels):
+    if has_dot_segments(path.encode()) or (is_admin_path(path) and not cancels):
         return False
     if path == "/v1/chat/completions" and method == "GET":
         return False  # a list of what one server has stored

@@ -94,14 +94,55 @@ def test_what_a_key_may_use_is_one_share(server) -> None:
     assert statuses[:5] == [200] * 5 and set(statuses[5:]) <= {200, 429} and statuses.count(200) <= 7, statuses
 
 
+def test_row_49_no_path_leads_to_what_processes_ask_each_other(server, attacks) -> None:
+    """Raw, as no client library sends it, and often enough that each of the processes takes some of them."""
+    bodies = {"engines": b'{"size":2,"drain_timeout":1}', "reload": b"", "metrics": b"", "adapters": b"[]"}
+    ways = ("/v1/responses/../../own/", "/v1/responses/x/../../../own/", "/v1/responses/%2e%2e/%2E%2E/own/",
+            "/v1/responses/..%2f..%2fown/", "/v1/responses/%252e%252e/%252e%252e/own/", "/v1/responses/..%5c..%5cown/",
+            "/v1/chat/completions/x/../../../own/", "//own/", "/own/")  # fmt: skip
+    engines = server.engine_pids()
+
+    def sent(path: str, key: str | None) -> tuple[int, Any]:
+        body = bodies[path.rpartition("/")[2]]
+        head = [] if key is None else [f"authorization: Bearer {key}"]
+        ((status, error),) = attacks.exchange(server.url, attacks.post(body, "connection: close", *head, path=path))
+        return status, error
+
+    for key in (None, "me", "admin"):
+        for way in ways:
+            expected = 400 if "." in way or "2e" in way else 401 if key is None else 404
+            paths = [way + name for name in bodies] * (3 if key == "me" else 1)
+            assert {sent(path, key)[0] for path in paths} == {expected}, (way, key)
+    assert server.engine_pids() == engines
+
+
+def test_row_50_a_stray_client_of_their_sockets_gets_nothing(server, until) -> None:
+    paths = set(re.findall(r"(/\S+/api-\d+\.sock)$", Path("/proc/net/unix").read_text(), re.MULTILINE))
+    asked = 0
+    for path in paths:
+        transport = httpx.HTTPTransport(uds=path)
+        with httpx.Client(transport=transport, base_url="http://api") as client:
+            for name in ("/own/metrics", "/own/adapters", "/v1/models", "/health"):
+                for headers in ({}, {"authorization": "Bearer admin"}, {"x-vserve-secret": "secret"}):
+                    assert client.get(name, headers=headers).status_code == 403
+                    asked += 1
+    assert asked >= 36, "three processes"
+
+
 def test_what_is_stored_is_found_by_all(server) -> None:
     made = ask(server, path="/v1/responses", body={"input": "Hi", "max_output_tokens": 4}).json()["id"]
     stored = {"messages": [{"role": "user", "content": "Hi"}], "store": True, "max_tokens": 4}
-    chats = {ask(server, path="/v1/chat/completions", body=stored).json()["id"] for _ in range(4)}
+    names = ("/v1/chat/completions", "/invocations") * 4
+    chats = {ask(server, path=name, body=stored).json()["id"] for name in names}
+    few = {"authorization": "Bearer few"}
     for _ in range(6):
+        assert ask(server, "GET", f"/v1/responses/{made}", headers=few).status_code == 404
+        assert ask(server, "GET", "/v1/chat/completions", headers=few).json()["data"] == []
         assert ask(server, "GET", f"/v1/responses/{made}").json()["id"] == made
         found = ask(server, "GET", "/v1/chat/completions").json()["data"]
-        assert {chat["id"] for chat in found} == chats
+        assert {chat["id"] for chat in found} == chats and len(chats) == len(names)
+    assert ask(server, path="/v1/responses", headers=few, body={"input": "And?", "previous_response_id": made}
+               ).status_code in (400, 429)  # fmt: skip
     later = {"input": "And?", "previous_response_id": made, "max_output_tokens": 4, "stream": True}
     for _ in range(4):
         answer = ask(server, path="/v1/responses", body=later)
@@ -130,6 +171,20 @@ def test_a_request_is_cancelled_by_whoever_is_told_to(server) -> None:
         thread.join(60)
         assert '"stop_reason":"abort"' in "".join(lines) and len(lines) < 1500
     assert ask(server, path="/v1/requests/nobody/cancel", headers=admin).status_code == 404
+
+
+def test_prefixes_are_each_keys_own(server) -> None:
+    """Whichever process asks: the same key finds what it has asked, another one nothing."""
+    body = {"prompt": list(range(5, 105)), "max_tokens": 1}
+
+    def cached(key: str) -> int:
+        answer = ask(server, body=body, headers={"authorization": f"Bearer {key}"})
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("me") == 0
+    assert {cached("me") for _ in range(4)} == {96}
+    assert cached("admin") == 0
+    assert {cached("admin") for _ in range(4)} == {96}
 
 
 @pytest.mark.slow

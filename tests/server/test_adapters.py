@@ -255,6 +255,53 @@ def test_modules_are_named_as_vllm_names_them() -> None:
         ServerConfig(lora_dir="/none")
 
 
+def test_no_adapter_takes_the_name_of_something_else(engine: Any) -> None:
+    """Not by way of another process either, whatever that says; who renews its own adapter says so."""
+    known: list[Any] = []
+    engine.know_adapter = known.append
+    adapters = Adapters(engine, ("test", "alias", "beside"), enabled=True)
+    adapters.join([])
+    mine = Record("mine", "/a", 7, None, 8)
+    adapters.take(mine)
+    for name in ("test", "alias", "beside", "a\nb"):
+        with pytest.raises(ApiError, match=r"name"):
+            adapters.take(Record(name, "/etc", 8, None, 8))
+    for before in (None, 6):
+        with pytest.raises(ApiError, match="`mine` is the name of another adapter"):
+            adapters.take(Record("mine", "/etc", 8, None, 8, "", before))
+    assert [one.id for one in adapters] == [7] and [message.id for message in known] == [7]
+    adapters.take(mine)  # told twice
+    adapters.take(Record("mine", "/b", 9, None, 8, "", 7))
+    assert [one.id for one in adapters] == [9]
+
+
+def test_others_hear_whose_name_an_adapter_takes_over(engine: Any, folder: Path) -> None:
+    """Also of one that is unloaded, of whose end they may hear later; and when it does not go on."""
+    told: list[tuple[int, int | None]] = []
+    fails = False
+
+    async def tell(path: str, content: Any = None, timeout: float = 5.0) -> None:
+        if path == "/own/adapters":
+            told.append((content["id"], content["before"]))
+            if fails and len(told) == 4:
+                raise OSError("no")
+
+    async def main() -> None:
+        nonlocal fails
+        adapters = Adapters(engine, ("test",), enabled=True, folder=str(folder), tell=tell)
+        await adapters.load("sql", "sql")
+        await adapters.load("sql", "sql", in_place=True)
+        await adapters.unload("sql")
+        await adapters.load("sql", "sql")
+        fails = True
+        with pytest.raises(ApiError):
+            await adapters.load("sql", "sql", in_place=True)
+
+    asyncio.run(main())
+    ids = [id for id, _ in told]
+    assert [before for _, before in told] == [None, ids[0], ids[1], ids[2], ids[3]] and ids[4] == ids[2]
+
+
 def test_a_broken_one_ends_the_start(run: Run, folder: Path) -> None:
     async def main(client: httpx.AsyncClient) -> None: ...
 

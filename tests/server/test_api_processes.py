@@ -70,7 +70,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         monkeypatch.setattr(module.subprocess, "Popen", start)
         monkeypatch.setattr(module, "LOOK_UP", 0.001)
         monkeypatch.setattr(module, "RETRY", 0.001, raising=False)
-        meeting = Meeting(str(tmp_path), FIRST, FIRST, board)
+        meeting = Meeting(str(tmp_path), FIRST, FIRST, board, "secret")
         config = ServerConfig(engine_restarts=restarts)
         causes: list[str] = []
         return ApiProcesses(meeting, lambda: EngineConfig("m"), config, {}, 0, causes.append), causes
@@ -163,7 +163,7 @@ def test_who_hangs_is_killed_and_started_again(beside: Any, monkeypatch: pytest.
             while processes._processes[1] is first:
                 await asyncio.sleep(0.01)
         assert first.signals == [signal.SIGUSR1, signal.SIGKILL] and not causes
-        assert len(processes._deaths) == 1 and not board.get(1, SERVES)
+        assert len(processes._deaths) == (0 if serves else 1) and not board.get(1, SERVES)
         processes._ending = True
         await watching
 
@@ -183,7 +183,7 @@ def test_while_who_looks_is_stopped_nobody_is_silent(beside: Any) -> None:
 def test_an_engine_of_another_process_is_not_said_to_be_stopped(beside: Any, caplog: pytest.LogCaptureFixture) -> None:
     processes, _ = beside()
     meeting = processes._meeting
-    engine = EngineClient(EngineConfig("m"), meeting=Meeting(meeting.folder, 1, 1, meeting.board))
+    engine = EngineClient(EngineConfig("m"), meeting=Meeting(meeting.folder, 1, 1, meeting.board, "secret"))
     engine._engine = make_engine(
         engine.config, engine._meeting, 0, lambda message: None, lambda cause: None, lambda: ""
     )

@@ -16,10 +16,15 @@ import msgspec
 import pytest
 
 from vserve.server import service
+from vserve.server.app import create_app
 from vserve.server.client.board import Board
 from vserve.server.client.meeting import FIRST, Meeting
 from vserve.server.colleagues import ColleagueError, Colleagues, Elsewhere
+from vserve.server.desk import Desk
+from vserve.server.http.body_limit import BodyLimit
+from vserve.server.http.middleware import HttpMetrics, RequestMiddleware
 from vserve.server.observe.shares import Family, Sample, summed
+from vserve.server.options.config import ServerConfig
 
 Answer = Callable[[int, httpx.Request], httpx.Response]
 
@@ -30,7 +35,7 @@ def colleagues(tmp_path: Path) -> Iterator[Callable[[Answer], Colleagues]]:
     board = Board(None, 3, FIRST)
 
     def make(answer: Answer, seat: int = FIRST) -> Colleagues:
-        made = Colleagues(Meeting(str(tmp_path), seat, seat, board))
+        made = Colleagues(Meeting(str(tmp_path), seat, seat, board, "secret"))
         for seat in made.others:
             transport = httpx.MockTransport(lambda request, seat=seat: answer(seat, request))  # type: ignore[misc]
             made._clients[seat] = httpx.AsyncClient(transport=transport, base_url="http://api")
@@ -170,5 +175,94 @@ def test_who_answers_counts(colleagues: Any, there: bool) -> None:
             with pytest.raises(httpx.ConnectError):
                 await elsewhere(scope, receive, send)
         assert scope["state"].get("passed_on", False) == there  # type: ignore[attr-defined]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stored_chat_is_found_whichever_process_answered_it(
+    tmp_path: Path, engine: Any, text_model: Any, stream: bool
+) -> None:
+    """Under each of its names; each process answers its own, and the first one alone stores them."""
+    board = Board(None, 2, FIRST)
+    boards = board, Board(os.dup(board.descriptor), 2, 1)
+
+    async def test() -> None:
+        clients, servers, desks = [], [], []
+        for seat in (0, 1):
+            meeting = Meeting(str(tmp_path), seat, seat, boards[seat], "secret")
+            app = create_app(engine, ServerConfig(api_key=("one", "two")), text_model, meeting=meeting)
+            desk = Desk(meeting, app)  # type: ignore[arg-type]
+            desk.open(app.state.server)
+            desks.append(asyncio.create_task(desk.serve()))
+            servers.append(app.state.server)
+            clients.append(httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x"))
+        one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        body = {"messages": [{"role": "user", "content": "Hi"}], "store": True, "metadata": {"a": "b"}}
+        made = []
+        for client in clients:
+            for path in ("/v1/chat/completions", "/invocations"):
+                answer = await client.post(path, json=body | {"stream": stream}, headers=one)
+                assert answer.status_code == 200, answer.text
+                made.append(re.search(r'"id":"(chatcmpl-[^"]+)"', answer.text)[1])  # type: ignore[index]
+        while tasks := [task for server in servers for task in server.tasks]:  # a stream's comes after its end
+            await asyncio.gather(*tasks)
+        for client in clients:
+            listed = (await client.get("/v1/chat/completions", headers=one)).json()["data"]
+            assert [chat["id"] for chat in listed] == made and listed[3]["metadata"] == {"a": "b"}
+            assert (await client.get("/v1/chat/completions", headers=two)).json()["data"] == []
+            for id in made:
+                messages = (await client.get(f"/v1/chat/completions/{id}/messages", headers=one)).json()["data"]
+                assert messages[0]["content"] == "Hi"
+                assert (await client.get(f"/v1/chat/completions/{id}", headers=two)).status_code == 404
+                assert (await client.delete(f"/v1/chat/completions/{id}", headers=two)).status_code == 404
+        assert len(servers[0].chats) == 4 and len(servers[1].chats) == 0
+        for client, server in zip(clients, servers, strict=True):
+            await client.aclose()
+            await server.colleagues.close()
+        for task in desks:
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+    for one in boards:
+        os.close(one.descriptor)
+
+
+def test_the_body_of_a_chat_is_not_looked_at_on_its_way(colleagues: Any) -> None:
+    """It may be megabytes: whoever answers it reads it, in one place and within its limits."""
+
+    async def test() -> None:
+        received: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            received.append(receive)
+
+        async def receive() -> Any:
+            raise AssertionError("it is read")
+
+        elsewhere = Elsewhere(app, colleagues(refuses, seat=1))
+        for path in ("/v1/chat/completions", "/invocations", "/v1/completions", "/v1/messages"):
+            await elsewhere({"type": "http", "method": "POST", "path": path, "headers": []}, receive, None)  # type: ignore[arg-type]
+        assert received == [receive] * 4
+
+    asyncio.run(test())
+
+
+def test_a_body_that_is_too_large_to_be_passed_on_is_a_413(colleagues: Any) -> None:
+    """As for the process that answers itself, though no route is there to tell it."""
+
+    async def test() -> None:
+        elsewhere = Elsewhere(None, colleagues(refuses, seat=1))  # type: ignore[arg-type]
+        door = RequestMiddleware(BodyLimit(elsewhere, lambda: 10, lambda reason: None), HttpMetrics())
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"x" * 8, "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await door({"type": "http", "method": "POST", "path": "/v1/responses", "headers": []}, receive, send)
+        assert sent[0]["status"] == 413 and b"body_too_large" in sent[1]["body"]
 
     asyncio.run(test())

@@ -39,9 +39,50 @@ def test_origins_methods_headers_and_credentials(engine: Any, text_model: Any) -
     assert "Origin" in get(app).headers["vary"]  # for caches in between
 
 
-def test_everything_is_allowed_by_default(engine: Any, text_model: Any) -> None:
-    answer = get(create_app(engine, ServerConfig(), text_model), origin="https://any.example")
-    assert answer.headers["access-control-allow-origin"] == "*"
+ANY = '["*"]'
+FOREIGN = ("https://any.example", "null", "http://localhost.any.example", "http://127.0.0.1@any.example", "http://y",
+           "http://x.any.example", "https://x:1")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [{"api_key": ("key",)}, {"allowed_origins": ANY}, {"allowed_origins": ANY, "admin_api_key": ("admin",)}]
+)
+def test_any_origin_is_allowed_where_a_key_is_needed_or_told_to(engine: Any, text_model: Any, options: Any) -> None:
+    app = create_app(engine, ServerConfig(**options), text_model)
+    for origin in FOREIGN:
+        assert get(app, origin=origin).headers["access-control-allow-origin"] == "*"
+        assert get(app, "POST", "/tokenize", origin=origin).status_code in (401, 415)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"admin_api_key": ("admin",)}, {"allowed_origins": '["https://good.example"]'}]
+)
+def test_without_keys_pages_of_others_change_nothing(engine: Any, text_model: Any, options: Any) -> None:
+    """A POST without a body, or a plain one, is sent by browsers before anybody is asked."""
+    app = create_app(engine, ServerConfig(**options), text_model)
+    app.state.server.reloads["seen"] = lambda: reloaded.append(1)
+    reloaded: list[int] = []
+    for origin in FOREIGN:
+        for method, path in (("POST", "/reload"), ("POST", "/v1/chat/completions"), ("DELETE", "/v1/responses/a")):
+            refused = get(app, method, path, origin=origin, authorization="Bearer admin", sec_fetch_site="cross-site")
+            assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
+            error = refused.json()["error"]
+            assert error["code"] == "origin_not_allowed" and "--allowed-origins" in error["message"]
+        answer = get(app, origin=origin)
+        assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+        ask = {"origin": origin, "access_control_request_method": "POST"}
+        assert get(app, "OPTIONS", "/v1/chat/completions", **ask).status_code == 400
+    assert not reloaded
+    home = ["https://good.example"] if "allowed_origins" in options else LOCAL
+    for headers in [{}, {"origin": "http://x"}, *({"origin": origin} for origin in home),
+                    {"origin": "https://proxy.example", "sec_fetch_site": "same-origin"}]:  # fmt: skip
+        assert get(app, "POST", "/reload", authorization="Bearer admin", **headers).status_code == 200, headers
+    for origin in home:
+        assert get(app, origin=origin).headers["access-control-allow-origin"] == origin
+    assert len(reloaded) == 3 + len(home)
+
+
+LOCAL = ["http://localhost:3000", "http://localhost", "https://127.0.0.1:8443", "http://[::1]:1", "http://127.1.2.3"]
 
 
 @pytest.mark.parametrize("value", ["*", "[1]", '{"a": 1}', "["])
@@ -61,5 +102,5 @@ def test_without_an_origin_nothing_stands_between_a_stream_and_the_socket() -> N
     async def receive() -> Any: ...
 
     scope = {"type": "http", "method": "GET", "headers": [(b"host", b"x")]}
-    asyncio.run(Cors(app, allow_origins=["*"])(scope, receive, send))
+    asyncio.run(Cors(app, origins=["*"], needs_keys=False)(scope, receive, send))
     assert seen == [send]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from vserve.engine.config import ConfigError
@@ -255,3 +256,95 @@ def test_the_path_of_the_model_is_for_administrators(new_client: Any, text_model
     assert new_client(hub, admin_api_key=("admin",)).get("/v1/models").json()["data"][0]["root"] == "org/name"
     for options, headers in (({}, {}), ({"api_key": ("key",)}, bearer("key"))):
         assert new_client(model, **options).get("/v1/models", headers=headers).json()["data"][0]["root"] == path
+
+
+ANSWERS = {
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+    "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": "Hi"}]], "max_tokens": 1},
+    "/invocations": {"prompt": "Hi", "max_tokens": 1},
+    "/v1/engines/test/completions": {"prompt": "Hi", "max_tokens": 1},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
+    "/v1/responses/compact": {"input": "Hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+    "/v1/embeddings": {"input": "Hi"},
+    "/pooling": {"input": "Hi"},
+    "/v2/embed": {"texts": ["Hi"], "model": "test"},
+    "/score": {"text_1": "Hi", "text_2": "Ho"},
+    "/rerank": {"query": "Hi", "documents": ["Ho"]},
+    "/classify": {"input": "Hi"},
+}
+
+
+@pytest.fixture
+def by_priority(engine: Any) -> None:
+    engine.info = msgspec.structs.replace(engine.info, scheduling_policy="priority")
+
+
+@pytest.mark.parametrize("path", ANSWERS)
+def test_priority_is_for_keys_that_may_set_it(new_client: Any, key_file: Path, by_priority: None, path: str) -> None:
+    options = {"api_key_file": str(key_file), "api_key": ("key-option",)}
+
+    def refused(client: Any, priority: int, *keys: str) -> list[bool]:
+        answers = [client.post(path, ANSWERS[path] | {"priority": priority}, headers=bearer(key)) for key in keys]
+        for answer in answers:
+            if answer.status_code == 403:
+                assert "'priority'" in answer.json()["error"]["message"] and "--priority-keys" in answer.text
+        return [answer.status_code == 403 for answer in answers]
+
+    client = new_client(**options, admin_api_key=("admin",), priority_keys=("bob", "keys:5"))
+    assert refused(client, -1, "key-bob", "key-x", "admin", "key-ada", "key-option") == [False] * 3 + [True] * 2
+    assert refused(client, 0, "key-ada") == [False]
+    assert refused(new_client(**options), 5, "key-x", "key-option") == [True, True]
+    assert refused(new_client(**options, priority_keys=("*",)), 5, "key-x", "key-option") == [False, False]
+    assert refused(new_client(), 5, "any") == [False], "where nobody has a key"
+    assert refused(new_client(admin_api_key=("admin",)), 5, "any") == [False], "or needs none"
+
+
+def test_priority_reaches_the_engine_and_follows_the_file(
+    new_client: Any, key_file: Path, engine: Any, by_priority: None
+) -> None:
+    client = new_client(api_key_file=str(key_file), priority_keys=("bob",))
+    body = HI | {"priority": -7}
+    assert client.post("/v1/completions", body, headers=bearer("key-bob")).status_code == 200
+    assert engine.submitted[-1].priority == -7
+    key_file.write_text("key-bob name=ada\nkey-ada name=bob\n")
+    assert client.post("/reload", headers=bearer("key-bob")).status_code == 200
+    assert client.post("/v1/completions", body, headers=bearer("key-bob")).status_code == 403
+    assert client.post("/v1/completions", body, headers=bearer("key-ada")).status_code == 200
+
+
+def test_a_name_that_no_key_has_is_said_at_once(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "key-env")
+    for name in ("ada", "keys:5", "api-key-1", "VLLM_API_KEY", "admin-api-key-1", "*"):
+        ServerConfig(
+            api_key_file=str(key_file), api_key=("one",), admin_api_key=("admin",), priority_keys=("bob", name)
+        )
+    for options in ({"api_key_file": str(key_file)}, {}):
+        with pytest.raises(ConfigError, match="--priority-keys is 'eve': no key has this name"):
+            ServerConfig(**options, priority_keys=("eve",))
+
+
+@pytest.mark.parametrize("path", [path for path in ANSWERS if path not in ("/score", "/rerank", "/classify")])
+def test_keys_find_nothing_of_each_other_in_the_cache(new_client: Any, engine: Any, path: str) -> None:
+    """What parts the chains of hashes is the key's, and the client's own salt parts them further. None makes another
+    key's: salts are of one key and one client's salt alone."""
+    options: Any = {"api_key": ("one", "two"), "admin_api_key": ("admin",)}
+    engine.info = msgspec.structs.replace(engine.info, max_model_len=2000)
+
+    def salts(client: Any) -> list[str | None]:
+        found = []
+        for key in ("one", "two", "admin"):
+            for salt in (None, "s", "t", sha256(b"one").hexdigest(), f"{sha256(b'one').hexdigest()} s"):
+                before = len(engine.submitted)
+                client.post(path, ANSWERS[path] | ({} if salt is None else {"cache_salt": salt}), headers=bearer(key))
+                (submitted,) = engine.submitted[before:]
+                found.append(submitted.cache_salt)
+        return found
+
+    client = new_client(**options)
+    first = salts(client)
+    assert len(set(first)) == 15 and None not in first and first == salts(client), "the same later"
+    assert not any(sha256(b"one").hexdigest() in str(salt) for salt in first), "nothing of a key leaves the process"
+    shared = salts(new_client(**options, isolate_keys=False))
+    assert shared == salts(new_client()) == shared[:5] * 3 and shared[:3] == [None, "s", "t"]

@@ -17,7 +17,7 @@ from vserve.server.http.middleware import HttpMetrics, RequestMiddleware
 from vserve.server.options.config import ServerConfig
 from vserve.server.router import asked as asked_module
 from vserve.server.router import backend as backend_module
-from vserve.server.router.app import RouterApp
+from vserve.server.router.app import RouterApp, _is_routed
 from vserve.server.router.asked import read
 from vserve.server.router.backend import Backends
 from vserve.server.router.service import RouterService
@@ -434,8 +434,7 @@ def test_what_one_server_made_is_asked_for_there() -> None:
 
 
 @pytest.mark.parametrize("path", [
-    "/server_info", "/reload", "/scale_data_parallel", "/v1/load_lora_adapter", "/", "/ui/page.css", "/v1/../reload",
-    "/v1/./x", "/openapi.json",
+    "/server_info", "/reload", "/scale_data_parallel", "/v1/load_lora_adapter", "/", "/ui/page.css", "/openapi.json",
 ])  # fmt: skip
 def test_what_controls_a_server_is_not_passed_on(path: str) -> None:
     async def test() -> None:
@@ -444,6 +443,17 @@ def test_what_controls_a_server_is_not_passed_on(path: str) -> None:
         assert status == 404 and b"ask the server itself" in body and not fleet.asked
 
     run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/../reload", "/v1/./x", "/v1/%2e%2e/reload", "/v1/..%2freload", "/v1/%252e./x"])
+def test_a_path_with_dots_is_nobodys(path: str) -> None:
+    async def test() -> None:
+        fleet = await Fleet().ready()
+        status, body = await fleet.call(path)
+        assert status == 400 and b'"invalid_path"' in body and not fleet.asked
+
+    run(test)
+    assert not _is_routed(path, "POST")
 
 
 @pytest.mark.parametrize("path", ["/v1/requests/r/cancel", "/abort_request"])

@@ -27,7 +27,7 @@ RECORD = Record("mine", "/adapters/mine", 7, None, 8)
 def test_who_lacks_adapters_does_not_serve_yet(tmp_path: Path, answers: bool) -> None:
     board = Board(None, 2, FIRST)
     guest = Board(os.dup(board.descriptor), 2, 1)
-    meeting = Meeting(str(tmp_path), 1, 1, guest)
+    meeting = Meeting(str(tmp_path), 1, 1, guest, "secret")
     causes: list[str] = []
     joined: list[list[Record]] = []
 

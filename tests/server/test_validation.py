@@ -198,14 +198,16 @@ def test_broken_json(client: Any, body: bytes) -> None:
     assert response.json()["error"]["param"] is None
 
 
-def test_content_types(client: Any) -> None:
+def test_content_types(client: Any, new_client: Any) -> None:
     body = json.dumps({"prompt": "Hello"}).encode()
     for bad in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         response = client.post("/v1/completions", content=body, headers={"content-type": bad})
         assert response.status_code == 415 and response.json()["error"]["type"] == "invalid_request_error"
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/tokenize", "/abort_request"):
-        # A page of any origin may send this without asking, whatever --allowed-origins says.
-        response = client.post(path, content=body, headers={"origin": "https://bad.example"})
+        # A page of any origin may send this before anybody is asked.
+        foreign = {"origin": "https://bad.example"}
+        assert client.post(path, content=body, headers=foreign).status_code == 403
+        response = new_client(allowed_origins='["*"]').post(path, content=body, headers=foreign)
         assert response.status_code == 415 and "'Content-Type: application/json'" in response.text
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     assert client.post("/v1/completions", content=body, headers=headers).status_code == 415
