@@ -113,6 +113,13 @@ def owner_of(scope: Scope) -> str:
     return "" if key is None else key.owner
 
 
+def asker_of(scope: Scope) -> str:
+    """Whom shares are for: `owner_of`, and where there are no keys, the address that the connection is from."""
+    if scope.get("state", {}).get("locks") is not None:
+        return owner_of(scope)
+    return str((scope.get("client") or ("",))[0])
+
+
 def administers(scope: Scope) -> bool:
     """Whether who asks may read /server_info: without keys, anybody."""
     locks = scope.get("state", {}).get("locks")

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from vserve.engine import grammar
-from vserve.engine.grammar import GrammarError, Grammars, Matcher
-from vserve.engine.messages import AddGrammar, SetVocabulary
+from vserve.engine.grammar import GrammarError, Grammars, Matcher, pack, prepare
+from vserve.engine.grammar_libraries import xgrammar
+from vserve.engine.messages import AddGrammar
 
 # Ids 7 and 8 stop, 9 is special, 10 and 11 are rows that no token uses.
 TOKENS = [b"a", b"b", b"ab", b"ba", b"aa", b"c", b"abc", b"", b"", b"", b"", b""]
@@ -24,19 +25,18 @@ TOKENS += [b""] * (SIZE - len(TOKENS))
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     grammars = Grammars()
-    grammars.set_vocabulary(SetVocabulary(TOKENS, STOPS))
+    grammars.set_vocabulary(prepare(pack(TOKENS, STOPS)))
     return grammars
 
 
 def payload(grammars: Grammars, backend: str, source: str) -> bytes:
     if backend == "llguidance":
         return f'%llguidance {{"no_forcing": true}}\n{source}'.encode()
-    import xgrammar
-
     vocabulary = grammars._vocabulary
     assert vocabulary is not None
-    compiler = xgrammar.GrammarCompiler(vocabulary.result().xgrammar, max_threads=1)
-    return compiler.compile_grammar(source).serialize_json().encode()
+    compiler = xgrammar().GrammarCompiler(vocabulary.result().xgrammar, 1, False, -1)
+    compiled = compiler.compile_grammar_ebnf(xgrammar().Grammar.from_ebnf(source, "root"))
+    return str(compiled.serialize_json()).encode()
 
 
 def allowed(matcher: Matcher) -> set[int]:
@@ -150,7 +150,7 @@ def test_loading_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(grammar, "Vocabulary", Slow)
     grammars = Grammars()
-    grammars.set_vocabulary(SetVocabulary(TOKENS, STOPS))
+    grammars.set_vocabulary(prepare(pack(TOKENS, STOPS)))
     grammars.add(AddGrammar("late", "llguidance", b'start: "ab"'))
     matcher = grammars.matcher("late")
     told = threading.Event()
