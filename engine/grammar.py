@@ -4,14 +4,15 @@ front end chose it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from .grammar_libraries import GrammarError, LlgMatcher, LlgTokenizer, tokenizer_info, xgrammar
+from .grammar_libraries import GrammarError, tokenizer, tokenizer_info, xgrammar
 from .messages import AddGrammar, SetVocabulary
 
 __all__ = [
@@ -67,10 +68,13 @@ class Matcher(Protocol):
         ...
 
 
-def pack(tokens: Sequence[bytes], stop_token_ids: Sequence[int], markers: Sequence[int] = ()) -> SetVocabulary:
+def pack(tokens: Iterable[bytes], stop_token_ids: Sequence[int], markers: Sequence[int] = ()) -> SetVocabulary:
     """`tokens`: by id; empty where no grammar may use it."""
-    lengths = np.fromiter(map(len, tokens), np.uint32, len(tokens))
-    return SetVocabulary(lengths.tobytes(), b"".join(tokens), tuple(stop_token_ids), tuple(markers))
+    lengths, text = array("I"), bytearray()
+    for token in tokens:
+        lengths.append(len(token))
+        text += token
+    return SetVocabulary(lengths.tobytes(), bytes(text), tuple(stop_token_ids), tuple(markers))
 
 
 def unpack(message: SetVocabulary) -> list[bytes]:
@@ -94,7 +98,7 @@ class Vocabulary:
         self.lengths = np.frombuffer(message.lengths, np.uint32)  # bytes; 0: no text
         self.size = len(self.lengths)
         self.xgrammar = xgrammar().TokenizerInfo.deserialize_json(message.xgrammar.decode("ascii"))
-        self.llguidance = LlgTokenizer(self.lengths, message.text, message.stop_token_ids)
+        self.llguidance = tokenizer(self.lengths, message.text, message.stop_token_ids)
         stops = list(self.stop_token_ids)
         text = self.lengths > 0
         text[stops] = False
@@ -145,10 +149,41 @@ class _Llguidance:
     """A grammar that is compiled as outputs need it."""
 
     def __init__(self, vocabulary: Vocabulary, payload: bytes) -> None:
-        self._matcher = LlgMatcher.of(vocabulary.llguidance, payload)
+        import llguidance
 
-    def start(self) -> LlgMatcher:
-        return self._matcher.copy()
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._matcher = llguidance.LLMatcher(vocabulary.llguidance, payload.decode(), log_level=0, limits=limits)
+        _check(self._matcher)
+
+    def start(self) -> _LlguidanceState:
+        return _LlguidanceState(self._matcher.deep_copy())
+
+
+class _LlguidanceState:
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def fill(self, row: np.ndarray) -> None:
+        if self._matcher.is_stopped():  # only a stop token can follow, or it failed
+            row[:] = 0
+        else:
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        _check(self._matcher)
+
+    def accept(self, token_id: int) -> bool:
+        return not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token_id]) == 1
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+        _check(self._matcher)
+
+    def may_end(self) -> bool:
+        return self._matcher.is_accepting()
+
+
+def _check(matcher: Any) -> None:
+    if matcher.is_error():
+        raise GrammarError(matcher.get_error().strip().splitlines()[0])
 
 
 BACKENDS: dict[str, Callable[[Vocabulary, bytes], _Xgrammar | _Llguidance]] = {

@@ -82,8 +82,8 @@ class Speech:
     ) -> tuple[list[Prompt], TextOptions, str | None]:
         """Prompts and text options for this speech, and the key of a grammar, which the caller must release.
 
-        `grammars`: where `is_constrained`; `owner`: for whom. Raises ApiError for what cannot be compiled, and where some prompts open the
-        reasoning and others do not; no key is held then.
+        `grammars`: where `is_constrained`; `owner`: for whom. Raises ApiError for what cannot be compiled, and where
+        some prompts open the reasoning and others do not; no key is held then.
         """
         key, guarded = (None, False) if grammars is None else await self._constrain(grammars, owner)
         try:

@@ -104,8 +104,8 @@ def _attempts(constraint: Constraint) -> Iterator[Attempt]:
         yield "xgrammar", _xgrammar_of(f"root ::= {rule}")
         yield "llguidance", _llguidance("start: " + " | ".join(json.dumps(c) for c in choices))
     elif kind == "regex":
-        # Nothing in the translation escapes a slash, a line end or a zero.
-        regex = translate(text).replace("/", r"\/").replace("\n", r"\n").replace("\r", r"\r").replace("\0", r"\x00")
+        # Nothing in the translation escapes a slash or a line end.
+        regex = translate(text).replace("/", r"\/").replace("\n", r"\n").replace("\r", r"\r")
         yield "llguidance", _llguidance(f"start: /{regex or '(?:)'}/")
     elif kind == "grammar" and "::=" in text:
         yield "xgrammar", _xgrammar_of(text)
@@ -173,11 +173,14 @@ def _xgrammar(make: Callable[[Any], Any]) -> Callable[[Vocabulary], bytes]:
 
 def _llguidance(lark: str) -> Callable[[Vocabulary], bytes]:
     def run(vocabulary: Vocabulary) -> bytes:
+        from llguidance import LLMatcher
+
         # Where only one text can follow, the model still chooses its tokens, as it does with xgrammar.
-        grammar = ('%llguidance {"no_forcing": true}\n' + lark).encode()
-        if problem := vocabulary.llguidance.problem(grammar):
-            raise GrammarError(problem)
-        return grammar
+        grammar = '%llguidance {"no_forcing": true}\n' + lark
+        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary.llguidance)
+        if failed:
+            raise GrammarError(messages[0])
+        return grammar.encode()
 
     return run
 

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 
 from ...engine.connection import Connection
 from ...engine.messages import SetVocabulary
-from .constraint import Compiled, Constraint, Drop, FromCompiler
-from .queue import NUM_CHILDREN, CompileQueue, Job, new_job
+from .constraint import Compile, Constraint, Drop, FromCompiler
+from .queue import NUM_CHILDREN, CompileQueue, Job
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ class CompilerProcess:
     def submit(self, constraint: Constraint, owner: str) -> Job:
         """Whose result raises CompilerError, or is cancelled where nobody wants it any more."""
         self._next_id += 1
-        job = new_job(self._next_id, constraint, self._timeout, owner)
+        message = Compile(self._next_id, constraint, self._timeout)
+        job = Job(message, owner, asyncio.get_running_loop().create_future())
         self._queue.add(job)
         if self._watchdog is None:
             self._watch()

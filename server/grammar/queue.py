@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from .constraint import Compile, Compiled, Constraint
+from .constraint import Compile, Compiled
 
 NUM_CHILDREN = 2  # compilations at once
 LONG = 64 * 1024  # characters of a source, from which its compilation may take seconds
@@ -83,8 +83,3 @@ class CompileQueue:
         if len(self._waiting.get(owner, ())) <= len(self._waiting.get(newcomer, ())) + 1:
             return None
         return self._waiting[owner][-1]
-
-
-def new_job(id: int, constraint: Constraint, timeout: float, owner: str) -> Job:
-    """`timeout`: seconds for compiling."""
-    return Job(Compile(id, constraint, timeout), owner, asyncio.get_running_loop().create_future())

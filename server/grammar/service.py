@@ -8,6 +8,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -275,11 +276,13 @@ def vocabulary(model: TextModel, size: int) -> SetVocabulary:
         if name in model.formats.markers and id not in model.eos_token_ids and id < size
     )  # fmt: skip
     special.difference_update(markers)
-    tokens = []
-    until = time.perf_counter() + PIECE
-    for token_id in range(size):
-        tokens.append(b"" if token_id in special else tokenizer.token_bytes(token_id))
-        if time.perf_counter() > until:
-            time.sleep(PIECE)
-            until = time.perf_counter() + PIECE
-    return pack(tokens, [token_id for token_id in model.eos_token_ids if token_id < size], markers)
+
+    def tokens() -> Iterator[bytes]:
+        until = time.perf_counter() + PIECE
+        for token_id in range(size):
+            yield b"" if token_id in special else tokenizer.token_bytes(token_id)
+            if time.perf_counter() > until:
+                time.sleep(PIECE)
+                until = time.perf_counter() + PIECE
+
+    return pack(tokens(), [token_id for token_id in model.eos_token_ids if token_id < size], markers)

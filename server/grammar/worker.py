@@ -26,7 +26,7 @@ from ...engine.connection import Connection
 from ...engine.grammar import Vocabulary, prepare
 from ...engine.messages import SetVocabulary
 from .compile import CompileError, compile
-from .constraint import Compile, Compiled, Drop, ToCompiler
+from .constraint import Compile, Compiled, ToCompiler
 
 MEMORY_LIMIT = 1 << 30  # bytes of address space beyond what the libraries take
 NICENESS = 10  # the engine may share these cores

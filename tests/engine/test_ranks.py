@@ -25,8 +25,8 @@ import pytest
 from vserve.engine import compilations
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.connection import Connection
-from vserve.engine.layers.embedding import LMHead
 from vserve.engine.grammar import pack, prepare
+from vserve.engine.layers.embedding import LMHead
 from vserve.engine.messages import AddGrammar
 from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.parallel.divide import check_divides, sizes
