@@ -20,7 +20,7 @@ class Grammars:
     def __init__(self) -> None:
         self.held: list[str] = []
 
-    async def acquire(self, constraint: Constraint, param: str) -> str:
+    async def acquire(self, constraint: Constraint, param: str, owner: str) -> str:
         self.held.append("key")
         return "key"
 

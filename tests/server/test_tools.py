@@ -51,7 +51,7 @@ class Grammars:
         self.refuses: Callable[[Any], bool] = lambda constraint: False
         self.held = 0
 
-    async def acquire(self, constraint: Any, param: str) -> str:
+    async def acquire(self, constraint: Any, param: str, owner: str) -> str:
         self.asked.append((param, constraint))
         if self.refuses(constraint):
             raise bad_request("too hard", param)
