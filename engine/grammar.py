@@ -4,22 +4,33 @@ front end chose it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
+from .grammar_libraries import GrammarError, tokenizer, tokenizer_info, xgrammar
 from .messages import AddGrammar, SetVocabulary
+
+__all__ = [
+    "BACKENDS",
+    "GrammarError",
+    "GrammarMatcher",
+    "Grammars",
+    "Matcher",
+    "Vocabulary",
+    "pack",
+    "prepare",
+    "unpack",
+]
 
 # CPU seconds for one mask or one token, after which a grammar has disturbed the other requests enough. Usual is 10 µs;
 # the front end has tried each grammar on its own time before, so only a hostile one comes this far.
 TOO_SLOW = 0.5
 MAX_ROLLBACK = 16  # tokens; no step has more drafts of a request
-
-
-class GrammarError(Exception):
-    """The request that follows this grammar cannot go on."""
 
 
 class Matcher(Protocol):
@@ -57,48 +68,50 @@ class Matcher(Protocol):
         ...
 
 
+def pack(tokens: Iterable[bytes], stop_token_ids: Sequence[int], markers: Sequence[int] = ()) -> SetVocabulary:
+    """`tokens`: by id; empty where no grammar may use it."""
+    lengths, text = array("I"), bytearray()
+    for token in tokens:
+        lengths.append(len(token))
+        text += token
+    return SetVocabulary(lengths.tobytes(), bytes(text), tuple(stop_token_ids), tuple(markers))
+
+
+def unpack(message: SetVocabulary) -> list[bytes]:
+    """The tokens by id, as `pack` had them."""
+    ends = np.cumsum(np.frombuffer(message.lengths, np.uint32)).tolist()
+    return [message.text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def prepare(message: SetVocabulary) -> SetVocabulary:
+    """With xgrammar's part. Takes most of a second for 150,000 tokens, and the interpreter's lock with it."""
+    return msgspec.structs.replace(message, xgrammar=tokenizer_info(unpack(message), message.stop_token_ids))
+
+
 class Vocabulary:
-    """The tokens as the libraries want them. Takes a second for 150,000 tokens, and the libraries' import another."""
+    """The tokens as the libraries want them. Takes a second for 150,000 tokens, of which the interpreter's lock is held
+    for a few milliseconds: other threads go on."""
 
     def __init__(self, message: SetVocabulary) -> None:
-        import llguidance
-        import xgrammar
-
-        self.tokens = message.tokens
+        """`message`: as `prepare` has made it."""
         self.stop_token_ids = message.stop_token_ids
-        size = len(self.tokens)
-        self.xgrammar = xgrammar.TokenizerInfo(
-            self.tokens, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=list(self.stop_token_ids)
-        )
-        self.llguidance = llguidance.LLTokenizer(
-            _Tokens(self.tokens, self.stop_token_ids),  # type: ignore[arg-type]
-            n_vocab=size,
-            eos_token=list(self.stop_token_ids),
-        )
-        stops = set(self.stop_token_ids)
-        text = [i for i, token in enumerate(self.tokens) if token and i not in stops]
-        self.marked = _mask(size, text)
-        self.ordinary = _mask(size, set(text) - set(message.markers))
-        self.stops = _mask(size, stops)
+        self.lengths = np.frombuffer(message.lengths, np.uint32)  # bytes; 0: no text
+        self.size = len(self.lengths)
+        self.xgrammar = xgrammar().TokenizerInfo.deserialize_json(message.xgrammar.decode("ascii"))
+        self.llguidance = tokenizer(self.lengths, message.text, message.stop_token_ids)
+        stops = list(self.stop_token_ids)
+        text = self.lengths > 0
+        text[stops] = False
+        self.marked = _mask(text)
+        text[list(message.markers)] = False
+        self.ordinary = _mask(text)
+        self.stops = _mask(np.isin(np.arange(self.size), stops))
 
 
-class _Tokens:
-    """What llguidance asks of a tokenizer."""
-
-    def __init__(self, tokens: list[bytes], stop_token_ids: tuple[int, ...]) -> None:
-        self.tokens = tokens
-        self.eos_token_id = stop_token_ids[0]
-        self.bos_token_id = None
-        self.special_token_ids = [i for i, token in enumerate(tokens) if not token]
-        self.is_tokenizer_wrapper = True
-
-    def __call__(self, text: bytes) -> list[int]:
-        raise NotImplementedError("grammars leave the choice of tokens to the model (no_forcing)")
-
-
-def _mask(size: int, token_ids: Iterable[int]) -> np.ndarray:
-    bits = np.zeros(-(-size // 32) * 32, dtype=np.uint8)
-    bits[list(token_ids)] = 1
+def _mask(allowed: np.ndarray) -> np.ndarray:
+    """bool [V] → int32 [ceil(V / 32)]"""
+    bits = np.zeros(-(-len(allowed) // 32) * 32, dtype=np.uint8)
+    bits[: len(allowed)] = allowed
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
@@ -106,13 +119,11 @@ class _Xgrammar:
     """A compiled grammar; `start` begins an output."""
 
     def __init__(self, vocabulary: Vocabulary, payload: bytes) -> None:
-        import xgrammar
-
-        self._new = xgrammar.GrammarMatcher
-        self._compiled = xgrammar.CompiledGrammar.deserialize_json(payload.decode(), vocabulary.xgrammar)
+        self._compiled = xgrammar().CompiledGrammar.deserialize_json(payload.decode(), vocabulary.xgrammar)
 
     def start(self) -> _XgrammarState:
-        return _XgrammarState(self._new(self._compiled))
+        # No stop tokens of its own, not ended without one, any rollback, no temperature.
+        return _XgrammarState(xgrammar().GrammarMatcher(self._compiled, None, False, -1, None))
 
 
 class _XgrammarState:
@@ -120,16 +131,18 @@ class _XgrammarState:
         self._matcher = matcher
 
     def fill(self, row: np.ndarray) -> None:
-        self._matcher.fill_next_token_bitmask(row.reshape(1, -1))
+        self._matcher.fill_next_token_bitmask(row.reshape(1, -1), 0, False)
 
     def accept(self, token_id: int) -> bool:
-        return self._matcher.accept_token(token_id)
+        accepted: bool = self._matcher.accept_token(token_id, False)
+        return accepted
 
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)
 
     def may_end(self) -> bool:
-        return self._matcher.is_completed()
+        completed: bool = self._matcher.is_completed()
+        return completed
 
 
 class _Llguidance:
@@ -213,7 +226,7 @@ class GrammarMatcher:
         if token_id in self._vocabulary.stop_token_ids:
             self.terminated = not self.terminated and self._state.may_end()
             return self.terminated
-        if self.terminated or not self._vocabulary.tokens[token_id]:
+        if self.terminated or not self._vocabulary.lengths[token_id]:
             return False
         started = time.thread_time()
         accepted = self._state.accept(token_id)

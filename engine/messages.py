@@ -52,11 +52,13 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 
 class SetVocabulary(msgspec.Struct, frozen=True, array_like=True, tag="vocabulary"):
-    """Before the first AddGrammar: what grammars are made of."""
+    """Before the first AddGrammar: what grammars are made of, in a form that is read without a loop over tokens."""
 
-    tokens: list[bytes]  # by id, padded to the model's vocabulary; special and unused ones are b""
+    lengths: bytes  # uint32 [V], bytes of each token; 0: no grammar may use it, as it is special or unused
+    text: bytes  # the tokens one after another
     stop_token_ids: tuple[int, ...]
     markers: tuple[int, ...] = ()  # special tokens that only some grammars may use
+    xgrammar: bytes = b""  # the same as xgrammar reads it; the compiler of grammars adds it: see grammar.prepare
 
 
 class AddGrammar(msgspec.Struct, frozen=True, array_like=True, tag="grammar"):

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from . import faults, logs
+from . import faults, grammar_libraries, logs
 from .clients import FIRST, Clients
 from .config import ConfigError, EngineConfig
 from .connection import Connection
@@ -106,7 +106,10 @@ async def run_rank_zero(
         from .engine import Engine
         from .loop import EngineLoop
 
+        # Beside the weights, so that the first grammar does not do it while others wait for their tokens.
+        loading = asyncio.create_task(asyncio.to_thread(grammar_libraries.load))
         engine = await peers.beside(asyncio.to_thread(Engine, config, report, before_memory, peers.seat))
+        await loading
     finally:  # also of an engine that cannot start: this process may live on
         if prefetch is not None:
             prefetch.stop()

@@ -118,6 +118,34 @@ def settles_within() -> Callable[[float, Callable[[], float]], bool]:
 
 
 @pytest.fixture
+def longest_gap() -> Callable[[Callable[[], object]], float]:
+    """longest_gap(work) → seconds: the longest time for which a thread that wakes up each millisecond was kept from it
+    while work() ran on this one."""
+
+    def measure(work: Callable[[], object]) -> float:
+        over, gaps = threading.Event(), [0.0]
+
+        def tick() -> None:
+            before = time.perf_counter()
+            while not over.is_set():
+                time.sleep(1e-3)
+                now = time.perf_counter()
+                gaps.append(now - before)
+                before = now
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        try:
+            work()
+        finally:
+            over.set()
+            thread.join()
+        return max(gaps)
+
+    return measure
+
+
+@pytest.fixture
 def awake() -> Iterator[Callable[[], float]]:
     """awake() → seconds since some moment, in which this machine did not stand still: of a longer gap only a twentieth
     of a second counts."""

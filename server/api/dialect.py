@@ -26,6 +26,7 @@ from ..generation.sampling import answer_in_ids, resolve, resolving_size, text_o
 from ..generation.speech import Speech
 from ..generation.tasks import GENERATE
 from ..generation.weight import check_weight, most_bytes
+from ..http.tenant import tenant_of
 from ..state import ServerState
 from ..wire.encoded import encode
 from ..wire.pooled import PooledRequest
@@ -190,7 +191,7 @@ class Generating(Dialect):
         if self.body.constraint is None:
             return Ready(prompts, self.text)
         param, constraint = self.body.constraint
-        key = await self.server.grammars.acquire(constraint, param)
+        key = await self.server.grammars.acquire(constraint, param, tenant_of(self.request.scope))
         return Ready([prompt.with_grammar(key) for prompt in prompts], self.text, key)
 
     async def describe(self, generation: Generation, index: int, entries: Sequence[TokenLogprobs]) -> None:
@@ -234,5 +235,6 @@ class Chatting(Generating):
         if self.speech is None:
             return await super().prepare(prompts)
         grammars = self.server.grammars if self.speech.is_constrained else None
-        prompts, text, key = await self.speech.prepare(grammars, prompts, self.text, self.server.model.tokenizer)
+        owner, tokenizer = tenant_of(self.request.scope), self.server.model.tokenizer
+        prompts, text, key = await self.speech.prepare(grammars, owner, prompts, self.text, tokenizer)
         return Ready(prompts, text, key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -73,14 +73,19 @@ class Speech:
         return Speech(use, calls, formats.reasoning, include, budget, content, continued, silent)
 
     async def prepare(
-        self, grammars: GrammarService | None, prompts: Sequence[Prompt], text: TextOptions, tokenizer: Tokenizer
+        self,
+        grammars: GrammarService | None,
+        owner: Hashable,
+        prompts: Sequence[Prompt],
+        text: TextOptions,
+        tokenizer: Tokenizer,
     ) -> tuple[list[Prompt], TextOptions, str | None]:
         """Prompts and text options for this speech, and the key of a grammar, which the caller must release.
 
-        `grammars`: where `is_constrained`. Raises ApiError for what cannot be compiled, and where some prompts open the
-        reasoning and others do not; no key is held then.
+        `grammars`: where `is_constrained`; `owner`: for whom. Raises ApiError for what cannot be compiled, and where
+        some prompts open the reasoning and others do not; no key is held then.
         """
-        key, guarded = (None, False) if grammars is None else await self._constrain(grammars)
+        key, guarded = (None, False) if grammars is None else await self._constrain(grammars, owner)
         try:
             if len({self._opened(prompt, tokenizer) for prompt in prompts}) > 1:
                 raise bad_request("The chat template begins these answers differently: ask for each alone.", "messages")
@@ -115,18 +120,18 @@ class Speech:
     def _thinks_in_grammar(self) -> bool:
         return self.use is not None and self.calls is not None and self.calls.lead is not None
 
-    async def _constrain(self, grammars: GrammarService) -> tuple[str | None, bool]:
+    async def _constrain(self, grammars: GrammarService, owner: Hashable) -> tuple[str | None, bool]:
         """(the key of a grammar, whether it guards the arguments of calls)"""
         if self.use is None:
             assert self.content is not None
-            return await grammars.acquire(self.content[1], self.content[0]), False
+            return await grammars.acquire(self.content[1], self.content[0], owner), False
         assert self.calls is not None
         work = partial(self.use.constraints, self.calls, None if self.content is None else self.content[1])
         attempts = await asyncio.to_thread(work) if self.use.size > SLOW_TOOLS else work()
         may_be_free = self.use.mode == "auto" and self.content is None and not any(t.strict for t in self.use.tools)
         for attempt in attempts:
             try:
-                return await grammars.acquire(attempt, "tools"), True
+                return await grammars.acquire(attempt, "tools", owner), True
             except ApiError as error:
                 # Where there is no room for it now, nobody is answered without it: that would be told to no one.
                 if error.status != 400 or (attempt is attempts[-1] and not may_be_free):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.grammar import BACKENDS, GrammarError, GrammarMatcher, Vocabulary
+from ...engine.grammar_libraries import xgrammar
 from .constraint import Constraint
 from .json_schema import Schema, SchemaError
 from .lark import JSON_OPTIONS, between_tokens, lark, whitespace
@@ -100,14 +101,14 @@ def _attempts(constraint: Constraint) -> Iterator[Attempt]:
         if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
             raise CompileError("the choice must be a list of strings, none of them empty.")
         rule = " | ".join(map(_quote, choices))
-        yield "xgrammar", _xgrammar(lambda compiler: compiler.compile_grammar(f"root ::= {rule}"))
+        yield "xgrammar", _xgrammar_of(f"root ::= {rule}")
         yield "llguidance", _llguidance("start: " + " | ".join(json.dumps(c) for c in choices))
     elif kind == "regex":
         # Nothing in the translation escapes a slash or a line end.
         regex = translate(text).replace("/", r"\/").replace("\n", r"\n").replace("\r", r"\r")
         yield "llguidance", _llguidance(f"start: /{regex or '(?:)'}/")
     elif kind == "grammar" and "::=" in text:
-        yield "xgrammar", _xgrammar(lambda compiler: compiler.compile_grammar(text))
+        yield "xgrammar", _xgrammar_of(text)
     elif kind == "grammar":
         yield "llguidance", _llguidance(_LARK_OPTIONS.sub("", text))
     elif kind == "tools":
@@ -130,10 +131,7 @@ def _json(constraint: Constraint) -> Iterator[Attempt]:
         between = whitespace()
     # xgrammar would need a mask for each space that may follow another: 18 MB for two properties and 150,000 tokens.
     if schema.obstacle is None and not flexible:
-        yield (
-            "xgrammar",
-            _xgrammar(lambda compiler: compiler.compile_grammar(_of_characters(text))),
-        )
+        yield "xgrammar", _xgrammar(lambda compiler: compiler.compile_grammar_ebnf(_ebnf(_of_characters(text))))
     compact = JSON_OPTIONS | {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     options = between_tokens(between) if flexible else compact
     yield "llguidance", _llguidance("start: %json " + json.dumps(schema.root | {"x-guidance": options}))
@@ -142,9 +140,8 @@ def _json(constraint: Constraint) -> Iterator[Attempt]:
 def _of_characters(schema: str) -> str:
     """xgrammar's EBNF of a schema, whose strings it would also let have halves of surrogate pairs, written as if they
     were characters: no text has those bytes, and what is decoded of them is longer than the schema may allow."""
-    from xgrammar import Grammar
-
-    grammar = str(Grammar.from_json_schema(schema, any_whitespace=False, strict_mode=False))
+    # No white space, indent or separators of its own; not strict; no limit of white space; nothing printed; in order.
+    grammar = str(xgrammar().Grammar.from_json_schema(schema, False, None, None, False, None, False, False).to_string())
     return _LITERAL.sub(lambda found: rf"{found[0][:-1]}\ud800-\udfff]" if found[1] else found[0], grammar)
 
 
@@ -154,12 +151,19 @@ def _quote(text: str) -> str:
     return f'"{escaped}"'
 
 
+def _xgrammar_of(ebnf: str) -> Callable[[Vocabulary], bytes]:
+    return _xgrammar(lambda compiler: compiler.compile_grammar_ebnf(_ebnf(ebnf)))
+
+
+def _ebnf(text: str) -> Any:
+    return xgrammar().Grammar.from_ebnf(text, "root")
+
+
 def _xgrammar(make: Callable[[Any], Any]) -> Callable[[Vocabulary], bytes]:
     def run(vocabulary: Vocabulary) -> bytes:
-        import xgrammar
-
-        compiled = make(xgrammar.GrammarCompiler(vocabulary.xgrammar, max_threads=1, cache_enabled=False))
-        payload = compiled.serialize_json().encode()
+        # One thread, no cache, no limit of it.
+        compiled = make(xgrammar().GrammarCompiler(vocabulary.xgrammar, 1, False, -1))
+        payload = str(compiled.serialize_json()).encode()
         if len(payload) > MAX_PAYLOAD:
             raise GrammarError(f"it is too large: {len(payload) >> 20} MiB compiled, at most {MAX_PAYLOAD >> 20}")
         return payload
@@ -207,11 +211,14 @@ def _structural_tag(tag: Any, constraint: Constraint) -> str:
     structures = tag.get("structures")
     if structures is None:
         return json.dumps(visit(tag))
-    from xgrammar import StructuralTag, StructuralTagItem
-
     try:
-        items = [StructuralTagItem(begin=s["begin"], schema=schema(s["schema"]), end=s["end"]) for s in structures]
-        return StructuralTag.from_legacy_structural_tag(items, tag["triggers"]).model_dump_json()
+        tags = [
+            {"type": "tag", "begin": s["begin"], "end": s["end"],
+             "content": {"type": "json_schema", "json_schema": schema(s["schema"])}}
+            for s in structures
+        ]  # fmt: skip
+        form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+        return json.dumps({"type": "structural_tag", "format": form})
     except (KeyError, TypeError) as error:
         raise CompileError(f"the structural tag lacks what its older form needs: {error}.") from None
 
@@ -226,7 +233,7 @@ def _try(backend: str, payload: bytes, vocabulary: Vocabulary, markers: bool) ->
 def _is_slow(backend: str, payload: bytes, vocabulary: Vocabulary, markers: bool) -> bool:
     """The same tokens each time."""
     matcher = GrammarMatcher(vocabulary, BACKENDS[backend](vocabulary, payload), markers)
-    size = len(vocabulary.tokens)
+    size = vocabulary.size
     row = np.zeros(-(-size // 32), dtype=np.int32)
     rng = random.Random(0)
     for _ in range(TRIAL_TOKENS):

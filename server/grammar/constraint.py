@@ -30,6 +30,12 @@ class Compile(msgspec.Struct, frozen=True, array_like=True, tag="compile"):
     timeout: float  # seconds
 
 
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """API process → compiler: nobody waits for this one any more, and others do."""
+
+    id: int
+
+
 class Compiled(msgspec.Struct, frozen=True, array_like=True, tag="compiled"):
     """Compiler → API process: a grammar as AddGrammar carries it, or why there is none."""
 
@@ -38,6 +44,9 @@ class Compiled(msgspec.Struct, frozen=True, array_like=True, tag="compiled"):
     payload: bytes = b""
     error: str | None = None  # one sentence for the client
     seconds: float = 0.0
+    is_costly: bool = False  # it took all of its time, or the compiler with it: it is not to be tried again soon
 
 
-ToCompiler = SetVocabulary | Compile
+# The first message, and the first answer: the same with xgrammar's part, as engines get it.
+ToCompiler = SetVocabulary | Compile | Drop
+FromCompiler = SetVocabulary | Compiled

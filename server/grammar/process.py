@@ -1,4 +1,5 @@
-"""The compiler of grammars as the API process sees it: started with its first job, started again when it dies."""
+"""The compiler of grammars as the API process sees it: started with its first job, started again when it dies, given
+no more than it can have in work at once."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Hashable
 
 from ...engine.connection import Connection
 from ...engine.messages import SetVocabulary
-from .constraint import Compile, Compiled, Constraint
+from .constraint import Compile, Constraint, Drop, FromCompiler
+from .queue import NUM_CHILDREN, CompileQueue, Job
 
 logger = logging.getLogger(__name__)
 
@@ -24,20 +26,21 @@ class CompilerError(Exception):
     """The process cannot be kept alive: nothing that the client did."""
 
 
-@dataclass
-class _Job:
-    message: Compile
-    result: asyncio.Future[Compiled]
-    deaths: int = 0
-
-
 class CompilerProcess:
-    def __init__(self, vocabulary: SetVocabulary, timeout: float) -> None:
-        """`timeout`: seconds for one grammar."""
+    def __init__(
+        self,
+        vocabulary: Callable[[], Awaitable[SetVocabulary]],
+        timeout: float,
+        prepared: Callable[[SetVocabulary], None],
+    ) -> None:
+        """`vocabulary` is asked at each start; `timeout`: seconds for one grammar; `prepared` is called with the
+        vocabulary as engines get it, before anything is compiled."""
         self.num_restarts = 0
-        self._vocabulary = vocabulary
+        self._read_vocabulary = vocabulary
         self._timeout = timeout
-        self._jobs: dict[int, _Job] = {}
+        self._prepared = prepared
+        self._queue = CompileQueue()
+        self._running: dict[int, Job] = {}  # by id
         self._next_id = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -49,26 +52,73 @@ class CompilerProcess:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def compile(self, constraint: Constraint) -> Compiled:
-        """Raises CompilerError."""
-        loop = asyncio.get_running_loop()
+    @property
+    def num_waiting(self) -> int:
+        """Those that run are none of them."""
+        return len(self._queue)
+
+    def submit(self, constraint: Constraint, owner: Hashable) -> Job:
+        """Whose result raises CompilerError, or is cancelled where nobody wants it any more."""
         self._next_id += 1
         message = Compile(self._next_id, constraint, self._timeout)
-        job = self._jobs[message.id] = _Job(message, loop.create_future())
-        if self._connection is not None:
-            self._connection.send(message)
-        elif self._starting is None:
-            self._starting = asyncio.create_task(self._start())
+        job = Job(message, owner, asyncio.get_running_loop().create_future())
+        self._queue.add(job)
         if self._watchdog is None:
             self._watch()
-        try:
-            return await job.result
-        finally:
-            self._jobs.pop(message.id, None)
+        if self._connection is None:
+            self._begin()
+        else:
+            self._fill()
+        return job
+
+    def set_wanted(self, job: Job, is_wanted: bool) -> None:
+        """Whether anybody waits for it. One that nobody wants leaves the queue; one that runs is ended where another
+        one needs its place."""
+        job.is_wanted = is_wanted
+        if is_wanted or job.result.done():
+            return
+        if not job.is_running:
+            self._queue.remove(job)
+            job.result.cancel()
+        else:
+            self._fill()
+
+    def give_way(self, owner: Hashable) -> Job | None:
+        """A job that waits is taken from whoever has the most of them, for one of `owner`; None where `owner` has as
+        many. Its result is the caller's to say."""
+        if (job := self._queue.greediest(owner)) is not None:
+            self._queue.remove(job)
+        return job
+
+    def _fill(self) -> None:
+        """Has the children work, those first on what somebody waits for."""
+        if self._connection is None:
+            return
+        while len(self._running) < NUM_CHILDREN and (job := self._queue.take(self._running.values())) is not None:
+            job.is_running = True
+            self._running[job.message.id] = job
+            self._connection.send(job.message)
+        for job in list(self._running.values()):
+            if len(self._queue) and not job.is_wanted:
+                self._connection.send(Drop(job.message.id))
+                del self._running[job.message.id]
+                job.result.cancel()
+                return self._fill()
+
+    def _begin(self) -> None:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
-        """Starts the process and tells it everything that waits."""
+        """Starts the process and tells it what it had in work when it died, if it did."""
         logger.info("starting the grammar compiler; structured outputs wait some seconds for it")
+        try:
+            vocabulary = await self._read_vocabulary()
+        except Exception as error:
+            logger.error("the vocabulary cannot be read", exc_info=error)
+            self._starting = None
+            self._fail(self._jobs, f"the model's tokens cannot be read: {type(error).__name__}: {error}")
+            return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         # One thread: the process forks.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -82,20 +132,29 @@ class CompilerProcess:
                     env=environment,
                 )
             ours.setblocking(False)
-            self._connection = await Connection.open(ours, Compiled, self._receive, self._lost)
+            self._connection = await Connection.open(ours, FromCompiler, self._receive, self._lost)
         except OSError as error:
             ours.close()
-            self._fail(list(self._jobs.values()), f"the grammar compiler cannot be started: {error}")
+            self._fail(self._jobs, f"the grammar compiler cannot be started: {error}")
             return
         finally:
             self._starting = None
-        self._connection.send(self._vocabulary)
-        for job in self._jobs.values():
+        self._connection.send(vocabulary)
+        for job in self._running.values():
             self._connection.send(job.message)
+        self._fill()
 
-    def _receive(self, message: Compiled) -> None:
-        if (job := self._jobs.get(message.id)) is not None and not job.result.done():
+    @property
+    def _jobs(self) -> list[Job]:
+        """Whose results somebody waits for, or may."""
+        return [*self._running.values(), *self._queue]
+
+    def _receive(self, message: FromCompiler) -> None:
+        if isinstance(message, SetVocabulary):
+            self._prepared(message)
+        elif (job := self._running.pop(message.id, None)) is not None:
             job.result.set_result(message)
+            self._fill()
         self._watch()
 
     def _lost(self, error: Exception | None) -> None:
@@ -107,16 +166,20 @@ class CompilerProcess:
             return
         logger.warning("the grammar compiler died; it is started again when needed")
         self.num_restarts += 1
-        for job in self._jobs.values():
+        for job in self._running.values():
             job.deaths += 1
-        self._fail([job for job in self._jobs.values() if job.deaths >= MAX_DEATHS], "the grammar compiler keeps dying")
-        if any(not job.result.done() for job in self._jobs.values()) and self._starting is None:
-            self._starting = asyncio.create_task(self._start())
+        given_up = [job for job in self._running.values() if job.deaths >= MAX_DEATHS or not job.is_wanted]
+        self._fail(given_up, "the grammar compiler keeps dying")
+        if self._jobs:
+            self._begin()
 
-    def _fail(self, jobs: list[_Job], cause: str) -> None:
+    def _fail(self, jobs: list[Job], cause: str) -> None:
         for job in jobs:
-            if not job.result.done():
-                job.result.set_exception(CompilerError(cause))
+            if job.is_running:
+                del self._running[job.message.id]
+            else:
+                self._queue.remove(job)
+            job.result.set_exception(CompilerError(cause))
 
     def _watch(self) -> None:
         if self._watchdog is not None:
@@ -125,7 +188,7 @@ class CompilerProcess:
 
     def _check(self) -> None:
         self._watchdog = None
-        if any(not job.result.done() for job in self._jobs.values()):
+        if self._jobs:
             if self._process is not None:
                 self._process.kill()  # the socket closes, and the rest is as after any death
             self._watch()
@@ -136,7 +199,7 @@ class CompilerProcess:
             self._watchdog.cancel()
         if self._starting is not None:
             await asyncio.wait([self._starting])
-        self._fail(list(self._jobs.values()), "the server is shutting down")
+        self._fail(self._jobs, "the server is shutting down")
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:

@@ -8,9 +8,11 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ...engine.grammar import pack
 from ...engine.messages import AddGrammar, DropGrammars, EngineInfo, SetVocabulary, ToEngine
 from ..client.mailbox import EngineDeadError
 from ..errors import ApiError, bad_request
@@ -18,6 +20,7 @@ from ..histogram import COMPILE, Histogram
 from ..text.model import TextModel
 from .constraint import Compiled, Constraint
 from .process import CompilerError, CompilerProcess
+from .queue import Job
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,8 @@ MAX_USED_ENTRIES = 2048  # results that open requests hold: these cannot be forg
 MAX_USED_BYTES = 512 << 20
 MAX_WAITING = 256  # compilations that have not ended
 FAILURE_SECONDS = 30.0  # for which a refusal is kept
+COSTLY_SECONDS = 300.0  # the same, where it took all of the time that there was
+PIECE = 1e-3  # seconds of reading the vocabulary, after which other threads have their turn
 
 
 class Engine(Protocol):
@@ -48,11 +53,15 @@ class Engine(Protocol):
 class _Entry:
     key: str
     constraint: Constraint
-    compiling: asyncio.Task[Compiled]
+    job: Job
     users: int = 0  # open requests that wait for it or hold its key
     epoch: int = -1  # of the engine that knows it
     size: int = 0  # bytes, once compiled
     expires: float = field(default=float("inf"))  # time.monotonic(); of a refusal
+
+    @property
+    def compiling(self) -> asyncio.Future[Compiled]:
+        return self.job.result
 
 
 class GrammarService:
@@ -84,13 +93,16 @@ class GrammarService:
         self._max_used_bytes = max_used_bytes
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by key, least recently used first
         self._bytes = 0
-        self._vocabulary: asyncio.Task[SetVocabulary] | None = None
-        self._compiler: CompilerProcess | None = None
+        self._reading: asyncio.Task[SetVocabulary] | None = None
+        self._vocabulary: SetVocabulary | None = None  # as engines get it, once the compiler has prepared it
+        self._compiler = CompilerProcess(self._read, timeout, self._prepared)
         self._epoch = -1  # of the engine that knows the vocabulary
 
-    async def acquire(self, constraint: Constraint, param: str = "response_format") -> str:
+    async def acquire(self, constraint: Constraint, param: str = "response_format", owner: Hashable = "") -> str:
         """The key for SamplingParams.grammar, of a grammar that the engine knows by then. Whoever gets it must release
-        it. Raises ApiError, with `param`: 400 for what cannot be compiled, 503 when too much waits or is in use."""
+        it. Raises ApiError, with `param`: 400 for what cannot be compiled, 503 when too much waits or is in use.
+
+        `owner`: who asks, as far as it is known; different ones are compiled for in turn."""
         constraint = replace(
             constraint,
             any_whitespace=constraint.any_whitespace and self._model.any_whitespace,
@@ -101,15 +113,16 @@ class GrammarService:
             raise bad_request(f"'{param}' has {size}; simplify it.", param)
         key = hashlib.sha256(repr(constraint).encode(errors="surrogatepass")).hexdigest()[:32]
         entry = self._entries.get(key)
-        if entry is not None and time.monotonic() >= entry.expires:
+        if entry is not None and (entry.compiling.cancelled() or time.monotonic() >= entry.expires):
             self._forget(entry)
             entry = None
         if entry is None:
             self._check_room(param, None)
-            entry = self._begin(key, constraint, param)
+            entry = self._begin(key, constraint, param, owner)
         else:
             self.num_hits += 1
             self._entries.move_to_end(key)
+            self._compiler.set_wanted(entry.job, True)
         entry.users += 1
         try:
             compiled = await asyncio.shield(entry.compiling)
@@ -118,8 +131,7 @@ class GrammarService:
             self._check_room(param, entry)
             await self._tell(entry, compiled)
         except BaseException as error:
-            entry.users -= 1
-            self._evict()
+            self._leave(entry)
             if isinstance(error, CompilerError):
                 what = f"Structured output is unavailable: {error}."
                 raise ApiError(503, what, type="service_unavailable_error") from None
@@ -129,17 +141,19 @@ class GrammarService:
     def release(self, key: str) -> None:
         """The request is over."""
         if (entry := self._entries.get(key)) is not None:
-            entry.users -= 1
-            self._evict()
+            self._leave(entry)
+
+    def _leave(self, entry: _Entry) -> None:
+        entry.users -= 1
+        if not entry.users:
+            self._compiler.set_wanted(entry.job, False)
+        self._evict()
 
     async def close(self) -> None:
-        tasks = [entry.compiling for entry in self._entries.values()]
-        tasks += [self._vocabulary] if self._vocabulary is not None else []  # type: ignore[list-item]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._compiler is not None:
-            await self._compiler.close()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+        await self._compiler.close()
 
     def _check_room(self, param: str, mine: _Entry | None) -> None:
         """Raises ApiError (503) when other open requests hold so many grammars that this one, or any, is too many."""
@@ -156,44 +170,42 @@ class GrammarService:
 
     # ---- compiling ----
 
-    def _begin(self, key: str, constraint: Constraint, param: str) -> _Entry:
-        if sum(not entry.compiling.done() for entry in self._entries.values()) >= MAX_WAITING:
-            raise ApiError(
-                503, f"Too many grammars wait to be compiled (at most {MAX_WAITING}); try again later.", param=param,
-                type="service_unavailable_error", headers={"retry-after": "1"},
-            )  # fmt: skip
+    def _begin(self, key: str, constraint: Constraint, param: str, owner: Hashable) -> _Entry:
+        if not self._stop_token_ids:
+            what = "this model has no end-of-text token, with which a structured output ends."
+            raise bad_request(f"Invalid '{param}': {what}", param)
+        if self._compiler.num_waiting >= MAX_WAITING:
+            if (greediest := self._compiler.give_way(owner)) is None:
+                raise _full(param)
+            greediest.result.set_exception(_full(None))
         self.num_misses += 1
-        task = asyncio.create_task(self._compile(constraint))
-        entry = self._entries[key] = _Entry(key, constraint, task)
-        task.add_done_callback(lambda _: self._compiled(entry))
+        entry = self._entries[key] = _Entry(key, constraint, self._compiler.submit(constraint, owner))
+        entry.compiling.add_done_callback(lambda _: self._compiled(entry))
         return entry
 
     async def warm(self) -> None:
         """Has the libraries loaded in the compiler and in the engine, before anybody waits for them."""
-        if (compiler := await self._started_compiler()) is not None:
+        if self._stop_token_ids:
             with contextlib.suppress(CompilerError):  # who asks for a grammar hears of it
-                await compiler.compile(Constraint("json_object", "{}"))
+                await self._compiler.submit(Constraint("json_object", "{}"), "").result
                 logger.info("structured outputs no longer wait for the grammar compiler")
 
-    async def _started_compiler(self) -> CompilerProcess | None:
-        """None where no structured output can end."""
-        if self._vocabulary is None:
-            self._vocabulary = asyncio.create_task(
-                asyncio.to_thread(vocabulary, self._model, self._client.info.vocab_size)
-            )
-        words = await asyncio.shield(self._vocabulary)
-        if not words.stop_token_ids:
-            return None
-        if self._compiler is None:
-            self._compiler = CompilerProcess(words, self._timeout)
-            with contextlib.suppress(EngineDeadError):
-                self._tell_vocabulary(words)  # early: the engine loads the libraries meanwhile
-        return self._compiler
+    @property
+    def _stop_token_ids(self) -> list[int]:
+        """Those that the engine's vocabulary has; without any, no structured output can end."""
+        return [id for id in self._model.eos_token_ids if id < self._client.info.vocab_size]
 
-    async def _compile(self, constraint: Constraint) -> Compiled:
-        if (compiler := await self._started_compiler()) is None:
-            return Compiled(0, error="this model has no end-of-text token, with which a structured output ends.")
-        return await compiler.compile(constraint)
+    async def _read(self) -> SetVocabulary:
+        if self._reading is None:
+            size = self._client.info.vocab_size
+            self._reading = asyncio.create_task(asyncio.to_thread(vocabulary, self._model, size))
+        return await asyncio.shield(self._reading)
+
+    def _prepared(self, words: SetVocabulary) -> None:
+        """The engine takes it in meanwhile: before the first grammar needs it."""
+        self._vocabulary = words
+        with contextlib.suppress(EngineDeadError):
+            self._tell_vocabulary()
 
     def _compiled(self, entry: _Entry) -> None:
         if entry.compiling.cancelled() or entry.compiling.exception() is not None:
@@ -203,7 +215,7 @@ class GrammarService:
         self.compile_seconds.observe(result.seconds)
         if result.error is not None:
             self.num_failures += 1
-            entry.expires = time.monotonic() + FAILURE_SECONDS
+            entry.expires = time.monotonic() + (COSTLY_SECONDS if result.is_costly else FAILURE_SECONDS)
         if self._entries.get(entry.key) is entry:
             entry.size = len(result.payload) + len(entry.constraint.text)
             self._bytes += entry.size
@@ -232,21 +244,30 @@ class GrammarService:
 
     async def _tell(self, entry: _Entry, compiled: Compiled) -> None:
         """Sends what this engine does not know yet. Raises EngineDeadError."""
-        assert self._vocabulary is not None
-        self._tell_vocabulary(await self._vocabulary)
+        self._tell_vocabulary()
         if entry.epoch != self._client.epoch:
             self._client.send(AddGrammar(entry.key, compiled.backend, compiled.payload, entry.constraint.markers))
             entry.epoch = self._client.epoch
 
-    def _tell_vocabulary(self, words: SetVocabulary) -> None:
+    def _tell_vocabulary(self) -> None:
+        assert self._vocabulary is not None  # it came before the first compiled grammar
         if self._epoch != self._client.epoch:
-            self._client.send(words)
+            self._client.send(self._vocabulary)
             self._epoch = self._client.epoch
+
+
+def _full(param: str | None) -> ApiError:
+    return ApiError(
+        503, f"Too many grammars wait to be compiled (at most {MAX_WAITING}); try again later.", param=param,
+        type="service_unavailable_error", headers={"retry-after": "1"},
+    )  # fmt: skip
 
 
 def vocabulary(model: TextModel, size: int) -> SetVocabulary:
     """The bytes of each of the model's tokens. Special tokens are none: no grammar may produce them. Those that the
     model writes tool calls with are named: the grammars of tool calls may.
+
+    Runs on a thread for most of a second, in pieces: it is Python's work, which would delay each token of a stream.
     """
     tokenizer = model.tokenizer
     special = {*tokenizer.special, *model.eos_token_ids}
@@ -255,5 +276,13 @@ def vocabulary(model: TextModel, size: int) -> SetVocabulary:
         if name in model.formats.markers and id not in model.eos_token_ids and id < size
     )  # fmt: skip
     special.difference_update(markers)
-    tokens = [b"" if token_id in special else tokenizer.token_bytes(token_id) for token_id in range(size)]
-    return SetVocabulary(tokens, tuple(token_id for token_id in model.eos_token_ids if token_id < size), markers)
+
+    def tokens() -> Iterator[bytes]:
+        until = time.perf_counter() + PIECE
+        for token_id in range(size):
+            yield b"" if token_id in special else tokenizer.token_bytes(token_id)
+            if time.perf_counter() > until:
+                time.sleep(PIECE)
+                until = time.perf_counter() + PIECE
+
+    return pack(tokens(), [token_id for token_id in model.eos_token_ids if token_id < size], markers)

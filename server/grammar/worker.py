@@ -1,7 +1,8 @@
 """The process that compiles grammars: `python -m vserve.server.grammar.worker --fd N`.
 
 It loads libraries and vocabulary once, and forks for each grammar a child that may hang, crash or eat its memory: the
-child is killed, and nobody else waits for it. It starts no thread, so that forking it is safe.
+child is killed, and nobody else waits for it. Forking is safe in a process of one thread alone: it starts none, and
+keeps torch out, which starts some on machines with GPUs, takes seconds to import, and is of no use here.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
 
 from ...engine.connection import Connection
-from ...engine.grammar import Vocabulary
+from ...engine.grammar import Vocabulary, prepare
 from ...engine.messages import SetVocabulary
 from .compile import CompileError, compile
 from .constraint import Compile, Compiled, ToCompiler
 
-NUM_CHILDREN = 2  # a hostile grammar keeps one of them busy until it is killed
 MEMORY_LIMIT = 1 << 30  # bytes of address space beyond what the libraries take
 NICENESS = 10  # the engine may share these cores
 _PR_SET_PDEATHSIG = 1
@@ -45,13 +45,13 @@ class Child:
     received: bytearray = field(default_factory=bytearray)
     timer: asyncio.TimerHandle | None = None
     late: bool = False
+    dropped: bool = False
 
 
 class Worker:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._vocabulary: Vocabulary | None = None
-        self._queue: deque[Compile] = deque()
         self._children: dict[int, Child] = {}  # by pid
         self._connection: Connection
 
@@ -66,14 +66,16 @@ class Worker:
 
     def _receive(self, message: ToCompiler) -> None:
         if isinstance(message, SetVocabulary):
-            self._vocabulary = Vocabulary(message)
+            prepared = prepare(message)
+            self._connection.send(prepared)  # leaves when this returns, before the first Compiled
+            self._vocabulary = Vocabulary(prepared)
+        elif isinstance(message, Compile):  # no more at once than children may run: the API process has the queue
+            self._fork(message, time.monotonic(), frozenset())
         else:
-            self._queue.append(message)
-            self._start_waiting()
-
-    def _start_waiting(self) -> None:
-        while self._queue and len(self._children) < NUM_CHILDREN:
-            self._fork(self._queue.popleft(), time.monotonic(), frozenset())
+            for child in self._children.values():
+                if child.job.id == message.id:
+                    child.dropped = True
+                    os.kill(child.pid, signal.SIGKILL)  # the pipe closes, which is read below
 
     def _fork(self, job: Compile, started: float, skip: frozenset[str]) -> None:
         # xgrammar gets half the time: where it needs more, or crashes, llguidance may do.
@@ -104,6 +106,8 @@ class Worker:
             os.kill(child.pid, signal.SIGKILL)  # it has said its last word
         os.waitpid(child.pid, 0)
         del self._children[child.pid]
+        if child.dropped:
+            return
         try:
             result = msgspec.msgpack.decode(child.received, type=Compiled)
         except msgspec.DecodeError:
@@ -113,8 +117,8 @@ class Worker:
             what = f"took longer than {child.job.timeout:g} s to compile" if child.late else "crashed the compiler"
             result = Compiled(child.job.id, error=f"it {what}; simplify it.")
         seconds = time.monotonic() - child.started
-        self._connection.send(msgspec.structs.replace(result, seconds=seconds))
-        self._start_waiting()
+        is_costly = bool(child.skip) and result.error is not None  # the first attempt was killed
+        self._connection.send(msgspec.structs.replace(result, seconds=seconds, is_costly=is_costly))
 
 
 def _be_child(job: Compile, vocabulary: Vocabulary | None, skip: frozenset[str], pipe: int, seconds: float) -> None:
@@ -150,6 +154,7 @@ def main() -> None:
     sock = socket.socket(fileno=parser.parse_args().fd)
     sock.setblocking(False)
     os.nice(NICENESS)
+    sys.modules["torch"] = None  # type: ignore[assignment]  # for tvm_ffi, which imports it where it can
     asyncio.run(Worker(sock).run())
 
 

@@ -33,6 +33,10 @@ def random_server(serve: Callable[..., Any], tiny_model: Callable[..., Any]) -> 
     chunks and preempted."""
     options = ["--max-num-batched-tokens", "32", "--max-num-seqs", "8", "--num-gpu-blocks-override", "40"]
     with serve(str(tiny_model("qwen3", vocab_size=330)), "--served-model-name", "tiny", *options) as server:
+        # While it loads is when the engine may hold its interpreter's lock for libraries: not once streams are there.
+        (engine,) = server.engine_pids()
+        mapped = Path(f"/proc/{engine}/maps").read_text()
+        assert "libxgrammar" in mapped and "/llguidance/" in mapped
         yield server.url
 
 

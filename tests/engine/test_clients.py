@@ -134,7 +134,7 @@ def test_grammars_stay_as_long_as_somebody_wants_them(within: Any) -> None:
         office.join(1)
         office.join(2)
         for client in (FIRST, 1, 2):
-            office.say(client, SetVocabulary([b"a"], (0,)))
+            office.say(client, SetVocabulary(b"", b"a", (0,)))
             office.say(client, AddGrammar("k", "llguidance", b""))
         assert [type(message) for message in office.wanted] == [SetVocabulary, AddGrammar]
         office.wanted.clear()

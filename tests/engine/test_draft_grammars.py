@@ -14,9 +14,8 @@ import pytest
 import vserve.engine.arrivals as arrivals_module
 import vserve.engine.guide as guide_module
 import vserve.engine.runner as runner_module
-from vserve.engine.grammar import BACKENDS, GrammarError, GrammarMatcher, Vocabulary
+from vserve.engine.grammar import BACKENDS, GrammarError, GrammarMatcher, Vocabulary, pack, prepare
 from vserve.engine.guide import Guide
-from vserve.engine.messages import SetVocabulary
 from vserve.engine.request import SamplingParams, Thinking
 from vserve.engine.thinking import ThinkingMatcher
 from vserve.server.grammar.compile import compile
@@ -67,7 +66,7 @@ def told(drafts: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[type]:
-    vocabulary = Vocabulary(SetVocabulary(TOKENS, (END,)))
+    vocabulary = Vocabulary(prepare(pack(TOKENS, (END,))))
     compiled, backends = {}, set()
     for name, constraint in constraints().items():
         backend, payload = compile(constraint, vocabulary)

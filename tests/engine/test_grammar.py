@@ -7,12 +7,15 @@ import re
 import threading
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from vserve.engine import grammar
-from vserve.engine.grammar import GrammarError, Grammars, Matcher
-from vserve.engine.messages import AddGrammar, SetVocabulary
+from vserve.engine.grammar import GrammarError, Grammars, Matcher, pack, prepare
+from vserve.engine.grammar_libraries import load as load_libraries
+from vserve.engine.grammar_libraries import xgrammar
+from vserve.engine.messages import AddGrammar, ToEngine
 
 # Ids 7 and 8 stop, 9 is special, 10 and 11 are rows that no token uses.
 TOKENS = [b"a", b"b", b"ab", b"ba", b"aa", b"c", b"abc", b"", b"", b"", b"", b""]
@@ -24,19 +27,18 @@ TOKENS += [b""] * (SIZE - len(TOKENS))
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     grammars = Grammars()
-    grammars.set_vocabulary(SetVocabulary(TOKENS, STOPS))
+    grammars.set_vocabulary(prepare(pack(TOKENS, STOPS)))
     return grammars
 
 
 def payload(grammars: Grammars, backend: str, source: str) -> bytes:
     if backend == "llguidance":
         return f'%llguidance {{"no_forcing": true}}\n{source}'.encode()
-    import xgrammar
-
     vocabulary = grammars._vocabulary
     assert vocabulary is not None
-    compiler = xgrammar.GrammarCompiler(vocabulary.result().xgrammar, max_threads=1)
-    return compiler.compile_grammar(source).serialize_json().encode()
+    compiler = xgrammar().GrammarCompiler(vocabulary.result().xgrammar, 1, False, -1)
+    compiled = compiler.compile_grammar_ebnf(xgrammar().Grammar.from_ebnf(source, "root"))
+    return str(compiled.serialize_json()).encode()
 
 
 def allowed(matcher: Matcher) -> set[int]:
@@ -139,6 +141,39 @@ def test_a_slow_grammar_ends(grammars: Grammars, monkeypatch: pytest.MonkeyPatch
         grammars.matcher("slow").accept(0)
 
 
+def words(size: int) -> list[bytes]:
+    """A vocabulary as large as models have: the bytes, then words, some of which begin as others do."""
+    letters = b"etaoinshrdlucmfw"
+    digits = ([letters[number >> shift & 15] for shift in range(0, 20, 4)] for number in range(size - 257))
+    ends = (bytes(word[: 2 + number % 4]) + b"%x" % number for number, word in enumerate(digits))
+    return [*(bytes([byte]) for byte in range(256)), *ends, b""]
+
+
+def test_a_large_vocabulary_and_first_grammars_keep_no_thread_waiting(longest_gap: Any, settles_within: Any) -> None:
+    """What an engine does with them while it streams: a thread that held the interpreter's lock would be a stall of
+    every stream."""
+    tokens = words(150_000)
+    told = prepare(pack(tokens, (len(tokens) - 1,)))
+    message = msgspec.msgpack.encode(told)
+    compiler = xgrammar().GrammarCompiler(grammar.Vocabulary(told).xgrammar, 1, False, -1)
+    source = xgrammar().Grammar.from_ebnf('root ::= "e" [a-z]* | "q"', "root")
+    compiled = str(compiler.compile_grammar_ebnf(source).serialize_json()).encode()
+
+    def load() -> None:
+        grammars = Grammars()
+        grammars.set_vocabulary(msgspec.msgpack.decode(message, type=ToEngine))
+        grammars.add(AddGrammar("x", "xgrammar", compiled))
+        grammars.add(AddGrammar("l", "llguidance", b"start: /e[a-z]*|q/"))
+        for key in "xl":
+            row = np.zeros(-(-len(tokens) // 32), dtype=np.int32)
+            grammars.matcher(key).fill(row)
+            bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+            assert bits[ord("e")] and bits[ord("q")] and not bits[ord("a")]
+
+    load_libraries()  # as an engine does before it is ready
+    assert settles_within(0.15, lambda: longest_gap(load)), "some call keeps the interpreter's lock"
+
+
 def test_loading_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks for a matcher meanwhile gets one at once, and hears when it is ready."""
     go = threading.Event()
@@ -150,7 +185,7 @@ def test_loading_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(grammar, "Vocabulary", Slow)
     grammars = Grammars()
-    grammars.set_vocabulary(SetVocabulary(TOKENS, STOPS))
+    grammars.set_vocabulary(prepare(pack(TOKENS, STOPS)))
     grammars.add(AddGrammar("late", "llguidance", b'start: "ab"'))
     matcher = grammars.matcher("late")
     told = threading.Event()

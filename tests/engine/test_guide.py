@@ -13,10 +13,10 @@ import vserve.engine.arrivals as arrivals_module
 from vserve.engine import guide as guide_module
 from vserve.engine import mask_threads
 from vserve.engine.config import EngineConfig
-from vserve.engine.grammar import Grammars
+from vserve.engine.grammar import Grammars, pack, prepare
 from vserve.engine.guide import ALLOWANCE, ALLOWANCE_PER_TOKEN, QUICK, Guide
 from vserve.engine.mask_threads import MaskThreads, Patience
-from vserve.engine.messages import AddGrammar, SetVocabulary
+from vserve.engine.messages import AddGrammar
 from vserve.engine.request import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
@@ -209,7 +209,7 @@ def told(monkeypatch) -> None:
     class Told(Grammars):
         def __init__(self) -> None:
             super().__init__()
-            self.set_vocabulary(SetVocabulary([TOKENS[i % 8] for i in range(300)] + [b""] * 20, (2,)))
+            self.set_vocabulary(prepare(pack([TOKENS[i % 8] for i in range(300)] + [b""] * 20, (2,))))
             self.add(AddGrammar("ambiguous", "llguidance", AMBIGUOUS))
 
     monkeypatch.setattr(arrivals_module, "Grammars", Told)

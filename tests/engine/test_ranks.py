@@ -25,8 +25,9 @@ import pytest
 from vserve.engine import compilations
 from vserve.engine.config import ConfigError, EngineConfig
 from vserve.engine.connection import Connection
+from vserve.engine.grammar import pack, prepare
 from vserve.engine.layers.embedding import LMHead
-from vserve.engine.messages import AddGrammar, SetVocabulary
+from vserve.engine.messages import AddGrammar
 from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.parallel.divide import check_divides, sizes
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
@@ -240,7 +241,7 @@ def test_abort(pair: Pair) -> None:
 
 def test_grammars(pair: Pair) -> None:
     """Masks are made where tokens are drawn; the other rank is told of rows that had to wait for one."""
-    vocabulary = SetVocabulary([b""] * 10 + [b"%d " % id for id in range(10, 300)], (2,))
+    vocabulary = prepare(pack([b""] * 10 + [b"%d " % id for id in range(10, 300)], (2,)))
     source = b'%llguidance {"no_forcing": true}\nstart: /((1[0-9]|2[0-7]|83|150) ){6}/'
     for client in pair.clients:
         client.send(vocabulary)

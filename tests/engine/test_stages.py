@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from vserve.engine.config import ConfigError, EngineConfig
-from vserve.engine.messages import AddGrammar, SetVocabulary
+from vserve.engine.grammar import pack, prepare
+from vserve.engine.messages import AddGrammar
 from vserve.engine.parallel.pipeline import Ring, Stage
 from vserve.engine.plan import StepPlan
 from vserve.engine.ranks.hang import HangWatch
@@ -216,7 +217,7 @@ def test_abort(engines: Engines) -> None:
 
 def test_grammars(engines: Engines) -> None:
     """Masks are made where tokens are drawn; the other stages are told of rows that had to wait for one."""
-    vocabulary = SetVocabulary([b""] * 10 + [b"%d " % id for id in range(10, 300)], (2,))
+    vocabulary = prepare(pack([b""] * 10 + [b"%d " % id for id in range(10, 300)], (2,)))
     source = b'%llguidance {"no_forcing": true}\nstart: /((1[0-9]|2[0-7]|83|150) ){6}/'
     for client in engines.clients:
         client.send(vocabulary)

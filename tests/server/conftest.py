@@ -281,7 +281,7 @@ class Grammars:
         self.asked: list[tuple[str, Any]] = []
         self.held = 0
 
-    async def acquire(self, constraint: Any, param: str) -> str:
+    async def acquire(self, constraint: Any, param: str, owner: str) -> str:
         self.asked.append((param, constraint))
         self.held += 1
         return "key"

@@ -88,7 +88,7 @@ def test_it_ends_while_its_body_is_read(late: Any, engine: Any, monkeypatch: pyt
 def test_it_ends_while_its_grammar_is_compiled(new_thinking: Any) -> None:
     thinking = new_thinking(request_timeout=0.2)
 
-    async def acquire(constraint: Any, param: str) -> str:
+    async def acquire(constraint: Any, param: str, owner: str) -> str:
         await asyncio.sleep(60)
         return "key"
 

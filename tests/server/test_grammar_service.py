@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -15,8 +16,12 @@ import numpy as np
 import pytest
 
 from vserve.engine.grammar import Grammars
+from vserve.engine.grammar_libraries import load as load_libraries
 from vserve.engine.messages import AddGrammar, DropGrammars, SetVocabulary
 from vserve.server.errors import ApiError
+from vserve.server.grammar import service as service_module
+from vserve.server.grammar.process import CompilerProcess
+from vserve.server.grammar.queue import NUM_CHILDREN
 from vserve.server.grammar.service import Constraint, GrammarService
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.model import load_text_model
@@ -376,9 +381,9 @@ def test_who_waits_behind_hostile_ones_still_gets_an_answer(
     assert settles_within(2, lambda: house.run(main(small(timeout=6)))), "the event loop stood still"
 
 
-def bomb(seed: int) -> str:
-    """EBNF of 100 KB that takes xgrammar minutes."""
-    return "root ::= " + " ".join(f'("{seed}{i}")?' for i in range(12_000))
+def bomb(seed: int, size: int = 12_000) -> str:
+    """EBNF that takes xgrammar minutes: of 100 KB, or less."""
+    return "root ::= " + " ".join(f'("{seed}{i}")?' for i in range(size))
 
 
 @pytest.mark.slow
@@ -387,12 +392,12 @@ def test_a_killed_compiler_is_replaced_and_nobody_notices(house: House, small: C
 
     async def main() -> None:
         waiting = [asyncio.create_task(service.acquire(constraint("regex", f"x{i}"))) for i in range(4)]
-        await until(lambda: service._compiler is not None and service._compiler.pid is not None)
-        os.kill(service._compiler.pid, signal.SIGKILL)  # type: ignore[union-attr, arg-type]
+        await until(lambda: service._compiler.pid is not None)
+        os.kill(service._compiler.pid, signal.SIGKILL)  # type: ignore[arg-type]
         assert len(set(await asyncio.gather(*waiting))) == 4
-        assert service._compiler.num_restarts == 1  # type: ignore[union-attr]
+        assert service._compiler.num_restarts == 1
         for death in (2, 3):
-            os.kill(service._compiler.pid, signal.SIGKILL)  # type: ignore[union-attr, arg-type]
+            os.kill(service._compiler.pid, signal.SIGKILL)  # type: ignore[arg-type]
             assert await service.acquire(constraint("regex", f"y{death}"))
 
     house.run(main())
@@ -404,7 +409,6 @@ def test_closing_leaves_no_process(house: House) -> None:
 
     async def main() -> list[int]:
         await service.acquire(constraint("regex", "here"))
-        assert service._compiler is not None
         pids = [service._compiler.pid]
         hostile = asyncio.create_task(service.acquire(constraint("grammar", bomb(9))))
 
@@ -430,7 +434,128 @@ def is_alive(pid: int | None) -> bool:
 
 
 def test_the_compiler_has_one_thread(house: House) -> None:
-    """It forks."""
+    """It forks; torch would start some where there are GPUs."""
     house.acquire("json_object", "")
-    assert house.service._compiler is not None
-    assert len(os.listdir(f"/proc/{house.service._compiler.pid}/task")) == 1
+    process = Path(f"/proc/{house.service._compiler.pid}")
+    assert len(os.listdir(process / "task")) == 1
+    assert "libtorch" not in (process / "maps").read_text()
+
+
+def test_nobody_waits_for_what_nobody_waits_for(house: House, small: Callable[..., GrammarService]) -> None:
+    """Clients ask for what takes minutes, and leave: those that wait to be compiled are forgotten, those that are being
+    compiled end once somebody else needs their place."""
+    service = small(timeout=600)
+
+    async def main() -> None:
+        await service.acquire(constraint("regex", "first"))
+        asked = [asyncio.create_task(service.acquire(constraint("grammar", bomb(seed)))) for seed in range(6)]
+        asked += [asyncio.create_task(service.acquire(constraint("grammar", bomb(7, 1_000)))) for _ in range(2)]
+        await until(lambda: len(children_of(service)) == NUM_CHILDREN)
+        assert service._compiler.num_waiting == 5, "one long, one short: as children may have"
+        for task in asked:
+            task.cancel()
+        await asyncio.wait(asked)
+        assert service._compiler.num_waiting == 0
+        assert len(children_of(service)) == NUM_CHILDREN, "nobody needs their places"
+        again = asyncio.create_task(service.acquire(constraint("grammar", bomb(0))))  # and has it compiled on
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(service.acquire(constraint("json", PERSON)), 60)
+        left = {entry.constraint.text for entry in service._entries.values()}
+        assert left == {"first", bomb(0), json.dumps(PERSON)}, "one had to go, not that which somebody wants"
+        again.cancel()
+        await asyncio.wait([again])
+
+    house.run(main())
+
+
+def children_of(service: GrammarService) -> list[int]:
+    pid = service._compiler.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_what_took_all_of_its_time_is_refused_at_once_for_minutes(
+    house: House, small: Callable[..., GrammarService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = small(timeout=0.5)
+
+    async def refused() -> str:
+        with pytest.raises(ApiError) as caught:
+            await service.acquire(constraint("grammar", bomb(3)))
+        assert caught.value.status == 400
+        return caught.value.message
+
+    async def main() -> None:
+        message = await refused()
+        (entry,) = service._entries.values()
+        assert entry.expires - time.monotonic() > 60
+        compiled = service._compiler._next_id
+        assert await refused() == message
+        assert service._compiler._next_id == compiled, "it was not tried again"
+
+    house.run(main())
+
+
+def test_whoever_has_the_most_that_waits_gives_way(
+    house: House, small: Callable[..., GrammarService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = small(timeout=60)
+    monkeypatch.setattr(CompilerProcess, "_begin", lambda self: None)  # nothing is ever compiled
+    monkeypatch.setattr(service_module, "MAX_WAITING", 4)
+
+    def ask(owner: str, text: str) -> asyncio.Task[str]:
+        return asyncio.create_task(service.acquire(constraint("regex", text), "tools", owner))
+
+    async def main() -> None:
+        greedy = [ask("greedy", f"g{i}") for i in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await ask("greedy", "g4")
+        assert (caught.value.status, caught.value.param) == (503, "tools") and "at most 4" in caught.value.message
+        modest = [ask("modest", f"m{i}") for i in range(2)]
+        await asyncio.sleep(0.01)
+        assert [task.done() for task in greedy] == [False, False, True, True], "the newest ones"
+        assert not any(task.done() for task in modest)
+        with pytest.raises(ApiError):
+            await ask("modest", "m2")  # has as many
+        for task in (*greedy, *modest):
+            task.cancel()
+        for result in await asyncio.gather(*greedy, *modest, return_exceptions=True):
+            assert isinstance(result, ApiError | asyncio.CancelledError)
+        assert service._compiler.num_waiting == 0 and not service._entries
+
+    house.run(main())
+
+
+class Wide:
+    """A tokenizer with any number of words behind those of another one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.special = tokenizer.special
+        self._tokenizer = tokenizer
+        self._size = tokenizer.core.get_vocab_size()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        known = self._tokenizer._token_bytes(token_id % self._size)
+        return known if token_id < self._size else b"w%x" % token_id
+
+
+def test_reading_the_vocabulary_and_telling_the_engine_keep_no_thread_waiting(
+    house: House, small: Callable[..., GrammarService], longest_gap: Any, settles_within: Any
+) -> None:
+    """Everything from the model's tokens to the first grammar, in the process that serves and in the engine's, which
+    are one here: 150,000 tokens."""
+    model, size = dataclasses.replace(house.model, tokenizer=Wide(house.model.tokenizer)), 150_000
+
+    async def first_grammar() -> None:
+        service = GrammarService(Engine(size), model, timeout=60)
+        try:
+            key = await service.acquire(constraint("json", PERSON))
+            ready = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            service._client.grammars.matcher(key).when_ready(lambda: loop.call_soon_threadsafe(ready.set))
+            await ready.wait()
+        finally:
+            await service.close()
+
+    load_libraries()  # as an engine does before it is ready
+    assert settles_within(0.15, lambda: longest_gap(lambda: house.run(first_grammar())))

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vserve.engine.grammar import BACKENDS, GrammarMatcher, Vocabulary
-from vserve.engine.messages import SetVocabulary
+from vserve.engine.grammar import BACKENDS, GrammarMatcher, Vocabulary, pack, prepare
 from vserve.server.grammar.compile import CompileError, compile
 from vserve.server.grammar.constraint import Constraint
 from vserve.server.grammar.finite import texts_of
@@ -50,7 +49,7 @@ USUAL = set(b'{}[]":,0123456789abc-.') | set(range(256, STOP))
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
-    return Vocabulary(SetVocabulary(TOKENS, (STOP,)))
+    return Vocabulary(prepare(pack(TOKENS, (STOP,))))
 
 
 def walk(matcher: GrammarMatcher, rng: random.Random, limit: int = 150) -> bytes | None:

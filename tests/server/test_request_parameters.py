@@ -19,7 +19,7 @@ class Grammars:
         self.acquired: list[Constraint] = []
         self.open: list[str] = []
 
-    async def acquire(self, constraint: Constraint, param: str) -> str:
+    async def acquire(self, constraint: Constraint, param: str, owner: str) -> str:
         if "bad" in constraint.text:
             raise bad_request("The regular expression is bad.", param)
         self.acquired.append(constraint)

@@ -244,7 +244,7 @@ def test_an_epoch_never_comes_back(replicas: Replicas) -> None:
 
 def test_grammars_go_to_each_engine_once_and_rescued_requests_to_who_knows_theirs(replicas: Replicas) -> None:
     first, second = replicas.engines
-    words, grammar = SetVocabulary([b"a"], (0,)), AddGrammar("k", "llguidance", b"")
+    words, grammar = SetVocabulary(b"", b"a", (0,)), AddGrammar("k", "llguidance", b"")
     second.ready = False
     replicas.send(words)
     replicas.send(grammar)

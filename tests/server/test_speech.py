@@ -20,7 +20,7 @@ class Grammars:
     def __init__(self) -> None:
         self.held: list[str] = []
 
-    async def acquire(self, constraint: Constraint, param: str) -> str:
+    async def acquire(self, constraint: Constraint, param: str, owner: str) -> str:
         self.held.append("key")
         return "key"
 
@@ -50,7 +50,7 @@ def test_a_grammar_is_given_back_when_what_follows_fails() -> None:
     )
     prompt = Prompt([1, 2, 3], SamplingParams(max_tokens=4))
     with pytest.raises(UnicodeError):
-        asyncio.run(speech.prepare(grammars, [prompt], PLAIN, Broken()))  # type: ignore[arg-type]
+        asyncio.run(speech.prepare(grammars, "", [prompt], PLAIN, Broken()))  # type: ignore[arg-type]
     assert grammars.held == []
 
 

@@ -31,14 +31,15 @@ CALLS = {
 }  # fmt: skip
 
 
+MARKERS = [b"[TOOL_CALLS]", b"[ARGS]", b"<|python_tag|>", b"<|channel|>", b"<|message|>", b"<|end|>"]
+TOKENS = [b"", *(bytes([byte]) for byte in range(256)), b"<tool_call>", *MARKERS]
+
+
 @pytest.fixture(scope="module")
 def byte_vocabulary() -> Iterator[Any]:
-    from vserve.engine.grammar import Vocabulary
-    from vserve.engine.messages import SetVocabulary
+    from vserve.engine.grammar import Vocabulary, pack, prepare
 
-    markers = [b"[TOOL_CALLS]", b"[ARGS]", b"<|python_tag|>", b"<|channel|>", b"<|message|>", b"<|end|>"]
-    tokens = [b"", *(bytes([byte]) for byte in range(256)), b"<tool_call>", *markers]
-    yield Vocabulary(SetVocabulary(tokens, (0,), tuple(range(258, 258 + len(markers)))))
+    yield Vocabulary(prepare(pack(TOKENS, (0,), range(258, len(TOKENS)))))
 
 
 @pytest.mark.parametrize("name", [format.name for format in known()[0]])
@@ -53,7 +54,7 @@ def test_what_a_grammar_lets_out_is_read_as_valid_calls(name: str, mode: str, by
     constraint = use.constraints(format, None)[0]
     backend, payload = compile(constraint, byte_vocabulary)
     grammar = BACKENDS[backend](byte_vocabulary, payload)
-    size = len(byte_vocabulary.tokens)
+    size = byte_vocabulary.size
     num_calls = 0
     for seed in range(12):
         rng = random.Random(seed)
@@ -75,7 +76,7 @@ def test_what_a_grammar_lets_out_is_read_as_valid_calls(name: str, mode: str, by
                 break  # an end, or free text
             token = int(rng.choice(allowed[allowed > 0]))
             assert matcher.accept(token)
-            text += byte_vocabulary.tokens[token]
+            text += TOKENS[token]
         reader = Reader(format.read, {tool.name: tool.schema for tool in use.callable}, new_id=format.new_id)
         parts = reader.feed(text.decode(errors="replace")) + reader.finish()
         names = [part.name for part in parts if isinstance(part, CallBegin)]

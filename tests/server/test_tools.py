@@ -13,6 +13,7 @@ import pytest
 from openai import OpenAI
 
 from vserve.engine.config import ConfigError
+from vserve.engine.grammar import unpack
 from vserve.engine.request import Thinking
 from vserve.server.app import create_app
 from vserve.server.errors import bad_request
@@ -50,7 +51,7 @@ class Grammars:
         self.refuses: Callable[[Any], bool] = lambda constraint: False
         self.held = 0
 
-    async def acquire(self, constraint: Any, param: str) -> str:
+    async def acquire(self, constraint: Any, param: str, owner: str) -> str:
         self.asked.append((param, constraint))
         if self.refuses(constraint):
             raise bad_request("too hard", param)
@@ -517,8 +518,9 @@ def test_a_model_whose_markers_are_special_tokens(
     model = model_with(model_folder, tmp_path, template, ("[TOOL_CALLS]", "[ARGS]", "[OTHER]"), True)
     assert model.formats.tools is not None and model.formats.tools.name == "mistral_args"
     words = vocabulary(model, 330)
-    assert [words.tokens[id] for id in words.markers] == [b"[TOOL_CALLS]", b"[ARGS]"]
-    assert words.tokens[model.tokenizer.core.token_to_id("[OTHER]")] == b""
+    tokens = unpack(words)
+    assert [tokens[id] for id in words.markers] == [b"[TOOL_CALLS]", b"[ARGS]"]
+    assert tokens[model.tokenizer.core.token_to_id("[OTHER]")] == b""
     client = new_client(model=model)
     client.app.state.server.grammars = grammars
     text = '[OTHER]Well.[TOOL_CALLS]search[ARGS]{"q": "x"}[OTHER]'
