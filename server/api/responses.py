@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from ..generation.logprobs import LogprobFormat
 from ..http.auth import owner_of
 from ..http.disconnect import unless_disconnected
 from ..http.event_stream import EventStream
+from ..http.request_id import TAG_HEADER, new_id
 from ..state import ServerState
 from ..wire.requests import ChatRequest
 from .answer import answer
@@ -63,8 +63,8 @@ class ResponseToItems(Chatting):
         """`messages`: the conversation that the answer goes on with, of which the chat may leave out turns; `previous`:
         the response that it goes on from."""
         super().__init__(request, chat)
-        # Whoever knows it may read the response: it is not made of anything that a client chooses.
-        self.id = f"resp_{uuid.uuid4().hex}"
+        # Whoever knows it may read the response: nothing that a client chooses is all of it.
+        self.id = f"resp_{new_id(request.headers.get(TAG_HEADER))}"
         self._asked = asked
         self._messages = messages
         self._previous = previous

@@ -163,19 +163,30 @@ def _refuses(request: httpx.Request) -> httpx.Response:
     raise httpx.ConnectError("refused")
 
 
-FAILURES: dict[str, tuple[Callable[[httpx.Request], httpx.Response], str]] = {
-    "refused": (_refuses, "connection"),
-    "no byte": (lambda request: httpx.Response(200, headers=STREAM, stream=Pieces(_dies_at_once())), "connection"),
-    "half a refusal": (lambda request: httpx.Response(503, stream=Pieces(_breaks_off())), "connection"),
-    "loading": (lambda request: httpx.Response(503, json={"error": {"code": "loading"}}), "status_503"),
-    "full": (lambda request: httpx.Response(429, json={"error": {"code": "queue_full"}}), "status_429"),
+def _cuts(request: httpx.Request) -> httpx.Response:
+    return httpx.Response(200, headers=STREAM, stream=Pieces(_dies_at_once()))
+
+
+def _says(status: int, code: str | None = None) -> Callable[[httpx.Request], httpx.Response]:
+    return lambda request: httpx.Response(status, json={"error": {"code": code, "message": "It says no."}})
+
+
+# What happens at a server, why another is asked in the metrics' words, the status where it happens at all of them.
+FAILURES: dict[str, tuple[Callable[[httpx.Request], httpx.Response], str, int]] = {
+    "refused": (_refuses, "connection", 503),
+    "no byte": (_cuts, "connection", 502),
+    "half a refusal": (lambda request: httpx.Response(503, stream=Pieces(_breaks_off())), "connection", 502),
+    "loading": (_says(503, "loading"), "status_503", 503),
+    "full": (_says(429, "queue_full"), "status_429", 429),
+    "dead": (_says(503, "engine_dead"), "status_503", 503),
+    "gateway": (_says(502), "status_502", 502),
 }
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_before_the_first_byte_another_server_is_asked(failure: str) -> None:
     async def test() -> None:
-        fails, reason = FAILURES[failure]
+        fails, reason, last = FAILURES[failure]
         fleet = await Fleet(a=fails).ready()
         fleet.backends._router._sessions[hash("s")] = 0
         status, body = await fleet.call(headers={"x-session-id": "s"})
@@ -184,8 +195,7 @@ def test_before_the_first_byte_another_server_is_asked(failure: str) -> None:
         fleet.servers["b"] = fails
         fleet.backends.each[0].takes = True
         status, body = await fleet.call(headers={"x-session-id": "s"})
-        expected = 503 if reason == "connection" else int(reason[-3:])
-        assert status == expected and b"error" in body, "all have failed: the last refusal, or that nobody answers"
+        assert status == last and b"error" in body, "all have failed: the last refusal, or that nobody answers"
 
     run(test)
 
@@ -505,6 +515,18 @@ def test_a_long_session_is_kept_as_a_number() -> None:
 
 
 def test_bodies_that_say_nothing_are_for_the_server_to_refuse() -> None:
-    for body in (b"", b"{", b"[]", b'"x"', b'{"model": 3, "prompt": null}', b"\xff", b"[" * 100_000):
-        assert read(body).text == b""
-    assert read(b'{"messages": ["a"], "tools": ["t"]}').text == b'["t"]["a"]', "in the order of templates"
+    for body in (
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b'{"model": 3, "prompt": null}',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"model": "\xff"}',
+    ):
+        assert (read(body).num_tokens, read(body).keys, read(body).model) == (0, [], None)
+    tools, others, messages = (json.dumps([letter * 500]) for letter in "abc")
+    one, other = (read(f'{{"messages": {messages}, "tools": {text}}}'.encode()).keys for text in (tools, others))
+    assert one == read(f'{{"tools": {tools}, "messages": {messages}}}'.encode()).keys, "in the order of templates"
+    assert len(one) == len(other) == 3 and one[0] != other[0], "tools first"
