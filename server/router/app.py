@@ -217,7 +217,7 @@ class RouterApp:
             state["request_id"] = clean_id(asked.request_id)
         is_named = bool(asked.request_id) or clean_id(headers.get("x-request-id", "")) == state["request_id"]
         if path.startswith(ONE_MODEL):
-            asked = replace(asked, model=path.removeprefix(ONE_MODEL))
+            asked = replace(asked, model=path.removeprefix(ONE_MODEL), longer_than=0)  # as in the list of all
         session = headers.get("x-session-id")
         if session is not None and who:
             session = f"{who}\0{session}"
