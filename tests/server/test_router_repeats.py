@@ -202,13 +202,15 @@ def test_nobody_makes_the_router_lose_another_s_response(kind: type[Keeper], mon
     async def test() -> None:
         servers = {name: kind() for name in "abcd"}
         fleet = await Fleet("abcd", **servers).ready()
-        made = json.loads((await fleet.call("/v1/responses", {"input": "x"}))[1])["id"]
+        fleet.backends._router._sessions[hash("s")] = 2
+        made = json.loads((await fleet.call("/v1/responses", {"input": "x"}, headers={"x-session-id": "s"}))[1])["id"]
         (home,) = fleet.asked
+        assert home == "c", "where nobody would look for it first"
         fleet.down = {home}
         await fleet.call(body={"prompt": "x"}, headers={"x-request-id": made})
         for index in range(4):
             ids = [{"id": made}, *({"id": f"resp_{index}{number}"} for number in range(99))]
-            await fleet.call("/v1/completions", {"metadata": ids[0], "tools": ids, "input": "x"})
+            await fleet.call("/v1/completions", {"metadata": ids, "input": "x"})
         fleet.down = set()
         while len(fleet.backends.serving) < 4:
             await asyncio.sleep(0.005)
