@@ -92,10 +92,10 @@ def test_the_sdk_notices_nothing(router, servers, until) -> None:
 def test_another_router_finds_what_this_one_s_servers_have_stored(router, servers, until) -> None:
     """One that was started since, and knows nothing but the servers' addresses."""
     made = {}
-    for session in map(str, range(50)):
-        headers, body = {"X-Session-ID": session}, {"input": "Hi " * 200 + session, "max_output_tokens": 2}
+    for number in range(50):
+        body = {"input": f"{number} is a number. " * 50, "max_output_tokens": 2}  # whose cache has less in it gets it
         before = served(router)
-        answer = httpx.post(f"{router}/v1/responses", json=body, headers=headers, timeout=240)
+        answer = httpx.post(f"{router}/v1/responses", json=body, timeout=240)
         assert answer.status_code == 200, answer.text
         home = next(url for url, count in served(router).items() if count > before.get(url, 0))
         made.setdefault(home, answer.json()["id"])
@@ -118,23 +118,23 @@ def test_a_large_body_holds_nobody_up(servers, until) -> None:
     """57 MB of lists: neither as values in memory, nor as seconds in which no question is answered."""
     body = b'{"model":"demo","messages":[{"role":"user","content":"x"}],"junk":[' + b"[]," * 19_000_000 + b"[]]}"
     with routing(servers, until) as (url, pid), ThreadPoolExecutor(1) as pool, httpx.Client(base_url=url) as http:
-        resting, over, longest = memory(pid), threading.Event(), 0.0
+        resting, longest = memory(pid), []
+        for _ in range(3):  # the machine itself may stand still
+            sending, gap = pool.submit(_post, f"{url}/v1/chat/completions", body), 0.0
+            while not sending.done():
+                began = time.monotonic()
+                assert http.get("/livez", timeout=60).status_code == 200
+                gap = max(gap, time.monotonic() - began)
+            answer = sending.result()
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "too_many_values"
+            longest.append(gap)
+            if gap < 1:
+                break
+        assert memory(pid) - resting < 250 << 20 and min(longest) < 1, longest
 
-        def send() -> httpx.Response:
-            try:
-                headers = {"content-type": "application/json"}
-                return httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers, timeout=240)
-            finally:
-                over.set()
 
-        sending = pool.submit(send)
-        while not over.wait(0.01):
-            began = time.monotonic()
-            assert http.get("/livez", timeout=60).status_code == 200
-            longest = max(longest, time.monotonic() - began)
-        answer = sending.result()
-        assert answer.status_code == 400 and answer.json()["error"]["code"] == "too_many_values"
-        assert memory(pid) - resting < 250 << 20 and longest < 5
+def _post(url: str, body: bytes) -> httpx.Response:
+    return httpx.post(url, content=body, headers={"content-type": "application/json"}, timeout=240)
 
 
 def memory(pid: int) -> int:
