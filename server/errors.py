@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _ANTHROPIC_PATH = re.compile(r"/v1/messages(/|$)")
 _SHARED_PATH = re.compile(r"/v1/models(/|$)")  # of both APIs: the header says whose client asks
 ANTHROPIC_HEADER = "anthropic-version"
+CODE_HEADER = "x-error-code"  # of an error in Anthropic's shape, whose body has no place for it: the router reads it
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -72,7 +73,9 @@ class ApiError(Exception):
         if scope is None or not _is_anthropic(scope):
             return Response(self.body(), self.status, self.headers, media_type="application/json")
         request_id = scope.get("state", {}).get("request_id")
-        headers = {**self.headers, "request-id": request_id} if request_id else self.headers
+        headers = {**self.headers, "request-id": request_id} if request_id else dict(self.headers)
+        if self.code:
+            headers[CODE_HEADER] = self.code
         return Response(self.anthropic_body(request_id), self.status, headers, media_type="application/json")
 
 

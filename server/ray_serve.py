@@ -21,15 +21,16 @@ from starlette.responses import Response, StreamingResponse
 from ..engine.config import EngineConfig
 from .client.replicas import make_client
 from .client.routing import Load, Router
+from .errors import ApiError
+from .lanes import Lanes
 from .options.config import ServerConfig
 from .options.keywords import from_keywords
-from .router.asked import Ask, Asked, read
-from .router.backend import BYTES_PER_TOKEN
+from .router.asked import LARGEST_BODY, NUM_LANES, Ask, Asked, look
+from .router.begun import lost
 
 logger = logging.getLogger(__name__)
 
 OPEN_REQUESTS = 4096  # of a replica, and of the front: engines have queues of their own
-ATTEMPTS = 3  # for a request whose replica dies before a byte of its answer is there
 DRAINING = 3600.0  # seconds that a replica which is to go may still answer
 CACHE_TOKENS = 1 << 20  # of a replica's prefix cache, about
 HOP = frozenset((b"content-length", b"connection", b"transfer-encoding"))
@@ -151,23 +152,35 @@ class Model:
 class Front:
     """What HTTP reaches."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, largest_body: int = LARGEST_BODY) -> None:
+        """`largest_body`: bytes."""
         self._model = model.options(stream=True)
+        self._largest_body = largest_body
+        self._lanes = Lanes(NUM_LANES)  # where large bodies are looked at
 
     async def __call__(self, request: Request) -> Response:
-        body = await request.body()
-        asked = replace(read(body), session=request.headers.get("x-session-id"))
-        ask = Ask(asked, len(asked.text) // BYTES_PER_TOKEN)
+        try:
+            return await self._answer(request)
+        except ApiError as error:
+            return error.response(request.scope)
+
+    async def _answer(self, request: Request) -> Response:
+        body, path = await self._body(request), request.scope["path"]
+        asked = await look(body, self._lanes, request.headers.get("authorization", ""))
+        asked = replace(asked, session=request.headers.get("x-session-id"))
+        ask = Ask(asked, asked.num_tokens)
         headers = [pair for pair in request.headers.raw if pair[0] not in HOP]
-        url = request.scope["path"], request.scope["query_string"]
-        for attempt in range(ATTEMPTS):
-            parts = self._model.answer.remote(ask, request.method, *url, headers, body)
+        is_stored = request.method == "POST" and asked.is_stored(path)
+        for is_last in (is_stored, True):
+            parts = self._model.answer.remote(
+                ask, request.method, path, request.scope["query_string"], headers, body
+            )  # fmt: skip
             try:
                 status, found = await anext(parts), await anext(parts)
                 break
             except RayActorError:
-                if attempt + 1 == ATTEMPTS:
-                    raise
+                if is_last:
+                    raise lost(is_stored) from None
                 logger.warning("a replica died before it had answered; the request goes to another")
 
         async def rest() -> AsyncIterator[bytes]:
@@ -179,6 +192,17 @@ class Front:
         response = StreamingResponse(rest(), status)
         response.raw_headers = found
         return response
+
+    async def _body(self, request: Request) -> bytes:
+        """Raises ApiError (413)."""
+        pieces, size = [], 0
+        async for piece in request.stream():
+            pieces.append(piece)
+            size += len(piece)
+            if size > self._largest_body:
+                message = f"The request's body exceeds {self._largest_body} bytes; send less, or raise max_body_size."
+                raise ApiError(413, message, code="body_too_large")
+        return b"".join(pieces)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -197,4 +221,4 @@ def build(args: dict[str, Any]) -> serve.Application:
         Front, name="front", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=OPEN_REQUESTS * 16,
         graceful_shutdown_timeout_s=DRAINING,
     )  # fmt: skip
-    return made.bind(model.bind(engine, config))
+    return made.bind(model.bind(engine, config), config.max_body_size or LARGEST_BODY)

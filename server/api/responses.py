@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +30,7 @@ from ..generation.logprobs import LogprobFormat
 from ..http.auth import owner_of
 from ..http.disconnect import unless_disconnected
 from ..http.event_stream import EventStream
+from ..http.request_id import TAG_HEADER, new_id
 from ..state import ServerState
 from ..wire.encoded import encode
 from .answer import answer
@@ -50,7 +50,7 @@ async def create_response(request: Request) -> Response:
     """An answer to items: text, reasoning and function calls."""
     body = await read_request(ResponsesRequest, request)
     previous = previous_response(request, body.previous_response_id, body.truncation == "auto")
-    asked = await work_on_body(request, lambda: _Asked(body, previous))
+    asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
     with speaking_of(NAMES):
         return await answer(ResponseToItems(request, body, asked))
 
@@ -58,10 +58,12 @@ async def create_response(request: Request) -> Response:
 class _Asked:
     """What becomes of a body at once, as long as that takes: its chat, and bytes of what is stored in the end."""
 
-    def __init__(self, body: ResponsesRequest, previous: Stored | None) -> None:
-        """Raises ApiError (400). Nothing of `previous` is decoded but its last message, where the body has none."""
-        # Whoever knows it may read the response: it is not made of anything that a client chooses.
-        self.id = f"resp_{uuid.uuid4().hex}"
+    def __init__(self, body: ResponsesRequest, previous: Stored | None, tag: str | None) -> None:
+        """`tag`: see new_id. Raises ApiError (400).
+
+        Nothing of `previous` is decoded but its last message, where the body has none."""
+        # Whoever knows it may read the response: nothing that a client chooses is all of it.
+        self.id = f"resp_{new_id(tag)}"
         before, self.items = (NONE, NONE) if previous is None else (previous.messages, previous.all_items)
         messages = body.messages()
         self.chat = body.chat(messages or list(before.last()))
@@ -180,7 +182,7 @@ async def count_input_tokens(request: Request) -> Response:
     server.model_name(body.model)
     server.engine_info()
     previous = previous_response(request, body.previous_response_id)
-    asked = await work_on_body(request, lambda: _Asked(body, previous))
+    asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
     with speaking_of(NAMES):
         work = chat_tokens(request, asked.chat, lambda: asked.history.messages(asked.chat), fits=False)
         _, token_ids = await unless_disconnected(request.receive, work)

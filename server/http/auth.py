@@ -124,61 +124,6 @@ def owner_of(scope: Scope) -> str:
     return "" if key is None else key.owner
 
 
-def administers(self, key: Key | None) -> bool:
-        """Whether it opens what controls the server."""
-        return key is not None and key in (self._admin_keys or self._keys)
-
-    def check(self, scope: Scope, key: Key | None) -> ApiError | None:
-        """Why the request, which has brought this key, may not pass."""
-        path = scope.get("raw_path") or scope["path"].encode()
-        if path in self._public or (path in self._pages and scope["method"] in ("GET", "HEAD")):
-            return None
-        if self._admin_keys and not self.administers(key) and is_admin_path(get_route_path(scope)):
-            if key is None:
-                return unauthorized()
-            return ApiError(403, "This route needs an admin API key.", code="admin_key_required")
-        return unauthorized() if self._keys and key is None else None
-
-
-class Authentication:
-    def __init__(self, app: ASGIApp, locks: Locks) -> None:
-        self.app = app
-        self._locks = locks
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            key = self._locks.find(presented_key(scope["headers"]))
-            scope.setdefault("state", {}).update(locks=self._locks, key=key)
-            if (refusal := self._locks.check(scope, key)) is not None:
-                await refusal.response(scope)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
-
-
-def is_admin_path(path: str) -> bool:
-    return any(path == admin or path.startswith(f"{admin}/") for admin in ADMIN)
-
-
-def key_of(scope: Scope) -> Key | None:
-    """The key that the request has brought, where the locks know it."""
-    key: Key | None = scope.get("state", {}).get("key")
-    return key
-
-
-def owner_of(scope: Scope) -> str:
-    """Whose request it is: the digest of its key; "" where the locks know no such key: all strangers are alike,
-    and a made-up key has no share of its own."""
-    key = key_of(scope)
-    return "" if key is None else key.owner
-
-
-def asker_of(scope: Scope) -> str:
-    """Whom shares are for: `owner_of`, and where there are no keys, the address that the connection is from."""
-    if scope.get("state", {}).get("locks") is not None:
-        return owner_of(scope)
-    return str((scope.get("client") or ("",))[0])
-
-
 def administers(scope: Scope) -> bool:
     """Whether who asks may read /server_info: without keys, anybody."""
     locks = scope.get("state", {}).get("locks")

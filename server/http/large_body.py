@@ -41,7 +41,7 @@ def work_of(raw: bytes) -> int:
 
 def decode(raw: bytes) -> Any:
     """What body.decode returns. Raises ApiError (400)."""
-    num_keys = _check(raw)
+    num_keys = check(raw)
     try:
         value = _read(raw, DEPTH)
     except (msgspec.DecodeError, ValueError) as error:
@@ -53,7 +53,7 @@ def decode(raw: bytes) -> Any:
     return value
 
 
-def _check(raw: bytes) -> int:
+def check(raw: bytes) -> int:
     """The number of keys. Raises ApiError (400) where there are too many values; of what is no JSON it says nothing."""
     shape = bytearray()  # the structure alone, with one quote for each string
     num_keys = num_values = start = 0

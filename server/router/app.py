@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +23,14 @@ from starlette.types import Message, Receive, Scope, Send
 from ..errors import ApiError
 from ..http.auth import is_admin_path
 from ..http.hops import passed_on
-from ..http.large_body import LARGE
 from ..http.middleware import HttpMetrics
 from ..http.path import has_dot_segments
-from .asked import Asked, read
+from ..http.request_id import MAX_ID_LENGTH, TAG_HEADER, TAG_LENGTH, clean_id
+from ..lanes import Lanes
+from .asked import NUM_LANES, Asked, look
 from .backend import Backend, Backends
+from .begun import Begun, Verdict, lost
+from .body import Body
 from .metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
@@ -35,32 +38,16 @@ logger = logging.getLogger(__name__)
 PROBES = ("/health", "/livez", "/readyz", "/ping")
 OTHERS = frozenset(("/tokenize", "/detokenize", "/classify", "/pooling", "/score", "/rerank", "/invocations"))
 ONE_MODEL = "/v1/models/"
-LARGEST_REFUSAL = 1 << 20  # bytes
 # What one server made, others do not know.
 _IDS = re.compile(r"/v1/(?:responses|chat/completions|requests)/([^/]+)")
 _VERBS = frozenset(("render", "batch", "input_tokens", "compact"))
-_MADE = re.compile(rb'"id": ?"((?:resp|chatcmpl)[\w-]+)"')
-_NOT_SENT = frozenset((b"host", b"content-length", b"x-request-id", b"expect"))
+# Of the answer itself: what stands further in may be the client's own words.
+_MADE = re.compile(
+    rb'(?:event: ?[\w.]{1,64}\r?\n)?(?:data: ?)?\{\s*(?:"(?:type|sequence_number)": ?[\w."]{1,64},\s*)*'
+    rb'(?:"response": ?\{\s*)?"id": ?"((?:resp_|chatcmpl-)[\w.:-]{1,%d})"' % MAX_ID_LENGTH
+)
+_NOT_SENT = frozenset((b"host", b"content-length", b"x-request-id", b"expect", TAG_HEADER.encode()))
 _NOT_PASSED = frozenset((b"x-request-id", b"server", b"date"))
-
-
-class Unanswered(Exception):
-    """Not a byte has come; the message is the reason, for counting."""
-
-
-@dataclass
-class Begun:
-    """An answer whose first bytes are there."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    first: bytes
-    rest: AsyncIterator[bytes]
-    answer: httpx.Response
-
-    @property
-    def is_stream(self) -> bool:
-        return self.answer.headers.get("content-type", "").startswith("text/event-stream")
 
 
 class RouterApp:
@@ -76,6 +63,7 @@ class RouterApp:
         self.registry.register(self.http_metrics)
         self.num_open = 0
         self.draining = False
+        self.lanes = Lanes(NUM_LANES)  # where large bodies are looked at
         self._http = http
         self._passes_cancelling = server_key is None or asks_for_keys
         self._server_key = None if server_key is None else f"Bearer {server_key}".encode()
@@ -129,7 +117,8 @@ class RouterApp:
             if isinstance(answer, httpx.Response) and answer.status_code == 200:
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     for card in answer.json()["data"]:
-                        found.setdefault(card["id"], card)
+                        if card["id"] not in found or _length(card) > _length(found[card["id"]]):
+                            found[card["id"]] = card
                     heard = True
             elif isinstance(answer, httpx.Response):
                 refusal = answer
@@ -146,10 +135,12 @@ class RouterApp:
         """For as long as the client is there: when it leaves, so does the request to the server."""
         request = Request(scope, receive)
         try:
-            body = await request.body()
+            content = b"".join([piece async for piece in request.stream()])
         except ClientDisconnect:
             return
-        work = asyncio.create_task(self._answer(request, body, send))
+        body = Body(content, scope["state"].get("held_body"))
+        del content
+        work = asyncio.create_task(self._try_each(request, body, send))
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -157,103 +148,122 @@ class RouterApp:
             gone.cancel()
             if not work.done():
                 work.cancel()
+            body.drop()
         with contextlib.suppress(asyncio.CancelledError):
             await work
 
-    async def _answer(self, request: Request, body: bytes, send: Send) -> None:
-        try:
-            await self._try_each(request, body, send)
-        finally:
-            self.backends.forget(request.scope["state"]["request_id"])
-
-    async def _try_each(self, request: Request, body: bytes, send: Send) -> None:
+    async def _try_each(self, request: Request, body: Body, send: Send) -> None:
         arrival, scope = time.monotonic(), request.scope
         asked = await self._asked(request, body)
-        unknown = [id for id in asked.ids if not self.backends.knows(id)]
+        is_stored = scope["method"] == "POST" and asked.is_stored(scope["path"])
+        is_elsewhere = bool(asked.ids) or not self.backends.all_have(asked.model)
+        was_lost = False  # with a server that may have died of it
         tried: set[Backend] = set()
-        refusal: Begun | None = None
-        request_id = scope["state"]["request_id"]
+        said: Begun | ApiError | None = None
+        given_up: tuple[str, str] | None = None
         while (chosen := self.backends.choose(asked, tried)) is not None:
             backend, num_tokens = chosen
             tried.add(backend)
+            if given_up is not None:
+                self.metrics.retries[given_up] += 1
+            if not asked.is_named:
+                scope["state"]["request_id"] = backend.tag + scope["state"]["request_id"][TAG_LENGTH:]
             with backend.open():
+                begun, verdict, why = await self._offer(backend, num_tokens, scope, body)
                 try:
-                    with backend.waiting(num_tokens):
-                        self.backends.note(request_id, backend)
-                        begun = await self._begin(backend, scope, body)
-                except Unanswered as reason:
-                    self.metrics.retries[backend.url, str(reason)] += 1
-                    continue
-                try:
-                    try:
-                        elsewhere = bool(unknown) or not self.backends.all_have(asked.model)
-                        again = begun.status >= 400 and await _is_another_s_turn(begun, elsewhere)
-                    except httpx.TransportError:  # nothing of it was passed on
-                        self.metrics.retries[backend.url, "connection"] += 1
-                        continue
-                    if again:
-                        if refusal is None or begun.status != 404:  # who has it and is full says more
-                            refusal = begun
-                        self.metrics.retries[backend.url, f"status_{begun.status}"] += 1
-                        continue
-                    self.metrics.first_byte.observe(time.monotonic() - arrival)
-                    for id in _MADE.findall(begun.first[:65536]):
-                        self.backends.note(id.decode(), backend)
-                    await self._pass_on(begun, backend, send)
-                    return
+                    if begun is not None and _is_answer(verdict, is_elsewhere, asked):
+                        self.metrics.first_byte.observe(time.monotonic() - arrival)
+                        body.drop()
+                        if begun.status < 400 and (made := _MADE.match(begun.first)) is not None:
+                            self.backends.note(made[1].decode(), backend)
+                        await self._pass_on(begun, backend, send)
+                        return
                 finally:
-                    await begun.answer.aclose()
-        if refusal is None:
-            raise_error = _nobody() if not tried else _all_gone(len(tried))
-            await raise_error.response(scope)(scope, request.receive, send)
+                    if begun is not None:
+                        await begun.answer.aclose()
+            given_up = backend.url, why
+            if begun is None and verdict is Verdict.LOST:
+                said = lost(is_stored)
+            elif begun is not None and (said is None or verdict is not Verdict.MISSING):
+                said = begun  # who has it and is full says more than who has it not
+            if verdict is Verdict.TOO_LONG:
+                length = backend.max_model_len(asked.model)
+                asked = replace(asked, longer_than=length if length < math.inf else 0)
+            elif verdict in (Verdict.DIED, Verdict.LOST):
+                if was_lost or (is_stored and verdict is Verdict.LOST):
+                    break
+                was_lost = True
+        body.drop()
+        if isinstance(said, Begun):
+            await self._pass_on(said, None, send)
             return
-        await self._pass_on(refusal, None, send)
+        error = said or (_all_gone(len(tried)) if tried else _nobody())
+        await error.response(scope)(scope, request.receive, send)
 
-    async def _asked(self, request: Request, body: bytes) -> Asked:
+    async def _asked(self, request: Request, body: Body) -> Asked:
+        """What the request is about, and its id. Raises ApiError (400)."""
+        headers, state, path = request.headers, request.scope["state"], request.scope["path"]
+        # With the servers' own key, all clients are one to them.
+        who = "" if self._server_key else headers.get("authorization") or headers.get("x-api-key", "")
         asked = Asked()
-        if body:
-            asked = read(body) if len(body) < LARGE else await asyncio.to_thread(read, body)
-        named = _IDS.match(request.url.path)
-        if named is not None and named[1] not in _VERBS:
-            asked = replace(asked, ids=(*asked.ids, named[1]))
-        if request.url.path.startswith(ONE_MODEL):
-            asked = replace(asked, model=request.url.path.removeprefix(ONE_MODEL))
-        session = request.headers.get("x-session-id")
-        return asked if session is None else replace(asked, session=session)
+        if "json" in headers.get("content-type", ""):
+            asked = await look(body.content, self.lanes, who)
+        ids = asked.ids
+        if (named := _IDS.match(path)) is not None and named[1] not in _VERBS:
+            ids = (*ids, named[1])
+        elif path == "/abort_request":
+            ids = (*ids, asked.request_id)
+        elif asked.request_id and "x-request-id" not in headers:
+            state["request_id"] = clean_id(asked.request_id)
+        is_named = bool(asked.request_id) or clean_id(headers.get("x-request-id", "")) == state["request_id"]
+        if path.startswith(ONE_MODEL):
+            asked = replace(asked, model=path.removeprefix(ONE_MODEL), longer_than=0)  # as in the list of all
+        session = headers.get("x-session-id")
+        if session is not None and who:
+            session = f"{who}\0{session}"
+        return replace(asked, ids=ids, is_named=is_named, session=session)
 
-    async def _begin(self, backend: Backend, scope: Scope, body: bytes) -> Begun:
-        """Raises Unanswered, also where the server is lost before its first byte."""
-        sending = asyncio.create_task(self._first(backend, scope, body))
-        lost = asyncio.create_task(backend.lost.wait())
-        try:
-            await asyncio.wait((sending, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                raise Unanswered("lost")
-            return sending.result()
-        except httpx.TransportError as error:
-            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+    async def _offer(
+        self, backend: Backend, num_tokens: int, scope: Scope, body: Body
+    ) -> tuple[Begun | None, Verdict, str]:
+        """→ (what it said, what that means for others, its name in the metrics)."""
+        with backend.waiting(num_tokens):
+            sending = asyncio.create_task(self._first(backend, scope, body))
+            lost = asyncio.create_task(backend.lost.wait())
+            try:
+                await asyncio.wait((sending, lost), return_when=asyncio.FIRST_COMPLETED)
+                if not sending.done():
+                    return None, Verdict.LOST, "lost"
+                begun, verdict = sending.result()
+                return begun, verdict, f"status_{begun.status}"
+            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout):
                 self.backends.failed(backend)
-            raise Unanswered("connection") from None
-        finally:
-            lost.cancel()
-            sending.cancel()
+                return None, Verdict.BUSY, "connection"
+            except httpx.TransportError:
+                return None, Verdict.LOST, "connection"
+            finally:
+                lost.cancel()
+                sending.cancel()
 
-    async def _first(self, backend: Backend, scope: Scope, body: bytes) -> Begun:
+    async def _first(self, backend: Backend, scope: Scope, body: Body) -> tuple[Begun, Verdict]:
         path = (scope.get("raw_path") or scope["path"].encode()).decode("ascii")
         query = scope.get("query_string", b"").decode("ascii")
+        headers = [*self._headers(scope), (TAG_HEADER.encode(), backend.tag.encode())]
+        if body.content:
+            headers.append((b"content-length", str(len(body.content)).encode()))
         request = httpx.Request(
-            scope["method"], f"{backend.url}{path}{query and '?'}{query}", headers=self._headers(scope), content=body,
-            extensions=_patience(None),
+            scope["method"], f"{backend.url}{path}{query and '?'}{query}", headers=headers,
+            content=body if body.content else None, extensions=_patience(None),
         )  # fmt: skip
         answer = await self._http.send(request, stream=True)
         try:
             rest = answer.aiter_raw()
-            first = await anext(rest, b"")
+            headers = passed_on(answer.headers.raw, but=_NOT_PASSED)
+            begun = Begun(answer.status_code, headers, await anext(rest, b""), rest, answer)
+            return begun, await begun.verdict()
         except BaseException:
             await answer.aclose()
             raise
-        headers = passed_on(answer.headers.raw, but=_NOT_PASSED)
-        return Begun(answer.status_code, headers, first, rest, answer)
 
     async def _pass_on(self, begun: Begun, backend: Backend | None, send: Send) -> None:
         await send({"type": "http.response.start", "status": begun.status, "headers": begun.headers})
@@ -283,27 +293,16 @@ class RouterApp:
         return [*headers, (b"x-request-id", scope["state"]["request_id"].encode())]
 
 
-async def _is_another_s_turn(begun: Begun, may_be_elsewhere: bool) -> bool:
-    """Whether another server may say something else. A key's share is used up everywhere alike."""
-    if begun.status == 404:
-        again = may_be_elsewhere
-    elif begun.status == 429:
-        again = True
-    else:
-        again = begun.status in (502, 503, 504)
-    if not again:
-        return False
-    async for chunk in begun.rest:
-        begun.first += chunk
-        if len(begun.first) > LARGEST_REFUSAL:
-            break
-    begun.rest = _nothing()
-    return begun.status != 429 or b'"queue_full"' in begun.first
+def _is_answer(verdict: Verdict, is_elsewhere: bool, asked: Asked) -> bool:
+    """Whether it ends the request: no other server would say something else."""
+    if verdict is Verdict.MISSING:
+        return not is_elsewhere
+    return verdict is Verdict.FINAL or (verdict is Verdict.TOO_LONG and asked.longer_than is not None)
 
 
-async def _nothing() -> AsyncIterator[bytes]:
-    return
-    yield b""
+def _length(card: dict[str, Any]) -> int:
+    """Of the context, in tokens; a card in Anthropic's shape has another name for it. Raises TypeError."""
+    return int(card.get("max_model_len") or card.get("max_input_tokens") or 0)
 
 
 async def _until_gone(receive: Receive) -> None:

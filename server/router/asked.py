@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from ..client.routing import Keys, prefix_keys
+from ..http.large_body import LARGE, check
+from ..lanes import Lanes
 
-# In the order in which chat templates write them; what is no text is compared as its JSON.
+BYTES_PER_TOKEN = 4  # of text, about: the routing's blocks of 64 tokens are 256 bytes of it
+LARGEST_BODY = 64 << 20  # bytes, where no limit is set: the servers have theirs
+LARGEST_TEXT = 1 << 20  # bytes of it that are compared: what follows has its own beginning rarely in common
+LARGEST_NAME = 64 << 10  # bytes of a model's name, of an id, of a salt
+# As much of a body is looked at in the time that tokenising a character takes, about, which is how lanes count.
+BYTES_PER_CHARACTER = 16
+NUM_LANES = 2  # one of them for bodies below a MiB
+
+# In the order in which chat templates write them; compared as they came.
 _TEXTS = (
     "tools", "system", "instructions", "messages", "prompt", "input", "query", "documents", "text_1", "text_2", "texts",
 )  # fmt: skip
+_EMPTY = (b"null", b'""', b"[]", b"{}", b"false", b"0")
 
 
 @dataclass(frozen=True)
 class Asked:
     model: str | None = None
-    text: bytes = b""
     keys: Keys = field(default_factory=list)  # of the text; with the model and `cache_salt`, which share nothing
+    num_tokens: int = 0  # of the text, about
     session: str | None = None  # requests of one session go to one server
-    ids: tuple[str, ...] = field(default=())  # what it goes on from or is about: only who made that knows it
+    ids: tuple[str, ...] = ()  # what it goes on from or is about: only who made that knows it
+    request_id: str = ""  # that the body gives it
+    is_named: bool = False  # its client has chosen its id
+    stores: bool | None = None  # None: it says nothing of it
+    longer_than: float | None = None  # tokens of context that were too few
+
+    def is_stored(self, path: str) -> bool:
+        """Whether its answer stays with the server that has made it."""
+        return path == "/v1/responses" if self.stores is None else self.stores
 
 
 @dataclass
@@ -34,20 +52,44 @@ class Ask:
     begun: bool = False
 
 
-def read(body: bytes) -> Asked:
-    """Whatever is wrong with a body is for the server to say."""
+async def look(body: bytes, lanes: Lanes, who: str = "") -> Asked:
+    """What `read` returns, on a thread where the body is large. Raises ApiError (400)."""
+    if len(body) <= LARGE:
+        return read(body, who)
+    return await lanes.run(len(body) // BYTES_PER_CHARACTER, lambda: read(body, who))
+
+
+def read(body: bytes, who: str = "") -> Asked:
+    """Whatever is wrong with a body is for the server to say, but for too many values, which take long to look at.
+    `who`: whose prompts share nothing with others'. Raises ApiError (400)."""
+    if len(body) > LARGE:
+        check(body)
     try:
-        content = msgspec.json.decode(body)
+        # Members stay the bytes that they are: no value is made of what is within.
+        members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        model, salt, previous, request_id = (
+            _text(members, name) for name in ("model", "cache_salt", "previous_response_id", "request_id")
+        )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Asked()
-    if not isinstance(content, dict):
-        return Asked()
-    parts = [content[name] for name in _TEXTS if content.get(name)]
-    model, salt = _text(content.get("model")), _text(content.get("cache_salt"))
-    named = (_text(content.get(name)) for name in ("previous_response_id", "request_id"))
-    text = b"".join(map(msgspec.json.encode, parts))
-    return Asked(model or None, text, prefix_keys(text, f"{model}\0{salt}"), ids=tuple(filter(None, named)))
+    texts = [memoryview(members[name]) for name in _TEXTS if name in members and _small(members, name) not in _EMPTY]
+    size, text = sum(map(len, texts)), bytearray()
+    for part in texts:
+        text += part[: LARGEST_TEXT - len(text)]
+    stores = {b"true": True, b"false": False}.get(_small(members, "store"))
+    return Asked(
+        model or None, prefix_keys(bytes(text), f"{model}\0{salt}\0{who}"), size // BYTES_PER_TOKEN,
+        ids=(previous,) if previous else (), request_id=request_id,
+        stores=True if _small(members, "background") == b"true" else stores,
+    )  # fmt: skip
 
 
-def _text(value: Any) -> str:
+def _small(members: dict[str, msgspec.Raw], name: str) -> bytes:
+    """JSON; empty where there is no such member, or a large one."""
+    member = memoryview(members.get(name, b""))
+    return bytes(member) if len(member) <= LARGEST_NAME else b""
+
+
+def _text(members: dict[str, msgspec.Raw], name: str) -> str:
+    value = msgspec.json.decode(_small(members, name) or b"null")
     return value if isinstance(value, str) else ""

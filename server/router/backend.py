@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -12,11 +14,11 @@ from typing import Any
 import httpx
 
 from ..client.routing import Load, Router
+from ..http.request_id import TAG_LENGTH, tag_of
 from .asked import Asked
 
 logger = logging.getLogger(__name__)
 
-BYTES_PER_TOKEN = 4  # of text, about: the routing's blocks of 64 tokens are 256 bytes of it
 MISSES = 2  # questions without an answer until a server counts as lost, with all that it has not begun to answer
 MODELS_EVERY = 10  # looks at a server's health for one at its models
 MAX_IDS = 65_536
@@ -25,6 +27,8 @@ MAX_IDS = 65_536
 class Backend:
     def __init__(self, url: str) -> None:
         self.url = url
+        # Behind each router the same, as long as it calls the server the same.
+        self.tag = hashlib.sha256(url.encode()).hexdigest()[:TAG_LENGTH]
         self.takes = False  # it has said that it takes requests
         self.lost = asyncio.Event()  # it says nothing any more
         self.models: dict[str, Any] | None = None  # by name, their cards; None: it has not told
@@ -51,6 +55,13 @@ class Backend:
     def serves(self, model: str | None) -> bool:
         return model is None or self.models is None or model in self.models
 
+    def max_model_len(self, model: str | None) -> float:
+        """Tokens; infinite where it has not told."""
+        cards = self.models or {}
+        card = cards.get(model) if model in cards else next(iter(cards.values()), None)
+        length = card.get("max_model_len") if isinstance(card, dict) else None
+        return length if isinstance(length, int) else math.inf
+
 
 class Backends:
     """Asks each of them again and again. Requests that fail tell of a death earlier than that."""
@@ -64,7 +75,8 @@ class Backends:
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._interval = interval
         self._router = Router(len(self.each), cache_tokens)
-        self._owners: OrderedDict[str, Backend] = OrderedDict()  # who has made what has this id
+        self._tagged = {backend.tag: backend for backend in self.each}
+        self._owners: OrderedDict[str, Backend] = OrderedDict()  # who has made what has this id, which has no tag
 
     async def watch(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -78,33 +90,40 @@ class Backends:
     def choose(self, asked: Asked, tried: Collection[Backend] = ()) -> tuple[Backend, int] | None:
         """→ (who gets it, tokens of its prompt that are probably to be computed). None where nobody is left to try."""
         left = [backend for backend in self.each if backend.takes and backend not in tried]
-        fit = [backend for backend in left if backend.serves(asked.model)] or left  # who lacks the model says so
-        if not fit:
+        if asked.longer_than is not None:
+            left = [one for one in left if one.max_model_len(asked.model) > asked.longer_than]
+        if not left:
             return None
-        num_tokens = len(asked.text) // BYTES_PER_TOKEN
         for id in asked.ids:
-            if (owner := self._owners.get(id)) in fit:
+            if (owner := self._owner(id)) in left:
                 assert owner is not None
-                return owner, num_tokens
+                return owner, asked.num_tokens
+        fit = self._roomy([one for one in left if one.serves(asked.model)] or left, asked)  # who lacks it says so
         loads = [Load(backend.waiting_tokens, backend.num_open) if backend in fit else None for backend in self.each]
-        index, num_cached = self._router.choose(asked.keys, num_tokens, loads, asked.session)
-        return self.each[index], num_tokens - num_cached
+        index, num_cached = self._router.choose(asked.keys, asked.num_tokens, loads, asked.session)
+        return self.each[index], asked.num_tokens - num_cached
+
+    def _roomy(self, backends: list[Backend], asked: Asked) -> list[Backend]:
+        """Those whose context it fits in, or the longest."""
+        lengths = [backend.max_model_len(asked.model) for backend in backends]
+        least = max(lengths) if asked.longer_than is not None else min(asked.num_tokens, max(lengths))
+        return [backend for backend, length in zip(backends, lengths, strict=True) if length >= least]
 
     def all_have(self, model: str | None) -> bool:
         """Whether all that take requests have said so. What they said may be old: an adapter comes at any time."""
         return model is None or all(backend.models is not None and model in backend.models for backend in self.serving)
 
-    def knows(self, id: str) -> bool:
-        return id in self._owners
+    def _owner(self, id: str) -> Backend | None:
+        return self._owners.get(id) or self._tagged.get(tag_of(id))
 
     def note(self, id: str, backend: Backend) -> None:
+        """`backend` has made what has this id."""
+        if self._tagged.get(tag_of(id)) is backend:
+            return
         self._owners[id] = backend
         self._owners.move_to_end(id)
         if len(self._owners) > MAX_IDS:
             self._owners.popitem(last=False)
-
-    def forget(self, id: str) -> None:
-        self._owners.pop(id, None)
 
     def failed(self, backend: Backend) -> None:
         """It could not be reached: until it has answered a question again, it gets nothing."""

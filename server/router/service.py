@@ -18,11 +18,11 @@ from ..http.server import Server
 from ..http.uvicorn_options import uvicorn_options
 from ..options.config import ServerConfig
 from .app import RouterApp
+from .asked import LARGEST_BODY
 from .backend import Backends
 
 logger = logging.getLogger("vserve")
 
-LARGEST_BODY = 64 << 20  # bytes, where no limit is set: the servers have theirs
 LAST_BYTES = 2  # seconds
 
 
@@ -34,7 +34,8 @@ class RouterService:
         """As the options of `vserve router`."""
         self._config, self._sock = config, sock
         # The environment's proxies are for the way out, not for servers of one's own.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=1024)
+        # Given up before servers do so (vLLM's after 5 s), else a request may be sent to one that just closes.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=1024, keepalive_expiry=3)
         self._http = httpx.AsyncClient(trust_env=False, limits=limits)
         self._backends = Backends(urls, self._http, api_key=server_key, interval=interval, cache_tokens=cache_tokens)
         locks = Locks(config)
@@ -53,6 +54,7 @@ class RouterService:
             await self._server.serve(sockets=[self._sock])
         finally:
             watching.cancel()
+            self.app.lanes.close()
             await self._http.aclose()
 
     def stop(self) -> None:

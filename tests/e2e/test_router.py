@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import openai
@@ -24,18 +27,25 @@ def servers(serve, demo_server) -> Iterator[list]:
         yield [demo_server, second]
 
 
-@pytest.fixture(scope="module")
-def router(servers, until) -> Iterator[str]:
+@contextmanager
+def routing(servers, until) -> Iterator[tuple[str, int]]:
+    """→ (URL, process id) of a router before them."""
     process = subprocess.Popen(
         [*COMMAND, *(server.url for server in servers), "--port", "0", "--health-interval", "0.3"],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
     url = re.match(r"(http://\S+)", process.stdout.readline())[1].replace("localhost", "127.0.0.1")
-    until(lambda: healthy(url) == [1, 1])
-    yield url
+    until(lambda: healthy(url) == [1] * len(servers))
+    yield url, process.pid
     process.terminate()
     assert process.wait(30) == 0
+
+
+@pytest.fixture(scope="module")
+def router(servers, until) -> Iterator[str]:
+    with routing(servers, until) as (url, _):
+        yield url
 
 
 def served(router: str) -> dict[str, float]:
@@ -77,6 +87,59 @@ def test_the_sdk_notices_nothing(router, servers, until) -> None:
             model="demo", input="And 3?", previous_response_id=first.id, max_output_tokens=8
         )
         assert client.responses.retrieve(later.id).id == later.id
+
+
+def test_another_router_finds_what_this_one_s_servers_have_stored(router, servers, until) -> None:
+    """One that was started since, and knows nothing but the servers' addresses."""
+    made = {}
+    for number in range(50):
+        body = {"input": f"{number} is a number. " * 50, "max_output_tokens": 2}  # whose cache has less in it gets it
+        before = served(router)
+        answer = httpx.post(f"{router}/v1/responses", json=body, timeout=240)
+        assert answer.status_code == 200, answer.text
+        home = next(url for url, count in served(router).items() if count > before.get(url, 0))
+        made.setdefault(home, answer.json()["id"])
+        if len(made) == 2:
+            break
+    assert len(made) == 2
+    with routing(servers, until) as (other, _):
+        for home, id in made.items():
+            for _ in range(3):
+                before = served(other).get(home, 0)
+                body = {"input": "And?", "previous_response_id": id, "max_output_tokens": 2, "store": False}
+                answer = httpx.post(f"{other}/v1/responses", json=body, timeout=240)
+                assert answer.status_code == 200, answer.text
+                assert served(other)[home] == before + 1
+            assert httpx.get(f"{other}/v1/responses/{id}").json()["id"] == id
+        assert "vserve_router_retries_total{" not in httpx.get(f"{other}/metrics").text, "asked at once where they are"
+
+
+def test_a_large_body_holds_nobody_up(servers, until) -> None:
+    """57 MB of lists: neither as values in memory, nor as seconds in which no question is answered."""
+    body = b'{"model":"demo","messages":[{"role":"user","content":"x"}],"junk":[' + b"[]," * 19_000_000 + b"[]]}"
+    with routing(servers, until) as (url, pid), ThreadPoolExecutor(1) as pool, httpx.Client(base_url=url) as http:
+        resting, longest = memory(pid), []
+        for _ in range(3):  # the machine itself may stand still
+            sending, gap = pool.submit(_post, f"{url}/v1/chat/completions", body), 0.0
+            while not sending.done():
+                began = time.monotonic()
+                assert http.get("/livez", timeout=60).status_code == 200
+                gap = max(gap, time.monotonic() - began)
+            answer = sending.result()
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "too_many_values"
+            longest.append(gap)
+            if gap < 1:
+                break
+        assert memory(pid) - resting < 250 << 20 and min(longest) < 1, longest
+
+
+def _post(url: str, body: bytes) -> httpx.Response:
+    return httpx.post(url, content=body, headers={"content-type": "application/json"}, timeout=240)
+
+
+def memory(pid: int) -> int:
+    """The most bytes that it has ever had."""
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
 
 
 def test_a_stopped_server_and_a_dead_one(router, servers, until) -> None:

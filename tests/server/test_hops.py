@@ -10,6 +10,7 @@ import pytest
 from vserve.server import colleagues
 from vserve.server.router.app import RouterApp
 from vserve.server.router.backend import Backends
+from vserve.server.router.body import Body
 
 HEADERS = [
     (b"connection", b"keep-alive, X-Hop"), (b"x-hop", b"1"), (b"keep-alive", b"timeout=5"), (b"connection", b"x-two"),
@@ -43,7 +44,8 @@ def test_an_answer_passes_the_router_without_them() -> None:
         http = httpx.AsyncClient(transport=httpx.MockTransport(lambda request: httpx.Response(
             200, headers=HEADERS, stream=_Nothing())))  # fmt: skip
         backends = Backends(["http://a"], http, api_key=None, interval=1, cache_tokens=1024)
-        return (await RouterApp(backends, http)._first(backends.each[0], SCOPE, b"")).headers
+        begun, _ = await RouterApp(backends, http)._first(backends.each[0], SCOPE, Body(b"", None))
+        return begun.headers
 
     assert {name.lower() for name, _ in asyncio.run(first())} == {b"x-kept", b"accept"}
 

@@ -271,11 +271,14 @@ def test_errors(thinking: Any, body: dict[str, Any], said: str) -> None:
 
 def test_errors_from_elsewhere_have_this_shape_too(new_client: Any, engine: Any) -> None:
     client = new_client(api_key=("one",), max_body_size=1000)
+    codes = {413: "body_too_large", 400: "invalid_json", 503: "engine_dead"}
     key = {"x-api-key": "one", "anthropic-version": "2023-06-01"}
 
     def kind(answer: Any, status: int) -> str:
         assert answer.status_code == status, answer.text
         assert answer.json()["type"] == "error" and answer.json()["request_id"] == answer.headers["x-request-id"]
+        if status in codes:  # the body has no place for it
+            assert answer.headers["x-error-code"] == codes[status]
         return answer.json()["error"]["type"]
 
     body = {"messages": HI, "max_tokens": 5}

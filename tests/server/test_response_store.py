@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
@@ -64,6 +65,14 @@ def test_read_and_delete(client: Any) -> None:
     for method, gone in (("GET", path), ("DELETE", path), ("POST", f"{path}/cancel")):
         answer = client.request(method, gone)
         assert answer.status_code == 404 and response["id"] in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("tag", "kept"), [("0a1b2c3d", "0a1b2c3d"), ("0A1B2C3D", ""), ("0a1b2c3d4", ""), ("", "")])
+def test_its_id_has_the_tag_with_which_a_router_finds_its_server(client: Any, tag: str, kept: str) -> None:
+    ids = [create(client, headers={"x-server-tag": tag, "x-request-id": "mine"})["id"] for _ in range(2)]
+    assert all(re.fullmatch(f"resp_{kept}[0-9a-f]{{32}}", id) for id in ids)
+    assert ids[0] != ids[1], "none is made of a client's words alone"
+    assert client.get(f"/v1/responses/{ids[0]}").json()["id"] == ids[0]
 
 
 def test_what_it_was_made_of(client: Any, engine: Any) -> None:
