@@ -1,0 +1,279 @@
+"""Engines under stress: each answer is compared with the request's alone, and the books are looked at afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import weakref
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import vserve.engine.engine as engine_module
+from vserve.engine.config import EngineConfig
+from vserve.engine.executor import ThreadExecutor
+from vserve.engine.grammar import Vocabulary
+from vserve.engine.guide import Guide
+from vserve.engine.loop import EngineLoop
+from vserve.engine.messages import AddGrammar, LoadAdapter, SetVocabulary
+from vserve.engine.request import SamplingParams
+from vserve.engine.runner import ModelRunner
+from vserve.engine.scheduler import Scheduler
+from vserve.server.client.engine_client import EngineClient
+from vserve.server.client.mailbox import EngineDeadError, Mailbox
+from vserve.server.grammar.compile import compile
+
+from .conftest import Answer, at_rest
+from .injector import MESSAGE, Injector
+from .test_draft_grammars import END, TOKENS, constraints
+from .workload import LONGEST, Asked, Sent, Workload
+
+MOST_HELD = 4  # guides of requests that have ended: threads that made masks, and the loop, remember their last ones
+PATIENCE = 60.0  # seconds for a wave
+
+
+@functools.cache
+def grammars() -> list[AddGrammar]:
+    vocabulary = Vocabulary(SetVocabulary(TOKENS, (END,)))
+    return [AddGrammar(name, *compile(constraint, vocabulary)) for name, constraint in constraints().items()]
+
+
+def tell_grammars(client: EngineClient) -> None:
+    client.send(SetVocabulary(TOKENS, (END,)))
+    for grammar in grammars():
+        client.send(grammar)
+
+
+async def started(client: EngineClient, adapters: dict[int, Path]) -> EngineClient:
+    await client.start()
+    tell_grammars(client)
+    for id, folder in adapters.items():
+        answer = await client.load_adapter(LoadAdapter(id, str(folder)))
+        assert answer.error is None, answer.error
+    return client
+
+
+async def read(mailbox: Mailbox, client: EngineClient, leaves: int | None = None) -> Answer:
+    """All of an answer; what there was of it when it left has the finish reason "abort", and that of an engine that
+    died "dead"."""
+    answer = Answer([], [], "", None, 0, None)
+    while not answer.finish_reason:
+        if leaves is not None and len(answer.tokens) >= leaves:
+            client.abort([mailbox])
+            answer.finish_reason = "abort"
+            break
+        try:
+            output = await mailbox.get()
+        except EngineDeadError as error:
+            answer.finish_reason, answer.error = "dead", str(error)
+            break
+        answer.tokens += output.token_ids
+        answer.logprobs += output.logprobs or []
+        answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
+        answer.embedding = output.embedding
+        if output.finish_reason is not None:
+            answer.finish_reason, answer.stop_reason, answer.error = (
+                output.finish_reason, output.stop_reason, output.error,
+            )  # fmt: skip
+    return answer
+
+
+class Alone:
+    """A plain engine of one rank that has each request to itself: no drafts, nothing cached, prompts in one piece."""
+
+    def __init__(self, folder: Path, adapters: dict[int, Path]) -> None:
+        self._adapters = adapters
+        self._client = EngineClient(EngineConfig(
+            str(folder), device="cpu", engine_in_process=True, cpu_threads=1, max_model_len=LONGEST, max_num_seqs=1,
+            max_num_batched_tokens=LONGEST, enable_prefix_caching=False, enable_lora=True, max_loras=len(adapters),
+        ))  # fmt: skip
+        self._known: dict[tuple[tuple[int, ...], SamplingParams], Answer] = {}
+
+    async def start(self) -> None:
+        await started(self._client, self._adapters)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def answer(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Answer:
+        key = repr((prompt, sampling))
+        if key not in self._known:
+            self._known[key] = await read(self._client.submit(prompt, sampling), self._client)
+        return self._known[key]
+
+
+def compare(answer: Answer, alone: Answer) -> None:
+    """What has come of it must be the same; all must have come, unless it left or failed on the way."""
+    if answer.finish_reason in ("abort", "dead") or (answer.error is not None and MESSAGE in answer.error):
+        assert answer.tokens == alone.tokens[: len(answer.tokens)]
+        return
+    assert answer.error == alone.error
+    assert (answer.tokens, answer.finish_reason) == (alone.tokens, alone.finish_reason)
+    assert answer.stop_reason == alone.stop_reason
+    for ours, theirs in ((answer.logprobs, alone.logprobs), (answer.prompt_logprobs, alone.prompt_logprobs)):
+        ours, theirs = ours or [], theirs or []
+        assert [entry.logprob for entry in ours] == pytest.approx([entry.logprob for entry in theirs], abs=5e-4)
+        for one, other in zip(ours, theirs, strict=True):
+            # Of a step, every row gets as many as the one that asks for most.
+            assert one.top_logprobs[: len(other.top_logprobs)] == pytest.approx(other.top_logprobs, abs=5e-4)
+    if alone.embedding is not None:
+        left, right = (np.frombuffer(vector or b"", np.float32) for vector in (answer.embedding, alone.embedding))
+        assert left.shape == right.shape and np.allclose(left, right, atol=1e-4)
+
+
+class Stressed:
+    """The engine of a workload in this process: whom a failed step may end is noted, the books are checked."""
+
+    def __init__(self, folder: Path, workload: Workload, adapters: dict[int, Path], **options: Any) -> None:
+        self.workload = workload
+        self._adapters = adapters if workload.has_adapters else {}
+        self.client = EngineClient(EngineConfig(
+            str(folder), device="cpu", engine_in_process=True, cpu_threads=1, **workload.options, **options,
+        ))  # fmt: skip
+        self.loop: EngineLoop
+        self.failed: set[int] = set()  # ids of the requests of steps that failed
+        self._may_fail: set[int] = set()  # of those whose adapter these steps were to copy into its slot
+        self._unbalanced: list[Exception] = []
+        self._guides: weakref.WeakSet[Guide] = weakref.WeakSet()
+        self._is_asked = False  # it, and not Alone
+        self._left = AsyncExitStack()
+
+    async def __aenter__(self) -> Stressed:
+        patch = self._left.enter_context(pytest.MonkeyPatch.context())
+        self._watch(patch)
+        self._left.push_async_callback(self.client.close)
+        await started(self.client, self._adapters)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._left.aclose()
+
+    def overlap(self, depth: int) -> None:
+        """Before it starts: steps are launched as on a card, so many in flight."""
+        patch = self._left.enter_context(pytest.MonkeyPatch.context())
+        make = ThreadExecutor.__init__
+
+        def init(executor: ThreadExecutor, *arguments: Any, **options: Any) -> None:
+            make(executor, *arguments, **options)
+            executor.asynchronous = True
+
+        patch.setattr(ThreadExecutor, "__init__", init)
+        patch.setattr(engine_module, "steps_in_flight", lambda device: depth)
+        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+    async def run(self, wave: list[Sent], alone: Alone, injector: Injector | None = None) -> int:
+        """Returns how many answers were whole."""
+        if injector is not None:
+            injector.arm(self.workload.rng)
+        self.failed.clear(), self._may_fail.clear()
+        self._is_asked = True
+        answers = await asyncio.wait_for(asyncio.gather(*map(self._ask, wave)), PATIENCE)
+        self._is_asked = False
+        if injector is not None:
+            injector.disarm()
+        await self._rest()
+        num_whole = 0
+        for sent, found in zip(wave, answers, strict=True):
+            for sampling, (id, answer) in zip(sent.asked.choices(), found, strict=True):
+                try:
+                    self._check_failure(id, answer)
+                    compare(answer, await alone.answer(sent.asked.prompt, sampling))
+                except AssertionError as error:
+                    error.add_note(f"request {id}: {sent.asked}\nits answer: {answer}")
+                    raise
+                num_whole += answer.finish_reason in ("stop", "length")
+        self.check_books()
+        return num_whole
+
+    async def _ask(self, sent: Sent) -> list[tuple[int, Answer]]:
+        await asyncio.sleep(sent.delay)
+        asked: Asked = sent.asked
+        boxes = self.client.submit_choices(
+            asked.n, asked.prompt, asked.sampling, priority=asked.priority, cache_salt=asked.salt
+        )
+        leaves = [sent.leaves, *[None] * (asked.n - 1)]  # the others stay
+        answers = await asyncio.gather(*map(read, boxes, [self.client] * asked.n, leaves))
+        return list(zip([box.id for box in boxes], answers, strict=True))
+
+    async def _rest(self) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not at_rest(self.client.stats) or self.loop.scheduler.in_flight:
+                await asyncio.sleep(0.005)
+
+    def _check_failure(self, id: int, answer: Answer) -> None:
+        if answer.error is not None and MESSAGE in answer.error:
+            assert id in self.failed | self._may_fail, "it failed with a step that it was not in"
+        elif id in self.failed:
+            assert answer.finish_reason == "abort", "it was in a step that failed"
+
+    def check_books(self) -> None:
+        """At rest: nobody holds anything."""
+        scheduler = self.loop.scheduler
+        assert not self._unbalanced, self._unbalanced[0]
+        scheduler.check_invariants(thorough=True)
+        roster, stats = scheduler.roster, self.client.stats
+        assert stats.num_free_blocks == stats.num_blocks and stats.num_invariant_violations == 0
+        assert not roster.entries and not roster.running and not roster.waiting and not roster.num_constrained
+        assert not self.loop._arrivals._held and not scheduler.in_flight
+        if scheduler.adapters is not None:
+            assert not scheduler.adapters.running and not scheduler.adapters.coming
+        gc.collect()
+        held = len(self._guides)
+        assert held <= MOST_HELD, "the way of an answer through its grammar is kept after its end"
+        runner = self._runner()
+        if runner.model_drafter is not None:
+            for layer in runner.model_drafter.layers:
+                assert layer.cache.block_table is runner.tables.block_tables[layer.group], "the drafter's own table"
+
+    def _runner(self) -> ModelRunner:
+        executor: Any = self.loop.executor
+        return getattr(executor, "_mine", executor).runner
+
+    def _watch(self, patch: pytest.MonkeyPatch) -> None:
+        """Of this engine alone: patched while it starts, its methods as long as it lives."""
+        make, guide = EngineLoop.__init__, Guide.__init__
+
+        def init(loop: EngineLoop, *arguments: Any, **options: Any) -> None:
+            make(loop, *arguments, **options)
+            self.loop = loop
+            self._watch_scheduler(loop.scheduler)
+
+        def begin(made: Guide, *arguments: Any, **options: Any) -> None:
+            guide(made, *arguments, **options)
+            if self._is_asked:
+                self._guides.add(made)
+
+        patch.setattr(EngineLoop, "__init__", init)
+        patch.setattr(Guide, "__init__", begin)
+
+    def _watch_scheduler(self, scheduler: Scheduler) -> None:
+        fail, update = scheduler.fail, scheduler.update
+
+        def checked() -> None:
+            try:
+                scheduler.check_invariants(thorough=True)
+            except Exception as error:
+                self._unbalanced.append(error)
+
+        def failing(step: int, message: str) -> Any:
+            for planned in scheduler.in_flight:
+                if planned.index == step:
+                    self.failed |= {request.id for request in planned.scheduled if not request.finished}
+                    lost = {copy.id for copy in planned.adapters}
+                    having = [entry[3] for entry in scheduler.roster.entries.values()]
+                    self._may_fail |= {request.id for request in having if request.adapter in lost}
+            outputs = fail(step, message)
+            checked()
+            return outputs
+
+        def updating(result: Any) -> Any:
+            outputs = update(result)
+            checked()
+            return outputs
+
+        scheduler.fail, scheduler.update = failing, updating  # type: ignore[method-assign]
