@@ -34,6 +34,7 @@ from .test_draft_grammars import END, TOKENS, constraints
 from .workload import LONGEST, Asked, Sent, Workload
 
 MOST_HELD = 4  # guides of requests that have ended: threads that made masks, and the loop, remember their last ones
+DEAD = "dead"
 PATIENCE = 60.0  # seconds for a wave
 
 
@@ -60,7 +61,7 @@ async def started(client: EngineClient, adapters: dict[int, Path]) -> EngineClie
 
 async def read(mailbox: Mailbox, client: EngineClient, leaves: int | None = None) -> Answer:
     """All of an answer; what there was of it when it left has the finish reason "abort", and that of an engine that
-    died "dead"."""
+    died DEAD."""
     answer = Answer([], [], "", None, 0, None)
     while not answer.finish_reason:
         if leaves is not None and len(answer.tokens) >= leaves:
@@ -70,7 +71,7 @@ async def read(mailbox: Mailbox, client: EngineClient, leaves: int | None = None
         try:
             output = await mailbox.get()
         except EngineDeadError as error:
-            answer.finish_reason, answer.error = "dead", str(error)
+            answer.finish_reason, answer.error = DEAD, str(error)
             break
         answer.tokens += output.token_ids
         answer.logprobs += output.logprobs or []
@@ -109,7 +110,7 @@ class Alone:
 
 def compare(answer: Answer, alone: Answer) -> None:
     """What has come of it must be the same; all must have come, unless it left or failed on the way."""
-    if answer.finish_reason in ("abort", "dead") or (answer.error is not None and MESSAGE in answer.error):
+    if answer.finish_reason in ("abort", DEAD) or (answer.error is not None and MESSAGE in answer.error):
         assert answer.tokens == alone.tokens[: len(answer.tokens)]
         return
     assert answer.error == alone.error
@@ -127,15 +128,22 @@ def compare(answer: Answer, alone: Answer) -> None:
 
 
 class Stressed:
-    """The engine of a workload in this process: whom a failed step may end is noted, the books are checked."""
+    """The engine of a workload. In this process, whom a failed step may end is noted, and the books are looked at; one
+    in a process of its own starts again, once, after its death."""
 
-    def __init__(self, folder: Path, workload: Workload, adapters: dict[int, Path], **options: Any) -> None:
+    def __init__(
+        self, folder: Path, workload: Workload, adapters: dict[int, Path], environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """environment: of its process; None: it is in this one."""
         self.workload = workload
         self._adapters = adapters if workload.has_adapters else {}
-        self.client = EngineClient(EngineConfig(
-            str(folder), device="cpu", engine_in_process=True, cpu_threads=1, **workload.options, **options,
-        ))  # fmt: skip
-        self.loop: EngineLoop
+        config = EngineConfig(
+            str(folder), device="cpu", engine_in_process=environment is None, cpu_threads=1, **workload.options,
+            **options,
+        )  # fmt: skip
+        self.client = EngineClient(config, restarts=1, environment={} if environment is None else environment)
+        self.loop: EngineLoop | None = None  # of one in this process
         self.failed: set[int] = set()  # ids of the requests of steps that failed
         self._may_fail: set[int] = set()  # of those whose adapter these steps were to copy into its slot
         self._unbalanced: list[Exception] = []
@@ -176,6 +184,8 @@ class Stressed:
         self._is_asked = False
         if injector is not None:
             injector.disarm()
+        if any(answer.finish_reason == DEAD for found in answers for _, answer in found):
+            await self._start_again()
         await self._rest()
         num_whole = 0
         for sent, found in zip(wave, answers, strict=True):
@@ -193,17 +203,27 @@ class Stressed:
     async def _ask(self, sent: Sent) -> list[tuple[int, Answer]]:
         await asyncio.sleep(sent.delay)
         asked: Asked = sent.asked
-        boxes = self.client.submit_choices(
-            asked.n, asked.prompt, asked.sampling, priority=asked.priority, cache_salt=asked.salt
-        )
+        try:
+            boxes = self.client.submit_choices(
+                asked.n, asked.prompt, asked.sampling, priority=asked.priority, cache_salt=asked.salt
+            )
+        except EngineDeadError as error:
+            return [(0, Answer([], [], DEAD, None, 0, str(error)))] * asked.n
         leaves = [sent.leaves, *[None] * (asked.n - 1)]  # the others stay
         answers = await asyncio.gather(*map(read, boxes, [self.client] * asked.n, leaves))
         return list(zip([box.id for box in boxes], answers, strict=True))
 
     async def _rest(self) -> None:
         async with asyncio.timeout(PATIENCE):
-            while not at_rest(self.client.stats) or self.loop.scheduler.in_flight:
+            while not at_rest(self.client.stats) or (self.loop is not None and self.loop.scheduler.in_flight):
                 await asyncio.sleep(0.005)
+
+    async def _start_again(self) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not self.client.ready:
+                assert self.client.dead is None, self.client.dead
+                await asyncio.sleep(0.02)
+        tell_grammars(self.client)
 
     def _check_failure(self, id: int, answer: Answer) -> None:
         if answer.error is not None and MESSAGE in answer.error:
@@ -213,11 +233,14 @@ class Stressed:
 
     def check_books(self) -> None:
         """At rest: nobody holds anything."""
-        scheduler = self.loop.scheduler
-        assert not self._unbalanced, self._unbalanced[0]
-        scheduler.check_invariants(thorough=True)
-        roster, stats = scheduler.roster, self.client.stats
+        stats = self.client.stats
         assert stats.num_free_blocks == stats.num_blocks and stats.num_invariant_violations == 0
+        if self.loop is None:
+            return
+        assert not self._unbalanced, self._unbalanced[0]
+        scheduler = self.loop.scheduler
+        scheduler.check_invariants(thorough=True)
+        roster = scheduler.roster
         assert not roster.entries and not roster.running and not roster.waiting and not roster.num_constrained
         assert not self.loop._arrivals._held and not scheduler.in_flight
         if scheduler.adapters is not None:
@@ -225,14 +248,11 @@ class Stressed:
         gc.collect()
         held = len(self._guides)
         assert held <= MOST_HELD, "the way of an answer through its grammar is kept after its end"
-        runner = self._runner()
+        executor: Any = self.loop.executor
+        runner: ModelRunner = getattr(executor, "_mine", executor).runner
         if runner.model_drafter is not None:
             for layer in runner.model_drafter.layers:
                 assert layer.cache.block_table is runner.tables.block_tables[layer.group], "the drafter's own table"
-
-    def _runner(self) -> ModelRunner:
-        executor: Any = self.loop.executor
-        return getattr(executor, "_mine", executor).runner
 
     def _watch(self, patch: pytest.MonkeyPatch) -> None:
         """Of this engine alone: patched while it starts, its methods as long as it lives."""

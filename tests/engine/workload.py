@@ -13,7 +13,7 @@ from vserve.engine.request import Pooling, SamplingParams, Thinking
 from .test_draft_grammars import CLOSE, END
 
 LONGEST = 96  # tokens of a context
-MOST_TOKENS = 24  # of an answer
+MOST_TOKENS = 40  # of an answer
 ADAPTERS = (1, 2, 3)  # ids
 HEADLESS = (1, 2)  # of them, those that leave logits as they are
 
@@ -68,7 +68,7 @@ class Workload:
         blocks = self.num_groups * -(-(LONGEST + 16) // size) + rng.choice((1, 8))
         options: dict[str, Any] = {
             "max_model_len": LONGEST, "block_size": size, "num_gpu_blocks_override": blocks,
-            "max_num_seqs": rng.choice((2, 5, 8, 12)), "max_num_batched_tokens": tokens,
+            "max_num_seqs": rng.choice((3, 6, 9, 12)), "max_num_batched_tokens": tokens,
             "max_mixed_tokens": rng.choice((0, 16)), "enable_prefix_caching": rng.random() < 0.8,
             "scheduling_policy": rng.choice(("fcfs", "priority")),
         }  # fmt: skip
@@ -92,7 +92,7 @@ class Workload:
         rng = self.rng
         stem = rng.choice(self._stems)
         own = [rng.randrange(5, 290) for _ in range(rng.randint(0 if len(stem) == 49 else 1, 12))]
-        prompt = stem[: rng.choice((1, 8, 16, 33, 48))] + own
+        prompt = stem[: rng.choice((1, 8, 16, 24, 40))] + own
         adapter = rng.choice((0, *ADAPTERS)) if self.has_adapters else 0
         salt = "salt" if rng.random() < 0.1 else None
         if rng.random() < 0.05:
@@ -104,7 +104,8 @@ class Workload:
     def _sampling(self, adapter: int) -> SamplingParams:
         rng = self.rng
         ways: dict[str, Any] = {
-            "max_tokens": rng.randint(1, MOST_TOKENS), "temperature": 0.0, "eos_token_ids": (END,), "adapter": adapter,
+            "max_tokens": rng.choice((rng.randint(1, MOST_TOKENS), MOST_TOKENS)), "eos_token_ids": (END,),
+            "temperature": 0.0, "adapter": adapter,
         }  # fmt: skip
 
         def sometimes(share: float, **options: Any) -> None:
@@ -119,7 +120,7 @@ class Workload:
         sometimes(0.2, repetition_penalty=1.3)
         sometimes(0.2, presence_penalty=0.7)
         sometimes(0.2, frequency_penalty=0.4)
-        sometimes(0.2, stop_token_ids=tuple(rng.sample(range(5, 290), 12)))
+        sometimes(0.2, stop_token_ids=tuple(rng.sample(range(5, 290), 6)))
         sometimes(0.2, min_tokens=rng.randint(1, 6))
         sometimes(0.3, logprobs=rng.choice((0, 3)))
         sometimes(0.2, logit_bias={rng.randrange(5, 290): 4.0, rng.randrange(5, 290): -4.0})
