@@ -135,8 +135,8 @@ class Stressed:
         self, folder: Path, workload: Workload, adapters: dict[int, Path], environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        """environment: of its process; None: it is in this one."""
-        self.workload = workload
+        """environment: of its process, and not of the one that replaces it; None: it is in this one."""
+        self.workload, self._environment = workload, environment
         self._adapters = adapters if workload.has_adapters else {}
         config = EngineConfig(
             str(folder), device="cpu", engine_in_process=environment is None, cpu_threads=1, **workload.options,
@@ -156,6 +156,8 @@ class Stressed:
         self._watch(patch)
         self._left.push_async_callback(self.client.close)
         await started(self.client, self._adapters)
+        if self._environment is not None:
+            self._environment.clear()
         return self
 
     async def __aexit__(self, *error: object) -> None:

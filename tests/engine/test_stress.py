@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from vserve.engine.messages import sum_of
+
 from .injector import Injector
 from .stressed import Alone, Stressed, grammars
 from .workload import ADAPTERS, Workload
@@ -25,7 +27,7 @@ from .workload import ADAPTERS, Workload
 FIRST = os.environ.get("VSERVE_STRESS_SEED")
 SECONDS = float(os.environ.get("VSERVE_STRESS_SECONDS", "0"))
 FAMILIES = {"llama": 1, "gemma3_text": 3}  # and groups of layers with a block table of their own
-WAVE = 20  # requests at once
+WAVE = 16  # requests at once
 
 
 def seeds(first: int, count: int) -> Iterator[int]:
@@ -89,16 +91,27 @@ def keys() -> list[str]:
     return [grammar.key for grammar in grammars()]
 
 
-async def waves(stressed: Stressed, count: int, models: Models, seen: Counter[str], injector: Any = None) -> None:
-    async with stressed:
-        for _ in range(count):
-            seen["whole"] += await stressed.run(stressed.workload.wave(WAVE), models.alone, injector)
-        stats = stressed.client.stats
-        seen["preempted"] += stats.num_preemptions
-        seen["hit"] += stats.prefix_hits
-        seen["drafted"] += stats.num_draft_tokens
-        seen["accepted"] += sum(stats.num_accepted_tokens)
-        print(stats.num_steps, stats.num_preemptions, stressed.client.config.speculative_config)
+def stressed(models: dict[str, Models], seed: int, drafters: bool = True, **options: Any) -> tuple[Stressed, Alone]:
+    family = list(models.values())[seed % len(models)]
+    workload = Workload(seed, keys(), family.drafters if drafters else [], family.num_groups)
+    return Stressed(family.base, workload, family.adapters, **options), family.alone
+
+
+async def waves(engine: Stressed, alone: Alone, count: int, injector: Injector | None = None) -> Counter[str]:
+    """→ what was seen to happen."""
+    async with engine:
+        whole = sum([await engine.run(engine.workload.wave(WAVE), alone, injector) for _ in range(count)])
+        stats = sum_of(engine.client.past_stats, engine.client.stats)
+        return Counter(
+            whole=whole, preempted=stats.num_preemptions, hit=stats.prefix_hits, drafted=stats.num_draft_tokens,
+            accepted=sum(stats.num_accepted_tokens),
+        )  # fmt: skip
+
+
+def check_seen(seen: Counter[str], *names: str) -> None:
+    """Seeds that let a kind of event out prove nothing of it. Whoever names one seed knows what it does."""
+    print(seen)
+    assert FIRST or all(seen[name] > 5 for name in ("whole", "preempted", "hit", "drafted", "accepted", *names)), seen
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 6), pytest.param(100, 30, marks=pytest.mark.slow)])
@@ -108,32 +121,21 @@ def test_one_engine(
     """One step in flight or two, whose passes fail in attention, while they sample, while they draft, and behind."""
     injector, seen = Injector(monkeypatch), Counter[str]()
     for seed in seeds(first, count):
-        family = list(models.values())[seed % len(models)]
-        stressed = Stressed(family.base, Workload(seed, keys(), family.drafters, family.num_groups), family.adapters)
-        if stressed.workload.rng.random() < 0.6:
-            stressed.overlap(2)
-        t = time.process_time()
-        runner.run(waves(stressed, 3, family, seen, injector))
-        print(time.process_time() - t)
-    print(seen, injector.raised)
-    if not FIRST:
-        assert min(seen.values()) > 20 and min(injector.raised.values()) > 0, (seen, injector.raised)
+        engine, alone = stressed(models, seed)
+        if engine.workload.rng.random() < 0.6:
+            engine.overlap(2)
+        seen += runner.run(waves(engine, alone, 2, injector))
+    check_seen(seen)
+    assert FIRST or all(injector.raised.values()), injector.raised
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 2), pytest.param(200, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), [(10, 1), pytest.param(200, 6, marks=pytest.mark.slow)])
 def test_two_ranks(models: dict[str, Models], runner: asyncio.Runner, first: int, count: int) -> None:
     """Which of their collectives a step runs depends on who is in it: greedy rows alone, sampled ones, masked ones."""
     seen = Counter[str]()
     for seed in seeds(first, count):
-        family = list(models.values())[seed % len(models)]
-        workload = Workload(seed, keys(), family.drafters, family.num_groups)
-        stressed = Stressed(family.base, workload, family.adapters, tensor_parallel_size=2)
-        t = time.process_time()
-        runner.run(waves(stressed, 4, family, seen))
-        print(time.process_time() - t)
-    print(seen)
-    if not FIRST:
-        assert min(seen.values()) > 20, seen
+        seen += runner.run(waves(*stressed(models, seed, tensor_parallel_size=2), 3))
+    check_seen(seen)
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 1), pytest.param(300, 6, marks=pytest.mark.slow)])
@@ -141,9 +143,8 @@ def test_two_stages(models: dict[str, Models], runner: asyncio.Runner, first: in
     """Three steps in flight. A rank's failure is the end of such an engine: who asks the next one is answered right."""
     seen = Counter[str]()
     for seed in seeds(first, count):
-        family = list(models.values())[seed % len(models)]
-        workload = Workload(seed, keys(), [], family.num_groups)
-        stressed = Stressed(family.base, workload, family.adapters, {}, pipeline_parallel_size=2)
-        t = time.process_time()
-        runner.run(waves(stressed, 4, family, seen))
-        print(time.process_time() - t)
+        fault = {"VSERVE_ALLOW_FAULTS": "1", "VSERVE_FAULT": f"step:{80 + 20 * (seed % 5)}:error:1"}
+        engine, alone = stressed(models, seed, drafters=False, environment=fault, pipeline_parallel_size=2)
+        seen += runner.run(waves(engine, alone, 3))
+        assert engine.client.num_restarts == 1
+    check_seen(seen)

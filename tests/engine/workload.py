@@ -45,10 +45,11 @@ class Workload:
     def __init__(self, seed: int, grammars: list[str], drafters: list[Path], num_groups: int = 1) -> None:
         """grammars: keys; drafters: folders of models that may draft; num_groups: of layers with a block table of
         their own."""
-        self.rng = rng = random.Random(seed)
+        self.rng = rng = random.Random(f"stress {seed}")
         self.grammars, self.num_groups = grammars, num_groups
-        self.has_adapters = rng.random() < 0.7
-        self.options = self._options(drafters)
+        self.has_adapters = rng.random() < 0.8
+        kinds = ["ngram", *map(str, drafters), ""]
+        self.options = self._options(kinds[seed // 2 % len(kinds)])  # seeds in a row come to all of them
         self._stems = [[rng.randrange(5, 290) for _ in range(48)] for _ in range(3)]
         self._stems.append([*range(20, 27)] * 7)  # n-grams of this one hold
         self.pool = [self._asked() for _ in range(14)]
@@ -61,7 +62,8 @@ class Workload:
             for _ in range(count)
         ]
 
-    def _options(self, drafters: list[Path]) -> dict[str, Any]:
+    def _options(self, drafter: str) -> dict[str, Any]:
+        """drafter: "ngram", the folder of a model, or ""."""
         rng = self.rng
         size, tokens = rng.choice((2, 4, 8, 16)), rng.choice((16, 24, 48, 96))
         # Little more than one of the longest requests takes: others are preempted.
@@ -69,22 +71,21 @@ class Workload:
         options: dict[str, Any] = {
             "max_model_len": LONGEST, "block_size": size, "num_gpu_blocks_override": blocks,
             "max_num_seqs": rng.choice((3, 6, 9, 12)), "max_num_batched_tokens": tokens,
-            "max_mixed_tokens": rng.choice((0, 16)), "enable_prefix_caching": rng.random() < 0.8,
+            "max_mixed_tokens": rng.choice((0, 16)), "enable_prefix_caching": rng.random() < 0.85,
             "scheduling_policy": rng.choice(("fcfs", "priority")),
         }  # fmt: skip
         if rng.random() < 0.3:
             options |= {"max_num_partial_prefills": rng.choice((1, 3))}
         if self.has_adapters:
             options |= {"enable_lora": True, "max_loras": rng.choice((1, 2)), "max_cpu_loras": 2}
-        kind = rng.choice(("none", "ngram", *map(str, drafters)))
-        if kind != "none":
+        if drafter:
             count = rng.choice((1, 2, 3))
             drafts: dict[str, Any] = {"num_speculative_tokens": count}
-            if kind == "ngram":
+            if drafter == "ngram":
                 drafts |= {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
             else:
-                drafts |= {"model": kind}
-            drafts["num_speculative_tokens_per_batch_size"] = [[1, rng.choice((2, 3, 64)), count]]
+                drafts |= {"model": drafter}
+            drafts["num_speculative_tokens_per_batch_size"] = [[1, rng.choice((3, 6, 64)), count]]
             options["speculative_config"] = json.dumps(drafts)
         return options
 
