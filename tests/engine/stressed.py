@@ -250,11 +250,16 @@ class Stressed:
         gc.collect()
         held = len(self._guides)
         assert held <= MOST_HELD, "the way of an answer through its grammar is kept after its end"
-        executor: Any = self.loop.executor
+        self._check_tables(self.loop)
+
+    def _check_tables(self, loop: EngineLoop) -> None:
+        """Between two steps: who drafts reads the requests' own blocks, not those that drafts are written to."""
+        executor: Any = loop.executor
         runner: ModelRunner = getattr(executor, "_mine", executor).runner
-        if runner.model_drafter is not None:
-            for layer in runner.model_drafter.layers:
-                assert layer.cache.block_table is runner.tables.block_tables[layer.group], "the drafter's own table"
+        for layer in () if runner.model_drafter is None else runner.model_drafter.layers:
+            assert layer.cache is not None
+            own = runner.tables.block_tables[layer.group]
+            assert layer.cache.block_table is own, "a layer that drafts is left on the block table of its drafts"
 
     def _watch(self, patch: pytest.MonkeyPatch) -> None:
         """Of this engine alone: patched while it starts, its methods as long as it lives."""
@@ -263,7 +268,7 @@ class Stressed:
         def init(loop: EngineLoop, *arguments: Any, **options: Any) -> None:
             make(loop, *arguments, **options)
             self.loop = loop
-            self._watch_scheduler(loop.scheduler)
+            self._watch_scheduler(loop, loop.scheduler)
 
         def begin(made: Guide, *arguments: Any, **options: Any) -> None:
             guide(made, *arguments, **options)
@@ -273,12 +278,14 @@ class Stressed:
         patch.setattr(EngineLoop, "__init__", init)
         patch.setattr(Guide, "__init__", begin)
 
-    def _watch_scheduler(self, scheduler: Scheduler) -> None:
+    def _watch_scheduler(self, loop: EngineLoop, scheduler: Scheduler) -> None:
         fail, update = scheduler.fail, scheduler.update
 
-        def checked() -> None:
+        def checked(failed: bool) -> None:
             try:
                 scheduler.check_invariants(thorough=True)
+                if failed:
+                    self._check_tables(loop)
             except Exception as error:
                 self._unbalanced.append(error)
 
@@ -290,12 +297,12 @@ class Stressed:
                     having = [entry[3] for entry in scheduler.roster.entries.values()]
                     self._may_fail |= {request.id for request in having if request.adapter in lost}
             outputs = fail(step, message)
-            checked()
+            checked(True)
             return outputs
 
         def updating(result: Any) -> Any:
             outputs = update(result)
-            checked()
+            checked(False)
             return outputs
 
         scheduler.fail, scheduler.update = failing, updating  # type: ignore[method-assign]
