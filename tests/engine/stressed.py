@@ -192,11 +192,12 @@ class Stressed:
         num_whole = 0
         for sent, found in zip(wave, answers, strict=True):
             for sampling, (id, answer) in zip(sent.asked.choices(), found, strict=True):
+                wanted = await alone.answer(sent.asked.prompt, sampling)
                 try:
                     self._check_failure(id, answer)
-                    compare(answer, await alone.answer(sent.asked.prompt, sampling))
+                    compare(answer, wanted)
                 except AssertionError as error:
-                    error.add_note(f"request {id}: {sent.asked}\nits answer: {answer}")
+                    error.add_note(f"request {id}: {sent.asked}\nits answer: {answer}\nalone: {wanted}")
                     raise
                 num_whole += answer.finish_reason in ("stop", "length")
         self.check_books()
