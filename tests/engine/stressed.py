@@ -108,9 +108,14 @@ class Alone:
         return self._known[key]
 
 
+def is_raised(answer: Answer) -> bool:
+    """It failed with a step that an Injector has ended."""
+    return answer.error is not None and MESSAGE in answer.error
+
+
 def compare(answer: Answer, alone: Answer) -> None:
     """What has come of it must be the same; all must have come, unless it left or failed on the way."""
-    if answer.finish_reason in ("abort", DEAD) or (answer.error is not None and MESSAGE in answer.error):
+    if answer.finish_reason in ("abort", DEAD) or is_raised(answer):
         assert answer.tokens == alone.tokens[: len(answer.tokens)]
         return
     assert answer.error == alone.error
@@ -186,12 +191,12 @@ class Stressed:
         self._is_asked = False
         if injector is not None:
             injector.disarm()
-        if any(answer.finish_reason == DEAD for found in answers for _, answer in found):
+        if any(answer.finish_reason == DEAD for found in answers for _, _, answer in found):
             await self._start_again()
         await self._rest()
         num_whole = 0
         for sent, found in zip(wave, answers, strict=True):
-            for sampling, (id, answer) in zip(sent.asked.choices(), found, strict=True):
+            for sampling, id, answer in found:
                 wanted = await alone.answer(sent.asked.prompt, sampling)
                 try:
                     self._check_failure(id, answer)
@@ -203,18 +208,26 @@ class Stressed:
         self.check_books()
         return num_whole
 
-    async def _ask(self, sent: Sent) -> list[tuple[int, Answer]]:
+    async def _ask(self, sent: Sent) -> list[tuple[SamplingParams, int, Answer]]:
+        """Who fails with a step asks once more, at once: what that step has left behind must not be found."""
         await asyncio.sleep(sent.delay)
         asked: Asked = sent.asked
+        answers = await self._read(asked, sent.leaves)
+        if any(is_raised(answer) for _, _, answer in answers):
+            answers += await self._read(asked, None)
+        return answers
+
+    async def _read(self, asked: Asked, leaves: int | None) -> list[tuple[SamplingParams, int, Answer]]:
+        samplings = asked.choices()
         try:
             boxes = self.client.submit_choices(
                 asked.n, asked.prompt, asked.sampling, priority=asked.priority, cache_salt=asked.salt
             )
         except EngineDeadError as error:
-            return [(0, Answer([], [], DEAD, None, 0, str(error)))] * asked.n
-        leaves = [sent.leaves, *[None] * (asked.n - 1)]  # the others stay
-        answers = await asyncio.gather(*map(read, boxes, [self.client] * asked.n, leaves))
-        return list(zip([box.id for box in boxes], answers, strict=True))
+            return [(sampling, 0, Answer([], [], DEAD, None, 0, str(error))) for sampling in samplings]
+        limits = [leaves, *[None] * (asked.n - 1)]  # the others stay
+        answers = await asyncio.gather(*map(read, boxes, [self.client] * asked.n, limits))
+        return list(zip(samplings, [box.id for box in boxes], answers, strict=True))
 
     async def _rest(self) -> None:
         async with asyncio.timeout(PATIENCE):
@@ -229,7 +242,7 @@ class Stressed:
         tell_grammars(self.client)
 
     def _check_failure(self, id: int, answer: Answer) -> None:
-        if answer.error is not None and MESSAGE in answer.error:
+        if is_raised(answer):
             assert id in self.failed | self._may_fail, "it failed with a step that it was not in"
         elif id in self.failed:
             assert answer.finish_reason == "abort", "it was in a step that failed"
