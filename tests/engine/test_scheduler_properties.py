@@ -925,6 +925,19 @@ def test_any_workload_on_stages_gives_what_each_request_gets_alone(windowed: boo
         assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
 
 
+@pytest.mark.slow
+def test_any_workload_with_drafts_on_stages_gives_what_each_request_gets_alone() -> None:
+    """Drafts behind tokens that are still on their way round."""
+    num_steps, seen = simulate_many(41, TOTAL_STEPS / PARTS / 4, drafts=True, stages=True)
+    rare = 0.5 * num_steps / 20_000
+    for event, count in {
+        "drafts": 20_000, "drafts on drafts": 600, "several kept": 3000, "left to other stages": 4000,
+        "waits on the device": 1000, "preemption": 200, "hit": 500, "mixed step": 300, "failed step": 100,
+        "masked behind drafts": 500, "cut": 300, "postponed with drafts": 50, "stop": 300, "length": 300,
+    }.items():  # fmt: skip
+        assert seen[event] >= count * rare, f"{event} happened {seen[event]} times only in {num_steps} steps"
+
+
 class TwoStreams(Device):
     """A device out of stream order: what a plan wrote lands once more, after the next plan has run."""
 
