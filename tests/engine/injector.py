@@ -36,7 +36,7 @@ class Injector:
             patch.setattr(owner, name, self._wrapped(place, getattr(owner, name)))
 
     def arm(self, rng: random.Random) -> None:
-        """Some calls will raise from now on: in attention and where drafts are made, if they are, and others at times."""
+        """Some calls will raise: in attention and where drafts are made, if they are, and others at times."""
         places = ["attention", "drafts of n-grams", "drafts of a model"]
         for place in [*places, *rng.sample(["attention", "sampler", "result"], rng.randrange(3))]:
             self._due.setdefault(place, set()).add(1 + rng.randrange(PLACES[place][2]))
