@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .model_file import ModelError, is_gguf
+from .errors import ModelError
+from .model_file import is_gguf
 
 FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PICKLED = ("pt", "npcache")  # as --load-format has them: mapped files need no copy in numpy's format

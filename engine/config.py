@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from . import config_checks
 from . import option_values as values
+from .errors import ConfigError
 from .option import FITTING as FITTING
 from .option import PORT, POSITIVE, UNLIMITED, Bounds, check_options, option
-from .option import ConfigError as ConfigError
 from .option import flag as flag
 
 

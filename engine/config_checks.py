@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .option import ConfigError
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .config import EngineConfig

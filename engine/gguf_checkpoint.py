@@ -11,11 +11,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import ModelError, unreadable
 from .ggml_types import BLOCKS, CODE_BOOKS, FLOATS
 from .gguf_config import read_config, read_generation_config
 from .gguf_families import BARE, FAMILIES, GGUFFamily, shapes_of
 from .gguf_file import GGUFTensor, read_gguf
-from .model_file import ModelError, unreadable
 
 if TYPE_CHECKING:  # what cannot be served is refused before torch is imported
     from torch import Tensor

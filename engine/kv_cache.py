@@ -10,7 +10,7 @@ from itertools import cycle, groupby
 
 from .block_pool import NULL_BLOCK, BlockPool
 from .config import SchedulerConfig
-from .invariants import require
+from .errors import require
 from .kv_events import KVEvents
 from .kv_group import KVGroup, longest_request
 from .request import Request

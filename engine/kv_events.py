@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from .config import ConfigError
+from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

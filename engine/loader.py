@@ -21,12 +21,12 @@ from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from .dummy_weights import fill_with_noise
 from .encoders.decoder import attend_both_ways
 from .encoders.model import Encoder
+from .errors import ModelError
 from .layers.experts import Experts
 from .layers.linear import Linear
 from .layers.weights import Placement, WeightHolder
 from .matching import Load, by_module, choose_formats, claims_of, match
 from .model_config import ModelConfig
-from .model_file import ModelError
 from .models.blocks import CausalLM
 from .models.mixture import has_experts, with_stored_experts
 from .models.model import Loadable, Model

@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass, field
 
 from .checkpoint import Checkpoint, TensorInfo
+from .errors import ModelError, and_more
 from .foreign.modules import Plain
 from .layers.head import Projection
 from .layers.norm import Norm
 from .layers.weights import WeightHolder
-from .model_file import ModelError, and_more
 from .models.model import Loadable
 from .quant.claims import check_claims
 from .quant.format import FLOATS, Format

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from .batch import Shape
-from .config import ConfigError, EngineConfig
+from .config import EngineConfig
 from .cpu_memory import machine_bytes, row_bytes, step_bytes
+from .errors import ConfigError
 from .host_memory import GIB, gib
 from .kv_layout import KVLayout
 from .models.model import Model

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from .encoders.families import EncoderFamily, find_encoder, layers_of
 from .encoders.spec import EncoderSpec
+from .errors import ModelError
 from .foreign.choice import Foreign, choose
 from .head_spec import HeadSpec, read_head
 from .layer_spec import AttentionSpec, FrameSpec, LayerSpec, MoESpec
-from .model_file import ModelError, is_gguf, read_config
+from .model_file import is_gguf, read_config
 from .models.family import MAX_LAYERS, Family, Names
 from .models.registry import find_family
 from .overrides import overridden
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     import torch  # at run time where a dtype is made: who only looks at the file should not wait for it
 
     from .quant.format import Scheme
-
-__all__ = ["ModelConfig", "ModelError", "check_model", "parse_model_config"]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 

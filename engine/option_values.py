@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 
-from .option import ConfigError, json_object
+from .errors import ConfigError
+from .option import json_object
 
 
 def power_of_two(number: int) -> str | None:

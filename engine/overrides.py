@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import ConfigError, EngineConfig
+from .config import EngineConfig
 from .encoders.families import ENCODERS
+from .errors import ConfigError, ModelError
 from .head_spec import KEYS
-from .model_file import ModelError
 from .models.registry import FAMILIES
 from .purpose import purpose_of
 from .rope_config import FULL, SLIDING

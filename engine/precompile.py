@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import EngineConfig
+from .errors import ModelError
 from .kernel_cache import kernel_cache
-from .model_file import ModelError, is_gguf, read_config
+from .model_file import is_gguf, read_config
 from .model_path import find_model
 from .speculation.settings import read_speculation
 

@@ -18,8 +18,9 @@ from contextlib import ExitStack
 
 from . import faults, logs
 from .clients import FIRST, Clients
-from .config import ConfigError, EngineConfig
+from .config import EngineConfig
 from .connection import Connection
+from .errors import ConfigError
 from .kernel_cache import use_kernel_cache
 from .kv_events import Publisher, settings
 from .messages import AddRequest, EngineStart, Failure, FromEngine, Heartbeat, Progress, ToEngine
@@ -183,7 +184,7 @@ async def serve(sock: socket.socket, listener: socket.socket | None = None) -> i
         await run_engine(config, send, attach)
         code = 0
     except Exception as error:
-        from .model_config import ModelError
+        from .errors import ModelError
 
         expected = isinstance(error, ConfigError | ModelError | RankLost)
         if not expected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .invariants import require
+from .errors import require
 from .plan import StepResult
 from .request import LAST, Request
 from .step import Step

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import ConfigError, EngineConfig
+from .config import EngineConfig
+from .errors import ConfigError
 
 # vLLM's older option → the two that have taken its place.
 _TASKS = {

@@ -17,10 +17,11 @@ from ..kernels.cublaslt import accumulate_in_fp32
 from .adapters.adapter import Adapter
 from .adapters.make import make_tables
 from .adapters.store import find_adapter
-from .config import ConfigError, EngineConfig, default_cpu_threads
+from .config import EngineConfig, default_cpu_threads
 from .cpu_memory import check_rows
 from .encoders.limits import plan_encoder
 from .encoders.runner import EncoderRunner
+from .errors import ConfigError
 from .expert_info import describe_experts, told_of_experts
 from .graphs import StepGraphs
 from .host_memory import available_bytes, machine_bytes

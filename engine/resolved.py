@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..kernels.linear_hopper import even_rows
-from .config import ConfigError, EngineConfig, SchedulerConfig
+from .config import EngineConfig, SchedulerConfig
 from .encoders.limits import whole_texts
+from .errors import ConfigError
 from .kv_format import KVSettings
 from .layer_spec import MoESpec
 from .memory import MemoryPlan

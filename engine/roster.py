@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
-from .invariants import require
+from .errors import require
 from .request import Request, Status
 
 Entry = tuple[int, float, int, Request]  # sorts by (priority, arrival, order of add): smaller runs first

@@ -14,7 +14,8 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from ..engine import faults, logs
-from ..engine.config import ConfigError, EngineConfig
+from ..engine.config import EngineConfig
+from ..engine.errors import ConfigError
 from .client.client import Client
 from .client.mailbox import EngineDeadError, ShuttingDownError
 from .client.meeting import Meeting

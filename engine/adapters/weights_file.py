@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import FLOAT_TYPES, TensorInfo
-from ..model_file import ModelError, one_line, unreadable
+from ..errors import ModelError, one_line, unreadable
 from ..safetensors_files import read_header
 
 # Who parses JSON holds the interpreter's lock: this much takes about a second, in which no step runs. Three pairs of

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import ConfigError, EngineConfig
+from ..config import EngineConfig
 from ..cpu_memory import machine_bytes
+from ..errors import ConfigError
 from ..host_memory import gib
 from ..memory import MemoryPlan, weight_bytes
 

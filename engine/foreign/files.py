@@ -17,8 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..checkpoint import FLOAT_TYPES, Checkpoint, TensorInfo
+from ..errors import ModelError, one_line
 from ..model_config import ModelConfig
-from ..model_file import ModelError, one_line
 from .build import build
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..errors import ModelError
 from ..layer_spec import AttentionSpec
 from ..layers.weights import Placement
-from ..model_file import ModelError
 from .layout import Cut, Layout
 
 if TYPE_CHECKING:  # every engine imports this file, and importing transformers takes two seconds

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ...kernels.moe import ExpertWeights, experts
 from ...kernels.moe_lora import ExpertLora
+from ..errors import ModelError
 from ..layer_spec import MoESpec
-from ..model_file import ModelError
 from ..parallel.divide import whole_experts
 from ..quant.codes import Codes, decoded, finite
 from ..quant.experts import QuantizedExperts

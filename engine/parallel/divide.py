@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..errors import ModelError
 from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec
-from ..model_file import ModelError
 
 if TYPE_CHECKING:
     from ..foreign.choice import Foreign

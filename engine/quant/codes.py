@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..model_file import ModelError
+from ..errors import ModelError
 
 if TYPE_CHECKING:
     from .format import Format

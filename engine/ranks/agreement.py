@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..parallel.group import Group
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import TensorInfo
+from ..errors import ModelError
 from ..layer_spec import AttentionSpec, MLPSpec
 from ..model_config import ModelConfig, parse_model_config
-from ..model_file import ModelError, read_config
+from ..model_file import read_config
 from ..quant.scheme import make_scheme, read_quantization
 from ..raw_config import RawConfig, architectures
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from ..config import ConfigError
+from ..errors import ConfigError, ModelError
 from ..layers.weights import Placement
 from ..loader import load_beside, load_model, make_beside
 from ..model_config import ModelConfig, few_layers
-from ..model_file import ModelError, read_config
+from ..model_file import read_config
 from ..model_source import resolve_model_path
 from ..models.blocks import CausalLM
 from ..models.model import Model

@@ -10,7 +10,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from ...engine.config import ConfigError, EngineConfig, flag
+from ...engine.config import EngineConfig, flag
+from ...engine.errors import ConfigError
 from ...engine.model_file import is_gguf
 from ...engine.model_path import is_hub_name
 from ..options.config import ServerConfig

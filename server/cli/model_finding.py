@@ -8,9 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...engine.config import ConfigError, EngineConfig
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError, ModelError
 from ...engine.hub_gguf import choose, model_files, split_name
-from ...engine.model_file import ModelError, is_gguf
+from ...engine.model_file import is_gguf
 from ...engine.model_path import cache_folder
 from . import machine
 from .finding import FAIL, OK, WARN, Finding

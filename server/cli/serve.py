@@ -7,8 +7,8 @@ import logging
 import sys
 
 from ...engine import faults, logs
-from ...engine.config import ConfigError, EngineConfig
-from ...engine.model_file import ModelError
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError, ModelError
 from ...engine.model_path import find_model
 from ...engine.overrides import check_described
 from ...engine.process import dump_stacks_on_signal

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from ...engine.messages import EngineInfo, RequestOutput
 from ...engine.request import Pooling, SamplingParams
 from ..client.mailbox import MailboxLike

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...engine import kv_events
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 
 SIZE, LOCAL, RANK = "data_parallel_size", "data_parallel_size_local", "data_parallel_rank"
 EXTERNAL, HYBRID = "data_parallel_external_lb", "data_parallel_hybrid_lb"

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...engine.errors import ConfigError
 from ...engine.model_file import is_gguf
 from ...engine.model_path import is_hub_name
-from ...engine.option import ConfigError, option
+from ...engine.option import option
 from ...engine.request import POOLINGS
 
 # Defaults that count, with what they may be: (lowest, highest, lowest itself allowed).

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
-from ...engine.config import ConfigError, EngineConfig
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError
 from ...engine.overrides import check_described
 from ..client.engine_client import EngineClient
 from ..client.mailbox import EngineDeadError

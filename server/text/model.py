@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from ...engine.config import ConfigError, EngineConfig
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError
 from ...engine.gguf_file import read_gguf
 from ...engine.hub_gguf import hub_gguf, split_name
 from ...engine.model_config import reads_both_ways

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from vserve.engine import weight_size
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
 from vserve.engine.engine import Engine
+from vserve.engine.errors import ConfigError
 from vserve.engine.loader import load_model
 from vserve.engine.memory import weight_bytes
 from vserve.engine.model_config import ModelConfig

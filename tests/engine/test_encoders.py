@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
 from vserve.engine.encoders.packed import Packed
+from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.model_config import check_model
-from vserve.engine.model_file import ModelError
 from vserve.engine.purpose import Purpose
 from vserve.engine.request import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineDeadError

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from vserve.engine.block_pool import BlockPool
-from vserve.engine.invariants import InvariantError
+from vserve.engine.errors import InvariantError
 from vserve.engine.kv_cache import KVCacheManager
 from vserve.engine.request import SamplingParams
 

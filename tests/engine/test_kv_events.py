@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from vserve.engine.config import ConfigError, EngineConfig, SchedulerConfig
+from vserve.engine.config import EngineConfig, SchedulerConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.kv_cache import KVCacheManager
 from vserve.engine.kv_events import (
     DEFAULTS,

@@ -16,8 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
 from vserve.engine.engine import Engine
+from vserve.engine.errors import ConfigError
 from vserve.engine.kv_format import KVSettings
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.request import SamplingParams

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import ConfigError, EngineConfig
-from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError, ModelError
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.overrides import read_model_config
 from vserve.engine.resolved import choose_max_model_len
 

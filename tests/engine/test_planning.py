@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from vserve.engine import planner
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.model_config import parse_model_config
 from vserve.engine.plan import StepPlan
 from vserve.engine.planning.card import CARDS

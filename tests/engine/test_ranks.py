@@ -23,11 +23,12 @@ import numpy as np
 import pytest
 
 from vserve.engine import compilations
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
 from vserve.engine.connection import Connection
+from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.layers.embedding import LMHead
 from vserve.engine.messages import AddGrammar, SetVocabulary
-from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.divide import check_divides, sizes
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
 from vserve.engine.private_folder import OWNER

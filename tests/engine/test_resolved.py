@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from vserve.engine.adapters.make import most_tokens
-from vserve.engine.config import ConfigError, EngineConfig, SchedulerConfig
+from vserve.engine.config import EngineConfig, SchedulerConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.graphs import StepGraphs
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from vserve.engine import host_memory, loader, rank, shortage, weight_size
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
 from vserve.engine.engine import Engine
+from vserve.engine.errors import ConfigError
 from vserve.engine.loader import count_parameters
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.gain import more_cards

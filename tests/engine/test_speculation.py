@@ -16,7 +16,8 @@ from torch import Tensor
 import vserve.engine.arrivals as arrivals_module
 import vserve.engine.batch as batch_module
 import vserve.engine.runner as runner_module
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.request import Pooling, SamplingParams, Thinking
 from vserve.engine.rows import RowTables
 from vserve.engine.runner import ModelRunner

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.messages import AddGrammar, SetVocabulary
 from vserve.engine.parallel.pipeline import Ring, Stage
 from vserve.engine.plan import StepPlan

@@ -15,7 +15,7 @@ from vserve.engine.adapters.adapter import Adapter
 from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.store import AdapterStore
 from vserve.engine.adapters.tables import AdapterTables
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import load_model, whole_of

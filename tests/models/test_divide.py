@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ModelError
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import count_parameters, load_model, make_model
 from vserve.engine.memory import _ranks, weight_bytes
 from vserve.engine.model_config import ModelConfig, parse_model_config
-from vserve.engine.model_file import ModelError
 from vserve.engine.parallel.divide import check_divides, vocab_share, whole_experts
 from vserve.engine.parallel.gain import more_ranks, more_stages
 from vserve.engine.parallel.group import SingleGroup

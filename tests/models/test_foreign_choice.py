@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ModelError
 from vserve.engine.foreign.choice import Foreign, choose
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig, ModelError, check_model, parse_model_config
+from vserve.engine.model_config import ModelConfig, check_model, parse_model_config
 from vserve.engine.models.registry import FAMILIES
 from vserve.engine.overrides import read_model_config
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vserve.engine.errors import ModelError
 from vserve.engine.foreign import hooks
 from vserve.engine.foreign.model import TransformersModel
 from vserve.engine.foreign.modules import Norm, Part, Product
 from vserve.engine.layers.embedding import Embedding
 from vserve.engine.layers.linear import Linear
 from vserve.engine.loader import count_parameters, load_model
-from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.overrides import without_windows
 from vserve.engine.quant.described import describe
 from vserve.engine.quant.method import Quantized

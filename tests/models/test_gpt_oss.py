@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.errors import ModelError
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.quant.described import describe
 from vserve.engine.quant.experts import QuantizedExperts
 

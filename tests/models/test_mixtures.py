@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vserve.engine.model_config import ModelError, parse_model_config
+from vserve.engine.errors import ModelError
+from vserve.engine.model_config import parse_model_config
 from vserve.engine.models.mixture import with_stored_experts
 
 Parity = Any  # test_model_parity.py

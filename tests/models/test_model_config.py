@@ -13,11 +13,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vserve.engine.encoders.families import ENCODERS
+from vserve.engine.errors import ModelError
 from vserve.engine.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import count_parameters, make_model
 from vserve.engine.matching import choose_formats
-from vserve.engine.model_config import ModelConfig, ModelError, parse_model_config
+from vserve.engine.model_config import ModelConfig, parse_model_config
 from vserve.engine.models import registry
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.rope_config import ROPE_TYPES

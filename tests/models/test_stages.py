@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.engine.errors import ModelError
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import count_parameters, load_model, make_model
 from vserve.engine.memory import weight_bytes
 from vserve.engine.model_config import ModelConfig, check_model, parse_model_config
-from vserve.engine.model_file import ModelError
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.parallel.pipeline import Stage, stage_of
 from vserve.engine.parallel.stages import check_stages, context_cost, split, stage_layers

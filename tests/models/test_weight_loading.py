@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vserve.engine.checkpoint import checkpoint_bytes, open_checkpoint, read_headers
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.staging import PIECE, SMALL, copy_weight
 from vserve.engine.loader import count_parameters, load_model
-from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.model_source import resolve_model_path
 from vserve.engine.models.blocks import CausalLM
 

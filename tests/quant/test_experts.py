@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vserve.engine.errors import ModelError
 from vserve.engine.expert_info import describe_experts, told_of_experts
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.quant.described import describe
 from vserve.engine.quant.experts import QuantizedExperts

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine.config import ConfigError
-from vserve.engine.model_file import ModelError
+from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.quant import quantize
 from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.codes import decoded as loaded

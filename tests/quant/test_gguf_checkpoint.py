@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from vserve.engine.errors import ModelError
 from vserve.engine.gguf_checkpoint import GGUFCheckpoint
 from vserve.engine.gguf_config import eos_token_ids, read_config, read_generation_config
 from vserve.engine.gguf_families import FAMILIES as architectures
 from vserve.engine.gguf_file import Strings, read_gguf
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig, parse_model_config
-from vserve.engine.model_file import ModelError
 from vserve.engine.quant.fp4 import decode_experts
 from vserve.engine.quant.scheme import make_scheme, read_quantization
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from vserve.engine.model_file import ModelError
+from vserve.engine.errors import ModelError
 from vserve.engine.quant.awq import Awq
 from vserve.engine.quant.bitsandbytes import Int8Rows, Table4
 from vserve.engine.quant.codes import decoded

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vserve.engine.errors import ModelError
 from vserve.engine.layers.linear import Linear
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.quant.described import describe, told
 from vserve.engine.quant.matrix import Int4Matrix

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server.errors import ApiError
 from vserve.server.generation import quota
 from vserve.server.options.config import ServerConfig

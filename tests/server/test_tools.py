@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from openai import OpenAI
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.engine.request import Thinking
 from vserve.server.app import create_app
 from vserve.server.errors import bad_request
