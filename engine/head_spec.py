@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import ModelError
-from .model_file import is_gguf
+from .model_path import is_gguf
 from .purpose import Purpose
 from .raw_config import architectures
 

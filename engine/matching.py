@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from .checkpoint import Checkpoint, TensorInfo
+from .checkpoint import Checkpoint
 from .errors import ModelError, and_more
 from .foreign.modules import Plain
 from .layers.head import Projection
@@ -16,6 +16,7 @@ from .quant.claims import check_claims
 from .quant.format import FLOATS, Format
 from .quant.headers import named
 from .quant.online import ROUTERS
+from .tensor_info import TensorInfo
 
 # Scales of a quantised cache and of attention's inputs, under all of the names that they have had: no module's tensors.
 _CACHE_SCALE = re.compile(r"\.(q|k|v|kv|prob|prob_output|output)_(scale|zero_point)$")

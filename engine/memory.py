@@ -22,8 +22,8 @@ from .parallel.gain import more_cards
 from .parallel.group import Group
 from .parallel.pipeline import stage_of
 from .ranks.agreement import gather
-from .request import SamplingParams
 from .runner import ModelRunner
+from .sampling_params import SamplingParams
 from .speculation.model_drafter import ModelDrafter
 
 CPU_CACHE_BYTES = 1 * GIB

@@ -13,7 +13,8 @@ from .errors import ModelError
 from .foreign.choice import Foreign, choose
 from .head_spec import HeadSpec, read_head
 from .layer_spec import AttentionSpec, FrameSpec, LayerSpec, MoESpec
-from .model_file import is_gguf, read_config
+from .model_file import read_config
+from .model_path import is_gguf
 from .models.family import MAX_LAYERS, Family, Names
 from .models.registry import find_family
 from .overrides import overridden

@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ModelError, and_more, one_line, unreadable
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether it is a file that holds a whole model, not a folder."""
-    return path.suffix.lower() == ".gguf" and path.is_file()
+from .model_path import is_gguf
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from .config import EngineConfig
 from .errors import ModelError
 from .kernel_cache import kernel_cache
-from .model_file import is_gguf, read_config
-from .model_path import find_model
+from .model_file import read_config
+from .model_path import find_model, is_gguf
 from .speculation.settings import read_speculation
 
 if TYPE_CHECKING:

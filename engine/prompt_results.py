@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from .errors import require
 from .plan import StepResult
-from .request import LAST, Request
+from .request import Request
+from .sampling_params import LAST
 from .step import Step
 
 

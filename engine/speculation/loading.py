@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from ..checkpoint import Checkpoint, open_checkpoint
 from ..errors import ConfigError, ModelError
 from ..layers.weights import Placement
 from ..loader import load_beside, load_model, make_beside
@@ -19,6 +19,7 @@ from ..models.blocks import CausalLM
 from ..models.model import Model
 from ..parallel.divide import fault
 from ..parallel.group import ALONE
+from ..tensor_info import TensorInfo
 from .draft_config import HeadConfig, check_draft_model, infer_method, read_head
 from .draft_model import DraftModel
 from .heads import EagleHead

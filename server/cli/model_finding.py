@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from ...engine.config import EngineConfig
 from ...engine.errors import ConfigError, ModelError
 from ...engine.hub_gguf import choose, model_files, split_name
-from ...engine.model_file import is_gguf
-from ...engine.model_path import cache_folder
+from ...engine.model_path import cache_folder, is_gguf
 from . import machine
 from .finding import FAIL, OK, WARN, Finding
 from .machine import Torch, gib

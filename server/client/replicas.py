@@ -31,7 +31,7 @@ from ...engine.messages import (
     pack_tokens,
     sum_of,
 )
-from ...engine.request import SamplingParams, unknown_token_problem
+from ...engine.sampling_params import SamplingParams, unknown_token_problem
 from .cards import engine_environments
 from .dispatch import Dispatch, cached_apart
 from .engine_client import EngineClient

@@ -24,7 +24,7 @@ from vserve.engine.loader import load_model
 from vserve.engine.messages import LoadAdapter
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.plan import NewRow, StepPlan
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
 from ..quant.checkpoints import KINDS, write

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError
 from vserve.engine.messages import AdapterLoaded, LoadAdapter
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient, EngineDeadError
 
 NUM_TOKENS = 6

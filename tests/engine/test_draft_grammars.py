@@ -17,7 +17,7 @@ import vserve.engine.runner as runner_module
 from vserve.engine.grammar import BACKENDS, GrammarError, GrammarMatcher, Vocabulary
 from vserve.engine.guide import Guide
 from vserve.engine.messages import SetVocabulary
-from vserve.engine.request import SamplingParams, Thinking
+from vserve.engine.sampling_params import SamplingParams, Thinking
 from vserve.engine.thinking import ThinkingMatcher
 from vserve.server.grammar.compile import compile
 from vserve.server.grammar.constraint import Constraint

@@ -18,7 +18,7 @@ from vserve.engine.encoders.packed import Packed
 from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.model_config import check_model
 from vserve.engine.purpose import Purpose
-from vserve.engine.request import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
+from vserve.engine.sampling_params import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineDeadError
 
 TOLERANCE = 1e-5  # of numbers of size 1

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.model_config import ModelConfig
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 LENGTH = 14
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right

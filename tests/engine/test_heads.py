@@ -18,7 +18,7 @@ from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.head_spec import read_head, read_labels
 from vserve.engine.purpose import Purpose
-from vserve.engine.request import ALL, LAST, MEAN, Pooling, SamplingParams
+from vserve.engine.sampling_params import ALL, LAST, MEAN, Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineClient, EngineDeadError
 
 TOLERANCE = 1e-5  # of logits of size 1

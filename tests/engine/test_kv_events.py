@@ -26,7 +26,8 @@ from vserve.engine.kv_events import (
     name_of,
     of_rank,
 )
-from vserve.engine.request import Request, SamplingParams
+from vserve.engine.request import Request
+from vserve.engine.sampling_params import SamplingParams
 
 ON = {"enable_kv_cache_events": True}
 

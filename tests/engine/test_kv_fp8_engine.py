@@ -21,7 +21,7 @@ from vserve.engine.engine import Engine
 from vserve.engine.errors import ConfigError
 from vserve.engine.kv_format import KVSettings
 from vserve.engine.model_config import ModelConfig
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 NUM_OUTPUTS = 12
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

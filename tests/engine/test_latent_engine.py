@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 
 LENGTH = 12
 

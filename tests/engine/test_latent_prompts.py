@@ -18,8 +18,8 @@ from vserve.engine.models import latent_attention
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
 from vserve.engine.planning.card import CARDS
 from vserve.engine.planning.setup import set_up
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.kernels.latent_prompts import LatentSizes
 
 CPU, GREEDY = torch.device("cpu"), SamplingParams(max_tokens=9, temperature=0.0)

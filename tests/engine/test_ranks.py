@@ -37,7 +37,7 @@ from vserve.engine.ranks.channel import Channel
 from vserve.engine.ranks.messages import Execute, Follow, Join, Leave, Seat, ToRank
 from vserve.engine.ranks.peers import Peers, RankLost, share_of_threads
 from vserve.engine.ranks.place import Child
-from vserve.engine.request import Pooling, SamplingParams
+from vserve.engine.sampling_params import Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 from vserve.server.client.process import EngineProcess

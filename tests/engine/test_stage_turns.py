@@ -19,7 +19,8 @@ from vserve.engine.plan import StepPlan, StepResult
 from vserve.engine.planning.card import CARDS
 from vserve.engine.planning.shape import kept_weights, shape_of
 from vserve.engine.planning.step_model import StepModel
-from vserve.engine.request import Request, SamplingParams
+from vserve.engine.request import Request
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.scheduler import Scheduler
 from vserve.engine.stage_turns import equal_chunk, whose_turn
 

@@ -25,7 +25,7 @@ from vserve.engine.ranks.hang import HangWatch
 from vserve.engine.ranks.messages import Pulse
 from vserve.engine.ranks.peers import share_of_threads
 from vserve.engine.relay import Awaited, Relay
-from vserve.engine.request import Pooling, SamplingParams
+from vserve.engine.sampling_params import Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 from vserve.server.client.process import EngineProcess

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.model_config import ModelConfig
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 WINDOW = 20
 NUM_OUTPUTS = 40

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

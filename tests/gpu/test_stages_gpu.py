@@ -17,8 +17,9 @@ from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.pipeline import WHOLE, Stage
 from vserve.engine.parallel.stages import stage_layers
 from vserve.engine.pending import Pending
-from vserve.engine.request import Request, SamplingParams
+from vserve.engine.request import Request
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.scheduler import Scheduler
 from vserve.engine.warm_steps import warm_up_steps
 

@@ -23,7 +23,7 @@ from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.group import SingleGroup
 from vserve.engine.parallel.pipeline import WHOLE, Stage
 from vserve.engine.plan import NewRow, StepPlan
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 HEAD, PREFIX = 16, "model.layers.0.self_attn"
 SAMPLING = SamplingParams(max_tokens=1)

@@ -28,7 +28,7 @@ from vserve.engine.layers.experts import Experts
 from vserve.engine.layers.weights import Placement
 from vserve.engine.parallel.group import SingleGroup
 from vserve.engine.plan import NewRow, StepPlan
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 Load = Callable[[Path], Any]
 FAMILIES = (

@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 
 from vserve.engine.errors import ConfigError
-from vserve.engine.request import Thinking
+from vserve.engine.sampling_params import Thinking
 from vserve.server.app import create_app
 from vserve.server.errors import bad_request
 from vserve.server.grammar.service import vocabulary

@@ -27,8 +27,8 @@ from vserve.engine.loader import load_model
 from vserve.engine.messages import pack_tokens
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.warm_steps import warm_up_steps
 
 PAGE, NUM_BLOCKS = 16, 40_000
