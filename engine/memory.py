@@ -19,9 +19,8 @@ from .host_memory import GIB, gib
 from .kv_layout import KVLayout
 from .models.model import Model
 from .parallel.gain import more_cards
-from .parallel.group import Group
+from .parallel.group import Group, gather
 from .parallel.pipeline import stage_of
-from .ranks.agreement import gather
 from .runner import ModelRunner
 from .sampling_params import SamplingParams
 from .speculation.model_drafter import ModelDrafter

@@ -8,7 +8,6 @@ from .errors import require
 from .plan import StepResult
 from .request import Request
 from .sampling_params import LAST
-from .step import Step
 
 
 class PromptResults:
@@ -36,25 +35,28 @@ class PromptResults:
         pooling = request.sampling.pooling
         return request not in self.scoring and (pooling is None or pooling.kind == LAST)
 
-    def plan(self, step: Step, batch: list[Request], num_computed: list[int]) -> tuple[list[int], list[int]]:
+    def plan(
+        self, batch: list[Request], num_computed: list[int], scored_from: list[tuple[Request, int]],
+        pooled_requests: list[Request | None],
+    ) -> tuple[list[int], list[int]]:  # fmt: skip
         """Indexes into the batch of the rows that bring log-probabilities nobody has yet, and of those that are pooled.
 
-        `num_computed`: of each row before this step.
+        `num_computed`: of each row before this step. `scored_from`, `pooled_requests`: Step's lists, which grow.
         """
         scored, pooled = [], []
         for index, (request, computed) in enumerate(zip(batch, num_computed, strict=True)):
             if request in self.scoring and computed < request.num_prompt_tokens - 1:
                 scored.append(index)
-                step.scored.append((request, computed))
+                scored_from.append((request, computed))
             if request in self.pooling:
                 pooled.append(index)
                 if request.num_computed_tokens == request.num_prompt_tokens:
-                    step.pooled.append(request)
+                    pooled_requests.append(request)
         return scored, pooled
 
-    def take_scores(self, step: Step, result: StepResult) -> None:
-        """What a preempted request computes anew is known up to a point: nothing is taken in twice."""
-        for (request, start), entries in zip(step.scored, result.prompt_logprobs, strict=True):
+    def take_scores(self, scored: list[tuple[Request, int]], result: StepResult) -> None:
+        """`scored`: those of its step. What a preempted request computes anew is known up to a point: nothing twice."""
+        for (request, start), entries in zip(scored, result.prompt_logprobs, strict=True):
             known = request.prompt_logprobs
             if request.finished or known is None:
                 continue

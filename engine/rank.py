@@ -32,17 +32,18 @@ from .messages import Progress
 from .model_config import ModelConfig
 from .model_source import resolve_model_path
 from .models.model import Model
-from .overrides import read_model_config
 from .parallel.divide import check_divides
-from .parallel.group import LOCAL, TIMEOUT, Group, join
+from .parallel.group import LOCAL, TIMEOUT, Group, gather
+from .parallel.join import join
 from .parallel.pipeline import WHOLE, Stage, form_ring
 from .parallel.rendezvous import Rendezvous
 from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
 from .quant.packed import has_kernels
-from .ranks.agreement import check_equal, gather, union
+from .ranks.agreement import check_equal, union
 from .ranks.messages import Seat
 from .ranks.network import advice
+from .reading import read_model_config
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
 from .shortage import is_out_of_memory, out_of_memory

@@ -216,7 +216,7 @@ class Service:
 
     def _make_app(self) -> FastAPI:
         """On a thread, while the engine starts: its imports and the tokenizer take seconds."""
-        from ..engine.overrides import check_described  # before the tokenizer: what breaks config.json may break both
+        from ..engine.reading import check_described  # before the tokenizer: what breaks config.json may break both
         from .app import create_app
         from .text.detokenizer import Detokenizer
         from .text.model import load_text_model

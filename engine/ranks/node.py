@@ -20,8 +20,7 @@ from .channel import Channel
 from .cluster_messages import BEAT, Beat, DumpStacks, Ended, Goodbye, Kill, Launch, Said, Stopped, ToNode
 from .handshake import Hello, Stranger, check_secret, dial, facts
 from .network import use_interface
-from .place import Child, end_of, spawn
-from .placing import threads_of_rank
+from .place import Child, end_of, spawn, threads_of_rank
 
 logger = logging.getLogger(__name__)
 

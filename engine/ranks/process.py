@@ -15,11 +15,11 @@ import time
 from typing import TYPE_CHECKING
 
 from .. import faults, logs
+from ..child import die_with_parent, dump_stacks_on_signal
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernel_cache import use_kernel_cache
 from ..messages import Failure
-from ..process import die_with_parent, dump_stacks_on_signal
 from .channel import Channel
 from .effort import Effort, Starting, stepping
 from .hang import INTERVAL, pulse

@@ -9,10 +9,11 @@ from typing import Any
 
 from ..errors import ModelError
 from ..layer_spec import AttentionSpec, MLPSpec
-from ..model_config import ModelConfig, parse_model_config
+from ..model_config import ModelConfig
 from ..model_file import read_config
 from ..quant.scheme import make_scheme, read_quantization
 from ..raw_config import RawConfig, architectures
+from ..reading import parse_model_config
 from ..tensor_info import TensorInfo
 
 _SPECULATORS = "transformer_layer_config"  # what the library of that name calls the config of the layer

@@ -19,6 +19,7 @@ from ..models.blocks import CausalLM
 from ..models.model import Model
 from ..parallel.divide import fault
 from ..parallel.group import ALONE
+from ..reading import read_folder
 from ..tensor_info import TensorInfo
 from .draft_config import HeadConfig, check_draft_model, infer_method, read_head
 from .draft_model import DraftModel
@@ -86,7 +87,7 @@ def _find(folder: Path, settings: Speculation, target: ModelConfig) -> Draft:
     if found != "draft_model":
         head = read_head(folder, headers, found, target, settings.quantization)
         return Draft(folder, settings, head, {name: headers[name] for name in headers.keys() - {"d2t", "t2d"}})
-    config = ModelConfig.from_folder(folder, quantization=settings.quantization)
+    config = read_folder(folder, quantization=settings.quantization)
     check_draft_model(folder, config, target)
     settings = replace(settings, max_model_len=settings.max_model_len or config.max_model_len)
     return Draft(folder, settings, config, headers)

@@ -53,7 +53,7 @@ def _fit(
     from ...engine.layer_spec import MoESpec
     from ...engine.loader import check_files, count_parameters
     from ...engine.memory import CPU_CACHE_BYTES
-    from ...engine.overrides import read_model_config
+    from ...engine.reading import read_model_config
     from ...engine.resolved import choose_dtype, choose_max_model_len, default_limits
     from ...engine.weight_size import orders_experts, smaller_weights, weight_size
 

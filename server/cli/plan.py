@@ -73,11 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
     from ...engine.errors import ModelError
     from ...engine.model_source import resolve_model_path
-    from ...engine.overrides import read_model_config
     from ...engine.planning.card import CARDS
     from ...engine.planning.divisions import MOST_ENGINES
     from ...engine.planning.load import Wanted
     from ...engine.planning.setup import stored_bytes
+    from ...engine.reading import read_model_config
     from .plan_question import Question
     from .plan_table import check_output, write
 

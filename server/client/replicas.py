@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ...engine.config import EngineConfig, default_cpu_threads
-from ...engine.kv_events import of_rank
+from ...engine.kv_events_settings import of_rank
 from ...engine.messages import (
     AdapterLoaded,
     EngineInfo,

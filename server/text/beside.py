@@ -7,7 +7,7 @@ import os
 
 from ...engine.config import EngineConfig
 from ...engine.errors import ConfigError
-from ...engine.overrides import check_described
+from ...engine.reading import check_described
 from ..client.engine_client import EngineClient
 from ..client.mailbox import EngineDeadError
 from ..options.beside import embedding_engine, of_second

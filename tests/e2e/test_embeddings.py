@@ -20,7 +20,7 @@ import torch
 
 from vserve import LLM, PoolingParams
 from vserve.engine.errors import ConfigError, ModelError
-from vserve.engine.model_config import parse_model_config
+from vserve.engine.reading import parse_model_config
 from vserve.server.text.pooling import PoolingDefaults, read_pooling
 
 TOLERANCE = 1e-4

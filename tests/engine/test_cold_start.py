@@ -20,10 +20,10 @@ from vserve.engine.config import EngineConfig
 from vserve.engine.dummy_plan import dummy_plan
 from vserve.engine.errors import ModelError
 from vserve.engine.kv_format import NUMBERS
-from vserve.engine.overrides import read_model_config
 from vserve.engine.precompile import Precompile
 from vserve.engine.prefetch import Prefetch
 from vserve.engine.process import run_engine
+from vserve.engine.reading import read_model_config
 from vserve.engine.resolved import Machine
 from vserve.engine.runner import ModelRunner
 from vserve.engine.speculation.loading import Draft

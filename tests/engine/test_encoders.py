@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from vserve.engine.config import EngineConfig
 from vserve.engine.encoders.packed import Packed
 from vserve.engine.errors import ConfigError, ModelError
-from vserve.engine.model_config import check_model
 from vserve.engine.purpose import Purpose
+from vserve.engine.reading import check_model
 from vserve.engine.sampling_params import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineDeadError
 

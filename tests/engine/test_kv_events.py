@@ -15,17 +15,8 @@ import pytest
 from vserve.engine.config import EngineConfig, SchedulerConfig
 from vserve.engine.errors import ConfigError
 from vserve.engine.kv_cache import KVCacheManager
-from vserve.engine.kv_events import (
-    DEFAULTS,
-    END,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEvents,
-    Publisher,
-    name_of,
-    of_rank,
-)
+from vserve.engine.kv_events import END, AllBlocksCleared, BlockRemoved, BlockStored, KVEvents, Publisher, name_of
+from vserve.engine.kv_events_settings import DEFAULTS, of_rank
 from vserve.engine.request import Request
 from vserve.engine.sampling_params import SamplingParams
 

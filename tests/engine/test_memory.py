@@ -19,7 +19,7 @@ from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.memory import MemoryPlan, plan_memory
-from vserve.engine.model_config import parse_model_config
+from vserve.engine.reading import parse_model_config
 from vserve.engine.rows import RowTables
 
 GIB = 1 << 30

@@ -28,7 +28,6 @@ from vserve.engine.connection import Connection
 from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.layers.embedding import LMHead
 from vserve.engine.messages import AddGrammar, SetVocabulary
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.divide import check_divides, sizes
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
 from vserve.engine.private_folder import OWNER
@@ -37,6 +36,7 @@ from vserve.engine.ranks.channel import Channel
 from vserve.engine.ranks.messages import Execute, Follow, Join, Leave, Seat, ToRank
 from vserve.engine.ranks.peers import Peers, RankLost, share_of_threads
 from vserve.engine.ranks.place import Child
+from vserve.engine.reading import read_folder
 from vserve.engine.sampling_params import Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
@@ -616,7 +616,7 @@ def test_every_engine_sees_the_cards_of_its_ranks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_reads_both_ways_is_not_divided(tiny_model: Any) -> None:
-    config = dataclasses.replace(ModelConfig.from_folder(tiny_model("llama")), causal=False)
+    config = dataclasses.replace(read_folder(tiny_model("llama")), causal=False)
     with pytest.raises(ModelError, match="--tensor-parallel-size 2: LlamaForCausalLM reads texts both ways"):
         check_divides(config, 2)
     assert sizes(config) == [1]

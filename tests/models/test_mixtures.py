@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vserve.engine.errors import ModelError
-from vserve.engine.model_config import parse_model_config
 from vserve.engine.models.mixture import with_stored_experts
+from vserve.engine.reading import parse_model_config
 
 Parity = Any  # test_model_parity.py
 
