@@ -17,7 +17,6 @@ from .layer_spec import AttentionSpec, LayerSpec, MoESpec
 from .model_config import ModelConfig
 from .model_file import read_config
 from .model_path import is_gguf
-from .model_source import resolve_config_path
 from .models.family import MAX_LAYERS, Family
 from .models.registry import find_family
 from .overrides import overridden, overrides
@@ -36,6 +35,8 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
     """Of the model in `folder`. Raises ModelError as `read_folder`, and for what the options make of it."""
+    from .model_source import resolve_config_path  # it imports torch
+
     changes = overrides(config)
     source = folder if config.hf_config_path is None else resolve_config_path(config)
     with _naming(changes):
