@@ -25,7 +25,8 @@ from .messages import (
     unpack_tokens,
 )
 from .plan import ADAPTER_NOT_LOADED, NO_PROMPT_LOGPROBS
-from .request import FinishReason, Request, SamplingParams, SharedPrompt, unknown_token_problem
+from .request import FinishReason, Request, SharedPrompt
+from .sampling_params import SamplingParams, unknown_token_problem
 from .scheduler import Scheduler
 from .thinking import ThinkingMatcher
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from .invariants import require
+from .errors import require
 
 NULL_BLOCK = 0  # never given out: pads tables, and stands for blocks that a sliding window has left behind
 

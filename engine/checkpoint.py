@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .model_file import ModelError, is_gguf
+from .errors import ModelError
+from .gguf_checkpoint import GGUFCheckpoint
+from .model_path import is_gguf
+from .pickled import PATTERNS, PickledFiles, pickled_files
+from .safetensors_files import SafetensorsFiles, safetensors_files
+from .tensor_info import TensorInfo
 
 FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PICKLED = ("pt", "npcache")  # as --load-format has them: mapped files need no copy in numpy's format
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor as its file's header describes it."""
-
-    file: Path
-    dtype: str  # safetensors' name: "BF16", "F32", …
-    shape: tuple[int, ...]
-    num_bytes: int
 
 
 class Checkpoint(Protocol):
@@ -44,10 +38,6 @@ def open_checkpoint(folder: Path, load_format: str = "auto") -> Checkpoint:
 
     Raises ModelError naming what is wrong.
     """
-    from .gguf_checkpoint import GGUFCheckpoint
-    from .pickled import PATTERNS, PickledFiles, pickled_files
-    from .safetensors_files import SafetensorsFiles, safetensors_files
-
     if is_gguf(folder):
         return GGUFCheckpoint(folder)
     if not folder.is_dir():

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from . import config_checks
 from . import option_values as values
+from .errors import ConfigError
 from .option import FITTING as FITTING
-from .option import PORT, POSITIVE, UNLIMITED, Bounds, check_options, option
-from .option import ConfigError as ConfigError
+from .option import PORT, POSITIVE, UNLIMITED, Bounds, check_options, json_object, option
 from .option import flag as flag
+from .purpose import Purpose, read_purpose
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class EngineConfig:
     )
     hf_overrides: str | None = option(
         None, "JSON object with values that come before those of config.json, such as '{\"rope_theta\": 1000000}'",
-        group="model", problem=values.overrides, is_json=True,
+        group="model", problem=json_object, is_json=True,
     )  # fmt: skip
     rope_theta: float | None = option(
         None, "base of the rotary embedding, instead of config.json's", group="model", bounds=Bounds(above=0)
@@ -290,7 +291,7 @@ class EngineConfig:
         check_options(self)
         config_checks.check_batch(self)
         config_checks.check_partial_prefills(self)
-        config_checks.check_purpose(self)
+        _ = self.purpose  # --task, --runner and --convert may contradict each other
         config_checks.check_events(self)
         config_checks.check_adapters(self)
         config_checks.check_stages(self)
@@ -310,6 +311,11 @@ class EngineConfig:
     def ranks_per_node(self) -> int:
         """Those of an engine that are on one host; with Ray, at most."""
         return self.world_size // self.nnodes
+
+    @property
+    def purpose(self) -> Purpose:
+        """What --task, --runner and --convert say. Raises ConfigError where they contradict each other."""
+        return read_purpose(self.task, self.runner, self.convert)
 
     @property
     def fits_cache(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .option import ConfigError
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -47,16 +47,10 @@ def check_nodes(config: EngineConfig) -> None:
 
 
 def check_events(config: EngineConfig) -> None:
-    from .kv_events import settings
+    from .kv_events_settings import settings
 
     if config.kv_events_config and not config.enable_prefix_caching and settings(config.kv_events_config) is not None:
         raise ConfigError("--kv-events-config: a prefix cache that is off has no events; leave one of them out")
-
-
-def check_purpose(config: EngineConfig) -> None:
-    from .purpose import purpose_of  # it reads EngineConfig
-
-    purpose_of(config)
 
 
 def check_adapters(config: EngineConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..kernels.history import ring_for
-from .config import ConfigError
+from .errors import ConfigError
 from .host_memory import GIB, machine_bytes
 from .kv_layout import KVLayout, kv_layout
 from .layer_spec import LayerSpec

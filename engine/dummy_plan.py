@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .plan import NewRow, StepPlan
-from .request import Pooling, SamplingParams
+from .sampling_params import Pooling, SamplingParams
 
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooling=Pooling(head=True))
 

@@ -12,7 +12,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from .invariants import require
+from .errors import require
 from .request import Request
 
 Entry = tuple[int, float, int, Request]  # sorts by (priority, arrival, order of add): smaller runs first

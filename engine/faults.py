@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .config import ConfigError
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .encoders.runner import EncoderRunner

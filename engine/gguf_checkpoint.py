@@ -11,16 +11,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import ModelError, unreadable
 from .ggml_types import BLOCKS, CODE_BOOKS, FLOATS
 from .gguf_config import read_config, read_generation_config
 from .gguf_families import BARE, FAMILIES, GGUFFamily, shapes_of
 from .gguf_file import GGUFTensor, read_gguf
-from .model_file import ModelError, unreadable
+from .tensor_info import TensorInfo
 
 if TYPE_CHECKING:  # what cannot be served is refused before torch is imported
     from torch import Tensor
-
-    from .checkpoint import TensorInfo
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +84,6 @@ class GGUFCheckpoint:
     @cached_property
     def headers(self) -> dict[str, TensorInfo]:
         """What `read` returns: packed blocks under the name of their type ("Q4_K") as [N, bytes of a row]."""
-        from .checkpoint import TensorInfo
-
         found = {}
         expanded: dict[str, int] = {}
         for name, tensor in self.tensors.items():

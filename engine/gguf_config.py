@@ -7,11 +7,11 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from .errors import ModelError, unreadable
 from .ggml_types import BLOCKS
 from .gguf_families import FAMILIES, GGUFFamily
 from .gguf_file import GGUFFile, GGUFTensor, Strings
 from .gguf_keys import Keys, is_number
-from .model_file import ModelError, unreadable
 
 _CONTROL = 3  # of tokenizer.ggml.token_type
 # Control tokens that end an answer, whether a key names them or not: older files name only one.

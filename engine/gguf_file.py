@@ -17,8 +17,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .errors import ModelError, unreadable
 from .ggml_types import REMOVED, TYPES, GGMLType
-from .model_file import ModelError, unreadable
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from .errors import ModelError
 from .gguf_file import GGUFFile
-from .model_file import ModelError
 
 
 class Keys:

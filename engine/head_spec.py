@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .model_file import ModelError, is_gguf
+from .errors import ModelError
+from .model_path import is_gguf
 from .purpose import Purpose
 from .raw_config import architectures
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from .model_file import ModelError, one_line
+from .errors import ModelError, one_line
 
 USUAL = "Q4_K_M"  # taken where several are there and none is named
 _PART = re.compile(r"-(\d{5})-of-\d{5}$")

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from .errors import require
+
 if TYPE_CHECKING:
     from .request import Request
     from .scheduler import Scheduler
-
-
-class InvariantError(AssertionError):
-    """The books do not balance: a defect of vserve's, whatever its clients did."""
-
-
-def require(holds: bool, what: str) -> None:
-    """Raises InvariantError, with `what`, unless it holds."""
-    if not holds:
-        raise InvariantError(what)
 
 
 def check_scheduler(scheduler: Scheduler, thorough: bool) -> None:

@@ -10,9 +10,10 @@ from itertools import cycle, groupby
 
 from .block_pool import NULL_BLOCK, BlockPool
 from .config import SchedulerConfig
-from .invariants import require
+from .errors import require
+from .kv_capacity import longest_request
 from .kv_events import KVEvents
-from .kv_group import KVGroup, longest_request
+from .kv_group import KVGroup
 from .request import Request
 
 Registered = list[tuple[int, bytes]]  # (block, key): what has to be revoked should the step fail

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from .config import ConfigError, EngineConfig
+from .config import EngineConfig
+from .errors import ConfigError
 from .layer_spec import AttentionSpec, KVSpec
 
 if TYPE_CHECKING:

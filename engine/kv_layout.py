@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .kv_capacity import blocks_held, longest_request
 from .kv_format import NUMBERS, KVFormat
-from .kv_group import blocks_held, longest_request
 from .layer_spec import KVSpec
 
 if TYPE_CHECKING:

@@ -17,16 +17,16 @@ import torch
 
 from .adapters.adapter import Adapter
 from .adapters.merged import MergedCheckpoint
-from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint
 from .dummy_weights import fill_with_noise
 from .encoders.decoder import attend_both_ways
 from .encoders.model import Encoder
+from .errors import ModelError
 from .layers.experts import Experts
 from .layers.linear import Linear
 from .layers.weights import Placement, WeightHolder
 from .matching import Load, by_module, choose_formats, claims_of, match
 from .model_config import ModelConfig
-from .model_file import ModelError
 from .models.blocks import CausalLM
 from .models.mixture import has_experts, with_stored_experts
 from .models.model import Loadable, Model
@@ -34,6 +34,7 @@ from .parallel.divide import check_divides
 from .parallel.group import ALONE, Group, SingleGroup
 from .parallel.pipeline import WHOLE, Stage
 from .quant.kv_scales import read_cache_scales
+from .tensor_info import TensorInfo
 
 logger = logging.getLogger(__name__)
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from .checkpoint import Checkpoint, TensorInfo
+from .checkpoint import Checkpoint
+from .errors import ModelError, and_more
 from .foreign.modules import Plain
 from .layers.head import Projection
 from .layers.norm import Norm
 from .layers.weights import WeightHolder
-from .model_file import ModelError, and_more
 from .models.model import Loadable
 from .quant.claims import check_claims
 from .quant.format import FLOATS, Format
 from .quant.headers import named
 from .quant.online import ROUTERS
+from .tensor_info import TensorInfo
 
 # Scales of a quantised cache and of attention's inputs, under all of the names that they have had: no module's tensors.
 _CACHE_SCALE = re.compile(r"\.(q|k|v|kv|prob|prob_output|output)_(scale|zero_point)$")

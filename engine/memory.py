@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from .batch import Shape
-from .config import ConfigError, EngineConfig
+from .config import EngineConfig
 from .cpu_memory import machine_bytes, row_bytes, step_bytes
+from .errors import ConfigError
 from .host_memory import GIB, gib
 from .kv_layout import KVLayout
 from .models.model import Model
 from .parallel.gain import more_cards
-from .parallel.group import Group
+from .parallel.group import Group, gather
 from .parallel.pipeline import stage_of
-from .ranks.agreement import gather
-from .request import SamplingParams
 from .runner import ModelRunner
+from .sampling_params import SamplingParams
 from .speculation.model_drafter import ModelDrafter
 
 CPU_CACHE_BYTES = 1 * GIB

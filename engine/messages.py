@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from .plan import TokenLogprobs
-from .request import SamplingParams
+from .sampling_params import SamplingParams
 
 
 # ---- API process → engine ----

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .encoders.families import EncoderFamily, find_encoder, layers_of
 from .encoders.spec import EncoderSpec
-from .foreign.choice import Foreign, choose
-from .head_spec import HeadSpec, read_head
-from .layer_spec import AttentionSpec, FrameSpec, LayerSpec, MoESpec
-from .model_file import ModelError, is_gguf, read_config
-from .models.family import MAX_LAYERS, Family, Names
-from .models.registry import find_family
-from .overrides import overridden
-from .parallel.divide import check_divides, refuse_encoder
-from .parallel.stages import check_stages
-from .parallel.stages import refuse as refuse_stages
-from .purpose import ANY, Purpose
-from .quant.scheme import make_scheme, read_quantization
-from .raw_config import RawConfig, architectures, flag, model_type
+from .foreign.choice import Foreign
+from .head_spec import HeadSpec
+from .layer_spec import FrameSpec, LayerSpec
+from .models.family import Names
 
 if TYPE_CHECKING:
     import torch  # at run time where a dtype is made: who only looks at the file should not wait for it
 
     from .quant.format import Scheme
-
-__all__ = ["ModelConfig", "ModelError", "check_model", "parse_model_config"]
-
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -58,40 +42,6 @@ class ModelConfig:
     causal: bool = True  # a token sees those before it alone; else the whole text: nothing is cached or generated
     encoder: EncoderSpec | None = None  # a model of BERT's shape; None: a decoder
 
-    @classmethod
-    def from_folder(
-        cls,
-        folder: Path,
-        source: Path | None = None,
-        changes: Mapping[str, Any] = {},
-        quantization: str | None = None,
-        implementation: str = "auto",
-        trusted: bool = False,
-        purpose: Purpose = ANY,
-    ) -> ModelConfig:
-        """Read config.json of `source` (default: `folder`, where the weights are), and put `changes` into it.
-
-        `quantization`, `implementation`, `trusted`: what --quantization, --model-impl and --trust-remote-code say;
-        `purpose`: what --runner and --convert say.
-
-        Raises ModelError if it is missing, broken, or describes a model we cannot run.
-        """
-        from .checkpoint import stored_dtype  # it imports torch
-
-        raw = overridden(read_config(Path(source or folder)), changes)
-        described = parse_model_config(raw, implementation, Path(source or folder), trusted, purpose)
-        config = replace(described, quantization=_scheme(Path(folder), raw, quantization))
-        if config.foreign is None:
-            config = replace(config, head=read_head(Path(folder), raw, config.hidden_size, purpose))
-        elif purpose.classifies:
-            raise ModelError(
-                f"--convert {purpose.convert}: {config.architecture} is computed by transformers' code, of which only "
-                "text and embeddings are served: leave it out"
-            )
-        if raw.get("dtype") is None and raw.get("torch_dtype") is None:
-            config = replace(config, dtype=stored_dtype(Path(folder)) or config.dtype)
-        return config
-
     @property
     def max_model_len(self) -> int:
         """Tokens the model can handle by its own word: linear and dynamic RoPE stretch max_position_embeddings, yarn
@@ -112,176 +62,3 @@ class ModelConfig:
 def few_layers(config: ModelConfig) -> ModelConfig:
     """The same with a layer of each kind, and the last one again, which does less than others."""
     return replace(config, layers=(*dict.fromkeys(config.layers), config.layers[-1]))
-
-
-def check_model(
-    folder: Path,
-    changes: Mapping[str, Any] = {},
-    quantization: str | None = None,
-    implementation: str = "auto",
-    trusted: bool = False,
-    purpose: Purpose = ANY,
-    size: int = 1,
-    whole_experts: bool = False,
-    stages: int = 1,
-    stage_layers: Sequence[int] = (),
-) -> None:
-    """Raises ModelError as ModelConfig.from_folder does, and where `size` ranks or `stages` cannot share the model,
-    within milliseconds. What only transformers' code can tell of a model that it computes is left to that."""
-    raw = overridden(read_config(folder), changes)
-    _dtype_name(raw)
-    kind = choose(raw, implementation, folder, trusted)
-    if isinstance(kind, Foreign):
-        refuse_stages(f"{kind.architecture} is computed by transformers' code, which is not cut into stages", stages)
-    elif isinstance(kind, EncoderFamily):
-        refuse_encoder(str(raw.get("model_type")), size)
-        refuse_stages(f"an encoder as {raw.get('model_type')} is not cut into stages", stages)
-        read_head(folder, raw, _parse_encoder(raw, None, kind, purpose).hidden_size, purpose)
-    else:
-        described = _parse(raw, None, kind, purpose)
-        check_stages(described, stages, stage_layers)
-        check_divides(described, size, whole_experts)
-        read_head(folder, raw, described.hidden_size, purpose)
-    _scheme(folder, raw, quantization)
-
-
-def _scheme(folder: Path, raw: Mapping[str, Any], asked: str | None) -> Scheme | None:
-    found = read_quantization(folder, raw)
-    if found is None and is_gguf(folder) and (asked or "").lower() == "gguf":
-        asked = None  # a file of plain numbers
-    return make_scheme(found, asked)
-
-
-def parse_model_config(
-    raw: dict[str, Any], implementation: str = "auto", folder: Path | None = None, trusted: bool = False,
-    purpose: Purpose = ANY,
-) -> ModelConfig:  # fmt: skip
-    """The content of a config.json → ModelConfig. Raises ModelError for what we cannot run, naming key and value."""
-    import torch
-
-    dtype, kind = getattr(torch, _dtype_name(raw)), choose(raw, implementation, folder, trusted)
-    if isinstance(kind, EncoderFamily):
-        return _parse_encoder(raw, dtype, kind, purpose)
-    if isinstance(kind, Foreign):
-        from .foreign.config import read  # it imports transformers
-
-        return read(kind, dtype)
-    return _parse(raw, dtype, kind, purpose)
-
-
-def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) -> ModelConfig:
-    inner = raw.get(family.nested) or {}
-    if not isinstance(inner, dict):
-        raise ModelError(f"config.json: {family.nested} is {inner!r:.60}, an object belongs there: correct the file")
-    # Options change the outer object: what it says counts.
-    raw = {**inner, **{key: value for key, value in raw.items() if value is not None or key not in inner}}
-    values = RawConfig(raw, family.defaults)
-    hidden_size = values.count("hidden_size")
-    head = read_head(None, raw, hidden_size, purpose)
-    eos = _tokens(values.get("eos_token_id"))
-    layers, causal = family.layers(values), _is_causal(raw, family)
-    if not causal:
-        _check_both_ways(raw, layers, purpose)
-    return ModelConfig(
-        architecture=family.architecture,
-        vocab_size=values.count("vocab_size"),
-        hidden_size=hidden_size,
-        layers=layers,
-        norm_eps=values.number(family.norm_eps),
-        tie_word_embeddings=bool(values.get("tie_word_embeddings")),
-        max_position_embeddings=values.count("max_position_embeddings"),
-        dtype=dtype,
-        eos_token_ids=eos,
-        frame=family.frame(values),
-        names=family.names,
-        other_names=family.other_names,
-        ignored=(*family.ignored, *_drafting_layers(family, values)),
-        head=head,
-        generates=head is None and purpose.runner != "pooling" and causal,
-        causal=causal,
-    )
-
-
-def _parse_encoder(raw: dict[str, Any], dtype: Any, family: EncoderFamily, purpose: Purpose) -> ModelConfig:
-    _refuse_generation(raw, purpose)
-    values = family.described(raw)
-    spec, hidden_size = family.read(values, family.prefix), values.count("hidden_size")
-    return ModelConfig(
-        architecture=(architectures(raw) or [family.name])[0],
-        vocab_size=values.count("vocab_size"),
-        hidden_size=hidden_size,
-        layers=layers_of(spec),
-        norm_eps=values.number(family.norm_eps),
-        tie_word_embeddings=False,
-        max_position_embeddings=values.count("max_position_embeddings"),
-        longest=family.longest(values),
-        dtype=dtype,
-        eos_token_ids=(),
-        head=read_head(None, raw, hidden_size, purpose),
-        generates=False,
-        causal=False,
-        encoder=spec,
-    )
-
-
-def reads_both_ways(raw: Mapping[str, Any]) -> bool:
-    """Whether a model with this config.json attends to whole texts. Within milliseconds."""
-    try:
-        if find_encoder(raw) is not None:
-            return True
-        return not _is_causal(raw, find_family(raw))
-    except ModelError:
-        return False
-
-
-def _is_causal(raw: Mapping[str, Any], family: Family) -> bool:
-    causal = flag(raw, "is_causal")
-    if flag(raw, "use_bidirectional_attention") or causal is False:
-        return False
-    return family.causal or causal is True
-
-
-def _check_both_ways(raw: Mapping[str, Any], layers: tuple[LayerSpec, ...], purpose: Purpose) -> None:
-    """Raises ModelError for layers that cannot be computed so."""
-    _refuse_generation(raw, purpose)
-    windows = raw.get("use_bidirectional_attention") is not True  # else it is known how far they reach back and on
-    for layer in layers:
-        attention = layer.attention
-        plain = isinstance(attention, AttentionSpec) and not (attention.soft_cap or attention.sinks)
-        if not plain or isinstance(layer.mlp, MoESpec) or (attention.window and windows):
-            raise ModelError(
-                "config.json: attention goes both ways (is_causal, use_bidirectional_attention), which is computed "
-                "for plain layers only, without windows, caps, sinks and experts: use another model"
-            )
-
-
-def _refuse_generation(raw: Mapping[str, Any], purpose: Purpose) -> None:
-    if purpose.runner == "generate":
-        name = (architectures(raw) or [model_type(raw)])[0]
-        raise ModelError(f"--runner generate: {name} reads texts both ways, it generates none: leave it out")
-
-
-def _drafting_layers(family: Family, raw: RawConfig) -> list[str]:
-    """What the names of layers begin with that draft further tokens, which is not done."""
-    count = (raw.optional_count(family.drafts) if raw.get(family.drafts) else 0) if family.drafts else 0
-    first = raw.count("num_hidden_layers")
-    return [f"model.layers.{first + index}." for index in range(min(count or 0, MAX_LAYERS))]
-
-
-def _tokens(value: Any) -> tuple[int, ...]:
-    """Of eos_token_id: one, several or none. Raises ModelError."""
-    found = [] if value is None else value if isinstance(value, list | tuple) else [value]
-    if not all(type(token) is int for token in found):
-        raise ModelError(
-            f"config.json: eos_token_id is {value!r:.60}, a token's number or a list of some belongs there: "
-            "correct the file"
-        )
-    return tuple(found)
-
-
-def _dtype_name(raw: dict[str, Any]) -> str:
-    dtype = raw.get("dtype") or raw.get("torch_dtype")  # transformers 5 writes the first, older ones the second
-    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ModelError(f"config.json: dtype is {dtype!r}, supported are {', '.join(_DTYPES)}: correct the file")
-    return name

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from .config import ConfigError
-
-
-class ModelError(ConfigError):
-    """This model cannot be served. The message is one line: what is wrong, and what to do."""
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether it is a file that holds a whole model, not a folder."""
-    return path.suffix.lower() == ".gguf" and path.is_file()
-
-
-def unreadable(file: Path) -> ModelError:
-    return ModelError(
-        f"{file} may not be read by the user with the id {os.geteuid()}, who runs vserve: permit it (chmod)"
-    )
+from .errors import ModelError, and_more, one_line, unreadable
+from .model_path import is_gguf
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -79,11 +64,3 @@ def refuse_pointer(file: Path, start: bytes) -> None:
     """Raises ModelError where these first eight bytes of a file are those of what Git LFS leaves in its place."""
     if start == b"version ":
         raise ModelError(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
-
-
-def and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .config import ConfigError
-from .model_file import is_gguf
+from .errors import ConfigError
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*(:[\w.-]+)?)?")
 
@@ -28,6 +27,11 @@ def find_model(name: str) -> Path | None:
     if not is_hub_name(name):
         raise ConfigError(f"model {name!r} does not exist: pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B")
     return None
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether it is a file that holds a whole model, not a folder."""
+    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def cache_folder(download_dir: str | None) -> str | None:

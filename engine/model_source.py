@@ -6,8 +6,8 @@ from pathlib import Path
 
 from .checkpoint import PICKLED
 from .config import EngineConfig
+from .errors import ModelError, one_line
 from .hub_gguf import hub_gguf, split_name
-from .model_file import ModelError, one_line
 from .model_path import cache_folder, find_model
 from .pickled import PATTERNS
 

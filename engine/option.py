@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
-class ConfigError(ValueError):
-    """A setting that cannot work. The message names the value, the limit and the remedy in one line."""
+from .errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 import os
 
-from .option import ConfigError, json_object
+from .errors import ConfigError
+from .option import json_object
 
 
 def power_of_two(number: int) -> str | None:
     return "it must be a power of two" if number & (number - 1) else None
-
-
-def overrides(text: str) -> str | None:
-    from .overrides import unknown_key  # it reads EngineConfig
-
-    return json_object(text) or unknown_key(json.loads(text))
 
 
 def rope_scaling(text: str) -> str | None:
@@ -27,7 +22,7 @@ def rope_scaling(text: str) -> str | None:
 
 
 def kv_events(text: str) -> str | None:
-    from .kv_events import problem
+    from .kv_events_settings import problem
 
     return problem(text)
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .config import ConfigError, EngineConfig
+from .config import EngineConfig
 from .encoders.families import ENCODERS
+from .errors import ConfigError
 from .head_spec import KEYS
-from .model_file import ModelError
 from .models.registry import FAMILIES
-from .purpose import purpose_of
 from .rope_config import FULL, SLIDING
 
 if TYPE_CHECKING:
-    from .model_config import ModelConfig
+    pass
 
 # What is read of any config.json, here and by the server; families read more.
 _KEYS = frozenset((
@@ -37,8 +33,13 @@ def unknown_key(changes: Mapping[str, Any]) -> str | None:
 
 
 def overrides(config: EngineConfig) -> dict[str, Any]:
-    """What --hf-overrides, --rope-theta and --rope-scaling put into config.json; the narrower option counts."""
+    """What --hf-overrides, --rope-theta and --rope-scaling put into config.json; the narrower option counts.
+
+    Raises ConfigError for a key of --hf-overrides that nothing reads.
+    """
     found = json.loads(config.hf_overrides or "{}")
+    if problem := unknown_key(found):
+        raise ConfigError(f"--hf-overrides is {config.hf_overrides!r}: {problem}")
     if config.rope_scaling is not None:
         found = {key: value for key, value in found.items() if key not in _ROPE}
         found["rope_scaling"] = json.loads(config.rope_scaling)
@@ -92,52 +93,3 @@ def _merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         old = values.get(key)
         values[key] = _merged(dict(old), value) if isinstance(old, dict) and isinstance(value, dict) else value
     return values
-
-
-def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
-    """Of the model in `folder`. Raises ModelError as `ModelConfig.from_folder`, and for what the options make of it."""
-    from .model_config import ModelConfig
-    from .model_source import resolve_config_path
-
-    changes = overrides(config)
-    source = folder if config.hf_config_path is None else resolve_config_path(config)
-    with _naming(changes):
-        model = ModelConfig.from_folder(
-            folder,
-            source,
-            changes,
-            config.quantization,
-            config.model_impl,
-            config.trust_remote_code,
-            purpose_of(config),
-        )
-    return without_windows(model) if config.disable_sliding_window else model
-
-
-def check_described(folder: Path, config: EngineConfig) -> None:
-    """Raises ModelError as `read_model_config`, within milliseconds; what --hf-config-path names is left to that."""
-    from .model_config import check_model
-
-    purpose = purpose_of(config)
-    if config.hf_config_path is None:
-        with _naming(changes := overrides(config)):
-            check_model(
-                folder, changes, config.quantization, config.model_impl, config.trust_remote_code, purpose,
-                config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size,
-                config.stage_layers,
-            )  # fmt: skip
-
-
-@contextmanager
-def _naming(changes: Mapping[str, Any]) -> Iterator[None]:
-    try:
-        yield
-    except ModelError as error:
-        raise (ModelError(f"with {', '.join(changes)} overridden, {error}") if changes else error) from None
-
-
-def without_windows(model: ModelConfig) -> ModelConfig:
-    """Every layer sees all of a context that is no longer than the smallest window: what it would have seen anyway."""
-    smallest = min((layer.attention.window for layer in model.layers if layer.attention.window), default=0)
-    layers = tuple(replace(layer, attention=replace(layer.attention, window=0)) for layer in model.layers)
-    return replace(model, layers=layers, longest=min((n for n in (smallest, model.longest) if n), default=0))

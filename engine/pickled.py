@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from .checkpoint import TensorInfo
-from .model_file import ModelError, one_line, read_index, refuse_pointer, unreadable
+from .errors import ModelError, one_line, unreadable
+from .model_file import read_index, refuse_pointer
+from .tensor_info import TensorInfo
 
 INDEX = "pytorch_model.bin.index.json"
 PATTERNS = ("*.bin", "*.pt", "*.pth")

@@ -6,7 +6,7 @@ from itertools import islice
 
 import msgspec
 
-from .request import SamplingParams
+from .sampling_params import SamplingParams
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .plan import StepPlan
-from .request import ALL, CLS, LAST, MEAN, Pooling
 from .rows import RowTables
+from .sampling_params import ALL, CLS, LAST, MEAN, Pooling
 
 Head = Callable[[Tensor], Tensor]  # fp32 [N, hidden] → fp32 [N, width]
 

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import EngineConfig
+from .errors import ModelError
 from .kernel_cache import kernel_cache
-from .model_file import ModelError, is_gguf, read_config
-from .model_path import find_model
+from .model_file import read_config
+from .model_path import find_model, is_gguf
 from .speculation.settings import read_speculation
 
 if TYPE_CHECKING:
@@ -179,8 +180,8 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     from .adapters.make import make_tables
     from .kv_format import planned_format
     from .model_config import few_layers
-    from .overrides import read_model_config
     from .parallel.group import SingleGroup
+    from .reading import read_model_config
     from .resolved import resolve
     from .runner import ModelRunner
     from .speculation.loading import find_draft, load_drafter
@@ -241,7 +242,7 @@ def adapted_share(steps: list[tuple[int, int]], count: int, index: int) -> list[
 
 
 if __name__ == "__main__":
-    from .process import die_with_parent
+    from .child import die_with_parent
 
     options, count, index, parent = sys.argv[1:]
     die_with_parent(int(parent))

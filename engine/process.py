@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
-import faulthandler
 import gc
 import importlib
 import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
 from . import faults, grammar_libraries, logs
+from .child import die_with_parent, dump_stacks_on_signal
 from .clients import FIRST, Clients
-from .config import ConfigError, EngineConfig
+from .config import EngineConfig
 from .connection import Connection
+from .errors import ConfigError
 from .kernel_cache import use_kernel_cache
-from .kv_events import Publisher, settings
+from .kv_events import Publisher
+from .kv_events_settings import settings
 from .messages import AddRequest, EngineStart, Failure, FromEngine, Heartbeat, Progress, ToEngine
 from .precompile import Precompile
 from .prefetch import Prefetch
@@ -186,7 +186,7 @@ async def serve(sock: socket.socket, listener: socket.socket | None = None) -> i
         await run_engine(config, send, attach)
         code = 0
     except Exception as error:
-        from .model_config import ModelError
+        from .errors import ModelError
 
         expected = isinstance(error, ConfigError | ModelError | RankLost)
         if not expected:
@@ -208,21 +208,6 @@ async def serve_and_exit(sock: socket.socket, listener: socket.socket | None) ->
         logger.error("the engine process cannot say its last words", exc_info=error)
     logs.flush()
     os._exit(code)
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks Linux to kill this process when process `parent`, which started it, ends, however it ends."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was gone before
-            os._exit(0)
-
-
-def dump_stacks_on_signal() -> None:
-    """SIGUSR1 and fatal signals write the stacks of all threads to stderr, also while the GIL is held."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
 
 
 def main() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .invariants import require
+from .errors import require
 from .plan import StepResult
-from .request import LAST, Request
+from .request import Request
 from .roster import row_of
-from .step import Step
+from .sampling_params import LAST
 
 
 class PromptResults:
@@ -37,20 +37,23 @@ class PromptResults:
         pooling = request.sampling.pooling
         return request not in self.scoring and (pooling is None or pooling.kind == LAST)
 
-    def plan(self, step: Step, batch: list[Request], num_computed: list[int]) -> tuple[list[int], list[int]]:
+    def plan(
+        self, batch: list[Request], num_computed: list[int], scored_from: list[tuple[Request, int]],
+        pooled_requests: list[Request | None],
+    ) -> tuple[list[int], list[int]]:  # fmt: skip
         """Indexes into the batch of the rows that bring log-probabilities nobody has yet, and of those that are pooled.
 
-        `num_computed`: of each row before this step.
+        `num_computed`: of each row before this step. `scored_from`, `pooled_requests`: Step's lists, which grow.
         """
         scored, pooled = [], []
         for index, (request, computed) in enumerate(zip(batch, num_computed, strict=True)):
             if request in self.scoring and computed < request.num_prompt_tokens - 1:
                 scored.append(index)
-                step.scored.append((request, computed))
+                scored_from.append((request, computed))
             if request in self.pooling:
                 pooled.append(index)
                 if request.num_computed_tokens == request.num_prompt_tokens:
-                    step.pooled.append(request)
+                    pooled_requests.append(request)
                     self._begun.pop(request, None)
                 else:
                     self._begun[request] = row_of(request)
@@ -61,9 +64,9 @@ class PromptResults:
         gone = [request for request, row in self._begun.items() if request.row != row]
         return [self._begun.pop(request) for request in gone]
 
-    def take_scores(self, step: Step, result: StepResult) -> None:
-        """What a preempted request computes anew is known up to a point: nothing is taken in twice."""
-        for (request, start), entries in zip(step.scored, result.prompt_logprobs, strict=True):
+    def take_scores(self, scored: list[tuple[Request, int]], result: StepResult) -> None:
+        """`scored`: those of its step. What a preempted request computes anew is known up to a point: nothing twice."""
+        for (request, start), entries in zip(scored, result.prompt_logprobs, strict=True):
             known = request.prompt_logprobs
             if request.finished or known is None:
                 continue

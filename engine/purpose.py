@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import ConfigError, EngineConfig
+from .errors import ConfigError
 
 # vLLM's older option → the two that have taken its place.
 _TASKS = {
@@ -27,17 +27,14 @@ class Purpose:
 ANY = Purpose()
 
 
-def purpose_of(config: EngineConfig) -> Purpose:
-    """Raises ConfigError for options that contradict each other."""
-    if config.task == "transcription":
+def read_purpose(task: str, runner: str, convert: str) -> Purpose:
+    """What the options of these names say. Raises ConfigError where they contradict each other."""
+    if task == "transcription":
         raise ConfigError("--task transcription: models here read text only, no audio: use another server for it")
-    runner, convert = _TASKS[config.task]
-    if config.task != "auto" and (config.runner, config.convert) != ("auto", "auto"):
-        raise ConfigError(f"--task {config.task} is an older name of --runner and --convert: leave it out")
-    if config.runner != "auto":
-        runner = config.runner
-    if config.convert != "auto":
-        convert = config.convert
+    if task != "auto":
+        if (runner, convert) != ("auto", "auto"):
+            raise ConfigError(f"--task {task} is an older name of --runner and --convert: leave it out")
+        runner, convert = _TASKS[task]
     if runner == "generate" and convert not in ("auto", "none"):
         raise ConfigError(f"--convert {convert} makes a model that generates no text: leave out --runner generate")
     if convert in ("embed", "classify", "reward"):

@@ -17,10 +17,11 @@ from ..kernels.cublaslt import accumulate_in_fp32
 from .adapters.adapter import Adapter
 from .adapters.make import make_tables
 from .adapters.store import find_adapter
-from .config import ConfigError, EngineConfig, default_cpu_threads
+from .config import EngineConfig, default_cpu_threads
 from .cpu_memory import check_rows
 from .encoders.limits import plan_encoder
 from .encoders.runner import EncoderRunner
+from .errors import ConfigError
 from .expert_info import describe_experts, told_of_experts
 from .graphs import StepGraphs
 from .host_memory import available_bytes, machine_bytes
@@ -31,17 +32,18 @@ from .messages import Progress
 from .model_config import ModelConfig
 from .model_source import resolve_model_path
 from .models.model import Model
-from .overrides import read_model_config
 from .parallel.divide import check_divides
-from .parallel.group import LOCAL, TIMEOUT, Group, join
+from .parallel.group import LOCAL, TIMEOUT, Group, gather
+from .parallel.join import join
 from .parallel.pipeline import WHOLE, Stage, form_ring
 from .parallel.rendezvous import Rendezvous
 from .parallel.stages import check_stages, stage_layers
 from .quant.described import describe, told
 from .quant.packed import has_kernels
-from .ranks.agreement import check_equal, gather, union
+from .ranks.agreement import check_equal, union
 from .ranks.messages import Seat
 from .ranks.network import advice
+from .reading import read_model_config
 from .resolved import Fitted, Machine, Resolved, resolve, step_limits
 from .runner import ModelRunner
 from .shortage import is_out_of_memory, out_of_memory

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .model_file import ModelError
+from .errors import ModelError
 
 _LARGEST = 1 << 40  # of sizes and counts, far beyond any model: with more, products of some overflow
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..kernels.linear_hopper import even_rows
-from .config import ConfigError, EngineConfig, SchedulerConfig
-from .encoders.limits import whole_texts
+from .config import EngineConfig, SchedulerConfig
+from .errors import ConfigError
 from .kv_format import KVSettings
 from .layer_spec import MoESpec
 from .memory import MemoryPlan
@@ -21,6 +21,7 @@ from .model_config import ModelConfig
 from .parallel.stages import check_stages, context_cost, stage_layers
 from .planner import FEW_DECODES
 from .speculation.settings import NO_DRAFTS, Speculation, read_speculation
+from .whole_texts import whole_texts
 
 # Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
 LARGE_CHUNKS = (2, 4)
@@ -244,7 +245,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
         "notices": notices,
     }
     if not model.causal:
-        found |= whole_texts(config, length, machine)
+        found |= whole_texts(config, length, machine.device.type)
     return Resolved(**(asked | found))
 
 

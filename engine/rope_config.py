@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .model_file import ModelError
+from .errors import ModelError
 from .raw_config import RawConfig, flag, number
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")

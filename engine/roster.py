@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .errors import require
 from .fair_queue import Entry, FairQueue
-from .invariants import require
 from .request import Request, Status
 
 

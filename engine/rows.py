@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.batch_inputs import scatter_rows
 from ..kernels.history import History, ring_for
 from .plan import StepPlan
-from .request import SamplingParams
+from .sampling_params import SamplingParams
 
 # Columns of the parameter table: six float32 (as bits), then integers. A 64-bit seed takes two.
 # GIVEN: tokens that the host has sent.

@@ -28,10 +28,10 @@ from .planner import BESIDE_DRAFTS
 from .pooling import Pooler
 from .prompt_logprobs import PromptScorer
 from .relay import Relay
-from .request import SamplingParams
 from .rows import RowTables
 from .sampled import Launched, SampledTokens
 from .sampler import Sampler, Samples
+from .sampling_params import SamplingParams
 from .speculation.drafter import Drafter, NgramDrafter
 from .speculation.model_drafter import ModelDrafter
 from .speculation.settings import NO_DRAFTS, Speculation

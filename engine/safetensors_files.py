@@ -12,8 +12,9 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .checkpoint import TensorInfo
-from .model_file import ModelError, one_line, read_index, refuse_pointer, unreadable
+from .errors import ModelError, one_line, unreadable
+from .model_file import read_index, refuse_pointer
+from .tensor_info import TensorInfo
 
 INDEX = "model.safetensors.index.json"
 _ITEM_BITS = {

@@ -15,7 +15,6 @@ from ..kernels.sampling import sample, token_logprobs
 from ..kernels.token_mask import apply_token_mask
 from .batch import SampleBatch
 from .mask import TokenMask
-from .request import SamplingParams
 from .rows import (
     ALLOWED,
     BAD_WORDS,
@@ -32,6 +31,7 @@ from .rows import (
     Upload,
     aligned,
 )
+from .sampling_params import SamplingParams
 
 COUNT_ROWS = 64  # that penalties are counted for at once: what that takes is kept
 LIMITS = BIAS | MIN_TOKENS | ALLOWED | BAD_WORDS  # what may leave no token to sample, as may a grammar

@@ -138,7 +138,7 @@ class Scheduler:
             planned.num_in_flight_steps -= 1
         outputs, self._undelivered = self._undelivered, []
         if step.scored:
-            self.prompt_results.take_scores(step, result)
+            self.prompt_results.take_scores(step.scored, result)
         for pooled, embedding in zip(step.pooled, result.embeddings, strict=True):
             if pooled and not pooled.finished:
                 outputs.append(self._embedded(pooled, embedding))

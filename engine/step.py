@@ -112,7 +112,7 @@ class Step:
             if drafts:
                 told = self._tell()
         gone = prompts.left() if prompts else []
-        scored, pooled = prompts.plan(self, batch, num_computed) if prompts else ([], [])
+        scored, pooled = prompts.plan(batch, num_computed, self.scored, self.pooled) if prompts else ([], [])
         return StepPlan(
             self.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled,
             self.num_drafts, self.adapters, told, gone,

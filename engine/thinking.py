@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .grammar import MAX_ROLLBACK, Matcher
-from .request import Thinking
+from .sampling_params import Thinking
 
 ALL = -1  # 32 tokens that are allowed
 

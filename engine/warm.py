@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import ConfigError, EngineConfig
+from .config import EngineConfig
+from .errors import ConfigError
 from .kernel_cache import CacheSize, use_kernel_cache
 from .messages import Progress
 from .precompile import Precompile

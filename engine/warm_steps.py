@@ -17,7 +17,7 @@ from .memory import WORST_SAMPLING
 from .models.model import Model
 from .quant.packed import PackedMatrix
 from .quant.packed_experts import PackedExperts
-from .request import SamplingParams
+from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .runner import ModelRunner

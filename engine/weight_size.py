@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from .config import ConfigError, EngineConfig
+from .config import EngineConfig
+from .errors import ConfigError
 from .host_memory import available_bytes, gib, machine_bytes
 from .layer_spec import MoESpec
 from .loader import count_ordered_experts, count_parameters

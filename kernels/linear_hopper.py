@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton import cdiv
 
 from .linear_gluon import BLOCK_K, BLOCK_N, HALF_N, ROWS, linear_kernel
-from .lora import Share
 from .pdl import pdl_available
 from .tiles import assign_rows, tile_table
 from .tma import ALIGNMENT, descriptor, num_processors
@@ -23,6 +23,25 @@ class HopperTile(NamedTuple):
     consumers: int
     stages: int
     group: int
+
+
+class ByToken(NamedTuple):
+    """The same by tokens, and which slots each ROWS_PRESENT of them have."""
+
+    counts: Tensor  # int32 [2]: how many tokens have a slot, and how many tiles are theirs
+    slots: Tensor  # int32 [T]; -1: none
+    places: Tensor  # int32 [T], of those that have one: in `order`
+    present: Tensor  # int32 [lines, ≥ 1 + slots + BEHIND_PRESENT]: how many slots, which, and -2 behind them
+
+
+class Share(NamedTuple):
+    """What is added to a product in its own pass (linear_hopper.py): B h of each token."""
+
+    h: Tensor  # of shrink
+    b: Tensor  # [slots, out, r]. Its numbers are finite: each token meets those of its neighbours' slots, times 0
+    used: Tensor
+    by_token: ByToken
+    runs: bool  # shrink still does, and has let the product start: this has to wait before it reads h
 
 
 HopperTiles = tuple[HopperTile | None, ...]

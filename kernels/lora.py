@@ -64,25 +64,6 @@ class Tiles(NamedTuple):
     tiling: Tiling  # of the step whose tokens these are
 
 
-class ByToken(NamedTuple):
-    """The same by tokens, and which slots each ROWS_PRESENT of them have."""
-
-    counts: Tensor  # int32 [2]: how many tokens have a slot, and how many tiles are theirs
-    slots: Tensor  # int32 [T]; -1: none
-    places: Tensor  # int32 [T], of those that have one: in `order`
-    present: Tensor  # int32 [lines, ≥ 1 + slots + BEHIND_PRESENT]: how many slots, which, and -2 behind them
-
-
-class Share(NamedTuple):
-    """What is added to a product in its own pass (linear_hopper.py): B h of each token."""
-
-    h: Tensor  # of shrink
-    b: Tensor  # [slots, out, r]. Its numbers are finite: each token meets those of its neighbours' slots, times 0
-    used: Tensor
-    by_token: ByToken
-    runs: bool  # shrink still does, and has let the product start: this has to wait before it reads h
-
-
 def tiling_of(num_tokens: int) -> Tiling:
     """That of a step of so many tokens."""
     return next(tiling for tiling in TILINGS if num_tokens <= tiling.tokens)

@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 from ..engine import logs
+from ..engine.child import die_with_parent, dump_stacks_on_signal
 from ..engine.config import EngineConfig
-from ..engine.process import die_with_parent, dump_stacks_on_signal
 from .api_processes import options
 from .client.board import Board
 from .client.meeting import Meeting

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..engine.config import ConfigError
+from ..engine.errors import ConfigError
 from .client.meeting import Meeting, listen
 from .client.replicas import Replicas
 from .client.scaling import ScalingError, scale

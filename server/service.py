@@ -15,7 +15,8 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from ..engine import faults, logs
-from ..engine.config import ConfigError, EngineConfig
+from ..engine.config import EngineConfig
+from ..engine.errors import ConfigError
 from .client.client import Client
 from .client.mailbox import EngineDeadError, ShuttingDownError
 from .client.meeting import Meeting
@@ -217,7 +218,7 @@ class Service:
 
     def _make_app(self) -> FastAPI:
         """On a thread, while the engine starts: its imports and the tokenizer take seconds."""
-        from ..engine.overrides import check_described  # before the tokenizer: what breaks config.json may break both
+        from ..engine.reading import check_described  # before the tokenizer: what breaks config.json may break both
         from .app import create_app
         from .text.detokenizer import Detokenizer
         from .text.model import load_text_model

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..checkpoint import FLOAT_TYPES
-from ..model_file import ModelError, and_more
+from ..errors import ModelError, and_more
 from .peft_config import AdapterError, PeftConfig
 from .weights_file import Stamp, WeightsFile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from ..invariants import require
+from ..errors import require
 from ..plan import AdapterCopy
 
 PATIENCE = 64  # requests with adapters in slots that may pass one that waits for a slot

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..checkpoint import TensorInfo
 from ..layer_spec import MoESpec
 from ..model_config import ModelConfig
+from ..tensor_info import TensorInfo
 from .adapter import Adapter, Pair
 from .peft_config import AdapterError
 

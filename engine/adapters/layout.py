@@ -9,12 +9,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..config import ConfigError
+from ..errors import ConfigError, and_more
 from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..layers.weights import LinearShape
-from ..model_file import and_more
 from ..models.model import Model
 from .adapter import Adapter, Pair, names_in_base
 from .experts_places import makes_transposed

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
+from ..errors import ModelError
 from ..messages import AdapterLoaded, DropAdapter, LoadAdapter
-from ..model_file import ModelError
 from .adapter import AGAIN, Adapter
 from .book import AdapterBook
 from .layout import Packed

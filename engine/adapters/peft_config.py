@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..model_file import ModelError, one_line
+from ..errors import ModelError, one_line
 from .patterns import PatternError, check_pattern, endings, first_matches
 from .weights_file import Stamp, stamp_of
 

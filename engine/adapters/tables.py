@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from ...kernels import pdl
-from ...kernels.linear_hopper import MOST_LOW_COLUMNS, takes
+from ...kernels.linear_hopper import MOST_LOW_COLUMNS, ByToken, Share, takes
 from ...kernels.lora import (
     BEHIND_PRESENT,
     ROWS_BESIDE,
     ROWS_PRESENT,
     TILINGS,
-    ByToken,
     Columns,
-    Share,
     Tiles,
     column_blocks,
     expand,

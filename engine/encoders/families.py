@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..errors import ModelError
 from ..layer_spec import AttentionSpec, LayerSpec, MLPSpec
-from ..model_file import ModelError
 from ..models.family import layer_count
 from ..raw_config import RawConfig, architectures, number
 from ..rope_config import RopeConfig, read_rope, read_ropes

@@ -17,7 +17,7 @@ from ..layer_spec import KVSpec
 from ..mask import TokenMask
 from ..plan import NewRow, StepPlan, StepResult
 from ..pooling import Pooled
-from ..request import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
+from ..sampling_params import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
 from .model import Encoder
 from .packed import Packed
 

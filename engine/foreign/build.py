@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, init
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..errors import ModelError, one_line
 from ..layers.rope import RotaryEmbedding
-from ..model_file import ModelError, one_line
 from . import hooks
 from .choice import Foreign
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..encoders.families import EncoderFamily, find_encoder
-from ..model_file import ModelError
+from ..errors import ModelError
 from ..models.family import Family
 from ..models.refused import refusal
 from ..models.registry import find_family

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..errors import ModelError
 from ..model_config import ModelConfig
-from ..model_file import ModelError
 from .build import build
 from .choice import Foreign
 from .probe import Probe

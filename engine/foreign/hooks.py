@@ -10,7 +10,7 @@ from transformers.integrations import moe
 from transformers.modeling_utils import AttentionInterface
 
 from ...kernels.moe import ExpertWeights, experts
-from ..config import ConfigError
+from ..errors import ConfigError
 
 NAME = "vserve"  # of both, in a config
 CALLED = "paged"  # attribute of a module that calls attention: what is to answer

@@ -27,7 +27,7 @@ from .choice import Foreign
 from .layout import Cut, Layout
 from .modules import Norm, Part, Plain, Product, SharedInput, own_tensors, put
 from .probe import kept_in_fp32
-from .shards import specs_of_rank
+from .rank_specs import specs_of_rank
 
 
 class Step:

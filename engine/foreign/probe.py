@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from ..errors import ModelError, one_line
 from ..layer_spec import AttentionSpec, LayerSpec, MLPSpec
-from ..model_file import ModelError, one_line
 from . import hooks
 from .build import body_of
 from .layout import Layout

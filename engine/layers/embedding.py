@@ -10,13 +10,12 @@ from torch.nn import functional
 
 from ...kernels.argmax import best_of_pieces, of_pieces
 from ...kernels.fp8_rows import Fp8Rows
-from ..parallel.divide import vocab_share
-from ..quant.codes import decoded
+from ..quant.decoded import decoded
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from .linear import Adapter, Linear
 from .staging import copy_weight
 from .unquantized import Tied
-from .weights import Placement
+from .weights import Placement, vocab_share
 
 
 class Embedding(nn.Module):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .routing import Router
+    pass
 
 WINDOW = 64  # tokens that an expert of a layer got on average: with fewer, chance alone makes one of them the busiest
 
@@ -56,15 +55,3 @@ class ExpertCounter:
             self._imbalance = float((lately.amax(dim=1) * counts.shape[1] / total).mean())
             self._before = counts.clone()
         return ExpertCounts(tuple(counts.sum(dim=0).tolist()), self._imbalance)
-
-
-def watch(routers: Sequence[Router | None], device: torch.device) -> ExpertLoad | None:
-    """Has the routers count, each layer's or None; those with other numbers of experts than the first are left out."""
-    found = [router for router in routers[:-1] if router is not None]
-    alike = [router for router in found if router.spec.num_experts == found[0].spec.num_experts]
-    if not alike:
-        return None
-    load = ExpertLoad(len(alike), alike[0].spec.num_experts, device)
-    for index, router in enumerate(alike):
-        router.counted, router.layer = load, index
-    return load

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from ...kernels.moe import ExpertWeights, experts
 from ...kernels.moe_lora import ExpertLora
+from ..errors import ModelError
 from ..layer_spec import MoESpec
-from ..model_file import ModelError
 from ..parallel.divide import whole_experts
-from ..quant.codes import Codes, decoded, finite
-from ..quant.experts import QuantizedExperts
+from ..quant.codes import Codes
+from ..quant.decoded import decoded, finite
+from ..quant.experts import Biases, ExpertsMethod, QuantizedExperts
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from ..quant.fp4 import decode_experts
 from ..quant.packed_experts import PackedExperts
@@ -25,30 +26,6 @@ from .weights import Placement, keep_at_hand
 PARTS = ("gate", "up", "down")
 STACKED = "stacked"  # the part of a file that has all experts in one tensor
 CODES_ON = ("cpu",)  # where each matrix of codes is a module of its own
-Biases = tuple[Tensor | None, Tensor | None]  # of gate and up [E, 2I], of down [E, H]
-
-
-class ExpertsMethod(Protocol):
-    """How the experts' matrices are kept, and multiplied by: an nn.Module."""
-
-    def take(self, expert: int, part: str, matrix: Tensor | Codes) -> None:
-        """This rank's share of one matrix [N, K]; each comes once, from any thread."""
-        ...
-
-    def finish(self) -> None: ...
-
-    def products(self) -> Counter[str]:
-        """What multiplies by quantised matrices, for people, by how many have it."""
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def mix(
-        self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None,
-        lora: ExpertLora | None = None, residual: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """As kernels.moe.experts; biases [E, 2I] and [E, H]."""
-        ...
 
 
 class Adapter(Protocol):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..checkpoint import open_checkpoint
+from ..errors import ModelError
 from ..head_spec import HeadSpec, ProjectionSpec
-from ..model_file import ModelError
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from .embedding import Embedding
 from .norm import LayerNorm

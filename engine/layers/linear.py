@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...kernels.activation import gelu_tanh_mul
 from ...kernels.fp8_rows import Fp8Rows
-from ...kernels.lora import Share
+from ...kernels.linear_hopper import Share
 from ..layer_spec import Activation
 from ..quant.format import Format, Stored
 from ..quant.method import Dequantized, Quantized

@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from ...kernels import cublaslt
 from ...kernels.cublaslt import Algorithms, measured_linear
-from ...kernels.linear_hopper import HopperTile, HopperTiles, hopper_tiles, linear_hopper, silu_mul_linear_hopper
-from ...kernels.lora import Share
+from ...kernels.linear_hopper import HopperTile, HopperTiles, Share, hopper_tiles, linear_hopper, silu_mul_linear_hopper
 
 
 class Products(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from ...kernels.moe_route import Routing, route
 from ...kernels.moe_router import norm_router, norm_router_rows
 from ...kernels.norm import Unnormed
 from ..layer_spec import RoutingSpec
-from ..quant.codes import decoded
+from ..quant.decoded import decoded
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from .expert_load import ExpertLoad
 from .weights import Placement, frozen, keep_at_hand
@@ -108,3 +108,15 @@ class Router(nn.Module):
             return functional.linear(x.float(), self.weight, self.bias)
         logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         return logits if self.bias is None else logits.add_(self.bias)
+
+
+def watch(routers: Sequence[Router | None], device: torch.device) -> ExpertLoad | None:
+    """Has the routers count, each layer's or None; those with other numbers of experts than the first are left out."""
+    found = [router for router in routers[:-1] if router is not None]
+    alike = [router for router in found if router.spec.num_experts == found[0].spec.num_experts]
+    if not alike:
+        return None
+    load = ExpertLoad(len(alike), alike[0].spec.num_experts, device)
+    for index, router in enumerate(alike):
+        router.counted, router.layer = load, index
+    return load

@@ -11,7 +11,7 @@ from torch.nn import functional
 from ...kernels.activation import silu_mul
 from ...kernels.fp8_rows import Fp8Rows
 from ...kernels.linear import ADDED_ROWS, prepare, small_linear, small_linear_rows
-from ...kernels.lora import Share
+from ...kernels.linear_hopper import Share
 from ..quant.format import DUMMY_STD, FLOATS, Stored
 from .products import Products
 from .staging import copy_weight

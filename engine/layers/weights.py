@@ -9,7 +9,6 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..parallel.divide import vocab_share
 from ..parallel.group import ALONE, Group
 from ..parallel.pipeline import WHOLE, Stage
 from ..quant.format import Format, Stored
@@ -173,3 +172,14 @@ class WeightHolder(Protocol):
 
 # Module path in the checkpoint → who takes its tensors, as which part.
 WeightMap = dict[str, tuple[WeightHolder, str]]
+
+
+ROWS = 64  # of the vocabulary that stay together
+
+
+def vocab_share(vocab_size: int, size: int) -> int:
+    """Rows of the output matrix that every rank has but the last ones, which may have fewer."""
+    share = -(-vocab_size // size)
+    if vocab_size < ROWS * size * size:  # or ranks would be left without any
+        return share
+    return -(-share // ROWS) * ROWS

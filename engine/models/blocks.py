@@ -11,10 +11,10 @@ from ...kernels.argmax import best_of_pieces, of_pieces
 from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
-from ..layers.expert_load import watch
 from ..layers.head import Head
 from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
+from ..layers.routing import watch
 from ..layers.weights import Placement, WeightMap, keep_at_hand
 from ..model_config import ModelConfig
 from ..parallel.group import ALONE, Group

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..errors import ModelError
 from ..layer_spec import LatentAttentionSpec, LayerSpec, MoESpec, RoutingSpec
-from ..model_file import ModelError
 from ..raw_config import RawConfig
 from ..rope_config import read_rope
 from .family import Family, expert_counts, layer_count, mlp_spec

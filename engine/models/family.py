@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import ModelError
 from ..layer_spec import Activation, AttentionSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec
-from ..model_file import ModelError
 from ..raw_config import RawConfig
 from ..rope_config import RopeConfig, read_rope, rotated_share
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import ModelError
 from ..layer_spec import LayerSpec
-from ..model_file import ModelError
 from ..raw_config import RawConfig
 from . import deepseek_v3
 from .deepseek_v2 import latent_attention_spec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ..errors import ModelError
 from ..layer_spec import LayerSpec, MoESpec, RoutingSpec
-from ..model_file import ModelError
 from ..raw_config import RawConfig
 from . import llama
 from .family import Family, attention_spec, expert_counts, mlp_spec, windows_of

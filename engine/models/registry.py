@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import ModelError
 from ..head_spec import base_name
-from ..model_file import ModelError
 from ..raw_config import architectures, model_type
 from .cohere import COHERE
 from .cohere2 import COHERE2

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..errors import ModelError
 from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec
-from ..model_file import ModelError
 
 if TYPE_CHECKING:
     from ..foreign.choice import Foreign
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 MOST = 64  # ranks that are looked at for those that would do
 SLICE = 256  # gates of an expert that a rank should have at least: fewer make small products, and cut blocks of scales
 BLOCK = 128  # columns that share a scale in quantised experts, at most as a rule
-ROWS = 64  # of the vocabulary that stay together
 
 
 def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False) -> None:
@@ -72,14 +71,6 @@ def _refuse(reason: str, size: int) -> None:
             f"--tensor-parallel-size {size}: {reason}: leave it out, or take --data-parallel-size {size} for as many "
             f"that each hold all of the model"
         )
-
-
-def vocab_share(vocab_size: int, size: int) -> int:
-    """Rows of the output matrix that every rank has but the last ones, which may have fewer."""
-    share = -(-vocab_size // size)
-    if vocab_size < ROWS * size * size:  # or ranks would be left without any
-        return share
-    return -(-share // ROWS) * ROWS
 
 
 def kv_share(config: ModelConfig, index: int, size: int) -> KVSpec:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from .group import ALONE, Group, wrapped
+from .group import ALONE, Group
+from .join import wrapped
 
 
 class Ring:

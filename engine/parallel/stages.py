@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ..errors import ModelError
 from ..layer_spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
-from ..model_file import ModelError
 
 if TYPE_CHECKING:
     from ..model_config import ModelConfig

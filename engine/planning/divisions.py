@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..config import ConfigError, EngineConfig
+from ..config import EngineConfig
+from ..errors import ConfigError
 from ..model_config import ModelConfig
 from ..parallel.divide import sizes
 from .card import HOST_CARDS

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from .step_model import Costs, StepModel
 
 

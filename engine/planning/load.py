@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from .setup import Setup
 from .simulation import Answer, Ask, Simulation
 

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 
 from ..checkpoint import checkpoint_bytes
-from ..config import ConfigError, EngineConfig, SchedulerConfig
+from ..config import EngineConfig, SchedulerConfig
 from ..cpu_memory import LOGIT_COPIES
+from ..errors import ConfigError
 from ..host_memory import GIB, gib
 from ..kv_format import KVFormat, planned_format
 from ..kv_layout import KVLayout

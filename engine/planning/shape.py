@@ -14,10 +14,10 @@ from ..layer_spec import AttentionSpec, LayerSpec, MoESpec
 from ..layers.embedding import LMHead
 from ..layers.experts import STACKED, Experts
 from ..layers.linear import Linear
-from ..layers.weights import Placement, WeightHolder
+from ..layers.weights import Placement, WeightHolder, vocab_share
 from ..loader import count_parameters, make_model
 from ..model_config import ModelConfig
-from ..parallel.divide import kv_share, vocab_share, whole_experts
+from ..parallel.divide import kv_share, whole_experts
 from ..parallel.pipeline import WHOLE, Stage
 from ..quant.format import FLOATS, Format, Stored
 from ..quant.online import OnlineScheme

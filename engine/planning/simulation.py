@@ -11,7 +11,8 @@ from typing import Protocol
 
 from ..config import SchedulerConfig
 from ..plan import StepPlan, StepResult
-from ..request import Request, SamplingParams
+from ..request import Request
+from ..sampling_params import SamplingParams
 from ..scheduler import Scheduler
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .format import Stored
 from .settings import SCALES, Headers, flag, group_size, last, layout, names, number, whole_groups
 

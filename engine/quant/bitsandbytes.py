@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .format import DUMMY_STD, Stored
 from .settings import Headers, expression, flag, last, listed, names, value
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .format import FLOATS, Scheme
 from .online import OnlineScheme
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .format import Stored
 from .settings import SCALES, whole_groups
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .config_groups import Group, Weights, find_group
 from .fp4 import Fp4, find_fp4
 from .fp8 import INPUT, Fp8, find_fp8

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .headers import pair, section
 from .scales import CHANNEL, TENSOR
 from .settings import expression, flag, names

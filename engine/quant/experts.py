@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,31 @@ from ...kernels.moe_lora import ExpertLora
 from ..layers.weights import Placement
 from .codes import Codes, joined
 from .matrix import FloatMatrix, make_matrix
+
+Biases = tuple[Tensor | None, Tensor | None]  # of gate and up [E, 2I], of down [E, H]
+
+
+class ExpertsMethod(Protocol):
+    """How the experts' matrices are kept, and multiplied by: an nn.Module."""
+
+    def take(self, expert: int, part: str, matrix: Tensor | Codes) -> None:
+        """This rank's share of one matrix [N, K]; each comes once, from any thread."""
+        ...
+
+    def finish(self) -> None: ...
+
+    def products(self) -> Counter[str]:
+        """What multiplies by quantised matrices, for people, by how many have it."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def mix(
+        self, x: Tensor, ids: Tensor, weights: Tensor, biases: Biases, beside: Tensor | None,
+        lora: ExpertLora | None = None, residual: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As kernels.moe.experts; biases [E, 2I] and [E, H]."""
+        ...
 
 
 class QuantizedExperts(nn.Module):

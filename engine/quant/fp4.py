@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .format import DUMMY_STD, Stored
 from .fp8 import one_number
 from .headers import EXPONENTS, beside, refuse_scaled_inputs

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .format import DUMMY_STD, Stored
 from .headers import EXPONENTS, beside, named, pair, quantised, refuse_scaled_inputs
 from .scales import CHANNEL, TENSOR, Scales, find_scales

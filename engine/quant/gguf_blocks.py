@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ModelError
 from ..ggml_types import BLOCKS, BY_NAME, CODE_BOOKS, GGMLType
-from ..model_file import ModelError
 from .codes import Codes
 from .format import Stored
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .format import FLOATS, Stored
 from .settings import Headers, expression
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .format import DUMMY_STD, Stored
 from .settings import SCALES, Headers, entries, flag, group_size, last, listed, names, number, value
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .format import DUMMY_STD, Stored
 from .fp8 import one_number
 from .headers import beside, refuse_scaled_inputs

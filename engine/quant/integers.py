@@ -7,7 +7,7 @@ from math import gcd, sqrt
 import torch
 from torch import Tensor
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .codes import Codes
 from .format import DUMMY_STD
 

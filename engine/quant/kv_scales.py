@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..model_file import ModelError
+from ..errors import ModelError
 
 # compressed-tensors: self_attn.k_scale; vLLM: self_attn.attn.k_scale; ModelOpt: k_proj.k_scale; the first FP8
 # checkpoints: k_proj.output_scale, and one kv_scale for both; fused: qkv_proj.k_scale.

@@ -12,7 +12,8 @@ from ...kernels.activation import silu_mul
 from ...kernels.fp8_rows import Fp8Rows, silu_mul_fp8
 from ..layers.unquantized import Unquantized
 from ..layers.weights import LinearShape
-from .codes import Codes, decoded, joined
+from .codes import Codes, joined
+from .decoded import decoded
 from .format import DUMMY_STD, FLOATS, Format, Stored
 from .matrix import FloatMatrix, make_matrix
 from .packed import PackedMatrix

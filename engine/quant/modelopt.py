@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .fp4 import Fp4, find_fp4
 from .fp8 import HEADS, INPUT, Fp8, find_fp8
 from .headers import EXPONENTS, matched, named, quantised, section

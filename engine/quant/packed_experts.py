@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -16,10 +15,8 @@ from ...kernels.moe_lora import ExpertLora
 from ...kernels.planes import Packed, unpacked
 from ..layers.weights import Placement, frozen
 from .codes import Codes
+from .experts import ExpertsMethod
 from .packed import PackedMatrix, packed
-
-if TYPE_CHECKING:
-    from ..layers.experts import ExpertsMethod
 
 PARTS = {"gate": ("gate_up", 0), "up": ("gate_up", 1), "down": ("down", 0)}  # of which matrix, and which of its parts
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .format import Stored
 from .headers import EXPONENTS
 from .settings import SCALES, Headers

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..model_file import ModelError, unreadable
+from ..errors import ModelError, unreadable
 from .format import Scheme
 from .methods import ALIASES, AT_LOAD, FITS, LABELS, NOT_AT_LOAD, READ, REFUSED, UNREAD
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ..model_file import ModelError
+from ..errors import ModelError
 
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # suffix → (dtype, shape)
 SCALES = ("F16", "BF16", "F32")

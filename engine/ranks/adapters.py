@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from ..model_file import ModelError
+from ..errors import ModelError
 from .channel import Channel
 from .messages import AdapterRead, ForgetAdapters, ReadAdapter, ToRank
 

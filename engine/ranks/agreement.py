@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import ConfigError
-from ..parallel.group import Group
+from ..errors import ConfigError
+from ..parallel.group import Group, gather
 
 if TYPE_CHECKING:
     from ..resolved import Resolved
@@ -21,14 +21,6 @@ DECISIVE = (
     "large_mixed_tokens", "enforce_eager", "max_cudagraph_capture_size", "pipeline_parallel_size",
     "pipeline_layer_partition",
 )  # fmt: skip
-
-
-def gather(group: Group, device: torch.device, numbers: Sequence[int]) -> list[list[int]]:
-    """What each rank has given, in the order of ranks. Every rank has to call it, with as many numbers."""
-    if group.size == 1:
-        return [list(numbers)]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    return [part.tolist() for part in group.all_gather(mine, 0).chunk(group.size)]
 
 
 def union(group: Group, device: torch.device, numbers: Collection[int]) -> list[int]:

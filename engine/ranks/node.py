@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from ..config import ConfigError, EngineConfig
+from ..config import EngineConfig
+from ..errors import ConfigError
 from .channel import Channel
 from .cluster_messages import BEAT, Beat, DumpStacks, Ended, Goodbye, Kill, Launch, Said, Stopped, ToNode
 from .handshake import Hello, Stranger, check_secret, dial, facts
 from .network import use_interface
-from .place import Child, end_of, spawn
-from .placing import threads_of_rank
+from .place import Child, end_of, spawn, threads_of_rank
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from .adapters import OtherStores
 from .effort import Effort, Starting
 from .hang import IDLE, INTERVAL, START_LIMIT, HangWatch, pulse
 from .messages import AdapterRead, FromRank, Join, Leave, Pulse, Seat, ToRank
-from .place import Place, may_follow
-from .placing import SeveralHosts, placing, threads_of_rank
+from .place import Place, may_follow, threads_of_rank
+from .placing import SeveralHosts, placing
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .. import logs
+from ..config import EngineConfig, default_cpu_threads
 from .messages import Seat
 
 
@@ -113,3 +114,8 @@ def may_follow(how: str) -> bool:
     """Whether a rank ends like this where another was lost before it: its collectives break, and it leaves by itself,
     or NCCL has it abort."""
     return how.startswith("exited") or "(SIGABRT)" in how
+
+
+def threads_of_rank(config: EngineConfig) -> int:
+    """On this host, of whose threads each of its ranks has an even share."""
+    return max(1, (config.cpu_threads or default_cpu_threads()) // config.ranks_per_node)

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from ..config import EngineConfig, default_cpu_threads
+from ..config import EngineConfig
 from ..private_folder import PrivateFolder
 from .cluster_messages import Said, Word
 from .handshake import check_secret, facts, is_loopback
@@ -101,11 +101,6 @@ class SeveralHosts:
             self._nodes.close(in_order)
         if self._meeting is not None:
             self._meeting.close()
-
-
-def threads_of_rank(config: EngineConfig) -> int:
-    """On this host, of whose threads each of its ranks has an even share."""
-    return max(1, (config.cpu_threads or default_cpu_threads()) // config.ranks_per_node)
 
 
 def children(config: EngineConfig, seats: dict[int, Seat]) -> Placement:

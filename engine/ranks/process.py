@@ -15,10 +15,11 @@ import time
 from typing import TYPE_CHECKING
 
 from .. import faults, logs
-from ..config import ConfigError, EngineConfig
+from ..child import die_with_parent, dump_stacks_on_signal
+from ..config import EngineConfig
+from ..errors import ConfigError
 from ..kernel_cache import use_kernel_cache
 from ..messages import Failure
-from ..process import die_with_parent, dump_stacks_on_signal
 from .channel import Channel
 from .effort import Effort, Starting, stepping
 from .hang import INTERVAL, pulse
@@ -97,7 +98,7 @@ def run(channel: Channel, threads: int = 0) -> int:
     except EOFError:
         return 0  # without its engine there is nobody to serve
     except Exception as error:
-        from ..model_config import ModelError
+        from ..errors import ModelError
 
         expected = isinstance(error, ConfigError | ModelError)
         if not expected:

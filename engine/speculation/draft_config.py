@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import TensorInfo
+from ..errors import ModelError
 from ..layer_spec import AttentionSpec, MLPSpec
-from ..model_config import ModelConfig, parse_model_config
-from ..model_file import ModelError, read_config
+from ..model_config import ModelConfig
+from ..model_file import read_config
 from ..quant.scheme import make_scheme, read_quantization
 from ..raw_config import RawConfig, architectures
+from ..reading import parse_model_config
+from ..tensor_info import TensorInfo
 
 _SPECULATORS = "transformer_layer_config"  # what the library of that name calls the config of the layer
 _REFUSED = {"medusa": "heads of Medusa", "mlp_speculator": "MLP speculators", "mlp": "MLP speculators"}

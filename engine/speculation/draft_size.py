@@ -6,11 +6,11 @@ from math import prod
 
 import torch
 
-from ..checkpoint import TensorInfo
 from ..loader import count_parameters
 from ..model_config import ModelConfig
 from ..quant.format import FLOATS
 from ..quant.online import OnlineScheme
+from ..tensor_info import TensorInfo
 from ..weight_size import weight_size
 from .loading import Draft
 

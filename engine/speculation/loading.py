@@ -8,17 +8,19 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from ..config import ConfigError
+from ..checkpoint import Checkpoint, open_checkpoint
+from ..errors import ConfigError, ModelError
 from ..layers.weights import Placement
 from ..loader import load_beside, load_model, make_beside
 from ..model_config import ModelConfig, few_layers
-from ..model_file import ModelError, read_config
+from ..model_file import read_config
 from ..model_source import resolve_model_path
 from ..models.blocks import CausalLM
 from ..models.model import Model
 from ..parallel.divide import fault
 from ..parallel.group import ALONE
+from ..reading import read_folder
+from ..tensor_info import TensorInfo
 from .draft_config import HeadConfig, check_draft_model, infer_method, read_head
 from .draft_model import DraftModel
 from .heads import EagleHead
@@ -85,7 +87,7 @@ def _find(folder: Path, settings: Speculation, target: ModelConfig) -> Draft:
     if found != "draft_model":
         head = read_head(folder, headers, found, target, settings.quantization)
         return Draft(folder, settings, head, {name: headers[name] for name in headers.keys() - {"d2t", "t2d"}})
-    config = ModelConfig.from_folder(folder, quantization=settings.quantization)
+    config = read_folder(folder, quantization=settings.quantization)
     check_draft_model(folder, config, target)
     settings = replace(settings, max_model_len=settings.max_model_len or config.max_model_len)
     return Draft(folder, settings, config, headers)

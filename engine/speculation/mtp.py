@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import TensorInfo
+from ..errors import ModelError
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.linear import Linear
 from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.weights import Placement, WeightMap
 from ..model_config import ModelConfig
-from ..model_file import ModelError
 from ..models.blocks import CausalLM, DecoderLayer, summands
+from ..tensor_info import TensorInfo
 from .features import Features
 
 

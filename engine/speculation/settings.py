@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config import ConfigError
+from ..errors import ConfigError
 
 NAME = "--speculative-config"
 NGRAM = ("ngram", "ngram_gpu", "[ngram]")

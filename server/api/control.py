@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from ...engine.messages import HISTORY
 from ..colleagues import ColleagueError
 from ..errors import ApiError, bad_request, engine_silent, shorten

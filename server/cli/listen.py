@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from ..options.config import ServerConfig
 
 BACKLOG = 2048  # connections that wait to be accepted

@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...engine.config import ConfigError, EngineConfig
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError, ModelError
 from ...engine.hub_gguf import choose, model_files, split_name
-from ...engine.model_file import ModelError, is_gguf
-from ...engine.model_path import cache_folder
+from ...engine.model_path import cache_folder, is_gguf
 from . import machine
 from .finding import FAIL, OK, WARN, Finding
 from .machine import Torch, gib
@@ -53,7 +53,7 @@ def _fit(
     from ...engine.layer_spec import MoESpec
     from ...engine.loader import check_files, count_parameters
     from ...engine.memory import CPU_CACHE_BYTES
-    from ...engine.overrides import read_model_config
+    from ...engine.reading import read_model_config
     from ...engine.resolved import choose_dtype, choose_max_model_len, default_limits
     from ...engine.weight_size import orders_experts, smaller_weights, weight_size
 

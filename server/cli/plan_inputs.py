@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...engine.config import ConfigError, EngineConfig
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from ...engine.model_config import ModelConfig

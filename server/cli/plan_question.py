@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from ...engine.planning.divisions import MOST_ENGINES, Fleet, fewest
 from ...engine.planning.load import Result, Wanted, alone, knee, likely_engines, likely_rate, replay, steady
 from ...engine.planning.setup import Setup

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from .machine import gib
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import sys
 from urllib.parse import urlsplit
 
 from ...engine import logs
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from ..options.config import ServerConfig
 from .flags import add_flags, read_flags
 from .listen import listen

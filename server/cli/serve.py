@@ -7,13 +7,13 @@ import logging
 import sys
 
 from ...engine import faults, logs
-from ...engine.config import ConfigError, EngineConfig
-from ...engine.model_file import ModelError
+from ...engine.child import dump_stacks_on_signal
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError, ModelError
 from ...engine.model_path import find_model
-from ...engine.overrides import check_described
-from ...engine.process import dump_stacks_on_signal
 from ...engine.ranks.handshake import check_secret
 from ...engine.ranks.node import run as run_node
+from ...engine.reading import check_described
 from ..client.meeting import Meeting
 from ..options.beside import embedding_engine
 from ..options.config import ServerConfig

@@ -6,7 +6,8 @@ import argparse
 import sys
 
 from ...engine import logs
-from ...engine.config import ConfigError, EngineConfig
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError
 from ..options.config import ServerConfig
 from .flags import add_flags, read_flags
 from .machine import gib

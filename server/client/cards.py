@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from ...engine.config import ConfigError, EngineConfig
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError
 
 
 def engine_environments(config: EngineConfig) -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ from ...engine.messages import (
     StepReports,
     ToEngine,
 )
-from ...engine.request import SamplingParams
+from ...engine.sampling_params import SamplingParams
 from .mailbox import EngineDeadError, MailboxLike
 from .routing import ANYWHERE, Route
 

@@ -35,7 +35,7 @@ from ...engine.messages import (
     pack_tokens,
     sum_of,
 )
-from ...engine.request import SamplingParams, unknown_token_problem
+from ...engine.sampling_params import SamplingParams, unknown_token_problem
 from ...engine.shortage import killed
 from .engine import Engine, make_engine
 from .mailbox import EngineDeadError, Mailbox, refused

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...engine.config import ConfigError, EngineConfig
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError
 from ...engine.messages import AddRequest, FromEngine, LastSteps, ReadSteps, StepOutputs
 from ...engine.ranks.cluster_messages import Asked, Word
 from ...engine.ranks.handshake import facts

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from ...engine.messages import AbortRequests, AddRequest, StepOutputs, ToEngine
-from ...engine.request import SamplingParams
+from ...engine.sampling_params import SamplingParams
 from .mailbox import EngineDeadError, Mailbox
 
 

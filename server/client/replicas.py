@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ...engine.config import EngineConfig, default_cpu_threads
-from ...engine.kv_events import of_rank
+from ...engine.kv_events_settings import of_rank
 from ...engine.messages import (
     AdapterLoaded,
     EngineInfo,
@@ -31,7 +31,7 @@ from ...engine.messages import (
     pack_tokens,
     sum_of,
 )
-from ...engine.request import SamplingParams, unknown_token_problem
+from ...engine.sampling_params import SamplingParams, unknown_token_problem
 from .cards import engine_environments
 from .dispatch import Dispatch, cached_apart
 from .engine_client import EngineClient

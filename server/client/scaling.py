@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from .mailbox import EngineDeadError
 from .replicas import Replicas
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from ...engine.messages import LoadAdapter
 from ..client.client import Client
 from ..errors import ApiError, shorten

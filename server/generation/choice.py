@@ -12,7 +12,7 @@ import msgspec
 
 from ...engine.messages import RequestOutput
 from ...engine.plan import TokenLogprobs
-from ...engine.request import SamplingParams
+from ...engine.sampling_params import SamplingParams
 from ..client.mailbox import MailboxLike
 from ..parsers.parts import CallBegin, Content, Part, Reasoning, merged
 from ..parsers.reader import Reader

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from ...engine.messages import EngineInfo, RequestOutput
-from ...engine.request import Pooling, SamplingParams
+from ...engine.sampling_params import Pooling, SamplingParams
 from ..client.mailbox import MailboxLike
 from ..errors import bad_request, context_length_exceeded, shorten, unsupported
 from ..text.detokenizer import Detokenizer, NoText

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...engine.messages import EngineInfo
-from ...engine.request import ALL, LAST, Pooling
+from ...engine.sampling_params import ALL, LAST, Pooling
 from ..errors import bad_request
 from ..text.model import TextModel
 from ..text.pooling import PoolingDefaults

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ...engine.messages import EngineInfo
-from ...engine.request import SamplingParams, unknown_token
+from ...engine.sampling_params import SamplingParams, unknown_token
 from ..errors import bad_request, context_length_exceeded, unsupported
 from ..text.model import TextModel
 from ..text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from ...engine.messages import EngineInfo
 from ..client.engine_client import EngineDeadError
 from ..client.thread import EngineThread

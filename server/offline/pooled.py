@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ...engine.messages import EngineInfo
-from ...engine.request import LAST, Pooling
+from ...engine.sampling_params import LAST, Pooling
 from ..client.thread import EngineThread
 from ..errors import ApiError
 from ..generation.choice import Prompt

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from ...engine.config import ConfigError, EngineConfig, default_cpu_threads
+from ...engine.config import EngineConfig, default_cpu_threads
+from ...engine.errors import ConfigError
 
 _calls = count()  # every process makes the same LLMs in the same order
 _ports: list[socket.socket] = []

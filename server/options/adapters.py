@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ...engine.option import ConfigError, option
+from ...engine.errors import ConfigError
+from ...engine.option import option
 
 EXAMPLE = 'give name=path, or {"name": "sql", "path": "/adapters/sql"}'
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ...engine.option import SECONDS, Bounds, ConfigError, check_options, option
+from ...engine.errors import ConfigError
+from ...engine.option import SECONDS, Bounds, check_options, option
 from .adapters import AdapterConfig
 from .http import HttpConfig
 from .logs import LogConfig

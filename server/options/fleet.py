@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ...engine import kv_events
-from ...engine.config import ConfigError
+from ...engine import kv_events_settings
+from ...engine.errors import ConfigError
 
 SIZE, LOCAL, RANK = "data_parallel_size", "data_parallel_size_local", "data_parallel_rank"
 EXTERNAL, HYBRID = "data_parallel_external_lb", "data_parallel_hybrid_lb"
@@ -32,9 +32,9 @@ def _events(merged: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     value = merged[EVENTS].value
     text = json.dumps(value) if isinstance(value, dict) else str(value)
-    if kv_events.problem(text) is not None:
+    if kv_events_settings.problem(text) is not None:
         return {}  # whoever checks the options says it
-    return {EVENTS: dataclasses.replace(merged[EVENTS], value=kv_events.of_rank(text, first))}
+    return {EVENTS: dataclasses.replace(merged[EVENTS], value=kv_events_settings.of_rank(text, first))}
 
 
 def _engines_here(merged: Mapping[str, Any]) -> int | None:

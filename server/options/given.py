@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from .fleet import with_fleet
 from .hint import did_you_mean
 from .parts import put

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 
 _LIMITS = ("requests-per-minute", "tokens-per-minute", "max-open-requests")
 

@@ -6,7 +6,8 @@ import dataclasses
 import re
 from typing import Any
 
-from ...engine.config import ConfigError, EngineConfig, flag
+from ...engine.config import EngineConfig, flag
+from ...engine.errors import ConfigError
 from .config import ServerConfig
 from .given import META, Given, judge, value_of, with_files
 from .hint import did_you_mean

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
+from ...engine.errors import ConfigError
 from ...engine.logs import FORMATS
-from ...engine.option import SECONDS, Bounds, ConfigError, option
+from ...engine.option import SECONDS, Bounds, option
 
 OPENTELEMETRY = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 

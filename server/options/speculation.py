@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from .vllm import READ, vllm_options
 
 NAME = "speculative_config"

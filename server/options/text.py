@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...engine.model_file import is_gguf
-from ...engine.model_path import is_hub_name
-from ...engine.option import ConfigError, option
-from ...engine.request import POOLINGS
+from ...engine.errors import ConfigError
+from ...engine.model_path import is_gguf, is_hub_name
+from ...engine.option import option
+from ...engine.sampling_params import POOLINGS
 
 # Defaults that count, with what they may be: (lowest, highest, lowest itself allowed).
 RANGES: dict[str, tuple[float, float, bool]] = {

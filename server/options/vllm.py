@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 
 ANY = "*"
 _JSON = frozenset((

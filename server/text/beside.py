@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
-from ...engine.config import ConfigError, EngineConfig
-from ...engine.overrides import check_described
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError
+from ...engine.reading import check_described
 from ..client.engine_client import EngineClient
 from ..client.mailbox import EngineDeadError
 from ..options.beside import embedding_engine, of_second

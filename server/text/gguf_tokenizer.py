@@ -13,8 +13,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
+from ...engine.errors import ModelError
 from ...engine.gguf_file import GGUFFile, Strings
-from ...engine.model_file import ModelError
 from .files import QWEN_WORDS, TokenizerFiles
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 from ...engine.gguf_file import read_gguf
-from ...engine.model_file import is_gguf
-from ...engine.request import CLS, LAST, MEAN, POOLINGS
+from ...engine.model_path import is_gguf
+from ...engine.sampling_params import CLS, LAST, MEAN, POOLINGS
 from .defaults import read_json
 
 MODULES = "modules.json"

@@ -7,7 +7,7 @@ import time
 
 from tokenizers import Tokenizer
 
-from ...engine.config import ConfigError
+from ...engine.errors import ConfigError
 
 # Runs of one kind of character, and what ends them: where a bad expression tries every way to divide them.
 RUNS = ("a", "A", " ", "1", "\n", "!", "é", "一", "a ", "aA", "a1", " \n", "'s", "<|")

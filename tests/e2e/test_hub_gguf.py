@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ModelError
 from vserve.engine.hub_gguf import choose, hub_gguf
-from vserve.engine.model_file import ModelError
 from vserve.engine.model_path import find_model
 from vserve.engine.model_source import resolve_model_path
 from vserve.server.cli import model_finding

@@ -270,7 +270,7 @@ def test_text_on_a_terminal(reserve_port: Any, until: Any) -> None:
     "option, value", [("max_log_len", -1), ("log_stats_interval", 0.0), ("log_format", "xml"), ("log_level", "loud")]
 )
 def test_bad_settings(option: str, value: Any) -> None:
-    from vserve.engine.config import ConfigError
+    from vserve.engine.errors import ConfigError
     from vserve.server.options.config import ServerConfig
 
     with pytest.raises(ConfigError, match="--" + option.replace("_", "-")):

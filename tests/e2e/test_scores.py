@@ -24,7 +24,7 @@ from vserve import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server.cli.main import main
 
 TOLERANCE = 1e-5

@@ -156,7 +156,7 @@ def test_no_request_notices_a_lost_collector(serve: Any, collector_is: str) -> N
 def test_missing_extra_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
-    from vserve.engine.config import ConfigError
+    from vserve.engine.errors import ConfigError
     from vserve.server.options.config import ServerConfig
 
     real = importlib.util.find_spec
@@ -168,7 +168,7 @@ def test_missing_extra_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", ""])
 def test_bad_endpoint(endpoint: str) -> None:
-    from vserve.engine.config import ConfigError
+    from vserve.engine.errors import ConfigError
     from vserve.server.options.config import ServerConfig
 
     with pytest.raises(ConfigError, match="http://"):

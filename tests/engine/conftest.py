@@ -16,7 +16,7 @@ from vserve.engine.config import EngineConfig
 from vserve.engine.executor import ThreadExecutor
 from vserve.engine.messages import EngineStats
 from vserve.engine.plan import TokenLogprobs
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
 RANKS = int(os.environ.get("VSERVE_TEST_RANKS", "1"))  # of each engine: with 2, these tests run over processes

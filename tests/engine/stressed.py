@@ -21,8 +21,8 @@ from vserve.engine.grammar import Vocabulary
 from vserve.engine.guide import Guide
 from vserve.engine.loop import EngineLoop
 from vserve.engine.messages import AddGrammar, LoadAdapter, SetVocabulary
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.scheduler import Scheduler
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError, Mailbox

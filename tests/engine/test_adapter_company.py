@@ -22,9 +22,9 @@ from vserve.engine.layers.embedding import LMHead
 from vserve.engine.layers.linear import Linear
 from vserve.engine.loader import load_model
 from vserve.engine.messages import LoadAdapter
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.plan import NewRow, StepPlan
-from vserve.engine.request import SamplingParams
+from vserve.engine.reading import read_folder
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
 from ..quant.checkpoints import KINDS, write
@@ -143,9 +143,7 @@ def test_a_model_drafts_without_their_adapters(
 
 def products(folder: Path, adapter: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each product of the model: what it makes of five tokens without the adapter, and with it."""
-    model = load_model(
-        folder, ModelConfig.from_folder(folder), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64
-    )
+    model = load_model(folder, read_folder(folder), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
     layout = SlotLayout(model, 16)
     tables = AdapterTables(AdapterStore(layout, torch.float32, pin=False), 2, torch.device("cpu"), 8, 4)
     tables.load(1, layout.pack(Adapter.open(adapter), torch.float32, False))

@@ -27,7 +27,7 @@ from vserve.engine.adapters.store import AdapterStore
 from vserve.engine.config import EngineConfig
 from vserve.engine.messages import LoadAdapter
 from vserve.engine.plan import ADAPTER_UNUSABLE
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
 from .conftest import collect

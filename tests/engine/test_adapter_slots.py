@@ -16,7 +16,8 @@ from vserve.engine.adapters.loading import AdapterLoading
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.messages import LoadAdapter, RequestOutput
 from vserve.engine.plan import StepPlan, StepResult
-from vserve.engine.request import Request, SamplingParams
+from vserve.engine.request import Request
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.scheduler import Scheduler
 from vserve.engine.sharing import Sharing
 

@@ -21,8 +21,8 @@ from vserve.engine.config import EngineConfig, SchedulerConfig
 from vserve.engine.kv_events import BlockStored
 from vserve.engine.messages import AddRequest, LoadAdapter
 from vserve.engine.plan import StepPlan
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.scheduler import Scheduler
 from vserve.server.client.engine_client import EngineClient
 

@@ -35,7 +35,7 @@ from vserve.engine.messages import (
     StepReports,
     WatchSteps,
 )
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 INFO = EngineInfo(
     max_model_len=1, vocab_size=1, max_num_seqs=1, max_num_batched_tokens=1, block_size=1, num_blocks=1,

@@ -18,12 +18,12 @@ import vserve.engine.engine as engine_module
 from vserve.engine import loader, model_source, precompile, prefetch, rank, warm_steps
 from vserve.engine.config import EngineConfig
 from vserve.engine.dummy_plan import dummy_plan
+from vserve.engine.errors import ModelError
 from vserve.engine.kv_format import NUMBERS
-from vserve.engine.model_config import ModelError
-from vserve.engine.overrides import read_model_config
 from vserve.engine.precompile import Precompile
 from vserve.engine.prefetch import Prefetch
 from vserve.engine.process import run_engine
+from vserve.engine.reading import read_model_config
 from vserve.engine.resolved import Machine
 from vserve.engine.runner import ModelRunner
 from vserve.engine.speculation.loading import Draft

@@ -28,7 +28,7 @@ from vserve.engine.messages import (
     ToEngine,
     pack_tokens,
 )
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 
 def test_messages_arrive_whole_and_in_order_whatever_the_frames():

@@ -14,8 +14,8 @@ import vserve.engine.arrivals as arrivals_module
 import vserve.engine.loop as loop_module
 from vserve.engine.mask import make_mask
 from vserve.engine.messages import AbortRequests, AddGrammar, SetVocabulary
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
 END = 2

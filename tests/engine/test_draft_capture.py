@@ -16,8 +16,8 @@ from vserve.engine.kv_storage import allocate
 from vserve.engine.layers.attention import AttentionBatch
 from vserve.engine.layers.weights import Placement
 from vserve.engine.matching import choose_formats
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
+from vserve.engine.reading import read_folder
 from vserve.engine.rows import RowTables
 from vserve.engine.speculation.draft_model import DraftModel
 from vserve.engine.speculation.heads import EagleHead
@@ -35,7 +35,7 @@ def test_no_drafter_waits_for_the_device(
 ) -> None:
     made = load_module(Path(__file__).parents[1] / "draft_models.py")
     folder = tiny_model("llama", num_hidden_layers=6)
-    config, place = ModelConfig.from_folder(folder), Placement(torch.float32, META)
+    config, place = read_folder(folder), Placement(torch.float32, META)
     target = CausalLM(config, place, 128)
     network: Any = DraftModel(CausalLM(config, place, 128))
     settings = Speculation(3, 5, 5, ((8, 3),), method="x", model=str(folder))

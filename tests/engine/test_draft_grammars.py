@@ -16,7 +16,7 @@ import vserve.engine.guide as guide_module
 import vserve.engine.runner as runner_module
 from vserve.engine.grammar import BACKENDS, GrammarError, GrammarMatcher, Vocabulary, pack, prepare
 from vserve.engine.guide import Guide
-from vserve.engine.request import SamplingParams, Thinking
+from vserve.engine.sampling_params import SamplingParams, Thinking
 from vserve.engine.thinking import ThinkingMatcher
 from vserve.server.grammar.compile import compile
 from vserve.server.grammar.constraint import Constraint

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from vserve.engine.batch import Shape
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.speculation.model_drafter import ModelDrafter
 
 

@@ -11,8 +11,9 @@ import torch
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.graphs import StepGraphs
 from vserve.engine.plan import NewRow, StepPlan, StepResult
-from vserve.engine.request import Request, SamplingParams, Status
+from vserve.engine.request import Request, Status
 from vserve.engine.rows import RowTables, Upload
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.scheduler import Scheduler
 from vserve.engine.speculation.depth import Depth
 from vserve.engine.speculation.settings import Speculation, read_speculation

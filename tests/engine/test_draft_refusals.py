@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.rank import told_method
+from vserve.engine.reading import read_folder
 from vserve.engine.resolved import Machine, resolve
 from vserve.engine.speculation.loading import find_draft, load_drafter
 from vserve.engine.speculation.settings import read_speculation
@@ -36,7 +37,7 @@ def target(tiny_model: Any) -> Path:
 def found(target: Path, asked: dict[str, Any]) -> Any:
     settings = read_speculation(json.dumps(asked))
     assert settings is not None
-    return find_draft(settings, target, ModelConfig.from_folder(target), None)
+    return find_draft(settings, target, read_folder(target), None)
 
 
 def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
@@ -115,9 +116,7 @@ def test_weights_that_do_not_fit(
     made: Any, target: Path, tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
 ) -> None:
     folder = changed(made.eagle3(tmp_path, draft_vocab=90), **{name: tensor})
-    model = load_model(
-        target, ModelConfig.from_folder(target), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64
-    )
+    model = load_model(target, read_folder(target), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
     with pytest.raises(ConfigError) as caught:
         load_drafter(found(target, {"model": str(folder)}), model, 64)
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -129,9 +128,7 @@ def test_a_head_that_claims_codes_and_has_none_is_told(
     """As a model is: it takes more memory than its name promises."""
     claim = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
     folder = made.eagle3(tmp_path, quantization_config=claim)
-    model = load_model(
-        target, ModelConfig.from_folder(target), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64
-    )
+    model = load_model(target, read_folder(target), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
     load_drafter(found(target, {"model": str(folder)}), model, 64)
     assert f"{folder}: config.json says that the checkpoint is quantized (awq), and its files hold plain" in caplog.text
 
@@ -148,12 +145,12 @@ def test_other_models(made: Any, target: Path, tiny_model: Any, tmp_path: Path) 
 def test_no_model_drafts_beside_stages(target: Path) -> None:
     config = EngineConfig(str(target), speculative_config='{"model": "m"}', pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="beside --pipeline-parallel-size 2: a model drafts beside a whole one only"):
-        resolve(config, ModelConfig.from_folder(target), CPU)
+        resolve(config, read_folder(target), CPU)
 
 
 @pytest.mark.parametrize(("ranks", "draft_ranks", "may"), [(1, 2, "1"), (4, 2, "4, as --tensor-parallel-size")])
 def test_over_how_many_ranks_a_drafter_is_divided(target: Path, ranks: int, draft_ranks: int, may: str) -> None:
-    model = ModelConfig.from_folder(target)
+    model = read_folder(target)
 
     def resolved(size: int) -> Any:
         asked = json.dumps({"model": "m", "draft_tensor_parallel_size": size})
@@ -169,7 +166,7 @@ def test_drafters_that_cannot_be_divided(made: Any, target: Path, tmp_path: Path
     """The target can, over 4; they may be whole on every rank."""
     head = made.eagle3(tmp_path, sizes=made.Sizes(inner=98))
     model = tiny_model("qwen3", intermediate_size=98)
-    config = ModelConfig.from_folder(target)
+    config = read_folder(target)
     for folder in (head, model):
         for asked in ({}, {"draft_tensor_parallel_size": 4}):
             settings = read_speculation(json.dumps({"model": str(folder), **asked}))
@@ -184,7 +181,7 @@ def test_drafters_that_cannot_be_divided(made: Any, target: Path, tmp_path: Path
 
 def test_targets_of_transformers(target: Path) -> None:
     config = EngineConfig(str(target), speculative_config='{"model": "m"}', model_impl="transformers")
-    model = ModelConfig.from_folder(target, implementation="transformers")
+    model = read_folder(target, implementation="transformers")
     with pytest.raises(ConfigError, match="LlamaForCausalLM is computed by transformers' code, beside which no model"):
         resolve(config, model, CPU)
 
@@ -195,7 +192,7 @@ def test_the_method_that_a_checkpoint_has_is_told(made: Any, target: Path, tmp_p
         asked = json.dumps({"model": str(folder), "num_speculative_tokens": 2})
         draft = found(target, json.loads(asked))
         assert draft.settings.method == method
-        resolved = resolve(EngineConfig(str(target), speculative_config=asked), ModelConfig.from_folder(target), CPU)
+        resolved = resolve(EngineConfig(str(target), speculative_config=asked), read_folder(target), CPU)
         assert json.loads(told_method(resolved, draft.settings.method)) == {**json.loads(asked), "method": method}
     assert found(target, {"model": str(target), "max_model_len": 30}).settings.max_model_len == 30
     assert dataclasses.replace(draft.settings).max_model_len == 512, "the draft's own context"

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from vserve.engine import weight_size
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
 from vserve.engine.engine import Engine
+from vserve.engine.errors import ConfigError
 from vserve.engine.loader import load_model
 from vserve.engine.memory import weight_bytes
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.group import SingleGroup
+from vserve.engine.reading import read_folder
 from vserve.engine.speculation.draft_size import draft_bytes
 from vserve.engine.speculation.loading import find_draft, load_drafter
 from vserve.engine.speculation.settings import read_speculation
@@ -45,7 +46,7 @@ def pairs(load_module: Any, tiny_model: Any, tiny_models: Any, tmp_path_factory:
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_are_known_from_headers(pairs: Any, name: str, ranks: int) -> None:
     folder, asked = pairs[name]
-    config = ModelConfig.from_folder(folder)
+    config = read_folder(folder)
     for whole in (False, True) if ranks > 1 else (False,):
         settings = read_speculation(json.dumps({**asked, **({"draft_tensor_parallel_size": 1} if whole else {})}))
         assert settings is not None

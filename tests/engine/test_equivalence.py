@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from vserve.engine.messages import unpack_tokens
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 from .conftest import RANKS
 

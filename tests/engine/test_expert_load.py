@@ -9,7 +9,7 @@ import torch
 
 from vserve.engine import runner
 from vserve.engine.layers.expert_load import WINDOW, ExpertCounter, ExpertLoad
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vserve.engine.plan import StepPlan
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.speculation.model_drafter import ModelDrafter
 from vserve.engine.speculation.scratch import Scratch
 

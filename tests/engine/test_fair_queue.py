@@ -12,7 +12,8 @@ from vserve.engine.config import SchedulerConfig
 from vserve.engine.fair_queue import LIKELY_ANSWER, Entry, FairQueue
 from vserve.engine.messages import RequestOutput
 from vserve.engine.plan import StepResult
-from vserve.engine.request import Request, SamplingParams
+from vserve.engine.request import Request
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.scheduler import Scheduler
 
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from vserve.engine.kv_layout import KVLayout
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.request import SamplingParams
+from vserve.engine.reading import read_folder
+from vserve.engine.sampling_params import SamplingParams
 
 LENGTH = 14
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
@@ -28,7 +28,7 @@ def test_twelve_at_once_in_a_tiny_cache_are_transformers_tokens(engine_of_family
     Prompts are scored, too."""
     sizes = [random.randint(3, 6) for _ in range(8)] + [random.randint(20, 60) for _ in range(4)]
     prompts = [[random.randrange(5, 290) for _ in range(size)] for size in sizes]
-    config = ModelConfig.from_folder(Path(engine_of_family.folder))
+    config = read_folder(Path(engine_of_family.folder))
     layout = KVLayout.of([layer.attention.kv for layer in config.layers], 8, 128)
     sampling = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=0)
     (answers,), stats = engine_of_family.run(

@@ -17,7 +17,7 @@ from vserve.engine.grammar import Grammars, pack, prepare
 from vserve.engine.guide import ALLOWANCE, ALLOWANCE_PER_TOKEN, QUICK, Guide
 from vserve.engine.mask_threads import MaskThreads, Patience
 from vserve.engine.messages import AddGrammar
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
 from .conftest import collect

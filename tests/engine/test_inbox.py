@@ -19,7 +19,7 @@ from vserve.engine.connection import LENGTH, MAX_FRAME, Connection
 from vserve.engine.loop import EngineLoop
 from vserve.engine.messages import AbortRequests, AddRequest, FromEngine, Shutdown, ToEngine, pack_tokens
 from vserve.engine.plan import StepPlan, StepResult
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
 GREEDY = SamplingParams(max_tokens=900, temperature=0.0)

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from vserve.engine.block_pool import BlockPool
-from vserve.engine.invariants import InvariantError
+from vserve.engine.errors import InvariantError
 from vserve.engine.kv_cache import KVCacheManager
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 

@@ -10,7 +10,8 @@ import pytest
 
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.kv_cache import KVCacheManager
-from vserve.engine.request import Request, SamplingParams
+from vserve.engine.request import Request
+from vserve.engine.sampling_params import SamplingParams
 
 
 def make(num_blocks: int = 11, block_size: int = 4, **options) -> KVCacheManager:

@@ -15,21 +15,14 @@ import msgspec
 import pytest
 
 from vserve.engine import kv_replays
-from vserve.engine.config import ConfigError, EngineConfig, SchedulerConfig
+from vserve.engine.config import EngineConfig, SchedulerConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.kv_cache import KVCacheManager
-from vserve.engine.kv_events import (
-    DEFAULTS,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEvents,
-    Publisher,
-    name_of,
-    of_rank,
-    settings,
-)
+from vserve.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvents, Publisher, name_of
+from vserve.engine.kv_events_settings import DEFAULTS, of_rank, settings
 from vserve.engine.kv_replays import END
-from vserve.engine.request import Request, SamplingParams
+from vserve.engine.request import Request
+from vserve.engine.sampling_params import SamplingParams
 
 ON = {"enable_kv_cache_events": True}
 

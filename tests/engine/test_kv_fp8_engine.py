@@ -16,11 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
 from vserve.engine.engine import Engine
+from vserve.engine.errors import ConfigError
 from vserve.engine.kv_format import KVSettings
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.request import SamplingParams
+from vserve.engine.reading import read_folder
+from vserve.engine.sampling_params import SamplingParams
 
 NUM_OUTPUTS = 12
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -137,7 +138,7 @@ def test_transformers_numbers_through_the_same_codes(case: str, engine: Any, tin
 def test_scales_of_the_checkpoint(names: str, engine: Any, tiny_model: Any, requests: Any, tmp_path: Path) -> None:
     """Under any of their names, and without being asked for."""
     folder, scales, by_layer = tiny_model("llama"), {}, []
-    for layer in range(len(ModelConfig.from_folder(folder).layers)):
+    for layer in range(len(read_folder(folder).layers)):
         given = [0.05 + 0.01 * layer, 0.06 + 0.02 * layer][: len(names.split())]
         paths = [name.format(f"model.layers.{layer}.self_attn") for name in names.split()]
         scales |= dict(zip(paths, given, strict=True))
@@ -150,7 +151,7 @@ def test_scales_of_the_checkpoint(names: str, engine: Any, tiny_model: Any, requ
 
 def test_what_cannot_be_is_refused(tiny_model: Any, tmp_path: Path) -> None:
     def settings(family: str, asked: str) -> KVSettings:
-        model = ModelConfig.from_folder(tiny_model(family))
+        model = read_folder(tiny_model(family))
         return KVSettings.of(EngineConfig("m", kv_cache_dtype=asked), model, "bfloat16")
 
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8: the model has latent attention.*leave"):

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.request import SamplingParams
+from vserve.engine.reading import read_folder
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 
 LENGTH = 12
 
@@ -54,7 +54,7 @@ def requests(batch):
 
 def test_one_tensor_a_layer_holds_keys_and_values(tiny_model):
     folder = tiny_model("deepseek_v3", **MODELS["deepseek_v3"])
-    config = ModelConfig.from_folder(folder)
+    config = read_folder(folder)
     model = load_model(folder, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
     runner = ModelRunner(model, max_num_seqs=2, max_model_len=64, block_size=16, device=torch.device("cpu"))
     runner.bind_cache(5, torch.float32)

@@ -13,13 +13,13 @@ from vserve.engine import latent_prompts
 from vserve.engine.config import EngineConfig
 from vserve.engine.latent_prompts import DUMMY_TOKENS, FULL_REQUESTS, LatentPrompts
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.models import latent_attention
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
 from vserve.engine.planning.card import CARDS
 from vserve.engine.planning.setup import set_up
-from vserve.engine.request import SamplingParams
+from vserve.engine.reading import read_folder
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.kernels.latent_prompts import LatentSizes
 
 CPU, GREEDY = torch.device("cpu"), SamplingParams(max_tokens=9, temperature=0.0)
@@ -60,7 +60,7 @@ def folder(tiny_model):
 
 
 def runner_of(folder, max_model_len: int = 128, max_num_seqs: int = 4) -> ModelRunner:
-    config = ModelConfig.from_folder(folder)
+    config = read_folder(folder)
     model = load_model(folder, config, dtype=torch.float32, device=CPU, max_model_len=max_model_len)
     return ModelRunner(model, max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=16, device=CPU)
 
@@ -79,14 +79,14 @@ def test_the_workspace_is_planned(folder, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_vserve_plan_counts_the_workspace(folder, tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ModelConfig.from_folder(folder)
+    config = read_folder(folder)
     planned, made = LatentPrompts.planned(config), LatentPrompts.of(runner_of(folder).model)
     assert planned is not None and made is not None and planned.sizes == made.sizes
     halves = LatentPrompts.planned(config, 2)
     assert halves is not None and planned is not None and halves.sizes.heads == planned.sizes.heads // 2
     # Of long contexts each rank's workspace is as large as one card's: it holds more heads at a time.
     assert halves.elements(64, 1 << 20, 2) == planned.elements(64, 1 << 20, 2)
-    assert LatentPrompts.planned(ModelConfig.from_folder(tiny_model("llama"))) is None
+    assert LatentPrompts.planned(read_folder(tiny_model("llama"))) is None
     engine = EngineConfig("m", max_model_len=120, block_size=16)
     caches = []
     for limit in (1 << 29, 1 << 15):

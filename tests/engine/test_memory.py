@@ -11,14 +11,15 @@ import torch
 import vserve.engine.cpu_memory as cpu_memory
 import vserve.engine.memory as memory_module
 import vserve.engine.runner as runner_module
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
 from vserve.engine.device_cache import DeviceCache
 from vserve.engine.engine import Engine
+from vserve.engine.errors import ConfigError
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.memory import MemoryPlan, plan_memory
-from vserve.engine.model_config import parse_model_config
+from vserve.engine.reading import parse_model_config
 from vserve.engine.rows import RowTables
 
 GIB = 1 << 30

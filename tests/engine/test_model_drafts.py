@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 import vserve.engine.arrivals as arrivals_module
 from vserve.engine.parallel.group import SingleGroup
 from vserve.engine.plan import StepPlan
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.speculation.model_drafter import ModelDrafter
 from vserve.kernels.sampling import sample_torch
 

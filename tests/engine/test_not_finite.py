@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.plan import NOT_FINITE
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 TOKEN = 7
 WAYS: dict[str, dict[str, Any]] = {

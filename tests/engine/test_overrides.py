@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import ConfigError, EngineConfig
-from vserve.engine.model_config import ModelConfig, ModelError
-from vserve.engine.overrides import read_model_config
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError, ModelError
+from vserve.engine.model_config import ModelConfig
+from vserve.engine.reading import check_described, read_model_config
 from vserve.engine.resolved import choose_max_model_len
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -98,7 +99,6 @@ def test_a_context_without_windows_is_as_long_as_the_window(tmp_path: Path) -> N
     [
         ({"hf_overrides": "{"}, "--hf-overrides is '{': it is no JSON"),
         ({"hf_overrides": "[1]"}, "--hf-overrides is '[1]': it must be a JSON object"),
-        ({"hf_overrides": '{"rope_teta": 1}'}, "nothing reads 'rope_teta'; it may set architectures, "),
         ({"hf_config_path": "/nowhere/at/all"}, "--hf-config-path is '/nowhere/at/all': model '/nowhere/at/all' does"),
         ({"rope_theta": 0.0}, "--rope-theta is 0.0: it must be above 0"),
         ({"rope_scaling": '{"factor": 2}'}, 'its "rope_type" is missing, as in \''),
@@ -124,3 +124,11 @@ def test_values_that_cannot_work(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig("m", **options)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_key_that_nothing_reads_is_refused_before_torch(tiny_model: Any) -> None:
+    folder = tiny_model("llama")
+    config = EngineConfig(str(folder), hf_overrides='{"rope_teta": 1}')
+    for read in (check_described, read_model_config):
+        with pytest.raises(ConfigError, match=r"--hf-overrides is '.*': nothing reads 'rope_teta'; it may set archi"):
+            read(folder, config)

@@ -13,7 +13,7 @@ from vserve.engine.loop import EngineLoop
 from vserve.engine.messages import AddRequest, Shutdown, pack_tokens
 from vserve.engine.pacing import HOST_FACTOR, RELATIVE_SAFETY, SAFETY, Pacer
 from vserve.engine.plan import StepPlan, StepResult
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 
 def plan(decodes: int, prompt: int = 0) -> StepPlan:

@@ -23,7 +23,7 @@ from vserve.engine.layers import attention
 from vserve.engine.memory import WORST_SAMPLING
 from vserve.engine.plan import StepPlan
 from vserve.engine.planner import FEW_DECODES
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.kernels.attention import decode_attention, prefill_attention
 
 

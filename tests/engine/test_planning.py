@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vserve.engine import planner
-from vserve.engine.config import ConfigError, EngineConfig
-from vserve.engine.model_config import parse_model_config
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.plan import StepPlan
 from vserve.engine.planning.card import CARDS
 from vserve.engine.planning.divisions import MOST_ENGINES, divisions, fewest, fitting
@@ -18,6 +18,7 @@ from vserve.engine.planning.fit import fit
 from vserve.engine.planning.load import Result, Wanted, knee, replay, steady
 from vserve.engine.planning.setup import Setup, set_up
 from vserve.engine.planning.simulation import Answer, Ask, Simulation
+from vserve.engine.reading import parse_model_config
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

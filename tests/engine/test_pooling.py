@@ -12,8 +12,9 @@ import torch
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.plan import NOT_FINITE, NewRow, StepPlan, StepResult
 from vserve.engine.pooling import Pooler
-from vserve.engine.request import CLS, LAST, MEAN, POOLINGS, Pooling, Request, SamplingParams
+from vserve.engine.request import Request
 from vserve.engine.rows import RowTables
+from vserve.engine.sampling_params import CLS, LAST, MEAN, POOLINGS, Pooling, SamplingParams
 from vserve.engine.scheduler import Scheduler
 
 TOLERANCE = 1e-4

@@ -21,6 +21,7 @@ from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.packed import PackedMatrix
 from vserve.engine.quant.packed_experts import PackedExperts
 from vserve.engine.ranks import agreement
+from vserve.engine.reading import read_folder
 from vserve.engine.runner import ModelRunner
 from vserve.kernels import linear_hopper
 from vserve.kernels.quant_many import many_tile, rows_of_tiles
@@ -124,7 +125,7 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
 
 
 def test_a_mixture_warms_the_tiles_of_its_experts_up(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = SimpleNamespace(config=ModelConfig.from_folder(tiny_model("mixtral")), modules=lambda: [])
+    model = SimpleNamespace(config=read_folder(tiny_model("mixtral")), modules=lambda: [])
     tokens = warm_steps.expert_steps(model)
     assert tokens and tokens == sorted(set(tokens))
     packed = PackedExperts(4, 4, Placement(torch.bfloat16, torch.device("cpu")), 0.0, lambda: None)

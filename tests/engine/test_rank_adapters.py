@@ -14,7 +14,7 @@ import pytest
 
 from vserve.engine.config import EngineConfig
 from vserve.engine.messages import AdapterLoaded, LoadAdapter
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
 from .conftest import collect

@@ -26,7 +26,7 @@ from vserve.engine.ranks.messages import Seat
 from vserve.engine.ranks.nodes import Node, RemoteRank
 from vserve.engine.ranks.peers import Peers
 from vserve.engine.ranks.place import Child, Place, end_of, may_follow
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 

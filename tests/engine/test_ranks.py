@@ -23,12 +23,12 @@ import numpy as np
 import pytest
 
 from vserve.engine import compilations
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
 from vserve.engine.connection import Connection
+from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.grammar import pack, prepare
 from vserve.engine.layers.embedding import LMHead
 from vserve.engine.messages import AddGrammar
-from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.parallel.divide import check_divides, sizes
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
 from vserve.engine.private_folder import OWNER
@@ -38,7 +38,8 @@ from vserve.engine.ranks.executor import RanksExecutor
 from vserve.engine.ranks.messages import Execute, Follow, Join, Leave, Seat, ToRank
 from vserve.engine.ranks.peers import Peers, RankLost, share_of_threads
 from vserve.engine.ranks.place import Child
-from vserve.engine.request import Pooling, SamplingParams
+from vserve.engine.reading import read_folder
+from vserve.engine.sampling_params import Pooling, SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 from vserve.server.client.process import EngineProcess
@@ -673,7 +674,7 @@ def test_every_engine_sees_the_cards_of_its_ranks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_reads_both_ways_is_not_divided(tiny_model: Any) -> None:
-    config = dataclasses.replace(ModelConfig.from_folder(tiny_model("llama")), causal=False)
+    config = dataclasses.replace(read_folder(tiny_model("llama")), causal=False)
     with pytest.raises(ModelError, match="--tensor-parallel-size 2: LlamaForCausalLM reads texts both ways"):
         check_divides(config, 2)
     assert sizes(config) == [1]

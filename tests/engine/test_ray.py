@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.ranks import ray_cluster
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from vserve.engine.adapters.make import most_tokens
-from vserve.engine.config import ConfigError, EngineConfig, SchedulerConfig
+from vserve.engine.config import EngineConfig, SchedulerConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.graphs import StepGraphs
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.memory import MemoryPlan
 from vserve.engine.model_config import ModelConfig
+from vserve.engine.reading import read_folder
 from vserve.engine.resolved import Machine, Resolved, resolve, step_limits
 from vserve.kernels import linear_hopper
 
@@ -27,7 +29,7 @@ SMALL_CARD = dataclasses.replace(CARD, card_bytes=24_000_000_000)
 @pytest.fixture
 def model(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
     monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
-    config: ModelConfig = ModelConfig.from_folder(tiny_model("llama"))
+    config: ModelConfig = read_folder(tiny_model("llama"))
     return config
 
 
@@ -39,7 +41,7 @@ def plan(**changed: Any) -> MemoryPlan:
 def test_a_mixture_reads_its_prompts_in_larger_steps(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, and where nobody named another size."""
     monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
-    model = ModelConfig.from_folder(tiny_model("mixtral"))
+    model = read_folder(tiny_model("mixtral"))
     for machine, options, expected in (
         (CARD, {}, (8192, 4096)),
         (SMALL_CARD, {}, (4096, 4096)),
@@ -58,7 +60,7 @@ def test_quantised_weights_read_prompts_in_larger_steps(
 ) -> None:
     """Twice those of 16 bit where they stay codes; but of a mixture its own, and where drafts are made none."""
     monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
-    model = ModelConfig.from_folder(tiny_model("llama"), quantization=method)
+    model = read_folder(tiny_model("llama"), quantization=method)
     numbers = dataclasses.replace(CARD, codes=False)
     for machine, options, expected in (
         (CARD, {}, (2032, (4224, 8128), 16)),
@@ -71,7 +73,7 @@ def test_quantised_weights_read_prompts_in_larger_steps(
     ):
         found = resolve(EngineConfig("m", **{"load_format": "dummy", "dtype": "bfloat16"} | options), model, machine)
         assert (found.max_mixed_tokens, found.large_mixed_tokens, found.backlog_steps) == expected, options
-    mixture = ModelConfig.from_folder(tiny_model("mixtral"), quantization=method)
+    mixture = read_folder(tiny_model("mixtral"), quantization=method)
     assert resolve(EngineConfig("m", load_format="dummy"), mixture, CARD).max_mixed_tokens == 4096
 
 
@@ -134,7 +136,7 @@ def test_experts_that_are_not_there_are_not_divided(model: ModelConfig, tiny_mod
     assert resolve(config, model, CPU).notices == (
         "--enable-expert-parallel changes nothing: this model has no experts",
     )
-    assert not resolve(config, ModelConfig.from_folder(tiny_model("mixtral")), CPU).notices
+    assert not resolve(config, read_folder(tiny_model("mixtral")), CPU).notices
 
 
 def test_without_chunked_prefill_a_step_takes_a_whole_prompt(model: ModelConfig) -> None:

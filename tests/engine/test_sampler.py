@@ -12,9 +12,9 @@ from vserve.engine import sampler as sampler_module
 from vserve.engine.batch import SampleBatch
 from vserve.engine.messages import pack_tokens
 from vserve.engine.plan import NewRow, StepPlan
-from vserve.engine.request import SamplingParams
 from vserve.engine.rows import RowTables, Upload
 from vserve.engine.sampler import COUNT_ROWS, Sampler
+from vserve.engine.sampling_params import SamplingParams
 
 VOCAB, PROMPT = 3000, 4
 

@@ -17,8 +17,9 @@ from vserve.engine.fair_queue import FairQueue
 from vserve.engine.messages import RequestOutput, unpack_tokens
 from vserve.engine.plan import BlockWrite, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.planner import FEW_DECODES
-from vserve.engine.request import FinishReason, Request, SamplingParams, Status
+from vserve.engine.request import FinishReason, Request, Status
 from vserve.engine.resolved import large_mixed_tokens
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.scheduler import Scheduler
 
 

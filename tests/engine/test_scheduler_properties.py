@@ -35,7 +35,8 @@ from vserve.engine.guide import Guide
 from vserve.engine.mask import TokenMask, bound, make_mask
 from vserve.engine.messages import RequestOutput, unpack_tokens
 from vserve.engine.plan import NewRow, StepPlan, StepResult, TokenLogprobs
-from vserve.engine.request import CLS, LAST, MEAN, POOLINGS, Pooling, Request, SamplingParams, Status
+from vserve.engine.request import Request, Status
+from vserve.engine.sampling_params import CLS, LAST, MEAN, POOLINGS, Pooling, SamplingParams
 from vserve.engine.scheduler import Scheduler
 from vserve.engine.speculation.depth import Depth
 

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from vserve.engine import host_memory, loader, rank, shortage, weight_size
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
 from vserve.engine.engine import Engine
+from vserve.engine.errors import ConfigError
 from vserve.engine.loader import count_parameters
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.gain import more_cards
 from vserve.engine.quant.online import OnlineScheme
 from vserve.engine.quant.scheme import make_scheme
+from vserve.engine.reading import read_folder
 from vserve.engine.resolved import Machine
 from vserve.engine.shortage import is_out_of_memory, killed
 from vserve.engine.weight_size import check_weights
@@ -31,7 +33,7 @@ def card(total: float, free: float) -> Machine:
 
 
 def eight(tiny_model: Any) -> ModelConfig:
-    config: ModelConfig = dataclasses.replace(ModelConfig.from_folder(tiny_model("llama")), dtype=torch.bfloat16)
+    config: ModelConfig = dataclasses.replace(read_folder(tiny_model("llama")), dtype=torch.bfloat16)
     return config
 
 
@@ -140,12 +142,12 @@ def test_the_size_is_what_is_taken(tiny_model: Any, quantization: str | None) ->
     taken = rank.weight_bytes(made.rank.runner.model)
     assert taken * 0.85 < made.rank._weights < taken * 1.15
     if quantization is None:
-        assert made.rank._weights == 4 * count_parameters(ModelConfig.from_folder(folder)) == taken
+        assert made.rank._weights == 4 * count_parameters(read_folder(folder)) == taken
 
 
 def test_experts_keep_their_codes_on_a_card(tiny_model: Any) -> None:
     folder = tiny_model("mixtral")
-    model, parameters = ModelConfig.from_folder(folder, quantization="experts_int8"), 10**9
+    model, parameters = read_folder(folder, quantization="experts_int8"), 10**9
     size = weight_size.weight_size(model, parameters, torch.bfloat16, 0, on_card=True)
     experts = 3 * 64 * sum(spec.mlp.routing.num_experts * spec.mlp.inner for spec in model.layers)
     assert model.hidden_size == 64 and size == pytest.approx(1.03 * experts + 2 * (parameters - experts), abs=2)
@@ -175,7 +177,7 @@ def test_experts_with_an_order_of_columns_are_numbers_on_a_card(
             "quant_method": "compressed-tensors", "format": "pack-quantized",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         }  # fmt: skip
-    plain = ModelConfig.from_folder(tiny_model("mixtral"))
+    plain = read_folder(tiny_model("mixtral"))
     model = dataclasses.replace(plain, quantization=make_scheme(quantization, None))
     every = count_parameters(plain)
     experts = 3 * 64 * sum(spec.mlp.routing.num_experts * spec.mlp.inner for spec in plain.layers)
@@ -210,7 +212,7 @@ def test_experts_with_an_order_of_columns_are_numbers_on_a_card(
 )
 def test_an_order_of_some_modules_alone(tiny_model: Any, desc_act: bool, dynamic: dict[str, Any], layers: int) -> None:
     """GPTQModel's `dynamic` may say it."""
-    plain = ModelConfig.from_folder(tiny_model("mixtral"))
+    plain = read_folder(tiny_model("mixtral"))
     written = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": desc_act, "dynamic": dynamic}
     model = dataclasses.replace(plain, quantization=make_scheme(written, None))
     parameters = count_parameters(plain)

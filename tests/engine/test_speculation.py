@@ -16,10 +16,11 @@ from torch import Tensor
 import vserve.engine.arrivals as arrivals_module
 import vserve.engine.batch as batch_module
 import vserve.engine.runner as runner_module
-from vserve.engine.config import ConfigError, EngineConfig
-from vserve.engine.request import Pooling, SamplingParams, Thinking
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.rows import RowTables
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import Pooling, SamplingParams, Thinking
 from vserve.engine.speculation.depth import Depth
 from vserve.engine.speculation.settings import Speculation, read_speculation
 from vserve.engine.thinking import ThinkingMatcher

@@ -12,14 +12,15 @@ import pytest
 from vserve.engine import planner
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.kv_format import NUMBERS
-from vserve.engine.model_config import parse_model_config
 from vserve.engine.parallel.pipeline import Stage
 from vserve.engine.parallel.stages import context_cost, stage_layers
 from vserve.engine.plan import StepPlan, StepResult
 from vserve.engine.planning.card import CARDS
 from vserve.engine.planning.shape import kept_weights, shape_of
 from vserve.engine.planning.step_model import StepModel
-from vserve.engine.request import Request, SamplingParams
+from vserve.engine.reading import parse_model_config
+from vserve.engine.request import Request
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.scheduler import Scheduler
 from vserve.engine.stage_turns import equal_chunk, whose_turn
 

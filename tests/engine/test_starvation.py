@@ -8,7 +8,8 @@ import pytest
 
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.plan import StepResult
-from vserve.engine.request import Request, SamplingParams
+from vserve.engine.request import Request
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.scheduler import Scheduler
 
 LONG = 100_000  # tokens of a prompt

@@ -13,8 +13,6 @@ import torch
 from vserve.engine.config import EngineConfig
 from vserve.engine.kv_format import NUMBERS
 from vserve.engine.loader import count_parameters
-from vserve.engine.model_config import parse_model_config
-from vserve.engine.overrides import read_model_config
 from vserve.engine.parallel.pipeline import Stage
 from vserve.engine.parallel.stages import stage_layers
 from vserve.engine.planning.card import CARDS, NETWORK, NVLINK4, PCIE4
@@ -23,6 +21,7 @@ from vserve.engine.planning.setup import Setup, set_up
 from vserve.engine.planning.shape import kept_weights, shape_of
 from vserve.engine.planning.simulation import Answer, Ask, Simulation
 from vserve.engine.planning.step_model import StepModel
+from vserve.engine.reading import parse_model_config, read_model_config
 
 from ..tiny_models import FAMILIES, tiny_config
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vserve.engine.request import SamplingParams, Thinking
+from vserve.engine.sampling_params import SamplingParams, Thinking
 from vserve.engine.thinking import ThinkingMatcher
 
 VOCAB, EOS, BEGIN, END, ANSWER = 70, 0, 40, 41, 50

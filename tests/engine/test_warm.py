@@ -12,7 +12,8 @@ import torch
 
 import vserve.engine.engine as engine_module
 from vserve.engine import kernel_cache, logs, model_source, precompile, warm
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.kernel_cache import CacheSize, use_kernel_cache
 from vserve.engine.precompile import fingerprint
 from vserve.server.cli import main

@@ -11,7 +11,8 @@ import pytest
 from vserve.engine.config import EngineConfig, SchedulerConfig
 from vserve.engine.kv_cache import KVCacheManager
 from vserve.engine.messages import HISTORY, StepReport, StepReports
-from vserve.engine.request import Request, SamplingParams
+from vserve.engine.request import Request
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.step import Step
 from vserve.engine.watch import MAX_REQUESTS, PARTS, StepWatch
 from vserve.server.client import engine_client

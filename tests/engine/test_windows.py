@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from vserve.engine.kv_layout import KVLayout
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.request import SamplingParams
+from vserve.engine.reading import read_folder
+from vserve.engine.sampling_params import SamplingParams
 
 WINDOW = 20
 NUM_OUTPUTS = 40
@@ -70,7 +70,7 @@ def window_engine(engine: Any, folder: Path) -> Any:
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 def test_a_tiny_cache_gives_transformers_tokens(window_engine: Any, folder: Path, requests: Any, caching: bool) -> None:
     """Twelve at once in a cache that holds a few: preempted, resumed, their blocks taken by others meanwhile."""
-    layers = ModelConfig.from_folder(folder).layers
+    layers = read_folder(folder).layers
     layout = KVLayout.of([layer.attention.kv for layer in layers], 4, 160)
     blocks = layout.request_blocks(160, chunk=24)  # of one alone
     (answers,), stats = window_engine.run(

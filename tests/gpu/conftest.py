@@ -14,7 +14,7 @@ import torch
 
 from vserve.engine.config import EngineConfig
 from vserve.engine.messages import EngineStats, LoadAdapter, RequestOutput
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 
 GIB = 1 << 30

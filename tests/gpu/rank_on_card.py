@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, multiprocessing
 
-from vserve.engine.parallel.group import ProcessGroup, join
+from vserve.engine.parallel.group import ProcessGroup
+from vserve.engine.parallel.join import join
 from vserve.engine.parallel.symmetric import SymmetricGroup
 from vserve.kernels.norm import add_rms_norm
 

@@ -22,9 +22,9 @@ from vserve.engine.graphs import LARGE_PREFILL_ROWS, MIXED_DECODE_ROWS, StepGrap
 from vserve.engine.kv_layout import GroupSpec, KVLayout
 from vserve.engine.layers.weights import Placement
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.request import SamplingParams
 from vserve.engine.resolved import large_mixed_tokens
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.kernels.linear_hopper import even_rows
 
 PAGE, MAX_SEQS = 16, 1024

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vserve.engine.encoders.packed import Packed
-from vserve.engine.request import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
+from vserve.engine.sampling_params import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.request import SamplingParams
+from vserve.engine.reading import read_folder
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -22,7 +22,7 @@ LAYERS, SEEDS = 3, 5
 
 def make_runner(folder: Path, quantization: str | None) -> ModelRunner:
     device = torch.device("cuda", torch.cuda.current_device())
-    config = ModelConfig.from_folder(folder, quantization=quantization)
+    config = read_folder(folder, quantization=quantization)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "load_format": "dummy", "max_model_len": 256}
     runner = ModelRunner(
         load_model(folder, config, **options), max_num_seqs=16, max_model_len=256, block_size=16, device=device

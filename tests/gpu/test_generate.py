@@ -7,8 +7,8 @@ import gc
 import pytest
 
 from vserve.engine import rank
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineDeadError
 from vserve.server.client.mailbox import Mailbox
 

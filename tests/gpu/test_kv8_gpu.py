@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vserve.engine.layers.attention import Attention, AttentionBatch
 from vserve.engine.layers.rope import RotaryEmbedding
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.kernels.attention import (
     DecodeWorkspace,
     decode_attention,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vserve.engine import rank
-from vserve.engine.request import SamplingParams
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

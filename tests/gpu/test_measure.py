@@ -15,7 +15,7 @@ import torch
 
 from vserve.engine.checkpoint import read_headers
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
+from vserve.engine.reading import read_folder
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "gpu" / "measure.py"
 
@@ -164,7 +164,7 @@ def test_weights_are_what_the_loader_wants(model_folder, tiny_model, tmp_path, m
     assert {name: info.shape for name, info in written.items()} == {name: info.shape for name, info in expected.items()}
     assert size == sum(info.num_bytes for info in written.values())
     assert len({info.file for info in written.values()}) == 4
-    config = ModelConfig.from_folder(tmp_path)
+    config = read_folder(tmp_path)
     model = load_model(tmp_path, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
     for weight in model.parameters():
         assert weight.isfinite().all() and 0.01 < weight.std() < 0.03

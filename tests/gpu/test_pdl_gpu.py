@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vserve.engine.batch import Shape
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.request import SamplingParams
+from vserve.engine.reading import read_folder
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.kernels import pdl
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -48,7 +48,7 @@ def test_launches_that_overlap_change_no_bit(
     shape: str, quantization: str | None, model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, device = model_folder.write_model(tmp_path / shape, shape, LAYERS), torch.device("cuda", 0)
-    config = ModelConfig.from_folder(folder, quantization=quantization)
+    config = read_folder(folder, quantization=quantization)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "load_format": "dummy", "max_model_len": 256}
     runner = ModelRunner(
         load_model(folder, config, **options), max_num_seqs=16, max_model_len=256, block_size=16, device=device

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vserve.engine.arrivals as arrivals_module
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

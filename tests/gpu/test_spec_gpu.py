@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import vserve.engine.runner as runner_module
-from vserve.engine.request import SamplingParams
 from vserve.engine.rows import RowTables
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.speculation.settings import Speculation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

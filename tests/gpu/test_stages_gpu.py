@@ -13,12 +13,13 @@ from torch import Tensor
 
 from vserve.engine.config import SchedulerConfig
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.pipeline import WHOLE, Stage
 from vserve.engine.parallel.stages import stage_layers
 from vserve.engine.pending import Pending
-from vserve.engine.request import Request, SamplingParams
+from vserve.engine.reading import read_folder
+from vserve.engine.request import Request
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.scheduler import Scheduler
 from vserve.engine.warm_steps import warm_up_steps
 
@@ -50,7 +51,7 @@ class Link:
 
 
 def runners(folder: Path, num_stages: int) -> list[ModelRunner]:
-    config = ModelConfig.from_folder(folder)
+    config = read_folder(folder)
     links: list[deque[Tensor]] = [deque(), deque()]
     found = []
     for index, part in enumerate(stage_layers(config, num_stages)):

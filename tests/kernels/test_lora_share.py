@@ -10,14 +10,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from vserve.engine.adapters.tables import Grouping
-from vserve.kernels.linear_hopper import MANY_ROWS, HopperTile, silu_mul_linear_hopper, takes
-from vserve.kernels.lora import (
-    ByToken,
-    Share,
-    Tiles,
-    shrink,
-    shrink_gluon,
-)
+from vserve.kernels.linear_hopper import MANY_ROWS, ByToken, HopperTile, Share, silu_mul_linear_hopper, takes
+from vserve.kernels.lora import Tiles, shrink, shrink_gluon
 from vserve.kernels.norm import rms_norm
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

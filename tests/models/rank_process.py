@@ -20,8 +20,9 @@ import torch
 from torch import distributed as dist
 
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.parallel.group import Group, ProcessGroup, join
+from vserve.engine.parallel.group import Group, ProcessGroup
+from vserve.engine.parallel.join import join
+from vserve.engine.reading import read_folder
 from vserve.kernels.argmax import argmax
 
 LENGTHS = (17, 13)
@@ -40,9 +41,7 @@ def parity() -> Any:
 
 def run(tests: Any, case: dict[str, Any], group: Group) -> list[torch.Tensor]:
     """Logits of two sequences, computed in chunks, in company and one by one; of each row, their greatest."""
-    config = ModelConfig.from_folder(
-        Path(case["folder"]), quantization=case["quantization"], implementation=case["implementation"]
-    )
+    config = read_folder(Path(case["folder"]), quantization=case["quantization"], implementation=case["implementation"])
     model = load_model(
         Path(case["folder"]), config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64, group=group,
         whole_experts=case["whole_experts"],

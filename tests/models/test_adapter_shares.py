@@ -15,15 +15,15 @@ from vserve.engine.adapters.adapter import Adapter
 from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.store import AdapterStore
 from vserve.engine.adapters.tables import AdapterTables
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import load_model, whole_of
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.parallel.group import SingleGroup
 from vserve.engine.parallel.pipeline import WHOLE, Stage
 from vserve.engine.plan import NewRow, StepPlan
-from vserve.engine.request import SamplingParams
+from vserve.engine.reading import read_folder
+from vserve.engine.sampling_params import SamplingParams
 
 HEAD, PREFIX = 16, "model.layers.0.self_attn"
 SAMPLING = SamplingParams(max_tokens=1)
@@ -72,7 +72,7 @@ def test_shares_of_ranks_are_the_whole(size: int, tiny_model: Any, adapter_files
 def test_stages_have_the_places_of_the_whole(tied: bool, tiny_model: Any) -> None:
     """Each once: the embedding's where tokens are looked up, though the last stage may have it for its head."""
     base = tiny_model("llama", num_hidden_layers=3, tie_word_embeddings=tied)
-    config, targets = ModelConfig.from_folder(base), ("embed_tokens", "lm_head", "o_proj")
+    config, targets = read_folder(base), ("embed_tokens", "lm_head", "o_proj")
 
     def layout(stage: Stage) -> SlotLayout:
         model = load_model(

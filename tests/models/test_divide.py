@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from vserve.engine.config import EngineConfig
-from vserve.engine.layers.weights import Placement
+from vserve.engine.errors import ModelError
+from vserve.engine.layers.weights import Placement, vocab_share
 from vserve.engine.loader import count_parameters, load_model, make_model
 from vserve.engine.memory import _ranks, weight_bytes
-from vserve.engine.model_config import ModelConfig, parse_model_config
-from vserve.engine.model_file import ModelError
-from vserve.engine.parallel.divide import check_divides, vocab_share, whole_experts
+from vserve.engine.model_config import ModelConfig
+from vserve.engine.parallel.divide import check_divides, whole_experts
 from vserve.engine.parallel.gain import more_ranks, more_stages
 from vserve.engine.parallel.group import SingleGroup
+from vserve.engine.reading import parse_model_config, read_folder
 
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 2,
@@ -103,7 +104,8 @@ def test_what_reads_both_ways_is_refused() -> None:
 def test_the_folder_tells_without_torch(tmp_path: Path) -> None:
     """So that it is said before weights are read, and before seconds of imports."""
     script = (
-        "import sys; from pathlib import Path; from vserve.engine.model_config import check_model, ModelError\n"
+        "import sys; from pathlib import Path; from vserve.engine.errors import ModelError\n"
+        "from vserve.engine.reading import check_model\n"
         "try: check_model(Path(sys.argv[1]), size=int(sys.argv[2]))\n"
         "except ModelError as error: print(error)\n"
         "assert 'torch' not in sys.modules"
@@ -136,7 +138,7 @@ FOREIGN: dict[str, tuple[int, dict[str, int], str]] = {
 @pytest.mark.parametrize("model_type", FOREIGN)
 def test_what_transformers_does_not_divide_is_named(foreign_model: Callable[..., Path], model_type: str) -> None:
     size, changes, said = FOREIGN[model_type]
-    described = ModelConfig.from_folder(foreign_model(model_type, **changes), implementation="transformers")
+    described = read_folder(foreign_model(model_type, **changes), implementation="transformers")
     check_divides(described, 1)
     with pytest.raises(ModelError, match=f"--tensor-parallel-size {size}: .*{said}"):
         check_divides(described, size)
@@ -144,14 +146,14 @@ def test_what_transformers_does_not_divide_is_named(foreign_model: Callable[...,
 
 def test_code_that_does_not_go_along_with_its_plan(foreign_model: Callable[..., Path]) -> None:
     """Norms of each head's own, of which a rank has all, and too few heads for them."""
-    described = ModelConfig.from_folder(foreign_model("cohere"), implementation="transformers")
+    described = read_folder(foreign_model("cohere"), implementation="transformers")
     check_divides(described, 2)
     with pytest.raises(ModelError, match="CohereForCausalLM, which transformers has, does not go along with its own"):
         make_model(described, Placement(torch.float32, torch.device("meta"), SingleGroup(0, 2)), 64)
 
 
 def test_experts_of_transformers_are_slices(foreign_model: Callable[..., Path]) -> None:
-    described = ModelConfig.from_folder(foreign_model("qwen3_moe"), implementation="transformers")
+    described = read_folder(foreign_model("qwen3_moe"), implementation="transformers")
     whole, half = (count_parameters(described, size) for size in (1, 2))
     assert 0.5 < half / whole < 0.6, "the embedding, norms and routers are whole on each"
     with pytest.raises(ModelError, match="--enable-expert-parallel: the experts of Qwen3MoeForCausalLM, which"):
@@ -215,7 +217,7 @@ def test_what_a_rank_takes_is_what_was_counted(
     tiny_model: Callable[..., Path], family: str, keys: dict[str, Any], load_format: str
 ) -> None:
     folder = tiny_model(family, **keys)
-    told, found = ModelConfig.from_folder(folder), []
+    told, found = read_folder(folder), []
     for rank in range(2):
         model = load_model(
             folder, told, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64, load_format=load_format,
@@ -231,7 +233,7 @@ def test_random_weights_of_ranks_differ_where_they_are_divided(tiny_model: Calla
     folder = tiny_model("qwen3_moe", num_experts=4)
     ranks = [
         load_model(
-            folder, ModelConfig.from_folder(folder), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64,
+            folder, read_folder(folder), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64,
             load_format="dummy", group=SingleGroup(rank, 2),
         )
         for rank in range(2)

@@ -22,13 +22,13 @@ from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.peft_config import AdapterError
 from vserve.engine.adapters.store import AdapterStore
 from vserve.engine.adapters.tables import AdapterTables
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.engine.layer_spec import MoESpec, RoutingSpec
 from vserve.engine.layers.experts import Experts
 from vserve.engine.layers.weights import Placement
 from vserve.engine.parallel.group import SingleGroup
 from vserve.engine.plan import NewRow, StepPlan
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 
 Load = Callable[[Path], Any]
 FAMILIES = (

@@ -18,8 +18,8 @@ from vserve.engine.layers.linear import Linear
 from vserve.engine.loader import load_model
 from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
-from vserve.engine.overrides import read_model_config
 from vserve.engine.quant.quantize import to_fp8, to_int4, to_nf4
+from vserve.engine.reading import read_folder, read_model_config
 from vserve.engine.rope_config import RopeConfig
 
 from ..quant.checkpoints import write
@@ -60,7 +60,7 @@ def test_a_layers_setting_is_noticed(
     tiny_model: Callable[..., Path], family: str, variant: str, settings: dict[str, Any]
 ) -> None:
     folder = make(tiny_model, family, variant=variant)
-    config = ModelConfig.from_folder(folder)
+    config = read_folder(folder)
     layers = tuple(
         replace(
             layer,
@@ -92,7 +92,7 @@ def test_what_stands_around_the_layers_is_noticed(
     tiny_model: Callable[..., Path], family: str, settings: dict[str, Any]
 ) -> None:
     folder = make(tiny_model, family)
-    config = ModelConfig.from_folder(folder)
+    config = read_folder(folder)
     changed = replace(config, frame=replace(config.frame, **settings))
     assert difference(logits_of(build(folder, changed)), oracle(folder)) > 1e-2
 
@@ -107,7 +107,7 @@ def test_longrope_has_the_factors_of_the_longest_context(
         "phi3", max_position_embeddings=64, original_max_position_embeddings=32,
         rope_parameters={"rope_type": "longrope", "partial_rotary_factor": 0.75, **factors},
     )  # fmt: skip
-    model = build(folder, ModelConfig.from_folder(folder), max_model_len=max_len)
+    model = build(folder, read_folder(folder), max_model_len=max_len)
     lengths = [len(sequence) for sequence in sequences()]
     assert lengths[0] > 32 >= lengths[1]
     found = PagedRunner(model, [sequences()[which]]).run([["|", (0, 20)]])
@@ -135,7 +135,7 @@ def test_both_names_of_the_text_beside_pictures(tiny_model: Callable[..., Path],
     assert beginnings == {"language_model.model" if dialect == "old" else "model.language_model"}
     assert any("vision_tower" in name for name in tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert difference(logits_of(build(folder, ModelConfig.from_folder(folder))), oracle(source)) < 2e-4
+    assert difference(logits_of(build(folder, read_folder(folder))), oracle(source)) < 2e-4
 
 
 def test_options_change_the_text_beside_pictures(tiny_model: Callable[..., Path]) -> None:
@@ -159,7 +159,7 @@ def test_options_change_the_text_beside_pictures(tiny_model: Callable[..., Path]
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "phi3", "glm4", "granite", "cohere", "olmo2"])
 def test_bfloat16_is_near(tiny_model: Callable[..., Path], family: str) -> None:
     folder = make(tiny_model, family)
-    found = torch.cat(logits_of(build(folder, ModelConfig.from_folder(folder), dtype=torch.bfloat16)))
+    found = torch.cat(logits_of(build(folder, read_folder(folder), dtype=torch.bfloat16)))
     expected = torch.cat(oracle(folder))
     assert (found - expected).square().mean().sqrt() / expected.std() < 0.08
 
@@ -177,7 +177,7 @@ def test_quantised_files_of_fused_and_interleaved_parts(
 ) -> None:
     """Rows that change places take their scales with them."""
     folder = write(make(tiny_model, family), tmp_path, kind)
-    model, twin = (build(folder / name, ModelConfig.from_folder(folder / name)) for name in ("quantized", "twin"))
+    model, twin = (build(folder / name, read_folder(folder / name)) for name in ("quantized", "twin"))
     expected = matrices(twin)
     for name, found in matrices(model).items():
         limit = 5e-3 if kind in ("awq", "gptq") else 1e-6  # torch's int4 product rounds scale and result to bf16

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ModelError
 from vserve.engine.foreign.choice import Foreign, choose
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig, ModelError, check_model, parse_model_config
 from vserve.engine.models.registry import FAMILIES
-from vserve.engine.overrides import read_model_config
+from vserve.engine.reading import check_model, parse_model_config, read_folder, read_model_config
 
 # A folder's own code: Llama under another name, whose attention goes through the interface or does not.
 CODE = """
@@ -181,7 +181,7 @@ def test_a_family_of_our_own_needs_no_code(tiny_model: Callable[..., Path], tmp_
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["LlamaForCausalLM"]}))
     for trusted in (False, True):
-        assert ModelConfig.from_folder(folder, trusted=trusted).foreign is None
+        assert read_folder(folder, trusted=trusted).foreign is None
     assert not (folder / "ran").exists()
 
 
@@ -199,11 +199,11 @@ def test_code_that_cannot_be_served_is_refused(
 ) -> None:
     folder = homemade(tiny_model("llama"), tmp_path / "homemade", attention)
     with pytest.raises(ModelError, match=f"HomemadeForCausalLM is not served: .*{words}"):
-        ModelConfig.from_folder(folder, trusted=True)
+        read_folder(folder, trusted=True)
 
 
 def test_code_that_does_not_load_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = homemade(tiny_model("llama"), tmp_path / "homemade")
     (folder / "modeling_homemade.py").write_text("import no_such_module_of_anybody\n")
     with pytest.raises(ModelError, match=r"cannot load the code of HomemadeForCausalLM.*no_such_module_of_anybody"):
-        ModelConfig.from_folder(folder, trusted=True)
+        read_folder(folder, trusted=True)

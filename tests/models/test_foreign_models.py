@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vserve.engine.errors import ModelError
 from vserve.engine.foreign import hooks
 from vserve.engine.foreign.model import TransformersModel
 from vserve.engine.foreign.modules import Norm, Part, Product
 from vserve.engine.layers.embedding import Embedding
 from vserve.engine.layers.linear import Linear
 from vserve.engine.loader import count_parameters, load_model
-from vserve.engine.model_config import ModelConfig, ModelError
-from vserve.engine.overrides import without_windows
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.quant.described import describe
 from vserve.engine.quant.method import Quantized
+from vserve.engine.reading import read_folder, without_windows
 
 QUICK = (
     "starcoder2", "gpt_neox", "gemma2", "gpt_oss", "granite", "phimoe", "qwen3_moe", "deepseek_v3", "cohere2", "opt",
@@ -49,7 +50,7 @@ def parity(load_module: Callable[[Path], Any]) -> Any:
 def load(folder: Path, change: Callable[[ModelConfig], ModelConfig] = lambda c: c, **options: Any) -> TransformersModel:
     length = options.pop("max_model_len", None)
     options.setdefault("implementation", "transformers")
-    config = change(ModelConfig.from_folder(folder, **options))
+    config = change(read_folder(folder, **options))
     model = load_model(
         folder, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=length or config.max_model_len
     )
@@ -207,7 +208,7 @@ def test_a_window_that_is_a_mask_limits_the_context(foreign_model: Callable[...,
     """Of an attention that it does not know, transformers makes no mask."""
 
     def read(model_type: str) -> ModelConfig:
-        return ModelConfig.from_folder(foreign_model(model_type), implementation="transformers")
+        return read_folder(foreign_model(model_type), implementation="transformers")
 
     assert read("phimoe").max_position_embeddings == 512 and read("phimoe").max_model_len == 64
     assert read("llama4_text").max_model_len == 64
@@ -220,7 +221,7 @@ def test_a_window_that_is_a_mask_limits_the_context(foreign_model: Callable[...,
 
 def test_corrections_of_the_routing_are_fp32_in_every_model(foreign_model: Callable[..., Path]) -> None:
     folder = foreign_model("dots1")
-    config = ModelConfig.from_folder(folder, implementation="transformers")
+    config = read_folder(folder, implementation="transformers")
     model = load_model(folder, config, dtype=torch.bfloat16, device=torch.device("cpu"), max_model_len=64)
     assert isinstance(model, TransformersModel) and len(model.experts) == 1
     found = [tensor for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
@@ -231,7 +232,7 @@ def test_dummy_weights(foreign_model: Callable[..., Path], parity: Any) -> None:
     """Of experts, sinks and biases too; a seed gives the same again."""
     results = []
     for seed in (1, 1, 2):
-        config = ModelConfig.from_folder(foreign_model("gpt_oss"), implementation="transformers")
+        config = read_folder(foreign_model("gpt_oss"), implementation="transformers")
         model = load_model(
             foreign_model("gpt_oss"), config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64,
             load_format="dummy", seed=seed,

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vserve.engine.model_config import ModelConfig, ModelError
+from vserve.engine.errors import ModelError
 from vserve.engine.quant.described import describe
 from vserve.engine.quant.experts import QuantizedExperts
+from vserve.engine.reading import read_folder
 
 Parity = Any  # test_model_parity.py
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -116,7 +117,7 @@ def test_blocks_that_no_config_describes_are_refused(parity: Parity, published: 
 
 
 def test_sinks_are_fp32_and_the_heads_own(parity: Parity, published: Path) -> None:
-    config = ModelConfig.from_folder(published / "twin")
+    config = read_folder(published / "twin")
     model = parity.load(published / "twin", dtype=torch.bfloat16)
     tensors = load_file(published / "twin" / "model.safetensors")
     assert len({layer.attention.window for layer in config.layers}) == 2

@@ -13,13 +13,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vserve.engine.encoders.families import ENCODERS
+from vserve.engine.errors import ModelError
 from vserve.engine.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import count_parameters, make_model
 from vserve.engine.matching import choose_formats
-from vserve.engine.model_config import ModelConfig, ModelError, parse_model_config
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.models import registry
 from vserve.engine.models.blocks import CausalLM
+from vserve.engine.reading import parse_model_config, read_folder
 from vserve.engine.rope_config import ROPE_TYPES
 
 FAMILIES = {
@@ -269,13 +271,13 @@ def assert_rotated_alike(attention: AttentionSpec | LatentAttentionSpec, theirs:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_of_missing_keys_are_transformers(tmp_path: Path, family: str) -> None:
     write(tmp_path, {"model_type": family})
-    assert_agrees(ModelConfig.from_folder(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    assert_agrees(read_folder(tmp_path), AutoConfig.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
     write(tmp_path, PUBLISHED[name])
-    ours = ModelConfig.from_folder(tmp_path)
+    ours = read_folder(tmp_path)
     assert_agrees(ours, AutoConfig.from_pretrained(tmp_path))
     assert ours.max_model_len == LONGEST.get(name, ours.max_position_embeddings)
 
@@ -284,9 +286,9 @@ def test_published_configs_read_as_transformers_reads_them(tmp_path: Path, name:
 def test_what_transformers_makes_of_them_reads_the_same(tmp_path: Path, name: str) -> None:
     """Both dialects: as published, and as transformers writes it today."""
     write(tmp_path, PUBLISHED[name])
-    old = ModelConfig.from_folder(tmp_path)
+    old = read_folder(tmp_path)
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
-    assert replace(ModelConfig.from_folder(tmp_path), dtype=old.dtype) == old
+    assert replace(read_folder(tmp_path), dtype=old.dtype) == old
 
 
 def test_what_deepseek_v3_keeps_of_a_token() -> None:
@@ -350,7 +352,7 @@ def test_rope_spellings(tmp_path: Path, family: str, spelling: str, rope: str) -
             values["type"] = values.pop("rope_type")
         raw |= {"rope_scaling": values, "rope_theta": 50000.0}
     write(tmp_path, raw)
-    config = ModelConfig.from_folder(tmp_path)
+    config = read_folder(tmp_path)
     assert_agrees(config, AutoConfig.from_pretrained(tmp_path))
     assert config.layers[0].attention.rope.theta == 50000.0
     lengths = {"linear": 4 * 65536, "dynamic": 2 * 65536, "yarn": 4 * 32768, "yarn-tuned": 4 * 65536}
@@ -377,7 +379,7 @@ def test_names_that_longrope_had(tmp_path: Path, name: str) -> None:
 )  # fmt: skip
 def test_qwen_windows(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
     write(tmp_path, {"model_type": family, **SMALL, **keys})
-    assert_agrees(ModelConfig.from_folder(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    assert_agrees(read_folder(tmp_path), AutoConfig.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -438,9 +440,9 @@ def test_dtype_of_a_silent_config_is_that_of_the_weights(tmp_path: Path, tiny_mo
     raw = json.loads((folder / "config.json").read_text())
     raw.pop("dtype", None), raw.pop("torch_dtype", None)
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert ModelConfig.from_folder(tmp_path).dtype is torch.float32  # no weights to look at
+    assert read_folder(tmp_path).dtype is torch.float32  # no weights to look at
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    assert ModelConfig.from_folder(tmp_path).dtype is torch.bfloat16
+    assert read_folder(tmp_path).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -626,7 +628,7 @@ def test_files_that_are_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def refusal(folder: Path) -> str:
         with pytest.raises(ModelError) as caught:
-            ModelConfig.from_folder(folder)
+            read_folder(folder)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 

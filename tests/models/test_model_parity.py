@@ -17,9 +17,9 @@ from vserve.engine.layers import routing
 from vserve.engine.layers.attention import AttentionBatch
 from vserve.engine.layers.unquantized import Unquantized
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.models.mlp import MLP
+from vserve.engine.reading import read_folder
 from vserve.kernels.attention_inputs import PagedCache
 
 PAGE = 4
@@ -271,7 +271,7 @@ def oracle(folder: Path) -> list[Tensor]:
 
 
 def load(folder: Path, **changes: Any) -> CausalLM:
-    config = ModelConfig.from_folder(folder)
+    config = read_folder(folder)
     values = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": config.max_position_embeddings}
     return load_model(folder, config, **(values | changes))
 

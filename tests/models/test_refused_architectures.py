@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vserve.engine.model_file import ModelError
+from vserve.engine.errors import ModelError
 from vserve.engine.models.refused import reason_of, refusal
 from vserve.engine.models.registry import FAMILIES, find_family
 

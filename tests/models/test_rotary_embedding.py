@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from vserve.engine.layers.rope import RotaryEmbedding, inverse_frequencies
 from vserve.engine.layers.weights import Placement
-from vserve.engine.model_config import parse_model_config
 from vserve.engine.models.blocks import CausalLM
+from vserve.engine.reading import parse_model_config
 
 REAL: dict[str, dict[str, Any]] = {
     "llama-2": {"max_position_embeddings": 4096, "rope_theta": 10000.0},

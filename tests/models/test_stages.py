@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.engine.errors import ModelError
 from vserve.engine.kv_layout import KVLayout
 from vserve.engine.layer_spec import KVSpec
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import count_parameters, load_model, make_model
 from vserve.engine.memory import weight_bytes
-from vserve.engine.model_config import ModelConfig, check_model, parse_model_config
-from vserve.engine.model_file import ModelError
+from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.parallel.pipeline import Stage, stage_of
 from vserve.engine.parallel.stages import check_stages, context_cost, split, stage_layers
+from vserve.engine.reading import check_model, parse_model_config, read_folder
 from vserve.engine.safetensors_files import SafetensorsFiles
 
 from .test_divide import LLAMA_70B, QWEN_30B_A3B
@@ -42,7 +43,7 @@ class Cut:
     """Stages one after the other, as one model."""
 
     def __init__(self, folder: Path, counts: tuple[int, ...]) -> None:
-        self.config = config = ModelConfig.from_folder(folder)
+        self.config = config = read_folder(folder)
         parts = stage_layers(config, len(counts), counts)
         self.stages: list[Any] = [
             load_model(
@@ -71,7 +72,7 @@ class Cut:
 def test_stages_compute_what_the_whole_model_does(tiny_model: Callable[..., Path], name: str) -> None:
     family, keys = FAMILIES[name]
     folder = tiny_model(family, **keys)
-    whole, num_layers = load(folder), len(ModelConfig.from_folder(folder).layers)
+    whole, num_layers = load(folder), len(read_folder(folder).layers)
     expected = PagedRunner(whole, sequences()).run(CHUNKED)
     cuts = [(1, num_layers - 1), (num_layers - 1, 1), (1,) * num_layers]
     for counts in dict.fromkeys(cuts):
@@ -88,7 +89,7 @@ def test_a_stage_reads_its_own_tensors_alone(tiny_model: Callable[..., Path], mo
         return original(self, name)
 
     monkeypatch.setattr(SafetensorsFiles, "read", noted)
-    config, taken = ModelConfig.from_folder(folder), []
+    config, taken = read_folder(folder), []
     for index, part in enumerate(parts := stage_layers(config, 3, (2, 1, 1))):
         read.clear()
         stage, admitted = Stage(index, 3, part), []
@@ -117,7 +118,7 @@ def test_what_is_missing_is_missed_by_the_stage_that_needs_it(tiny_model: Callab
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.3.mlp.down_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    config = ModelConfig.from_folder(tmp_path)
+    config = read_folder(tmp_path)
     options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
     load_model(tmp_path, config, stage=Stage(0, 2, range(2)), **options)
     with pytest.raises(ModelError, match=r"lacks model\.layers\.3\.mlp\.down_proj\.weight"):

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vserve.engine.checkpoint import checkpoint_bytes, open_checkpoint, read_headers
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.staging import PIECE, SMALL, copy_weight
 from vserve.engine.loader import count_parameters, load_model
-from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.model_source import resolve_model_path
 from vserve.engine.models.blocks import CausalLM
+from vserve.engine.reading import read_folder
 
 INDEX = "model.safetensors.index.json"
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -40,7 +40,7 @@ def sharded(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
 
 def load(folder: Path, **changes: Any) -> CausalLM:
     values: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
-    return load_model(folder, ModelConfig.from_folder(folder), **(values | changes))
+    return load_model(folder, read_folder(folder), **(values | changes))
 
 
 def refusal(folder: Path, **changes: Any) -> str:
@@ -89,7 +89,7 @@ def test_dummy_weights_need_only_the_config(tmp_path: Path, folder: Path) -> Non
     first, same, other = (
         load(tmp_path, load_format="dummy", seed=seed, progress=lambda *step: seen.append(step)) for seed in (1, 1, 2)
     )
-    size = 4 * count_parameters(ModelConfig.from_folder(tmp_path))
+    size = 4 * count_parameters(read_folder(tmp_path))
     assert seen[0] == (0, size) and seen[-1] == (size, size)
     for name, weight in first.named_parameters():
         assert torch.equal(weight, same.get_parameter(name))
@@ -332,7 +332,7 @@ def test_pickled_weights_that_cannot_be_read(folder: Path) -> None:
 
 
 def test_folders_without_safetensors(folder: Path) -> None:
-    config = ModelConfig.from_folder(folder)
+    config = read_folder(folder)
     (folder / "model.safetensors").unlink()
     assert refusal(folder) == (
         f"{folder} has no *.safetensors: download the weights, or pass --load-format dummy for random ones"

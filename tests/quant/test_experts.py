@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vserve.engine.errors import ModelError
 from vserve.engine.expert_info import describe_experts, told_of_experts
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.quant.described import describe
 from vserve.engine.quant.experts import QuantizedExperts
 from vserve.engine.quant.packed_experts import PackedExperts
+from vserve.engine.reading import read_folder
 from vserve.engine.weight_size import weight_size
 from vserve.kernels.moe_lora import ExpertLora, ExpertPairs
 
@@ -33,7 +34,7 @@ SIZES: dict[str, Any] = {
 
 def load(folder: Path, asked: str | None = None, **changes: Any) -> CausalLM:
     values: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
-    return load_model(folder, ModelConfig.from_folder(folder, quantization=asked), **(values | changes))
+    return load_model(folder, read_folder(folder, quantization=asked), **(values | changes))
 
 
 def mixed(model: CausalLM) -> torch.Tensor:
@@ -148,7 +149,7 @@ def test_the_size_is_what_is_held(
     file's codes."""
     sizes = {**SIZES, "moe_intermediate_size": 512, "hidden_size": 256, "num_experts": 8, "num_hidden_layers": 2}
     folder = write(tiny_model("qwen2_moe", **sizes), tmp_path, kind) / "quantized"
-    config, found = ModelConfig.from_folder(folder), []
+    config, found = read_folder(folder), []
 
     def admit(parameters: int, stored: int) -> None:
         found.append(weight_size(config, parameters, torch.bfloat16, stored, on_card=True))

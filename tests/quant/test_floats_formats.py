@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine.config import ConfigError
-from vserve.engine.model_file import ModelError
+from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.quant import quantize
 from vserve.engine.quant.codes import Codes
-from vserve.engine.quant.codes import decoded as loaded
 from vserve.engine.quant.compressed_ints import PackedInts
 from vserve.engine.quant.compressed_tensors import CompressedTensorsScheme
 from vserve.engine.quant.config_groups import Group, find_group
+from vserve.engine.quant.decoded import decoded as loaded
 from vserve.engine.quant.format import Format, Scheme
 from vserve.engine.quant.fp4 import Mxfp4Scheme, decode_experts
 from vserve.engine.quant.fp8 import FbgemmFp8Scheme, Fp8Scheme, Mxfp8Scheme

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from vserve.engine.layers.linear import Linear
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.quant.matrix import Int4Matrix
+from vserve.engine.reading import read_folder
 
 from . import checkpoints
 from .checkpoints import Packed
@@ -106,7 +106,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Packed], dict[str, Any], str]] = {
 
 
 def load(folder: Path, asked: str | None = None) -> CausalLM:
-    config = ModelConfig.from_folder(folder, quantization=asked)
+    config = read_folder(folder, quantization=asked)
     return load_model(folder, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 
+from vserve.engine.errors import ModelError
 from vserve.engine.ggml_types import BLOCKS, BY_NAME, CODE_BOOKS, REMOVED, TYPES
-from vserve.engine.model_file import ModelError
 from vserve.engine.quant.gguf_blocks import FORMATS, dequantized
 from vserve.engine.quant.gguf_scheme import GGUFScheme
 

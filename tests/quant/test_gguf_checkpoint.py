@@ -21,15 +21,15 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from vserve.engine.errors import ModelError
 from vserve.engine.gguf_checkpoint import GGUFCheckpoint
 from vserve.engine.gguf_config import eos_token_ids, read_config, read_generation_config
 from vserve.engine.gguf_families import FAMILIES as architectures
 from vserve.engine.gguf_file import Strings, read_gguf
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig, parse_model_config
-from vserve.engine.model_file import ModelError
 from vserve.engine.quant.fp4 import decode_experts
 from vserve.engine.quant.scheme import make_scheme, read_quantization
+from vserve.engine.reading import parse_model_config, read_folder
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "cohere",
@@ -151,7 +151,7 @@ def test_scales_that_are_no_numbers(gguf_models: Any, tiny_model: Any, tmp_path:
         file.seek(tensor.start)
         file.write(np.float16("nan").tobytes())
     with pytest.raises(ModelError) as caught:
-        config = ModelConfig.from_folder(path)
+        config = read_folder(path)
         load_model(path, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
     if kind == "IQ2_XS":
         assert str(caught.value) == (

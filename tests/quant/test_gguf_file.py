@@ -12,8 +12,8 @@ import gguf
 import numpy as np
 import pytest
 
+from vserve.engine.errors import ModelError
 from vserve.engine.gguf_file import read_gguf
-from vserve.engine.model_file import ModelError
 
 
 def string(text: str) -> bytes:

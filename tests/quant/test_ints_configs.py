@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.model_file import ModelError
+from vserve.engine.errors import ModelError
 from vserve.engine.quant.auto_round import AutoRoundScheme
 from vserve.engine.quant.awq import Awq, AwqScheme
 from vserve.engine.quant.bitsandbytes import BitsAndBytesScheme, Int8Rows, Table4

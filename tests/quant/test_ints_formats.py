@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from vserve.engine.model_file import ModelError
+from vserve.engine.errors import ModelError
 from vserve.engine.quant.awq import Awq
 from vserve.engine.quant.bitsandbytes import Int8Rows, Table4
-from vserve.engine.quant.codes import decoded
 from vserve.engine.quant.compressed_ints import PackedInts
+from vserve.engine.quant.decoded import decoded
 from vserve.engine.quant.format import Format, Stored
 from vserve.engine.quant.fp8 import Fp8
 from vserve.engine.quant.gptq import Gptq

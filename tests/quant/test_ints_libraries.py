@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from vserve.engine.model_file import ModelError
+from vserve.engine.errors import ModelError
 from vserve.engine.quant.auto_round import AutoRoundScheme
 from vserve.engine.quant.awq import AwqScheme
 from vserve.engine.quant.bitsandbytes import BitsAndBytesScheme

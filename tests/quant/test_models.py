@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ModelError
 from vserve.engine.layers.linear import Linear
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig, ModelError
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.quant.described import describe, told
 from vserve.engine.quant.matrix import Int4Matrix
 from vserve.engine.quant.method import Quantized
 from vserve.engine.rank import Rank
+from vserve.engine.reading import read_folder
 
 from .checkpoints import KINDS, write
 
@@ -29,7 +30,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 def load(folder: Path, asked: str | None = None, **changes: Any) -> CausalLM:
     values: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
-    config = ModelConfig.from_folder(folder, quantization=asked)
+    config = read_folder(folder, quantization=asked)
     return load_model(folder, config, **(values | changes))
 
 

@@ -15,7 +15,6 @@ from vserve.engine.layers import norm as norms
 from vserve.engine.layers.linear import Linear
 from vserve.engine.layers.weights import Placement
 from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.attention_block import AttentionBlock
 from vserve.engine.models.mlp import MLP
 from vserve.engine.quant import method
@@ -24,6 +23,7 @@ from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.online import Online
 from vserve.engine.quant.packed import PackedMatrix
 from vserve.engine.quant.quantize import to_fp8, to_fp8_blocks
+from vserve.engine.reading import read_folder
 from vserve.kernels import quant_few
 from vserve.kernels.fp8_rows import Fp8Rows, fp8_rows
 from vserve.kernels.quant_few import MAX_ROWS
@@ -118,7 +118,7 @@ def test_inputs_as_fp8(packed: None, kind: str, bias: bool) -> None:
 def test_a_model(packed: None, asked: str, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms give the products of a layer their input as FP8 where these take it."""
     folder, seen = tiny_model("llama"), []
-    config = ModelConfig.from_folder(folder, quantization=asked)
+    config = read_folder(folder, quantization=asked)
     options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
     model = load_model(folder, config, **options)
     for name in ("add_rms_norm_fp8", "rms_norm_fp8"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.model_file import ModelError
+from vserve.engine.errors import ModelError
 from vserve.engine.quant.methods import ALIASES, AT_LOAD, FITS, LABELS, NOT_AT_LOAD, READ, REFUSED
 from vserve.engine.quant.online import KINDS, OnlineScheme
 from vserve.engine.quant.scheme import make_scheme, read_quantization

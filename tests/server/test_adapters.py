@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 import vserve.server.generation.adapters as adapters_module
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.messages import AdapterLoaded, DropAdapter, LoadAdapter
 from vserve.engine.plan import ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE
 from vserve.server.app import create_app

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from vserve.engine.messages import EngineStats
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.app import create_app
 from vserve.server.errors import ApiError
 from vserve.server.generation.admission import LONGEST_WAIT, WINDOW, Admission, DrainRate, retry_after

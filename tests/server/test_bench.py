@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server.cli.bench import load, serve
 from vserve.server.cli.bench.arrivals import arrival_times, split
 from vserve.server.cli.bench.client import Job, Target, TimedRequest, run_job

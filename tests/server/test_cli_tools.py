@@ -17,7 +17,7 @@ import pytest
 
 import vserve
 from vserve.engine.config import EngineConfig
-from vserve.engine.model_config import ModelConfig
+from vserve.engine.reading import read_folder
 from vserve.server.cli import collect_env, completion, doctor, machine, main, model_finding
 from vserve.server.cli.bench.command import MEASUREMENTS
 from vserve.server.cli.machine import Card, Torch
@@ -212,7 +212,7 @@ def test_a_cache_of_8_bits_takes_less(healthy: Any, tiny_model: Any) -> None:
         assert found.status == "ok", found
         return str(re.search(r"takes (\S+ \S+) of cache", found.text)[1])  # type: ignore[index]
 
-    specs = [layer.attention.kv for layer in ModelConfig.from_folder(folder).layers]
+    specs = [layer.attention.kv for layer in read_folder(folder).layers]
     codes = length * sum(spec.token_elements for spec in specs)
     scales = length * sum(2 * 4 * spec.num_kv_heads for spec in specs)
     assert taken() == machine.gib(4 * codes)

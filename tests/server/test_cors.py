@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server.app import create_app
 from vserve.server.http.middleware import Cors
 from vserve.server.options.config import ServerConfig

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.app import create_app
 from vserve.server.generation.admission import Admission
 from vserve.server.generation.choice import Prompt

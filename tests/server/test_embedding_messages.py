@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vserve import LLM
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.engine.messages import RequestOutput
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.model import load_text_model

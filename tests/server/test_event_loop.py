@@ -17,7 +17,7 @@ import pytest
 from vserve.engine.config import EngineConfig
 from vserve.engine.messages import AbortRequests, AddRequest, EngineStats, RequestOutput, StepOutputs, unpack_tokens
 from vserve.engine.plan import TokenLogprobs
-from vserve.engine.request import ALL
+from vserve.engine.sampling_params import ALL
 from vserve.server.app import create_app
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.options.config import ServerConfig

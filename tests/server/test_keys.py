@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server.app import create_app
 from vserve.server.errors import ApiError
 from vserve.server.generation import quota

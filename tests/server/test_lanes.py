@@ -14,7 +14,7 @@ import httpx
 import msgspec
 import pytest
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server import lanes
 from vserve.server.app import create_app
 from vserve.server.errors import ApiError

@@ -256,7 +256,7 @@ def test_aborted_by_reason_adds_up(client: Any, engine: Any, app: Any, say: Any)
     engine.script = say("one two three four five six seven", ends=False)
 
     async def give_up(end: Any) -> None:
-        from vserve.engine.request import SamplingParams
+        from vserve.engine.sampling_params import SamplingParams
         from vserve.server.generation.choice import Prompt
         from vserve.server.generation.generation import Generation
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server.offline.prompt_like import tokenised
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.model import TextModel, load_text_model

@@ -217,7 +217,7 @@ def test_repetition_against_the_plain_way() -> None:
     import random
 
     from vserve.engine.messages import RequestOutput
-    from vserve.engine.request import SamplingParams
+    from vserve.engine.sampling_params import SamplingParams
     from vserve.server.generation.choice import Prompt, Repetition, TextOptions
 
     def repeats(tokens: list[int], watch: Repetition) -> bool:

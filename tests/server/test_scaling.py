@@ -11,7 +11,7 @@ import pytest
 
 from vserve.engine.config import EngineConfig
 from vserve.engine.messages import AbortRequests, AddRequest, EngineInfo, EngineStats, RequestOutput, StepOutputs
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.app import create_app
 from vserve.server.client import replicas as module
 from vserve.server.client.engine_client import EngineClient

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.model import load_text_model
 from vserve.server.text.sentencepiece import build, parse

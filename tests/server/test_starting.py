@@ -14,7 +14,8 @@ import httpx
 import msgspec
 import pytest
 
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError
 from vserve.engine.messages import Progress
 from vserve.server.cli.progress import ProgressLine, example, purpose
 from vserve.server.http.front_door import FrontDoor

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server.errors import ApiError
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.model import TextModel, load_text_model

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.files import read_tokenizer
 from vserve.server.text.model import load_text_model

@@ -8,7 +8,7 @@ import time
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server.errors import ApiError
 from vserve.server.text.tokenizer import Tokenizer as TextTokenizer
 from vserve.server.text.trial import try_out

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from openai import OpenAI
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.engine.grammar import unpack
-from vserve.engine.request import Thinking
+from vserve.engine.sampling_params import Thinking
 from vserve.server.app import create_app
 from vserve.server.errors import bad_request
 from vserve.server.grammar.service import vocabulary

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import ConfigError
+from vserve.engine.errors import ConfigError
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
 from vserve.server.cli.given import notices

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vserve.engine import kv_events
-from vserve.engine.config import ConfigError, EngineConfig
+from vserve.engine import kv_events_settings
+from vserve.engine.config import EngineConfig
+from vserve.engine.errors import ConfigError
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
 from vserve.server.cli.given import notices
@@ -77,7 +78,7 @@ def test_kv_events_have_the_rank_of_the_server(words: str, rank: int, endpoint: 
     pytest.importorskip("zmq")
     whole = ["--kv-events-config", '{"enable_kv_cache_events": true}']
     events = ["--kv-events-config.enable_kv_cache_events", "true"] if as_keys else whole
-    found = kv_events.settings(read_flags(parse("/m", *words.split(), *events))[0].kv_events_config)
+    found = kv_events_settings.settings(read_flags(parse("/m", *words.split(), *events))[0].kv_events_config)
     assert found is not None and (found["data_parallel_rank"], found["endpoint"]) == (rank, endpoint)
 
 

@@ -33,8 +33,8 @@ from vserve.engine.batch import Shape
 from vserve.engine.graphs import StepGraphs
 from vserve.engine.loader import load_model
 from vserve.engine.messages import pack_tokens
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
+from vserve.engine.reading import read_folder
 from vserve.engine.runner import ModelRunner
 from vserve.engine.warm_steps import adapter_steps, warm_up_steps
 
@@ -68,7 +68,7 @@ def make_runner(folder: Path, rank: int, slots: int, shapes: list[Shape]) -> Mod
     """With random caches and slots, and both kinds of graphs of these shapes."""
     device = torch.device("cuda", torch.cuda.current_device())
     model = load_model(
-        folder, ModelConfig.from_folder(folder), dtype=torch.bfloat16, device=device, load_format="dummy",
+        folder, read_folder(folder), dtype=torch.bfloat16, device=device, load_format="dummy",
         max_model_len=MAX_TOKENS,
     )  # fmt: skip
     runner = ModelRunner(model, max_num_seqs=1024, max_model_len=MAX_TOKENS, block_size=PAGE, device=device)

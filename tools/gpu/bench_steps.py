@@ -25,10 +25,10 @@ from vserve.engine.batch import Shape
 from vserve.engine.kv_format import NUMBERS, KVFormat
 from vserve.engine.loader import load_model
 from vserve.engine.messages import pack_tokens
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.request import SamplingParams
+from vserve.engine.reading import read_folder
 from vserve.engine.runner import ModelRunner
+from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.warm_steps import warm_up_steps
 
 PAGE, NUM_BLOCKS = 16, 40_000
@@ -69,7 +69,7 @@ def make_runner(
     """With the kernels of `steps` ready (none: of all), random caches (of codes: zeros), and graphs of these shapes
     only."""
     device = torch.device("cuda", torch.cuda.current_device())
-    config = ModelConfig.from_folder(folder, quantization=quantization)
+    config = read_folder(folder, quantization=quantization)
     model = load_model(
         folder, config, dtype=torch.bfloat16, device=device, load_format="dummy", max_model_len=MAX_TOKENS
     )  # fmt: skip

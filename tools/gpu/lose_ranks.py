@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from vserve.engine.config import EngineConfig
-from vserve.engine.request import SamplingParams
+from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 from vserve.server.client.process import EngineProcess

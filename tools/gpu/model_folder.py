@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vserve.engine.reading import read_folder
+
 LLAMA_8B: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32,
     num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, max_position_embeddings=131072,
@@ -121,10 +123,9 @@ def _expected_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
 
     from vserve.engine.layers.weights import Placement
     from vserve.engine.matching import choose_formats
-    from vserve.engine.model_config import ModelConfig
     from vserve.engine.models.blocks import CausalLM
 
-    model = CausalLM(ModelConfig.from_folder(folder), Placement(torch.bfloat16, torch.device("meta")), 16)
+    model = CausalLM(read_folder(folder), Placement(torch.bfloat16, torch.device("meta")), 16)
     choose_formats(model)
     return {
         f"{path}.{suffix}": stored.shape

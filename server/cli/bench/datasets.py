@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ....engine.config import ConfigError
+from ....engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ....engine.config import ConfigError, EngineConfig
+from ....engine.config import EngineConfig
+from ....engine.errors import ConfigError
 from ...client.engine_client import EngineDeadError
 from ...offline.llm import LLM
 from ...options.config import ServerConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ....engine.config import ConfigError
+from ....engine.errors import ConfigError
 from .datasets import Vocabulary
 from .load import BenchError, write_json
 

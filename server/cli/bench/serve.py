@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ....engine.config import ConfigError
+from ....engine.errors import ConfigError
 from . import datasets
 from .arrivals import arrival_times
 from .client import Job, Target, TimedRequest, run_job

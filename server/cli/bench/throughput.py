@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ....engine.config import ConfigError
+from ....engine.errors import ConfigError
 from . import datasets
 from .load import BenchError, write_json
 
