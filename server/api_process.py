@@ -11,9 +11,9 @@ import socket
 import sys
 from typing import Any
 
-from ..engine import logs
-from ..engine.child import die_with_parent, dump_stacks_on_signal
-from ..engine.config import EngineConfig
+from ..engine.link import logs
+from ..engine.link.child import die_with_parent, dump_stacks_on_signal
+from ..engine.options.config import EngineConfig
 from .api_processes import options
 from .client.board import Board
 from .client.meeting import Meeting

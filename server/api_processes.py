@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..engine import logs
-from ..engine.config import EngineConfig
+from ..engine.link import logs
+from ..engine.options.config import EngineConfig
 from .client.board import SERVES
 from .client.engine_client import RESTART_WINDOW
 from .client.hearts import PATIENCE, START_PATIENCE, Pulse

@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-from ..engine.messages import HISTORY
+from ..engine.link.messages import HISTORY
 from .dialects.messages.request import CountRequest, MessagesRequest
 from .dialects.messages.schemas import AnthropicError, MessageEvent, MessageObject, TokenCount
 from .dialects.responses.compact_request import CompactRequest

@@ -18,7 +18,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ..engine.config import EngineConfig
+from ..engine.options.config import EngineConfig
 from .client.replicas import make_client
 from .client.routing import Load, Router
 from .errors import ApiError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Protocol
 
-from ..engine.messages import EngineInfo, Progress
+from ..engine.link.messages import EngineInfo, Progress
 from .options.config import ServerConfig
 
 

@@ -14,9 +14,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-from ..engine import faults, logs
-from ..engine.config import EngineConfig
 from ..engine.errors import ConfigError
+from ..engine.link import logs
+from ..engine.options.config import EngineConfig
+from ..engine.start import faults
 from .client.client import Client
 from .client.mailbox import EngineDeadError, ShuttingDownError
 from .client.meeting import Meeting
@@ -218,7 +219,9 @@ class Service:
 
     def _make_app(self) -> FastAPI:
         """On a thread, while the engine starts: its imports and the tokenizer take seconds."""
-        from ..engine.reading import check_described  # before the tokenizer: what breaks config.json may break both
+        from ..engine.describe.reading import (
+            check_described,  # before the tokenizer: what breaks config.json may break both
+        )
         from .app import create_app
         from .text.detokenizer import Detokenizer
         from .text.model import load_text_model

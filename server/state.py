@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from fastapi import Request
 
-from ..engine.messages import EngineInfo
+from ..engine.link.messages import EngineInfo
 from .client.client import Client
 from .colleagues import Colleagues
 from .dialects.store import Store

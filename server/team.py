@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 from fastapi import FastAPI
 
-from ..engine.config import EngineConfig
+from ..engine.options.config import EngineConfig
 from .api_processes import ApiProcesses
 from .client.board import SERVES
 from .client.hearts import beat, watch_first

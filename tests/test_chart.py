@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.options.config import EngineConfig
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
 from vserve.server.options.config import ServerConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vserve.engine.models.registry import FAMILIES
+from vserve.engine.families.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

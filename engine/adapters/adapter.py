@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..checkpoint import FLOAT_TYPES
 from ..errors import ModelError, and_more
+from ..files.checkpoint import FLOAT_TYPES
 from .peft_config import AdapterError, PeftConfig
 from .weights_file import Stamp, WeightsFile
 

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from ..errors import require
-from ..plan import AdapterCopy
+from ..link.plan import AdapterCopy
 
 PATIENCE = 64  # requests with adapters in slots that may pass one that waits for a slot
 

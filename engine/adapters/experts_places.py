@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..layer_spec import MoESpec
-from ..model_config import ModelConfig
-from ..tensor_info import TensorInfo
+from ..describe.model_config import ModelConfig
+from ..families.layer_spec import MoESpec
+from ..files.tensor_info import TensorInfo
 from .adapter import Adapter, Pair
 from .peft_config import AdapterError
 

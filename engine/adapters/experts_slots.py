@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from ..layers.experts import PARTS, STACKED, Experts
-from ..layers.weights import WeightHolder
 from ..models.model import Model
+from ..quant.weights import WeightHolder
 from .adapter import Adapter, Pair
 from .experts_places import layer_of_experts, makes_transposed
 

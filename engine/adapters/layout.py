@@ -13,8 +13,8 @@ from ..errors import ConfigError, and_more
 from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
 from ..layers.linear import Linear
-from ..layers.weights import LinearShape
 from ..models.model import Model
+from ..quant.weights import LinearShape
 from .adapter import Adapter, Pair, names_in_base
 from .experts_places import makes_transposed
 from .experts_slots import EXPERTS, PRODUCTS, modules, path_of_all, product_of, put, shapes
@@ -196,7 +196,7 @@ class SlotLayout:
                 continue
             low = adapter.read(pair.a)
             high = adapter.read(pair.b).float() * pair.scale
-            # A product may multiply it by the zeros of others' tokens (kernels/lora.py): infinities would reach them.
+            # A product may multiply it by the zeros of others' tokens (kernels/lora/lora.py): infinities would reach them.
             least, most = high.aminmax()
             if (largest := float(max(-least, most))) > (limit := torch.finfo(dtype).max):
                 remedy = "serve it with --lora-dtype bfloat16" if dtype == torch.float16 else "get another"

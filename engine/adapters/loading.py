@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from ..errors import ModelError
-from ..messages import AdapterLoaded, DropAdapter, LoadAdapter
+from ..link.messages import AdapterLoaded, DropAdapter, LoadAdapter
 from .adapter import AGAIN, Adapter
 from .book import AdapterBook
 from .layout import Packed

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..checkpoint import FLOAT_TYPES, Checkpoint
-from ..model_config import ModelConfig
-from ..tensor_info import TensorInfo
+from ..describe.model_config import ModelConfig
+from ..files.checkpoint import FLOAT_TYPES, Checkpoint
+from ..files.tensor_info import TensorInfo
 from .adapter import Adapter, Pair, names_in_base
 from .experts_places import ExpertsPlaces, Place, Term
 from .peft_config import AdapterError

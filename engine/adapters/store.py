@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ..model_path import is_hub_name
-from ..model_source import from_hub
+from ..describe.model_source import from_hub
+from ..options.model_path import is_hub_name
 from .adapter import WEIGHTS_FILE, Adapter
 from .layout import Packed, SlotLayout
 from .peft_config import CONFIG_FILE, AdapterError

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels import pdl
-from ...kernels.linear_hopper import MOST_LOW_COLUMNS, ByToken, Share, takes
-from ...kernels.lora import (
+from ...kernels.experts.moe_lora import ExpertLora, ExpertPairs
+from ...kernels.launch import pdl
+from ...kernels.linear.linear_hopper import MOST_LOW_COLUMNS, ByToken, Share, takes
+from ...kernels.lora.lora import (
     BEHIND_PRESENT,
     ROWS_BESIDE,
     ROWS_PRESENT,
@@ -26,11 +27,10 @@ from ...kernels.lora import (
     shrink,
     tiling_of,
 )
-from ...kernels.moe_lora import ExpertLora, ExpertPairs
 from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
 from ..layers.linear import Linear
-from ..plan import StepPlan
+from ..link.plan import StepPlan
 from .layout import RANK_UNIT, Packed, Place, part_sizes
 from .store import AdapterStore
 

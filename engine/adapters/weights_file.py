@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint import FLOAT_TYPES
 from ..errors import ModelError, one_line, unreadable
-from ..safetensors_files import read_header
-from ..tensor_info import TensorInfo
+from ..files.checkpoint import FLOAT_TYPES
+from ..files.safetensors_files import read_header
+from ..files.tensor_info import TensorInfo
 
 # Who parses JSON holds the interpreter's lock: this much takes about a second, in which no step runs. Three pairs of
 # each of 256 experts in 60 layers take 14 million bytes.

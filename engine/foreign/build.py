@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, init
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..describe.choice import Foreign
 from ..errors import ModelError, one_line
 from ..layers.rope import RotaryEmbedding
 from . import hooks
-from .choice import Foreign
 
 _PATCHING = threading.Lock()
 _FIXED = "rope_type_that_is_fixed"  # attribute of a module whose rope_type no longer says it

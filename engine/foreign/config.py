@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ..describe.choice import Foreign
+from ..describe.model_config import ModelConfig
 from ..errors import ModelError
-from ..model_config import ModelConfig
 from .build import build
-from .choice import Foreign
 from .probe import Probe
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..checkpoint import FLOAT_TYPES, Checkpoint
+from ..describe.model_config import ModelConfig
 from ..errors import ModelError, one_line
-from ..model_config import ModelConfig
-from ..tensor_info import TensorInfo
+from ..files.checkpoint import FLOAT_TYPES, Checkpoint
+from ..files.tensor_info import TensorInfo
 from .build import build
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 from transformers.modeling_utils import AttentionInterface
 
-from ...kernels.moe import ExpertWeights, experts
+from ...kernels.experts.moe import ExpertWeights, experts
 from ..errors import ConfigError
 
 NAME = "vserve"  # of both, in a config

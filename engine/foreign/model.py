@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...kernels.argmax import best_of_pieces, of_pieces
-from ...kernels.attention_inputs import Scoring
-from ..layer_spec import AttentionSpec, KVSpec
+from ...kernels.attention.attention_inputs import Scoring
+from ...kernels.sampling.argmax import best_of_pieces, of_pieces
+from ..describe.choice import Foreign
+from ..describe.foreign_layout import Cut, Layout
+from ..describe.model_config import ModelConfig
+from ..families.layer_spec import AttentionSpec, KVSpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head import Head as PoolingHead
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
-from ..layers.weights import Placement, WeightHolder, WeightMap
-from ..model_config import ModelConfig
+from ..quant.weights import Placement, WeightHolder, WeightMap
 from . import hooks
 from .build import OwnRotation, body_of, build
-from .choice import Foreign
-from .layout import Cut, Layout
 from .modules import Norm, Part, Plain, Product, SharedInput, own_tensors, put
 from .probe import kept_in_fp32
 from .rank_specs import specs_of_rank

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..describe.foreign_layout import Cut
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
-from ..layers.unquantized import Unquantized
-from ..layers.weights import Placement, frozen
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
-from .layout import Cut
+from ..quant.unquantized import Unquantized
+from ..quant.weights import Placement, frozen
 from .shards import share
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from ..describe.foreign_layout import Layout
 from ..errors import ModelError, one_line
-from ..layer_spec import AttentionSpec, LayerSpec, MLPSpec
+from ..families.layer_spec import AttentionSpec, LayerSpec, MLPSpec
 from . import hooks
 from .build import body_of
-from .layout import Layout
 from .norms import as_rms_norm, eps_of, may_be_norm
 from .shards import with_plan
 

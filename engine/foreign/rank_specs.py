@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from ..describe.foreign_layout import Cut, Layout
 from ..errors import ModelError
-from ..layer_spec import AttentionSpec
-from ..layers.weights import Placement
-from .layout import Cut, Layout
+from ..families.layer_spec import AttentionSpec
+from ..quant.weights import Placement
 from .modules import put
 from .probe import Probe
 

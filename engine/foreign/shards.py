@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..layer_spec import AttentionSpec
-from ..layers.weights import Placement
-from .layout import Cut, Layout
+from ..describe.foreign_layout import Cut, Layout
+from ..families.layer_spec import AttentionSpec
+from ..quant.weights import Placement
 
 if TYPE_CHECKING:  # every engine imports this file, and importing transformers takes two seconds
     from transformers import PreTrainedModel

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from ...kernels.attention import DecodeWorkspace, PrefillWork, decode_attention, prefill_attention
-from ...kernels.attention_beside import MIN_DECODES, attend_beside
-from ...kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
-from ...kernels.attention_prefill_hopper import supports, takes
-from ...kernels.kv_unpack import PromptPages, UnpackedPrompts
-from ...kernels.latent_prompts import ExpandedPrompts
-from ...kernels.rope_kv import rope_write_kv
-from ..layer_spec import KVSpec
+from ...kernels.attention.attention import DecodeWorkspace, PrefillWork, decode_attention, prefill_attention
+from ...kernels.attention.attention_beside import MIN_DECODES, attend_beside
+from ...kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from ...kernels.attention.attention_prefill_hopper import supports, takes
+from ...kernels.attention.kv_unpack import PromptPages, UnpackedPrompts
+from ...kernels.attention.latent_prompts import ExpandedPrompts
+from ...kernels.attention.rope_kv import rope_write_kv
+from ..families.layer_spec import KVSpec
 from .norm import RMSNorm
 from .rope import RotaryEmbedding
 from .sinks import Sinks

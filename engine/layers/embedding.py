@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...kernels.argmax import best_of_pieces, of_pieces
-from ...kernels.fp8_rows import Fp8Rows
+from ...kernels.linear.fp8_rows import Fp8Rows
+from ...kernels.sampling.argmax import best_of_pieces, of_pieces
 from ..quant.decoded import decoded
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
+from ..quant.staging import copy_weight
+from ..quant.unquantized import Tied
+from ..quant.weights import Placement, vocab_share
 from .linear import Adapter, Linear
-from .staging import copy_weight
-from .unquantized import Tied
-from .weights import Placement, vocab_share
 
 
 class Embedding(nn.Module):

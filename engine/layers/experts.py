@@ -9,19 +9,19 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...kernels.moe import ExpertWeights, experts
-from ...kernels.moe_lora import ExpertLora
+from ...kernels.experts.moe import ExpertWeights, experts
+from ...kernels.experts.moe_lora import ExpertLora
+from ..describe.divide import whole_experts
 from ..errors import ModelError
-from ..layer_spec import MoESpec
-from ..parallel.divide import whole_experts
+from ..families.layer_spec import MoESpec
 from ..quant.codes import Codes
 from ..quant.decoded import decoded, finite
 from ..quant.experts import Biases, ExpertsMethod, QuantizedExperts
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from ..quant.fp4 import decode_experts
 from ..quant.packed_experts import PackedExperts
-from .staging import copy_weight
-from .weights import Placement, keep_at_hand
+from ..quant.staging import copy_weight
+from ..quant.weights import Placement, keep_at_hand
 
 PARTS = ("gate", "up", "down")
 STACKED = "stacked"  # the part of a file that has all experts in one tensor

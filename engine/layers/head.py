@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..checkpoint import open_checkpoint
 from ..errors import ModelError
-from ..head_spec import HeadSpec, ProjectionSpec
+from ..families.head_spec import HeadSpec, ProjectionSpec
+from ..files.checkpoint import open_checkpoint
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
+from ..quant.weights import Placement, WeightMap, frozen
 from .embedding import Embedding
 from .norm import LayerNorm
-from .weights import Placement, WeightMap, frozen
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh, "relu": torch.relu, "gelu": functional.gelu, "sigmoid": torch.sigmoid, "silu": functional.silu,

@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...kernels.activation import gelu_tanh_mul
-from ...kernels.fp8_rows import Fp8Rows
-from ...kernels.linear_hopper import Share
-from ..layer_spec import Activation
+from ...kernels.linear.fp8_rows import Fp8Rows
+from ...kernels.linear.linear_hopper import Share
+from ...kernels.norm.activation import gelu_tanh_mul
+from ..families.layer_spec import Activation
 from ..quant.format import Format, Stored
 from ..quant.method import Dequantized, Quantized
-from .unquantized import Unquantized
-from .weights import LinearShape, Placement, ShardRule, keep_at_hand
+from ..quant.unquantized import Unquantized
+from ..quant.weights import LinearShape, Placement, ShardRule, keep_at_hand
 
 
 class LinearMethod(Protocol):

@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...kernels.fp8_rows import Fp8Rows, add_rms_norm_fp8, rms_norm_fp8
-from ...kernels.layer_norm import add_layer_norm, layer_norm
-from ...kernels.norm import Unnormed, rms_norm
-from ..layer_spec import NormKind
+from ...kernels.linear.fp8_rows import Fp8Rows, add_rms_norm_fp8, rms_norm_fp8
+from ...kernels.norm.layer_norm import add_layer_norm, layer_norm
+from ...kernels.norm.norm import Unnormed, rms_norm
+from ..families.layer_spec import NormKind
 from ..parallel.group import ALONE, Group
 from ..quant.format import FLOATS, Format, Stored
-from .weights import Placement, frozen, keep_at_hand
+from ..quant.weights import Placement, frozen, keep_at_hand
 
 
 class Reader(Protocol):

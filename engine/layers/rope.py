@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..rope_config import RopeConfig
+from ..families.rope_config import RopeConfig
 
 
 class RotaryEmbedding:

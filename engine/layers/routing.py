@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...kernels.moe_route import Routing, route
-from ...kernels.moe_router import norm_router, norm_router_rows
-from ...kernels.norm import Unnormed
-from ..layer_spec import RoutingSpec
+from ...kernels.experts.moe_route import Routing, route
+from ...kernels.experts.moe_router import norm_router, norm_router_rows
+from ...kernels.norm.norm import Unnormed
+from ..families.layer_spec import RoutingSpec
 from ..quant.decoded import decoded
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
+from ..quant.weights import Placement, frozen, keep_at_hand
 from .expert_load import ExpertLoad
-from .weights import Placement, frozen, keep_at_hand
 
 CORRECTION = "e_score_correction_bias"
 

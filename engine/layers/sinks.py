@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..quant.format import FLOATS, Format, Stored
-from .weights import Placement, frozen
+from ..quant.weights import Placement, frozen
 
 
 class Sinks(nn.Module):

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...kernels.attention_inputs import Scoring
-from ...kernels.fp8_rows import Fp8Rows
-from ..layer_spec import AttentionSpec
+from ...kernels.attention.attention_inputs import Scoring
+from ...kernels.linear.fp8_rows import Fp8Rows
+from ..describe.model_config import ModelConfig
+from ..families.layer_spec import AttentionSpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.linear import Linear
 from ..layers.norm import Norm, RMSNorm, make_norm, norm_divided
 from ..layers.rope import RotaryEmbedding, halves_first
 from ..layers.sinks import Sinks
-from ..layers.weights import Placement, WeightMap, keep_at_hand
-from ..model_config import ModelConfig
+from ..quant.weights import Placement, WeightMap, keep_at_hand
 
 
 class AttentionBlock(nn.Module):

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ...kernels.argmax import best_of_pieces, of_pieces
-from ..layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
+from ...kernels.sampling.argmax import best_of_pieces, of_pieces
+from ..describe.model_config import ModelConfig
+from ..families.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head import Head
 from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
 from ..layers.routing import watch
-from ..layers.weights import Placement, WeightMap, keep_at_hand
-from ..model_config import ModelConfig
 from ..parallel.group import ALONE, Group
-from ..speculation.features import Features
+from ..quant.weights import Placement, WeightMap, keep_at_hand
 from .attention_block import AttentionBlock
+from .features import Features
 from .latent_attention import LatentAttentionBlock
 from .mixture import Mixture
 from .mlp import MLP

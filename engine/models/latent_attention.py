@@ -8,20 +8,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...kernels.attention import decode_attention
-from ...kernels.attention_inputs import PagedCache, Scoring
-from ...kernels.latent_kv import write_latent
-from ...kernels.latent_prompts import expanded_attention
-from ...kernels.norm import rms_norm
-from ..layer_spec import LatentAttentionSpec
+from ...kernels.attention.attention import decode_attention
+from ...kernels.attention.attention_inputs import PagedCache, Scoring
+from ...kernels.attention.latent_kv import write_latent
+from ...kernels.attention.latent_prompts import expanded_attention
+from ...kernels.norm.norm import rms_norm
+from ..describe.model_config import ModelConfig
+from ..families.layer_spec import LatentAttentionSpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..layers.rope import RotaryEmbedding
-from ..layers.weights import LinearShape, Placement, WeightMap, frozen
-from ..model_config import ModelConfig
 from ..quant.format import Format, Stored
 from ..quant.method import Dequantized
+from ..quant.weights import LinearShape, Placement, WeightMap, frozen
 
 INNER_EPS = 1e-6  # of the norms of what is compressed, whatever config.json says of the others
 

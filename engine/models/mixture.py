@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ...kernels.fp8_rows import Fp8Rows
-from ..layer_spec import LayerSpec, MLPSpec, MoESpec
+from ...kernels.linear.fp8_rows import Fp8Rows
+from ..describe.model_config import ModelConfig
+from ..families.layer_spec import LayerSpec, MLPSpec, MoESpec
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..layers.norm import Normed
 from ..layers.routing import Router
-from ..layers.weights import Placement, WeightMap
-from ..model_config import ModelConfig
+from ..quant.weights import Placement, WeightMap
 from .mlp import MLP
 
 

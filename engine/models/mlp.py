@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ...kernels.fp8_rows import Fp8Rows
-from ..layer_spec import MLPSpec
+from ...kernels.linear.fp8_rows import Fp8Rows
+from ..families.layer_spec import MLPSpec
 from ..layers.linear import Linear
-from ..layers.weights import Placement, WeightMap, keep_at_hand
+from ..quant.weights import Placement, WeightMap, keep_at_hand
 
 
 class MLP(nn.Module):

@@ -7,11 +7,11 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from ..layer_spec import KVSpec
+from ..describe.model_config import ModelConfig
+from ..families.layer_spec import KVSpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.head import Head
-from ..layers.weights import Placement, WeightMap
-from ..model_config import ModelConfig
+from ..quant.weights import Placement, WeightMap
 
 
 class Loadable(Protocol):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ...kernels.norm import add_rms_norm
+from ...kernels.norm.norm import add_rms_norm
 
 TIMEOUT = timedelta(minutes=10)  # of a collective that waits for a rank; whoever watches the processes is faster
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its new name since torch 2.13

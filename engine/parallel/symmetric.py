@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ...kernels.all_reduce import Exchange, all_reduce, all_reduce_add_rms_norm
+from ...kernels.norm.all_reduce import Exchange, all_reduce, all_reduce_add_rms_norm
 from .group import ProcessGroup
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..config import EngineConfig
+from ..describe.divide import sizes
+from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
-from ..model_config import ModelConfig
-from ..parallel.divide import sizes
+from ..options.config import EngineConfig
 from .card import HOST_CARDS
 from .load import Result, Wanted
 from .setup import Setup

@@ -8,25 +8,25 @@ from functools import partial
 
 import torch
 
-from ..checkpoint import checkpoint_bytes
-from ..config import EngineConfig, SchedulerConfig
-from ..cpu_memory import LOGIT_COPIES
+from ..cache.kv_format import KVFormat, planned_format
+from ..cache.kv_layout import KVLayout
+from ..cache.latent_prompts import LatentPrompts
+from ..describe.divide import check_divides, kv_share
+from ..describe.model_config import ModelConfig
+from ..describe.stages import stage_layers
 from ..errors import ConfigError
-from ..host_memory import GIB, gib
-from ..kv_format import KVFormat, planned_format
-from ..kv_layout import KVLayout
-from ..latent_prompts import LatentPrompts
-from ..memory import MemoryPlan
-from ..model_config import ModelConfig
-from ..parallel.divide import check_divides, kv_share
+from ..files.checkpoint import checkpoint_bytes
+from ..options.config import EngineConfig, SchedulerConfig
+from ..options.speculation import Speculation
 from ..parallel.pipeline import WHOLE, Stage
-from ..parallel.stages import stage_layers
-from ..resolved import Machine, Resolved, choose_dtype, resolve
-from ..speculation.settings import Speculation
-from ..weight_size import weight_size
 from .card import Card
+from .cpu_memory import LOGIT_COPIES
+from .host_memory import GIB, gib
+from .memory import MemoryPlan
+from .resolved import Machine, Resolved, choose_dtype, resolve
 from .shape import Weights, kept_weights, shape_of
 from .step_model import Costs, StepModel
+from .weight_size import weight_size
 
 CUDA = torch.device("cuda")  # a name: nothing of it is here
 GRAPHS, OTHER = 2 * GIB, 1 * GIB  # of a card, about: CUDA graphs, and context and libraries

@@ -9,19 +9,19 @@ from math import prod
 
 import torch
 
-from ..kv_format import KVFormat
-from ..layer_spec import AttentionSpec, LayerSpec, MoESpec
+from ..cache.kv_format import KVFormat
+from ..describe.divide import kv_share, whole_experts
+from ..describe.model_config import ModelConfig
+from ..families.layer_spec import AttentionSpec, LayerSpec, MoESpec
 from ..layers.embedding import LMHead
 from ..layers.experts import STACKED, Experts
 from ..layers.linear import Linear
-from ..layers.weights import Placement, WeightHolder, vocab_share
-from ..loader import count_parameters, make_model
-from ..model_config import ModelConfig
-from ..parallel.divide import kv_share, whole_experts
 from ..parallel.pipeline import WHOLE, Stage
 from ..quant.format import FLOATS, Format, Stored
 from ..quant.online import OnlineScheme
-from ..weight_size import orders_experts
+from ..quant.weights import Placement, WeightHolder, vocab_share
+from ..weights.loader import count_parameters, make_model
+from .weight_size import orders_experts
 
 _BYTES = {"64": 8, "32": 4, "16": 2}  # by the last digits of a type's name in safetensors; others have one
 

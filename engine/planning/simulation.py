@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..config import SchedulerConfig
-from ..plan import StepPlan, StepResult
-from ..request import Request
-from ..sampling_params import SamplingParams
-from ..scheduler import Scheduler
+from ..link.plan import StepPlan, StepResult
+from ..link.sampling_params import SamplingParams
+from ..options.config import SchedulerConfig
+from ..schedule.request import Request
+from ..schedule.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..plan import StepPlan
+from ..link.plan import StepPlan
 from .card import Card
 from .shape import Kept, Shape
 
 # What hides another only in part: reading weights, multiplying by them, and the chain of kernels that wait for each
 # other. Their times add up in this norm.
 OVERLAP = 1.75
-# Rows of an expert in the mean up to which its tiles have so many rows, and beyond (kernels/moe_triton.py).
+# Rows of an expert in the mean up to which its tiles have so many rows, and beyond (kernels/experts/moe_triton.py).
 TILES, LARGEST_TILE = ((8, 16), (24, 32), (48, 64)), 128
 FEW_ROWS = 8  # up to which codes that become numbers on their way hide behind their reading
 FP8_ROWS = 48  # up to which FP8 weights are multiplied by 16-bit activations

@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...kernels.moe import expert_mlp, sum_of_experts
-from ...kernels.moe_lora import ExpertLora
-from ..layers.weights import Placement
+from ...kernels.experts.moe import expert_mlp, sum_of_experts
+from ...kernels.experts.moe_lora import ExpertLora
 from .codes import Codes, joined
 from .matrix import FloatMatrix, make_matrix
+from .weights import Placement
 
 Biases = tuple[Tensor | None, Tensor | None]  # of gate and up [E, 2I], of down [E, H]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from ..ggml_types import BLOCKS, BY_NAME, CODE_BOOKS, GGMLType
 from .codes import Codes
 from .format import Stored
+from .ggml_types import BLOCKS, BY_NAME, CODE_BOOKS, GGMLType
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled, as ggml has them

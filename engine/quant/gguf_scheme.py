@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from ..ggml_types import FLOATS
 from .format import Format
+from .ggml_types import FLOATS
 
 
 class GGUFScheme:

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...kernels.activation import silu_mul
-from ...kernels.fp8_rows import Fp8Rows, silu_mul_fp8
-from ..layers.unquantized import Unquantized
-from ..layers.weights import LinearShape
+from ...kernels.linear.fp8_rows import Fp8Rows, silu_mul_fp8
+from ...kernels.norm.activation import silu_mul
 from .codes import Codes, joined
 from .decoded import decoded
 from .format import DUMMY_STD, FLOATS, Format, Stored
 from .matrix import FloatMatrix, make_matrix
 from .packed import PackedMatrix
+from .unquantized import Unquantized
+from .weights import LinearShape
 
 
 def _decoded(shape: LinearShape, format: Format, part: str, tensors: Mapping[str, Tensor]) -> Codes:

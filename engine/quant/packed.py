@@ -7,16 +7,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from ...kernels.dequantize import dequantized_linear, numbers, prepare_scratch
-from ...kernels.fp8_linear import fp8_gate, fp8_linear, takes_fp8, unit
-from ...kernels.fp8_rows import Fp8Rows, Product, fp8_rows
-from ...kernels.linear import prepare
-from ...kernels.planes import E2M1, Packed, pack, plane_width
-from ...kernels.quant_few import MAX_ROWS, quant_few, streams_codes
-from ...kernels.quant_linear import TRITON, quant_linear, quant_rows
-from ..layers.products import Products
-from ..layers.unquantized import ADD_ROWS
+from ...kernels.linear.dequantize import dequantized_linear, numbers, prepare_scratch
+from ...kernels.linear.fp8_linear import fp8_gate, fp8_linear, takes_fp8, unit
+from ...kernels.linear.fp8_rows import Fp8Rows, Product, fp8_rows
+from ...kernels.linear.linear import prepare
+from ...kernels.linear.planes import E2M1, Packed, pack, plane_width
+from ...kernels.linear.quant_few import MAX_ROWS, quant_few, streams_codes
+from ...kernels.linear.quant_linear import TRITON, quant_linear, quant_rows
 from .codes import Codes
+from .products import Products
+from .unquantized import ADD_ROWS
 
 OLDEST = (9, 0)  # compute capability: whose instructions make numbers of codes, and multiply FP8
 FLOATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}

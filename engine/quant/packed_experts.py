@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ...kernels.expert_codes import ExpertCodes
-from ...kernels.moe_codes import experts_codes
-from ...kernels.moe_fp8 import experts_fp8, experts_take_fp8, fp8_expert_tile
-from ...kernels.moe_lora import ExpertLora
-from ...kernels.planes import Packed, unpacked
-from ..layers.weights import Placement, frozen
+from ...kernels.experts.expert_codes import ExpertCodes
+from ...kernels.experts.moe_codes import experts_codes
+from ...kernels.experts.moe_fp8 import experts_fp8, experts_take_fp8, fp8_expert_tile
+from ...kernels.experts.moe_lora import ExpertLora
+from ...kernels.linear.planes import Packed, unpacked
 from .codes import Codes
 from .experts import ExpertsMethod
 from .packed import PackedMatrix, packed
+from .weights import Placement, frozen
 
 PARTS = {"gate": ("gate_up", 0), "up": ("gate_up", 1), "down": ("down", 0)}  # of which matrix, and which of its parts
 

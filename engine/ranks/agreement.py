@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..parallel.group import Group, gather
 
 if TYPE_CHECKING:
-    from ..resolved import Resolved
+    from ..planning.resolved import Resolved
 
 # What decides how many steps, collectives and graphs there are, and how large.
 DECISIVE = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ..connection import LENGTH
+from ..link.connection import LENGTH
 
 
 class Channel:

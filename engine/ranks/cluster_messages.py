@@ -6,7 +6,7 @@ import hashlib
 
 import msgspec
 
-from ..messages import AddRequest, FromEngine
+from ..link.messages import AddRequest, FromEngine
 
 BEAT = 1.0  # seconds between two
 SILENCE = 6.0  # seconds without one, after which the other host counts as lost

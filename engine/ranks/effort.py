@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..runner import ModelRunner
+    from ..step.runner import ModelRunner
 
 PAUSE = 1.0  # seconds between two calls, that a thread was seen to wait for a disk in
 MOVED = 1 << 14  # bytes read or written in that time: what a process does beside waiting is less

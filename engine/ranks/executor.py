@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable
 from functools import partial
 
-from ..executor import ThreadExecutor
-from ..mask import TokenMask
-from ..plan import StepPlan, StepResult
+from ..link.plan import StepPlan, StepResult
+from ..step.executor import ThreadExecutor
+from ..step.mask import TokenMask
 from .effort import Effort
 from .hang import LIMIT, StepLimit
 from .messages import Execute, Follow, Settle

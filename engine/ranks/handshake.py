@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-from ..config import EngineConfig, flag
-from ..connection import LENGTH
 from ..errors import ConfigError
+from ..link.connection import LENGTH
+from ..options.config import EngineConfig, flag
 
 PATIENCE = 10.0  # seconds for the other end's next word
 NONCE = 16  # bytes

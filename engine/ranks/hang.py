@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..plan import StepPlan
+from ..link.plan import StepPlan
 from .effort import BUSY, Effort
 from .messages import Pulse
 

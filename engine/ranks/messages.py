@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ..messages import Failure
-from ..plan import StepPlan
+from ..link.messages import Failure
+from ..link.plan import StepPlan
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):

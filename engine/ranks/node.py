@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from ..config import EngineConfig
 from ..errors import ConfigError
+from ..options.config import EngineConfig
 from .channel import Channel
 from .cluster_messages import BEAT, Beat, DumpStacks, Ended, Goodbye, Kill, Launch, Said, Stopped, ToNode
 from .handshake import Hello, Stranger, check_secret, dial, facts

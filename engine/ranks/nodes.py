@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from ..config import EngineConfig
 from ..errors import ConfigError
+from ..options.config import EngineConfig
 from .channel import Channel
 from .cluster_messages import BEAT, SILENCE, Beat, DumpStacks, Ended, FromNode, Goodbye, Kill, Launch, Stopped
 from .handshake import Guest, Hello, difference, is_loopback, meet

@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from .. import logs
-from ..config import EngineConfig
-from ..connection import Connection
-from ..messages import Failure
+from ..link import logs
+from ..link.connection import Connection
+from ..link.messages import Failure
+from ..options.config import EngineConfig
 from .adapters import OtherStores
 from .effort import Effort, Starting
 from .hang import IDLE, INTERVAL, START_LIMIT, HangWatch, pulse

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from .. import logs
-from ..config import EngineConfig, default_cpu_threads
+from ..link import logs
+from ..options.config import EngineConfig, default_cpu_threads
 from .messages import Seat
 
 
@@ -95,7 +95,7 @@ def spawn(
     OSError."""
     threading = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return subprocess.Popen(
-        [*before, sys.executable, "-m", "vserve.engine.ranks.process", "--fd", str(sock.fileno()),
+        [*before, sys.executable, "-m", "vserve.engine.start.rank_process", "--fd", str(sock.fileno()),
          "--parent", str(0 if before else os.getpid()), "--rank", str(rank),
          "--cpu-threads", str(threads), *logs.arguments()],
         pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **threading, **environment},

@@ -11,8 +11,8 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from ..config import EngineConfig
-from ..private_folder import PrivateFolder
+from ..link.private_folder import PrivateFolder
+from ..options.config import EngineConfig
 from .cluster_messages import Said, Word
 from .handshake import check_secret, facts, is_loopback
 from .messages import Seat

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import EngineConfig
 from ..errors import ConfigError
+from ..options.config import EngineConfig
 from .handshake import versions
 from .messages import Seat
 from .network import VARIABLES, rendezvous, use_interface

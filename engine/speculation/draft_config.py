@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..describe.model_config import ModelConfig
+from ..describe.reading import parse_model_config
 from ..errors import ModelError
-from ..layer_spec import AttentionSpec, MLPSpec
-from ..model_config import ModelConfig
-from ..model_file import read_config
+from ..families.layer_spec import AttentionSpec, MLPSpec
+from ..families.raw_config import RawConfig, architectures
+from ..files.model_file import read_config
+from ..files.tensor_info import TensorInfo
 from ..quant.scheme import make_scheme, read_quantization
-from ..raw_config import RawConfig, architectures
-from ..reading import parse_model_config
-from ..tensor_info import TensorInfo
 
 _SPECULATORS = "transformer_layer_config"  # what the library of that name calls the config of the layer
 _REFUSED = {"medusa": "heads of Medusa", "mlp_speculator": "MLP speculators", "mlp": "MLP speculators"}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..layers.attention import Attention, AttentionBatch
 from ..models.blocks import CausalLM
-from .features import Features
+from ..models.features import Features
 
 
 class DraftModel:

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...kernels.ngram import propose_ngrams
-from ..rows import RowTables
-from .settings import Speculation
+from ...kernels.sampling.ngram import propose_ngrams
+from ..cache.rows import RowTables
+from ..options.speculation import Speculation
 
 
 class Drafter(Protocol):

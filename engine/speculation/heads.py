@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..layer_spec import AttentionSpec, MLPSpec
+from ..families.layer_spec import AttentionSpec, MLPSpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.linear import Linear
 from ..layers.norm import Norm, make_norm
 from ..layers.rope import RotaryEmbedding
-from ..layers.weights import Placement, WeightMap
 from ..models.attention_block import AttentionBlock
 from ..models.blocks import CausalLM
+from ..models.features import Features
 from ..models.mlp import MLP
 from ..parallel.group import ALONE, Group
+from ..quant.weights import Placement, WeightMap
 from .draft_config import HeadConfig
-from .features import Features
 
 
 class EagleHead(nn.Module):

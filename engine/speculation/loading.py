@@ -8,25 +8,25 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import Checkpoint, open_checkpoint
+from ..describe.divide import fault
+from ..describe.model_config import ModelConfig, few_layers
+from ..describe.model_source import resolve_model_path
+from ..describe.reading import read_folder
 from ..errors import ConfigError, ModelError
-from ..layers.weights import Placement
-from ..loader import load_beside, load_model, make_beside
-from ..model_config import ModelConfig, few_layers
-from ..model_file import read_config
-from ..model_source import resolve_model_path
+from ..files.checkpoint import Checkpoint, open_checkpoint
+from ..files.model_file import read_config
+from ..files.tensor_info import TensorInfo
 from ..models.blocks import CausalLM
 from ..models.model import Model
-from ..parallel.divide import fault
+from ..options.speculation import NAME, Speculation
 from ..parallel.group import ALONE
-from ..reading import read_folder
-from ..tensor_info import TensorInfo
+from ..quant.weights import Placement
+from ..weights.loader import load_beside, load_model, make_beside
 from .draft_config import HeadConfig, check_draft_model, infer_method, read_head
 from .draft_model import DraftModel
 from .heads import EagleHead
 from .model_drafter import ModelDrafter, Network
 from .mtp import MTPHead, check_has_layer
-from .settings import NAME, Speculation
 
 logger = logging.getLogger(__name__)
 _CALLED = {

@@ -16,17 +16,17 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...kernels.argmax import argmax
-from ...kernels.attention import DecodeWorkspace
-from ...kernels.history import read_tokens
-from ...kernels.sampling import sample
-from ..batch import QUERY_START, ROWS, SAMPLE_INDEX, Batch, Shape
+from ...kernels.attention.attention import DecodeWorkspace
+from ...kernels.attention.history import read_tokens
+from ...kernels.sampling.argmax import argmax
+from ...kernels.sampling.sampling import sample
+from ..cache.batch import QUERY_START, ROWS, SAMPLE_INDEX, Batch, Shape
+from ..cache.rows import NUM_COLUMNS, SEED, TOP_K, RowTables, aligned
 from ..layers.attention import Attention, AttentionBatch
+from ..models.features import Features
+from ..options.speculation import Speculation
 from ..parallel.group import ALONE, Group
-from ..rows import NUM_COLUMNS, SEED, TOP_K, RowTables, aligned
-from .features import Features
 from .scratch import Scratch, pages_for
-from .settings import Speculation
 
 
 class Network(Protocol):

@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..describe.model_config import ModelConfig
 from ..errors import ModelError
+from ..files.tensor_info import TensorInfo
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
 from ..layers.linear import Linear
 from ..layers.norm import NoNorm, Norm, make_norm
-from ..layers.weights import Placement, WeightMap
-from ..model_config import ModelConfig
 from ..models.blocks import CausalLM, DecoderLayer, summands
-from ..tensor_info import TensorInfo
-from .features import Features
+from ..models.features import Features
+from ..quant.weights import Placement, WeightMap
 
 
 class MTPHead(nn.Module):

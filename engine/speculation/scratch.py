@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...kernels.attention_inputs import PagedCache
+from ...kernels.attention.attention_inputs import PagedCache
 from ..layers.attention import Attention
 
 

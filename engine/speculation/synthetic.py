@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..rows import RowTables
+from ..cache.rows import RowTables
 from .drafter import Drafter
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from ...engine.sampling_params import ALL, LAST, Pooling
+from ...engine.link.sampling_params import ALL, LAST, Pooling
 from ..errors import bad_request
 from ..generation.answer import Answer
 from ..generation.choice import Prompt

@@ -9,7 +9,7 @@ import msgspec
 from fastapi import Request, Response
 
 from ...engine.errors import ConfigError
-from ...engine.messages import HISTORY
+from ...engine.link.messages import HISTORY
 from ..colleagues import ColleagueError
 from ..errors import ApiError, bad_request, engine_silent, shorten
 from ..http.auth import controls

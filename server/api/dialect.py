@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fastapi import Request, Response
 
-from ...engine.plan import TokenLogprobs
+from ...engine.link.plan import TokenLogprobs
 from ..dialects.events import Events
 from ..generation.admission import Ticket
 from ..generation.answer import Answer

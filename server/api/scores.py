@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from ...engine.sampling_params import LAST, Pooling
+from ...engine.link.sampling_params import LAST, Pooling
 from ..errors import context_length_exceeded
 from ..generation.answer import Answer
 from ..generation.choice import Prompt

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ... import __version__
-from ...engine.messages import EngineInfo
+from ...engine.link.messages import EngineInfo
 
 if TYPE_CHECKING:
     from ..state import ServerState

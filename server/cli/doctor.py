@@ -10,8 +10,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...engine.config import EngineConfig
 from ...engine.errors import ConfigError
+from ...engine.options.config import EngineConfig
 from ..options.config import ServerConfig
 from . import health, machine
 from .finding import FAIL, OK, WARN, Finding

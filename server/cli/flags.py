@@ -10,9 +10,9 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from ...engine.config import EngineConfig, flag
 from ...engine.errors import ConfigError
-from ...engine.model_path import is_gguf, is_hub_name
+from ...engine.options.config import EngineConfig, flag
+from ...engine.options.model_path import is_gguf, is_hub_name
 from ..options.config import ServerConfig
 from ..options.given import Given, performance_modes
 from ..options.http import ENVIRONMENT

@@ -6,8 +6,8 @@ import argparse
 import os
 import re
 
-from ...engine.config import flag
 from ...engine.errors import ConfigError
+from ...engine.options.config import flag
 from ..options.given import META, Given, judge, value_of, with_files
 from ..options.hint import did_you_mean
 from ..options.http import ENVIRONMENT

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.host_memory import available_bytes, machine_bytes
+from ...engine.planning.host_memory import available_bytes, machine_bytes
 
 # In a process of its own: a driver that crashes or hangs must not take the one that reports it along.
 _PROBE = """

@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...engine.config import EngineConfig
+from ...engine.describe.hub_gguf import choose, model_files, split_name
 from ...engine.errors import ConfigError, ModelError
-from ...engine.hub_gguf import choose, model_files, split_name
-from ...engine.model_path import cache_folder, is_gguf
+from ...engine.options.config import EngineConfig
+from ...engine.options.model_path import cache_folder, is_gguf
 from . import machine
 from .finding import FAIL, OK, WARN, Finding
 from .machine import Torch, gib
@@ -47,15 +47,15 @@ def _fit(
     """`folder` has the config.json; `size`: bytes of the weights, where they are not there too. Raises ModelError."""
     from torch import device
 
-    from ...engine.checkpoint import checkpoint_bytes
-    from ...engine.kv_format import KVSettings, planned_format
-    from ...engine.kv_layout import KVLayout
-    from ...engine.layer_spec import MoESpec
-    from ...engine.loader import check_files, count_parameters
-    from ...engine.memory import CPU_CACHE_BYTES
-    from ...engine.reading import read_model_config
-    from ...engine.resolved import choose_dtype, choose_max_model_len, default_limits
-    from ...engine.weight_size import orders_experts, smaller_weights, weight_size
+    from ...engine.cache.kv_format import KVSettings, planned_format
+    from ...engine.cache.kv_layout import KVLayout
+    from ...engine.describe.reading import read_model_config
+    from ...engine.families.layer_spec import MoESpec
+    from ...engine.files.checkpoint import checkpoint_bytes
+    from ...engine.planning.memory import CPU_CACHE_BYTES
+    from ...engine.planning.resolved import choose_dtype, choose_max_model_len, default_limits
+    from ...engine.planning.weight_size import orders_experts, smaller_weights, weight_size
+    from ...engine.weights.loader import check_files, count_parameters
 
     config = read_model_config(folder, engine)
     note = None

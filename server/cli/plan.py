@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...engine.config import EngineConfig
 from ...engine.errors import ConfigError
+from ...engine.options.config import EngineConfig
 from .flags import add_flags, read_flags
 from .given import given_options
 from .plan_command import DIVIDE, ENGINE
 from .plan_inputs import fitted_costs, read_trace
 
 if TYPE_CHECKING:
-    from ...engine.model_config import ModelConfig
+    from ...engine.describe.model_config import ModelConfig
     from ...engine.planning.card import Card
     from ...engine.planning.setup import Setup
 
@@ -71,13 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
+    from ...engine.describe.model_source import resolve_model_path
+    from ...engine.describe.reading import read_model_config
     from ...engine.errors import ModelError
-    from ...engine.model_source import resolve_model_path
     from ...engine.planning.card import CARDS
     from ...engine.planning.divisions import MOST_ENGINES
     from ...engine.planning.load import Wanted
     from ...engine.planning.setup import stored_bytes
-    from ...engine.reading import read_model_config
     from .plan_question import Question
     from .plan_table import check_output, write
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...engine.config import FITTING, flag
+from ...engine.options.config import FITTING, flag
 
 if TYPE_CHECKING:
     from ...engine.planning.setup import Setup

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...engine.config import EngineConfig
 from ...engine.errors import ConfigError
+from ...engine.options.config import EngineConfig
 
 if TYPE_CHECKING:
-    from ...engine.model_config import ModelConfig
+    from ...engine.describe.model_config import ModelConfig
     from ...engine.planning.card import Card
     from ...engine.planning.simulation import Ask
     from ...engine.planning.step_model import Costs

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import __version__
-from ...engine import logs
-from ...engine.messages import EngineInfo, Progress
+from ...engine.link import logs
+from ...engine.link.messages import EngineInfo, Progress
 from ..options.config import ServerConfig
 from ..options.http import ENVIRONMENT
 

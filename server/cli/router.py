@@ -11,8 +11,8 @@ import signal
 import sys
 from urllib.parse import urlsplit
 
-from ...engine import logs
 from ...engine.errors import ConfigError
+from ...engine.link import logs
 from ..options.config import ServerConfig
 from .flags import add_flags, read_flags
 from .listen import listen

@@ -19,8 +19,8 @@ from typing import IO, Any
 
 import httpx
 
-from ...engine.config import EngineConfig
 from ...engine.errors import ConfigError
+from ...engine.options.config import EngineConfig
 from ..client.mailbox import EngineDeadError
 from ..options.beside import of_first
 from ..options.config import ServerConfig

@@ -6,14 +6,15 @@ import argparse
 import logging
 import sys
 
-from ...engine import faults, logs
-from ...engine.child import dump_stacks_on_signal
-from ...engine.config import EngineConfig
+from ...engine.describe.reading import check_described
 from ...engine.errors import ConfigError, ModelError
-from ...engine.model_path import find_model
+from ...engine.link import logs
+from ...engine.link.child import dump_stacks_on_signal
+from ...engine.options.config import EngineConfig
+from ...engine.options.model_path import find_model
 from ...engine.ranks.handshake import check_secret
 from ...engine.ranks.node import run as run_node
-from ...engine.reading import check_described
+from ...engine.start import faults
 from ..client.meeting import Meeting
 from ..options.beside import embedding_engine
 from ..options.config import ServerConfig

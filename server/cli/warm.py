@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ...engine import logs
-from ...engine.config import EngineConfig
 from ...engine.errors import ConfigError
+from ...engine.link import logs
+from ...engine.options.config import EngineConfig
 from ..options.config import ServerConfig
 from .flags import add_flags, read_flags
 from .machine import gib
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"vserve: {error}", file=sys.stderr)
         return 2
     logs.configure(server.log_level, server.log_format, "warm")
-    from ...engine.warm import warm
+    from ...engine.start.warm import warm
     from .progress import ProgressLine
 
     progress = ProgressLine()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from ...engine.config import EngineConfig
 from ...engine.errors import ConfigError
+from ...engine.options.config import EngineConfig
 
 
 def engine_environments(config: EngineConfig) -> list[dict[str, str]]:

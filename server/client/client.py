@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...engine.config import EngineConfig
-from ...engine.messages import (
+from ...engine.link.messages import (
     AdapterLoaded,
     EngineInfo,
     EngineStats,
@@ -16,7 +15,8 @@ from ...engine.messages import (
     StepReports,
     ToEngine,
 )
-from ...engine.sampling_params import SamplingParams
+from ...engine.link.sampling_params import SamplingParams
+from ...engine.options.config import EngineConfig
 from .mailbox import EngineDeadError, MailboxLike
 from .routing import ANYWHERE, Route
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING
 
-from ...engine.sampling_params import SamplingParams
+from ...engine.link.sampling_params import SamplingParams
 from .engine_client import EngineClient
 from .grammar_news import GrammarNews
 from .mailbox import EngineDeadError, Mailbox

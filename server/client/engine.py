@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from ...engine.config import EngineConfig
-from ...engine.messages import ToEngine
-from ...engine.process import run_engine
+from ...engine.link.messages import ToEngine
+from ...engine.options.config import EngineConfig
+from ...engine.start.process import run_engine
 from .launched import LaunchedEngine
 from .meeting import EngineLink, Meeting
 from .process import EngineProcess

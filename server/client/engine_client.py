@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ...engine.config import EngineConfig
-from ...engine.messages import (
+from ...engine.link.messages import (
     AdapterLoaded,
     DropAdapter,
     EngineInfo,
@@ -35,8 +34,9 @@ from ...engine.messages import (
     pack_tokens,
     sum_of,
 )
-from ...engine.sampling_params import SamplingParams, unknown_token_problem
-from ...engine.shortage import killed
+from ...engine.link.sampling_params import SamplingParams, unknown_token_problem
+from ...engine.options.config import EngineConfig
+from ...engine.planning.shortage import killed
 from .engine import Engine, make_engine
 from .mailbox import EngineDeadError, Mailbox, refused
 from .meeting import Meeting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...engine.messages import AddGrammar, DropGrammars, SetVocabulary, ToEngine
+from ...engine.link.messages import AddGrammar, DropGrammars, SetVocabulary, ToEngine
 
 
 class GrammarNews:

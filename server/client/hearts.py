@@ -11,7 +11,7 @@ import os
 import signal
 import time
 
-from ...engine import logs
+from ...engine.link import logs
 from .board import BEATS, SERVES, Board
 from .meeting import FIRST
 

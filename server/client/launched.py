@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...engine.config import EngineConfig
 from ...engine.errors import ConfigError
-from ...engine.messages import AddRequest, FromEngine, LastSteps, ReadSteps, StepOutputs
+from ...engine.link.messages import AddRequest, FromEngine, LastSteps, ReadSteps, StepOutputs
+from ...engine.options.config import EngineConfig
 from ...engine.ranks.cluster_messages import Asked, Word
 from ...engine.ranks.handshake import facts
 from ...engine.ranks.node import Node

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from ...engine.messages import AddRequest, RequestOutput
+from ...engine.link.messages import AddRequest, RequestOutput
 
 
 class EngineDeadError(Exception):

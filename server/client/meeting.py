@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...engine.clients import SHIFT
-from ...engine.config import EngineConfig
-from ...engine.connection import Connection
-from ...engine.messages import FromEngine, Hello
-from ...engine.private_folder import PrivateFolder
+from ...engine.link.clients import SHIFT
+from ...engine.link.connection import Connection
+from ...engine.link.messages import FromEngine, Hello
+from ...engine.link.private_folder import PrivateFolder
+from ...engine.options.config import EngineConfig
 
 if TYPE_CHECKING:
     from .board import Board

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from ...engine.messages import AbortRequests, AddRequest, StepOutputs, ToEngine
-from ...engine.sampling_params import SamplingParams
+from ...engine.link.messages import AbortRequests, AddRequest, StepOutputs, ToEngine
+from ...engine.link.sampling_params import SamplingParams
 from .mailbox import EngineDeadError, Mailbox
 
 

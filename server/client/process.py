@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...engine import logs
-from ...engine.config import EngineConfig, default_cpu_threads
-from ...engine.connection import Connection
-from ...engine.messages import EngineStart, FromEngine, Shutdown
+from ...engine.link import logs
+from ...engine.link.connection import Connection
+from ...engine.link.messages import EngineStart, FromEngine, Shutdown
+from ...engine.options.config import EngineConfig, default_cpu_threads
 
 LEAVING = 3.0  # seconds for an engine to leave
 RANKS_LEAVING = 6.0  # and for its ranks, which it waits for, and ends where they do not
@@ -67,7 +67,7 @@ class EngineProcess:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "vserve.engine.process", "--fd", str(theirs.fileno()),
+                    [sys.executable, "-m", "vserve.engine.start.process", "--fd", str(theirs.fileno()),
                      "--parent", str(os.getpid()), *more, *logs.arguments()],
                     pass_fds=descriptors,
                     start_new_session=True,  # Ctrl-C reaches this process, which then ends the other

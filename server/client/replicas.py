@@ -16,9 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ...engine.config import EngineConfig, default_cpu_threads
-from ...engine.kv_events_settings import of_rank
-from ...engine.messages import (
+from ...engine.link.messages import (
     AdapterLoaded,
     EngineInfo,
     EngineStats,
@@ -31,7 +29,9 @@ from ...engine.messages import (
     pack_tokens,
     sum_of,
 )
-from ...engine.sampling_params import SamplingParams, unknown_token_problem
+from ...engine.link.sampling_params import SamplingParams, unknown_token_problem
+from ...engine.options.config import EngineConfig, default_cpu_threads
+from ...engine.options.kv_events_settings import of_rank
 from .cards import engine_environments
 from .dispatch import Dispatch, cached_apart
 from .engine_client import EngineClient

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from ...engine.config import EngineConfig
-from ...engine.messages import Progress
+from ...engine.link.messages import Progress
+from ...engine.options.config import EngineConfig
 from .replicas import make_client
 
 logger = logging.getLogger(__name__)

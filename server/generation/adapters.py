@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...engine.errors import ConfigError
-from ...engine.messages import LoadAdapter
+from ...engine.link.messages import LoadAdapter
 from ..client.client import Client
 from ..errors import ApiError, shorten
 from ..options.adapters import AdapterModule

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 
-from ...engine.messages import EngineInfo
+from ...engine.link.messages import EngineInfo
 from ..client.board import FINISHED_REQUESTS, FINISHED_TOKENS, REQUESTS, TOKENS, Board
 from ..client.client import Client
 from ..errors import ApiError, bad_request, took_too_long

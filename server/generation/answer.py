@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from ...engine.plan import TokenLogprobs
+from ...engine.link.plan import TokenLogprobs
 from ..parsers.parts import Part, merged
 from .choice import Choice, Delta
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...engine.messages import RequestOutput
-from ...engine.plan import TokenLogprobs
-from ...engine.sampling_params import SamplingParams
+from ...engine.link.messages import RequestOutput
+from ...engine.link.plan import TokenLogprobs
+from ...engine.link.sampling_params import SamplingParams
 from ..client.mailbox import MailboxLike
 from ..parsers.parts import CallBegin, Content, Part, Reasoning, merged
 from ..parsers.reader import Reader

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import msgspec
 
 from ...engine.errors import ConfigError
-from ...engine.messages import EngineInfo, RequestOutput
-from ...engine.sampling_params import Pooling, SamplingParams
+from ...engine.link.messages import EngineInfo, RequestOutput
+from ...engine.link.sampling_params import Pooling, SamplingParams
 from ..client.mailbox import MailboxLike
 from ..errors import bad_request, context_length_exceeded, shorten, unsupported
 from ..text.detokenizer import Detokenizer, NoText

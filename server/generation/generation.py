@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ...engine.messages import RequestOutput
-from ...engine.plan import ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE, NO_PROMPT_LOGPROBS, NOTHING_ALLOWED, TokenLogprobs
+from ...engine.link.messages import RequestOutput
+from ...engine.link.plan import ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE, NO_PROMPT_LOGPROBS, NOTHING_ALLOWED, TokenLogprobs
 from ..client.client import Client
 from ..client.mailbox import Mailboxes, MailboxLike
 from ..client.routing import ANYWHERE, Route

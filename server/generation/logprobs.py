@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ...engine.plan import TokenLogprobs
+from ...engine.link.plan import TokenLogprobs
 from ..text.tokenizer import Tokenizer
 from ..wire.requests import ChatRequest, CompletionRequest
 from .choice import Delta, Prompt, TextOptions

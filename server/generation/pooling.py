@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...engine.messages import EngineInfo
-from ...engine.sampling_params import ALL, LAST, Pooling
+from ...engine.link.messages import EngineInfo
+from ...engine.link.sampling_params import ALL, LAST, Pooling
 from ..errors import bad_request
 from ..text.model import TextModel
 from ..text.pooling import PoolingDefaults

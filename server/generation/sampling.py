@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from ...engine.messages import EngineInfo
-from ...engine.sampling_params import SamplingParams, unknown_token
+from ...engine.link.messages import EngineInfo
+from ...engine.link.sampling_params import SamplingParams, unknown_token
 from ..errors import bad_request, context_length_exceeded, unsupported
 from ..text.model import TextModel
 from ..text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ...engine.messages import EngineInfo
+from ...engine.link.messages import EngineInfo
 from ..errors import bad_request
 from ..text.model import TextModel
 from ..text.pairs import PairEncoder

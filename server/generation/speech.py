@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...engine.sampling_params import Thinking
+from ...engine.link.sampling_params import Thinking
 from ..errors import ApiError, bad_request, unsupported
 from ..grammar.constraint import Constraint
 from ..grammar.tools import ToolUse

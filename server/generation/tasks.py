@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...engine.messages import EngineInfo
+from ...engine.link.messages import EngineInfo
 from ..errors import bad_request
 
 GENERATE, EMBED, CLASSIFY, REWARD = "generate", "embed", "classify", "reward"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...engine.messages import EngineInfo
+from ...engine.link.messages import EngineInfo
 from ..errors import bad_request
 from .choice import Prompt
 from .sampling import DEFAULT_LOGPROBS

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.grammar import BACKENDS, GrammarError, GrammarMatcher, Vocabulary
-from ...engine.grammar_libraries import xgrammar
+from ...engine.grammar.grammar import BACKENDS, GrammarError, GrammarMatcher, Vocabulary
+from ...engine.grammar.grammar_libraries import xgrammar
 from .constraint import Constraint
 from .json_schema import Schema, SchemaError
 from .lark import JSON_OPTIONS, between_tokens, lark, whitespace

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from ...engine.messages import SetVocabulary
+from ...engine.link.messages import SetVocabulary
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Hashable
 
-from ...engine.connection import Connection
-from ...engine.messages import SetVocabulary
+from ...engine.link.connection import Connection
+from ...engine.link.messages import SetVocabulary
 from .constraint import Compile, Constraint, Drop, FromCompiler
 from .queue import NUM_CHILDREN, CompileQueue, Job
 

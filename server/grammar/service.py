@@ -12,8 +12,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ...engine.grammar import pack
-from ...engine.messages import AddGrammar, DropGrammars, EngineInfo, SetVocabulary, ToEngine
+from ...engine.grammar.grammar import pack
+from ...engine.link.messages import AddGrammar, DropGrammars, EngineInfo, SetVocabulary, ToEngine
 from ..client.mailbox import EngineDeadError
 from ..errors import ApiError, bad_request
 from ..histogram import COMPILE, Histogram

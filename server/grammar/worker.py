@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ...engine.connection import Connection
-from ...engine.grammar import Vocabulary, prepare
-from ...engine.messages import SetVocabulary
+from ...engine.grammar.grammar import Vocabulary, prepare
+from ...engine.link.connection import Connection
+from ...engine.link.messages import SetVocabulary
 from .compile import CompileError, compile
 from .constraint import Compile, Compiled, ToCompiler
 

@@ -12,8 +12,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from ...engine.logs import num_lost_lines
-from ...engine.messages import EngineInfo
+from ...engine.link.logs import num_lost_lines
+from ...engine.link.messages import EngineInfo
 from ..client.client import Client
 from .metrics import EngineCounts, Metrics
 from .shares import ADAPTERS, Shares

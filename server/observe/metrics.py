@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...engine.messages import EngineStats, StepOutputs, sum_of
+from ...engine.link.messages import EngineStats, StepOutputs, sum_of
 from ..client.client import Client
 from ..client.engine_client import EngineClient
 from ..generation.choice import Choice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from ...engine.messages import StepOutputs
+from ...engine.link.messages import StepOutputs
 from ..client.client import Client
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-from ...engine.logs import escape
+from ...engine.link.logs import escape
 from ..generation.choice import Choice, Delta
 from ..generation.generation import Generation
 from ..options.config import ServerConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ...engine.messages import BlockMap, StepReports
+from ...engine.link.messages import BlockMap, StepReports
 from ..client.client import Client
 from ..errors import ApiError
 

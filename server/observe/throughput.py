@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from ...engine.messages import StepOutputs
+from ...engine.link.messages import StepOutputs
 from ..client.client import Client
 
 logger = logging.getLogger("vserve.stats")

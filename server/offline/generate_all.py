@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from ...engine.plan import TokenLogprobs
+from ...engine.link.plan import TokenLogprobs
 from ..client.client import Client
 from ..generation.answer import collect
 from ..generation.choice import Prompt, TextOptions

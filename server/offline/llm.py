@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from ...engine.errors import ConfigError
-from ...engine.messages import EngineInfo
+from ...engine.link.messages import EngineInfo
 from ..client.engine_client import EngineDeadError
 from ..client.thread import EngineThread
 from ..errors import ApiError

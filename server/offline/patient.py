@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from ...engine.messages import RequestOutput
+from ...engine.link.messages import RequestOutput
 from ..client.client import Client
 from ..generation.choice import Choice, Delta, Prompt, TextOptions
 from ..generation.generation import Generation

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ...engine.messages import EngineInfo
-from ...engine.sampling_params import LAST, Pooling
+from ...engine.link.messages import EngineInfo
+from ...engine.link.sampling_params import LAST, Pooling
 from ..client.thread import EngineThread
 from ..errors import ApiError
 from ..generation.choice import Prompt

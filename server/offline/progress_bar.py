@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...engine.messages import Progress as Loading
+from ...engine.link.messages import Progress as Loading
 
 
 class Progress:

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from ...engine.config import EngineConfig, default_cpu_threads
 from ...engine.errors import ConfigError
+from ...engine.options.config import EngineConfig, default_cpu_threads
 
 _calls = count()  # every process makes the same LLMs in the same order
 _ports: list[socket.socket] = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engine.errors import ConfigError
-from ...engine.option import option
+from ...engine.options.option import option
 
 EXAMPLE = 'give name=path, or {"name": "sql", "path": "/adapters/sql"}'
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ...engine.config import EngineConfig
+from ...engine.options.config import EngineConfig
 from .config import ServerConfig
 
 CACHE_BYTES = 1 << 30  # of the KV cache, where the second model is a decoder: prompts of some steps, and prefixes

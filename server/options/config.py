@@ -1,4 +1,4 @@
-"""Every option of the HTTP server; flags and /server_info derive from it, as from engine/config.py."""
+"""Every option of the HTTP server; flags and /server_info derive from it, as from engine/options/config.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ...engine.errors import ConfigError
-from ...engine.option import SECONDS, Bounds, check_options, option
+from ...engine.options.option import SECONDS, Bounds, check_options, option
 from .adapters import AdapterConfig
 from .http import HttpConfig
 from .logs import LogConfig

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ...engine import kv_events_settings
 from ...engine.errors import ConfigError
+from ...engine.options import kv_events_settings
 
 SIZE, LOCAL, RANK = "data_parallel_size", "data_parallel_size_local", "data_parallel_rank"
 EXTERNAL, HYBRID = "data_parallel_external_lb", "data_parallel_hybrid_lb"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.errors import ConfigError
-from ...engine.option import POSITIVE, SECONDS, SECONDS_OR_NONE, UNLIMITED, Bounds, flag, option
+from ...engine.options.option import POSITIVE, SECONDS, SECONDS_OR_NONE, UNLIMITED, Bounds, flag, option
 from .keys import KeyLine, read_key_file
 
 # Options that the environment may set as well; see auth.py.

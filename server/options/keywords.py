@@ -6,8 +6,8 @@ import dataclasses
 import re
 from typing import Any
 
-from ...engine.config import EngineConfig, flag
 from ...engine.errors import ConfigError
+from ...engine.options.config import EngineConfig, flag
 from .config import ServerConfig
 from .given import META, Given, judge, value_of, with_files
 from .hint import did_you_mean

@@ -6,8 +6,8 @@ import importlib.util
 from dataclasses import dataclass
 
 from ...engine.errors import ConfigError
-from ...engine.logs import FORMATS
-from ...engine.option import SECONDS, Bounds, option
+from ...engine.link.logs import FORMATS
+from ...engine.options.option import SECONDS, Bounds, option
 
 OPENTELEMETRY = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from ...engine.config import FITTING, EngineConfig
+from ...engine.options.config import FITTING, EngineConfig
 from .config import ServerConfig
 from .vllm import vllm_options
 

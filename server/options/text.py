@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.errors import ConfigError
-from ...engine.model_path import is_gguf, is_hub_name
-from ...engine.option import option
-from ...engine.sampling_params import POOLINGS
+from ...engine.link.sampling_params import POOLINGS
+from ...engine.options.model_path import is_gguf, is_hub_name
+from ...engine.options.option import option
 
 # Defaults that count, with what they may be: (lowest, highest, lowest itself allowed).
 RANGES: dict[str, tuple[float, float, bool]] = {

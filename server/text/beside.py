@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
-from ...engine.config import EngineConfig
+from ...engine.describe.reading import check_described
 from ...engine.errors import ConfigError
-from ...engine.reading import check_described
+from ...engine.options.config import EngineConfig
 from ..client.engine_client import EngineClient
 from ..client.mailbox import EngineDeadError
 from ..options.beside import embedding_engine, of_second

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.errors import ConfigError
-from ...engine.gguf_checkpoint import GGUFCheckpoint
-from ...engine.model_path import is_gguf
+from ...engine.files.gguf_checkpoint import GGUFCheckpoint
+from ...engine.options.model_path import is_gguf
 from ..errors import shorten
 from ..options.config import ServerConfig
 from ..options.text import RANGES, as_default, default_problem

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from ...engine.errors import ModelError
-from ...engine.gguf_file import GGUFFile, Strings
+from ...engine.files.gguf_file import GGUFFile, Strings
 from .files import QWEN_WORDS, TokenizerFiles
 
 logger = logging.getLogger(__name__)

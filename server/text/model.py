@@ -10,14 +10,14 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from ...engine.config import EngineConfig
+from ...engine.describe.hub_gguf import hub_gguf, split_name
+from ...engine.describe.overrides import overridden, overrides
+from ...engine.describe.reading import reads_both_ways
 from ...engine.errors import ConfigError
-from ...engine.gguf_file import read_gguf
-from ...engine.hub_gguf import hub_gguf, split_name
-from ...engine.model_path import cache_folder, find_model, is_gguf
-from ...engine.overrides import overridden, overrides
-from ...engine.reading import reads_both_ways
-from ...engine.sampling_params import LAST, MEAN
+from ...engine.files.gguf_file import read_gguf
+from ...engine.link.sampling_params import LAST, MEAN
+from ...engine.options.config import EngineConfig
+from ...engine.options.model_path import cache_folder, find_model, is_gguf
 from ..errors import ApiError, shorten
 from ..options.config import ServerConfig
 from ..parsers.formats import Formats, choose

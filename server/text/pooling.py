@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.errors import ConfigError
-from ...engine.gguf_file import read_gguf
-from ...engine.model_path import is_gguf
-from ...engine.sampling_params import CLS, LAST, MEAN, POOLINGS
+from ...engine.files.gguf_file import read_gguf
+from ...engine.link.sampling_params import CLS, LAST, MEAN, POOLINGS
+from ...engine.options.model_path import is_gguf
 from .defaults import read_json
 
 MODULES = "modules.json"

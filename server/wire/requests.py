@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ...engine.sampling_params import MAX_SEED
+from ...engine.link.sampling_params import MAX_SEED
 from ..errors import bad_request, unsupported
 from ..grammar import structured, tools
 from ..grammar.constraint import Constraint

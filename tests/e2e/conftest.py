@@ -52,7 +52,7 @@ class ServerProcess:
         return found
 
     def engine_pids(self) -> list[int]:
-        return [pid for pid, command in self.children().items() if b"vserve.engine.process" in command]
+        return [pid for pid, command in self.children().items() if b"vserve.engine.start.process" in command]
 
     def guests(self) -> list[int]:
         """The pids of the API processes beside the first one."""
@@ -277,7 +277,7 @@ def live(model: Path, **options: object) -> Iterator[str]:
     """App and engine on a thread of this process, behind a real socket: quick to start, and breakable."""
     import uvicorn
 
-    from vserve.engine.config import EngineConfig
+    from vserve.engine.options.config import EngineConfig
     from vserve.server.app import create_app
     from vserve.server.client.engine_client import EngineClient
     from vserve.server.options.config import ServerConfig

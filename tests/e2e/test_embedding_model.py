@@ -16,8 +16,8 @@ import torch
 from torch.nn.functional import normalize
 
 from vserve import LLM, PoolingParams
-from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError
+from vserve.engine.options.config import EngineConfig
 from vserve.server.cli.machine import Torch
 from vserve.server.cli.main import main
 from vserve.server.cli.model_finding import model_finding

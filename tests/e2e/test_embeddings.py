@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from vserve import LLM, PoolingParams
+from vserve.engine.describe.reading import parse_model_config
 from vserve.engine.errors import ConfigError, ModelError
-from vserve.engine.reading import parse_model_config
 from vserve.server.text.pooling import PoolingDefaults, read_pooling
 
 TOLERANCE = 1e-4

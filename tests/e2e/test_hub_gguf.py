@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.describe.hub_gguf import choose, hub_gguf
+from vserve.engine.describe.model_source import resolve_model_path
 from vserve.engine.errors import ModelError
-from vserve.engine.hub_gguf import choose, hub_gguf
-from vserve.engine.model_path import find_model
-from vserve.engine.model_source import resolve_model_path
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.model_path import find_model
 from vserve.server.cli import model_finding
 from vserve.server.cli.machine import Torch
 from vserve.server.offline.llm import LLM

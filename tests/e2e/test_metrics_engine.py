@@ -56,7 +56,7 @@ def test_steps_have_the_tokens_of_prompts_and_answers(live_server: Any, tiny_mod
 
 @pytest.mark.slow
 def test_corrupted_requests_are_counted(live_server: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vserve.engine.executor import ThreadExecutor
+    from vserve.engine.step.executor import ThreadExecutor
 
     real, broken = ThreadExecutor.result, True
 

@@ -1,5 +1,5 @@
 """Rows 38 to 42 and 46: the engine dies, hangs, runs out of memory or fails at one request. Real processes, real
-signals; what no signal can cause is injected (engine/faults.py)."""
+signals; what no signal can cause is injected (engine/start/faults.py)."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ import msgspec
 import pytest
 
 from vserve import LLM, SamplingParams
-from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError
-from vserve.engine.messages import AddRequest, EngineStats, RequestOutput, StepOutputs
+from vserve.engine.link.messages import AddRequest, EngineStats, RequestOutput, StepOutputs
+from vserve.engine.link.sampling_params import SamplingParams as EngineSampling
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.ranks.cluster_messages import Asked
-from vserve.engine.sampling_params import SamplingParams as EngineSampling
 from vserve.server.client.launched import LaunchedEngine
 from vserve.server.offline import torchrun
 from vserve.server.offline.torchrun import launched

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import vserve.engine.engine as engine_module
-from vserve.engine.config import EngineConfig
-from vserve.engine.executor import ThreadExecutor
-from vserve.engine.messages import EngineStats
-from vserve.engine.plan import TokenLogprobs
-from vserve.engine.sampling_params import SamplingParams
+import vserve.engine.start.engine as engine_module
+from vserve.engine.link.messages import EngineStats
+from vserve.engine.link.plan import TokenLogprobs
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.step.executor import ThreadExecutor
 from vserve.server.client.engine_client import EngineClient
 
 RANKS = int(os.environ.get("VSERVE_TEST_RANKS", "1"))  # of each engine: with 2, these tests run over processes

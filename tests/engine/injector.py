@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from vserve.engine.layers.attention import Attention
-from vserve.engine.pending import Pending
-from vserve.engine.sampler import Sampler
 from vserve.engine.speculation.drafter import NgramDrafter
 from vserve.engine.speculation.model_drafter import ModelDrafter
+from vserve.engine.step.pending import Pending
+from vserve.engine.step.sampler import Sampler
 
 MESSAGE = "raised by the stress"
 # Place → (class, method, calls that a wave makes of it, about, where the place is in use).

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-import vserve.engine.engine as engine_module
-from vserve.engine.config import EngineConfig
-from vserve.engine.executor import ThreadExecutor
-from vserve.engine.grammar import Vocabulary
-from vserve.engine.guide import Guide
-from vserve.engine.loop import EngineLoop
-from vserve.engine.messages import AddGrammar, LoadAdapter, SetVocabulary
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.scheduler import Scheduler
+import vserve.engine.start.engine as engine_module
+from vserve.engine.grammar.grammar import Vocabulary
+from vserve.engine.grammar.guide import Guide
+from vserve.engine.link.messages import AddGrammar, LoadAdapter, SetVocabulary
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.schedule.scheduler import Scheduler
+from vserve.engine.start.loop import EngineLoop
+from vserve.engine.step.executor import ThreadExecutor
+from vserve.engine.step.runner import ModelRunner
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError, Mailbox
 from vserve.server.grammar.compile import compile

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine import runner, sampled
 from vserve.engine.adapters.adapter import Adapter
 from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.store import AdapterStore
 from vserve.engine.adapters.tables import AdapterTables
-from vserve.engine.config import EngineConfig
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.layers.embedding import LMHead
 from vserve.engine.layers.linear import Linear
-from vserve.engine.loader import load_model
-from vserve.engine.messages import LoadAdapter
-from vserve.engine.plan import NewRow, StepPlan
-from vserve.engine.reading import read_folder
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import LoadAdapter
+from vserve.engine.link.plan import NewRow, StepPlan
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.step import runner, sampled
+from vserve.engine.weights.loader import load_model
 from vserve.server.client.engine_client import EngineClient
 
 from ..quant.checkpoints import KINDS, write

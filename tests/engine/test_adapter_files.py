@@ -24,10 +24,10 @@ from vserve.engine.adapters.adapter import WEIGHTS_FILE, Adapter
 from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.peft_config import CONFIG_FILE, AdapterError
 from vserve.engine.adapters.store import AdapterStore
-from vserve.engine.config import EngineConfig
-from vserve.engine.messages import LoadAdapter
-from vserve.engine.plan import ADAPTER_UNUSABLE
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import LoadAdapter
+from vserve.engine.link.plan import ADAPTER_UNUSABLE
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
 from vserve.server.client.engine_client import EngineClient
 
 from .conftest import collect

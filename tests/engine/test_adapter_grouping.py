@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vserve.engine.adapters.tables import NO_SLOT, Grouping
-from vserve.kernels.lora import BEHIND_PRESENT, ROWS_PRESENT
+from vserve.kernels.lora.lora import BEHIND_PRESENT, ROWS_PRESENT
 
 SLOTS = 5
 

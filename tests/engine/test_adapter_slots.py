@@ -13,13 +13,13 @@ import pytest
 
 from vserve.engine.adapters.book import PATIENCE, AdapterBook
 from vserve.engine.adapters.loading import AdapterLoading
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.messages import LoadAdapter, RequestOutput
-from vserve.engine.plan import StepPlan, StepResult
-from vserve.engine.request import Request
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.scheduler import Scheduler
-from vserve.engine.sharing import Sharing
+from vserve.engine.link.messages import LoadAdapter, RequestOutput
+from vserve.engine.link.plan import StepPlan, StepResult
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.schedule.request import Request
+from vserve.engine.schedule.scheduler import Scheduler
+from vserve.engine.schedule.sharing import Sharing
 
 
 class Device:

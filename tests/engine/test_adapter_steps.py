@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine import process
 from vserve.engine.adapters.store import AdapterStore
-from vserve.engine.arrivals import Arrivals
-from vserve.engine.config import EngineConfig, SchedulerConfig
-from vserve.engine.kv_events import BlockStored
-from vserve.engine.messages import AddRequest, LoadAdapter
-from vserve.engine.plan import StepPlan
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.scheduler import Scheduler
+from vserve.engine.link.messages import AddRequest, LoadAdapter
+from vserve.engine.link.plan import StepPlan
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.schedule.kv_events import BlockStored
+from vserve.engine.schedule.scheduler import Scheduler
+from vserve.engine.start import process
+from vserve.engine.start.arrivals import Arrivals
+from vserve.engine.step.runner import ModelRunner
 from vserve.server.client.engine_client import EngineClient
 
 ADAPTER = 1

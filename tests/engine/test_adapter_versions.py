@@ -14,7 +14,7 @@ import torch
 from vserve.engine.adapters.adapter import Adapter
 from vserve.engine.adapters.book import AdapterBook
 from vserve.engine.adapters.loading import AdapterLoading
-from vserve.engine.messages import AdapterLoaded, LoadAdapter
+from vserve.engine.link.messages import AdapterLoaded, LoadAdapter
 from vserve.engine.ranks.adapters import OtherStores, RankStore
 from vserve.engine.ranks.messages import AdapterRead, ForgetAdapters, ReadAdapter
 

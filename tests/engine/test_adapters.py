@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError
-from vserve.engine.messages import AdapterLoaded, LoadAdapter
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import AdapterLoaded, LoadAdapter
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
 from vserve.server.client.engine_client import EngineClient, EngineDeadError
 
 NUM_TOKENS = 6

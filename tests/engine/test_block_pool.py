@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vserve.engine.block_pool import NULL_BLOCK, BlockPool
+from vserve.engine.schedule.block_pool import NULL_BLOCK, BlockPool
 
 
 def take(pool: BlockPool, count: int) -> list[int]:

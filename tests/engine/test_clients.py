@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from vserve.engine import clients as clients_module
-from vserve.engine.clients import FIRST, SHIFT, Clients
-from vserve.engine.connection import Connection
-from vserve.engine.messages import (
+from vserve.engine.link import clients as clients_module
+from vserve.engine.link.clients import FIRST, SHIFT, Clients
+from vserve.engine.link.connection import Connection
+from vserve.engine.link.messages import (
     AbortRequests,
     AddGrammar,
     AddRequest,
@@ -35,7 +35,7 @@ from vserve.engine.messages import (
     StepReports,
     WatchSteps,
 )
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
 
 INFO = EngineInfo(
     max_model_len=1, vocab_size=1, max_num_seqs=1, max_num_batched_tokens=1, block_size=1, num_blocks=1,

@@ -14,21 +14,24 @@ from pathlib import Path
 import pytest
 import torch
 
-import vserve.engine.engine as engine_module
-from vserve.engine import loader, model_source, precompile, prefetch, rank, warm_steps
-from vserve.engine.config import EngineConfig
-from vserve.engine.dummy_plan import dummy_plan
+import vserve.engine.start.engine as engine_module
+from vserve.engine.cache.kv_format import NUMBERS
+from vserve.engine.describe import model_source
+from vserve.engine.describe.reading import read_model_config
 from vserve.engine.errors import ModelError
-from vserve.engine.kv_format import NUMBERS
-from vserve.engine.precompile import Precompile
-from vserve.engine.prefetch import Prefetch
-from vserve.engine.process import run_engine
-from vserve.engine.reading import read_model_config
-from vserve.engine.resolved import Machine
-from vserve.engine.runner import ModelRunner
+from vserve.engine.files import prefetch
+from vserve.engine.files.prefetch import Prefetch
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.speculation import read_speculation
+from vserve.engine.planning.resolved import Machine
 from vserve.engine.speculation.loading import Draft
-from vserve.engine.speculation.settings import read_speculation
-from vserve.kernels.attention_prefill import prefill_tile
+from vserve.engine.start import precompile, rank, warm_steps
+from vserve.engine.start.precompile import Precompile
+from vserve.engine.start.process import run_engine
+from vserve.engine.step.dummy_plan import dummy_plan
+from vserve.engine.step.runner import ModelRunner
+from vserve.engine.weights import loader
+from vserve.kernels.attention.attention_prefill import prefill_tile
 
 
 def wait_until(condition, seconds=60.0):

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import uvloop
 
-from vserve.engine.connection import LENGTH, Connection
-from vserve.engine.messages import (
+from vserve.engine.link.connection import LENGTH, Connection
+from vserve.engine.link.messages import (
     AbortRequests,
     AddRequest,
     EngineStart,
@@ -28,7 +28,7 @@ from vserve.engine.messages import (
     ToEngine,
     pack_tokens,
 )
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
 
 
 def test_messages_arrive_whole_and_in_order_whatever_the_frames():
@@ -91,7 +91,7 @@ def test_a_frame_may_arrive_in_any_pieces(cut):
 
 LAST_WORDS = """
 import sys
-from vserve.engine import process
+from vserve.engine.start import process
 
 async def fail(*arguments):
     raise RuntimeError("x" * 3_000_000)
@@ -164,7 +164,7 @@ def test_who_is_writing_reads_the_last_words_all_the_same() -> None:
 
 STUCK = """
 import asyncio, sys, time
-from vserve.engine import process
+from vserve.engine.start import process
 from vserve.engine.ranks.peers import RankLost
 
 async def fail(*arguments):

@@ -10,12 +10,12 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-import vserve.engine.arrivals as arrivals_module
-import vserve.engine.loop as loop_module
-from vserve.engine.mask import make_mask
-from vserve.engine.messages import AbortRequests, AddGrammar, SetVocabulary
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
+import vserve.engine.start.arrivals as arrivals_module
+import vserve.engine.start.loop as loop_module
+from vserve.engine.link.messages import AbortRequests, AddGrammar, SetVocabulary
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.step.mask import make_mask
+from vserve.engine.step.runner import ModelRunner
 from vserve.server.client.engine_client import EngineClient
 
 END = 2

@@ -10,21 +10,21 @@ import torch
 
 import vserve.engine.layers.attention as attention_module
 import vserve.engine.speculation.model_drafter as drafter_module
-from vserve.engine.batch import Batch, Shape
-from vserve.engine.kv_layout import KVLayout
-from vserve.engine.kv_storage import allocate
+from vserve.engine.cache.batch import Batch, Shape
+from vserve.engine.cache.kv_layout import KVLayout
+from vserve.engine.cache.kv_storage import allocate
+from vserve.engine.cache.rows import RowTables
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.layers.attention import AttentionBatch
-from vserve.engine.layers.weights import Placement
-from vserve.engine.matching import choose_formats
 from vserve.engine.models.blocks import CausalLM
-from vserve.engine.reading import read_folder
-from vserve.engine.rows import RowTables
+from vserve.engine.options.speculation import Speculation
+from vserve.engine.quant.weights import Placement
 from vserve.engine.speculation.draft_model import DraftModel
 from vserve.engine.speculation.heads import EagleHead
 from vserve.engine.speculation.loading import find_draft
 from vserve.engine.speculation.model_drafter import ModelDrafter
-from vserve.engine.speculation.settings import Speculation
-from vserve.kernels.attention_inputs import PagedCache
+from vserve.engine.weights.matching import choose_formats
+from vserve.kernels.attention.attention_inputs import PagedCache
 
 META = torch.device("meta")
 

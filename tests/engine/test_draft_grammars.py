@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import vserve.engine.arrivals as arrivals_module
-import vserve.engine.guide as guide_module
-import vserve.engine.runner as runner_module
-from vserve.engine.grammar import BACKENDS, GrammarError, GrammarMatcher, Vocabulary, pack, prepare
-from vserve.engine.guide import Guide
-from vserve.engine.sampling_params import SamplingParams, Thinking
-from vserve.engine.thinking import ThinkingMatcher
+import vserve.engine.grammar.guide as guide_module
+import vserve.engine.start.arrivals as arrivals_module
+import vserve.engine.step.runner as runner_module
+from vserve.engine.grammar.grammar import BACKENDS, GrammarError, GrammarMatcher, Vocabulary, pack, prepare
+from vserve.engine.grammar.guide import Guide
+from vserve.engine.grammar.thinking import ThinkingMatcher
+from vserve.engine.link.sampling_params import SamplingParams, Thinking
 from vserve.server.grammar.compile import compile
 from vserve.server.grammar.constraint import Constraint
 from vserve.server.grammar.tools import tool_use
@@ -190,7 +190,7 @@ def test_masks_that_are_late_or_short(
 
     monkeypatch.setattr(Guide, "fill", slowly)
     monkeypatch.setattr(Guide, "_look_ahead", short)
-    monkeypatch.setattr("vserve.engine.loop.Patience.left", lambda self: 0.002)
+    monkeypatch.setattr("vserve.engine.start.loop.Patience.left", lambda self: 0.002)
     if depth > 1:
         overlap(depth)
     (answers,), stats = engine.run(

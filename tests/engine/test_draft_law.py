@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import vserve.engine.runner as runner_module
-from vserve.engine.rows import RowTables
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.speculation.settings import Speculation
+import vserve.engine.step.runner as runner_module
+from vserve.engine.cache.rows import RowTables
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.speculation import Speculation
 
 ALLOWED = (5, 40, 90, 150, 200, 280)
 PROMPT = [17, 60, 33, 120]
@@ -69,12 +69,12 @@ def test_pairs_of_drafted_tokens_follow_the_models_law(
     }
     assert sum(expected.values()) == pytest.approx(1)
     monkeypatch.setattr(runner_module, "NgramDrafter", Biased)
-    monkeypatch.setattr("vserve.engine.planner.BESIDE_DRAFTS", 1 << 30)  # everybody drafts, however many wait
-    monkeypatch.setattr("vserve.engine.speculation.depth.PROBES", 1)  # and however few hold
+    monkeypatch.setattr("vserve.engine.schedule.planner.BESIDE_DRAFTS", 1 << 30)  # everybody drafts, however many wait
+    monkeypatch.setattr("vserve.engine.schedule.draft_depth.PROBES", 1)  # and however few hold
     table = {"num_speculative_tokens_per_batch_size": [[1, 64, 2]]}
     asked: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2, **table}
     if spoilt:
-        monkeypatch.setattr("vserve.engine.resolved.choose_speculation", _spoil(asked))
+        monkeypatch.setattr("vserve.engine.planning.resolved.choose_speculation", _spoil(asked))
     ways = [
         SamplingParams(max_tokens=3, seed=i, ignore_eos=True, allowed_token_ids=ALLOWED) for i in range(NUM_ANSWERS)
     ]
@@ -94,7 +94,7 @@ def test_pairs_of_drafted_tokens_follow_the_models_law(
 
 
 def _spoil(asked: dict[str, Any]) -> Any:
-    from vserve.engine.speculation.settings import read_speculation
+    from vserve.engine.options.speculation import read_speculation
 
     imposed = asked | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.2, 0.1]}
     speculation = read_speculation(json.dumps(imposed))

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine.batch import Shape
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.cache.batch import Shape
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.speculation.model_drafter import ModelDrafter
+from vserve.engine.step.runner import ModelRunner
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,15 @@ import json
 import pytest
 import torch
 
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.graphs import StepGraphs
-from vserve.engine.plan import NewRow, StepPlan, StepResult
-from vserve.engine.request import Request, Status
-from vserve.engine.rows import RowTables, Upload
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.scheduler import Scheduler
-from vserve.engine.speculation.depth import Depth
-from vserve.engine.speculation.settings import Speculation, read_speculation
+from vserve.engine.cache.rows import RowTables, Upload
+from vserve.engine.link.plan import NewRow, StepPlan, StepResult
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.speculation import Speculation, read_speculation
+from vserve.engine.schedule.draft_depth import Depth
+from vserve.engine.schedule.request import Request, Status
+from vserve.engine.schedule.scheduler import Scheduler
+from vserve.engine.step.graphs import StepGraphs
 
 
 def scheduler_of(num_blocks: int, drafts: int = 3) -> Scheduler:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
-from vserve.engine.loader import load_model
-from vserve.engine.rank import told_method
-from vserve.engine.reading import read_folder
-from vserve.engine.resolved import Machine, resolve
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.speculation import read_speculation
+from vserve.engine.planning.resolved import Machine, resolve
 from vserve.engine.speculation.loading import find_draft, load_drafter
-from vserve.engine.speculation.settings import read_speculation
+from vserve.engine.start.rank import told_method
+from vserve.engine.weights.loader import load_model
 
 CPU = Machine(torch.device("cpu"), "cpu", 0, 1)
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine import weight_size
-from vserve.engine.config import EngineConfig
-from vserve.engine.engine import Engine
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
-from vserve.engine.loader import load_model
-from vserve.engine.memory import weight_bytes
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.speculation import read_speculation
 from vserve.engine.parallel.group import SingleGroup
-from vserve.engine.reading import read_folder
-from vserve.engine.speculation.draft_size import draft_bytes
+from vserve.engine.planning import weight_size
+from vserve.engine.planning.draft_size import draft_bytes
+from vserve.engine.planning.memory import weight_bytes
 from vserve.engine.speculation.loading import find_draft, load_drafter
-from vserve.engine.speculation.settings import read_speculation
+from vserve.engine.start.engine import Engine
+from vserve.engine.weights.loader import load_model
 
 NAMES = ("eagle3", "eagle", "mtp", "model", "codes")
 

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.encoders.limits import plan_encoder
-from vserve.engine.encoders.packed import Packed
-from vserve.engine.encoders.runner import EncoderRunner
+from vserve.engine.describe.reading import check_model
 from vserve.engine.errors import ConfigError, ModelError
-from vserve.engine.head_spec import HeadSpec
-from vserve.engine.purpose import Purpose
-from vserve.engine.reading import check_model
-from vserve.engine.sampling_params import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
+from vserve.engine.families.head_spec import HeadSpec
+from vserve.engine.link.sampling_params import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
+from vserve.engine.models.packed import Packed
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.purpose import Purpose
+from vserve.engine.planning.encoder_limits import plan_encoder
+from vserve.engine.step.encoder_runner import EncoderRunner
 from vserve.server.client.engine_client import EngineDeadError
 
 TOLERANCE = 1e-5  # of numbers of size 1

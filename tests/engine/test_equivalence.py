@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from vserve.engine.messages import unpack_tokens
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import unpack_tokens
+from vserve.engine.link.sampling_params import SamplingParams
 
 from .conftest import RANKS
 
@@ -210,7 +210,7 @@ def test_nan_fails_only_its_own_request(engine, monkeypatch):
 
 @pytest.mark.skipif(RANKS > 1, reason="with several ranks it ends the engine")
 def test_a_step_that_raises_ends_its_requests_and_no_others(engine, monkeypatch):
-    from vserve.engine.runner import ModelRunner
+    from vserve.engine.step.runner import ModelRunner
 
     real = ModelRunner.execute
     steps = []

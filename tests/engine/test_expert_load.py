@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine import runner
 from vserve.engine.layers.expert_load import WINDOW, ExpertCounter, ExpertLoad
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.step import runner
 
 
 @pytest.mark.parametrize("depth", [1, 2])

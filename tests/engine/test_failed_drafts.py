@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.plan import StepPlan
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.plan import StepPlan
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.speculation.model_drafter import ModelDrafter
 from vserve.engine.speculation.scratch import Scratch
+from vserve.engine.step.runner import ModelRunner
 
 SERVED = {"max_num_seqs": 128, "max_model_len": 112}
 

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.fair_queue import LIKELY_ANSWER, Entry, FairQueue
-from vserve.engine.messages import RequestOutput
-from vserve.engine.plan import StepResult
-from vserve.engine.request import Request
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.scheduler import Scheduler
+from vserve.engine.link.messages import RequestOutput
+from vserve.engine.link.plan import StepResult
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.schedule.fair_queue import LIKELY_ANSWER, Entry, FairQueue
+from vserve.engine.schedule.request import Request
+from vserve.engine.schedule.scheduler import Scheduler
 
 
 class Plain:

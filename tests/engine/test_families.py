@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vserve.engine.kv_layout import KVLayout
-from vserve.engine.reading import read_folder
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.cache.kv_layout import KVLayout
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.link.sampling_params import SamplingParams
 
 LENGTH = 14
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right

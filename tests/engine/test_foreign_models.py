@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.server.client.mailbox import EngineDeadError
 
 from .conftest import Engine

@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from vserve.engine import grammar
-from vserve.engine.grammar import GrammarError, Grammars, Matcher, pack, prepare
-from vserve.engine.grammar_libraries import load as load_libraries
-from vserve.engine.grammar_libraries import xgrammar
-from vserve.engine.messages import AddGrammar, ToEngine
+from vserve.engine.grammar import grammar
+from vserve.engine.grammar.grammar import GrammarError, Grammars, Matcher, pack, prepare
+from vserve.engine.grammar.grammar_libraries import load as load_libraries
+from vserve.engine.grammar.grammar_libraries import xgrammar
+from vserve.engine.link.messages import AddGrammar, ToEngine
 
 # Ids 7 and 8 stop, 9 is special, 10 and 11 are rows that no token uses.
 TOKENS = [b"a", b"b", b"ab", b"ba", b"aa", b"c", b"abc", b"", b"", b"", b"", b""]

@@ -9,15 +9,15 @@ import time
 import numpy as np
 import pytest
 
-import vserve.engine.arrivals as arrivals_module
-from vserve.engine import guide as guide_module
-from vserve.engine import mask_threads
-from vserve.engine.config import EngineConfig
-from vserve.engine.grammar import Grammars, pack, prepare
-from vserve.engine.guide import ALLOWANCE, ALLOWANCE_PER_TOKEN, QUICK, Guide
-from vserve.engine.mask_threads import MaskThreads, Patience
-from vserve.engine.messages import AddGrammar
-from vserve.engine.sampling_params import SamplingParams
+import vserve.engine.start.arrivals as arrivals_module
+from vserve.engine.grammar import guide as guide_module
+from vserve.engine.grammar.grammar import Grammars, pack, prepare
+from vserve.engine.grammar.guide import ALLOWANCE, ALLOWANCE_PER_TOKEN, QUICK, Guide
+from vserve.engine.link.messages import AddGrammar
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.step import mask_threads
+from vserve.engine.step.mask_threads import MaskThreads, Patience
 from vserve.server.client.engine_client import EngineClient
 
 from .conftest import collect

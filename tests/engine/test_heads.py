@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError, ModelError
-from vserve.engine.head_spec import read_head, read_labels
-from vserve.engine.purpose import Purpose
-from vserve.engine.sampling_params import ALL, LAST, MEAN, Pooling, SamplingParams
+from vserve.engine.families.head_spec import read_head, read_labels
+from vserve.engine.link.sampling_params import ALL, LAST, MEAN, Pooling, SamplingParams
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.purpose import Purpose
 from vserve.server.client.engine_client import EngineClient, EngineDeadError
 
 TOLERANCE = 1e-5  # of logits of size 1

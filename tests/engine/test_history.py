@@ -10,18 +10,18 @@ from typing import ClassVar, cast
 import pytest
 import torch
 
-from vserve.engine.batch import BatchBuilder, Shape
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.kv_layout import KVLayout
-from vserve.engine.layer_spec import KVSpec
-from vserve.engine.mask import TokenMask
-from vserve.engine.messages import unpack_tokens
+from vserve.engine.cache.batch import BatchBuilder, Shape
+from vserve.engine.cache.kv_layout import KVLayout
+from vserve.engine.cache.rows import RowTables
+from vserve.engine.families.layer_spec import KVSpec
+from vserve.engine.link.messages import unpack_tokens
+from vserve.engine.link.plan import StepPlan, StepResult
+from vserve.engine.options.config import SchedulerConfig
 from vserve.engine.parallel.group import ALONE
 from vserve.engine.parallel.pipeline import Ring, Stage
-from vserve.engine.plan import StepPlan, StepResult
-from vserve.engine.relay import Relay
-from vserve.engine.rows import RowTables
-from vserve.engine.sampled import Launched, SampledTokens
+from vserve.engine.step.mask import TokenMask
+from vserve.engine.step.relay import Relay
+from vserve.engine.step.sampled import Launched, SampledTokens
 
 from .test_scheduler_properties import VOCAB, Device, Simulation
 

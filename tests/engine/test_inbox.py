@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-import vserve.engine.kv_cache as kv_cache_module
-import vserve.engine.loop as loop_module
-from vserve.engine.config import EngineConfig, SchedulerConfig
-from vserve.engine.connection import LENGTH, MAX_FRAME, Connection
-from vserve.engine.loop import EngineLoop
-from vserve.engine.messages import AbortRequests, AddRequest, FromEngine, Shutdown, ToEngine, pack_tokens
-from vserve.engine.plan import StepPlan, StepResult
-from vserve.engine.sampling_params import SamplingParams
+import vserve.engine.schedule.kv_cache as kv_cache_module
+import vserve.engine.start.loop as loop_module
+from vserve.engine.link.connection import LENGTH, MAX_FRAME, Connection
+from vserve.engine.link.messages import AbortRequests, AddRequest, FromEngine, Shutdown, ToEngine, pack_tokens
+from vserve.engine.link.plan import StepPlan, StepResult
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.start.loop import EngineLoop
 from vserve.server.client.engine_client import EngineClient
 
 GREEDY = SamplingParams(max_tokens=900, temperature=0.0)

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from vserve.engine.block_pool import BlockPool
 from vserve.engine.errors import InvariantError
-from vserve.engine.kv_cache import KVCacheManager
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.schedule.block_pool import BlockPool
+from vserve.engine.schedule.kv_cache import KVCacheManager
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
@@ -39,7 +39,7 @@ def test_an_engine_whose_books_are_off_goes_on_and_says_so(engine, monkeypatch, 
 def test_checks_hold_without_assertions():
     """`python -O` drops every `assert`."""
     script = (
-        "from vserve.engine.block_pool import BlockPool\n"
+        "from vserve.engine.schedule.block_pool import BlockPool\n"
         "pool = BlockPool(4)\n"
         "pool.num_free = 2\n"
         "try:\n    pool.check_invariants()\n"

@@ -8,10 +8,10 @@ import struct
 
 import pytest
 
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.kv_cache import KVCacheManager
-from vserve.engine.request import Request
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.schedule.kv_cache import KVCacheManager
+from vserve.engine.schedule.request import Request
 
 
 def make(num_blocks: int = 11, block_size: int = 4, **options) -> KVCacheManager:
@@ -94,7 +94,7 @@ def test_row_35_a_forged_prompt_reuses_no_blocks() -> None:
 
 def test_no_hashing_without_prefix_caching(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = make(enable_prefix_caching=False)
-    monkeypatch.setattr("vserve.engine.kv_cache.sha256", None)
+    monkeypatch.setattr("vserve.engine.schedule.kv_cache.sha256", None)
     first, second = request(1, range(12)), request(2, range(12))
     assert admit(kv, first) == 12 and admit(kv, second) == 12
     assert first.block_hashes == [] and kv.prefix_queries == 0 and not kv.pool.by_key
@@ -425,7 +425,7 @@ def test_extra_keys_tell_blocks_apart_from_theirs_on(monkeypatch: pytest.MonkeyP
     kv = make()
 
     def hashes(*extras: bytes) -> list[bytes]:
-        monkeypatch.setattr("vserve.engine.kv_cache.extra_keys", lambda request: {1: extras} if extras else {})
+        monkeypatch.setattr("vserve.engine.schedule.kv_cache.extra_keys", lambda request: {1: extras} if extras else {})
         req = request(1, range(12))
         kv.extend_hashes(req)
         return req.block_hashes

@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from vserve.engine import kv_replays
-from vserve.engine.config import EngineConfig, SchedulerConfig
 from vserve.engine.errors import ConfigError
-from vserve.engine.kv_cache import KVCacheManager
-from vserve.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvents, Publisher, name_of
-from vserve.engine.kv_events_settings import DEFAULTS, of_rank, settings
-from vserve.engine.kv_replays import END
-from vserve.engine.request import Request
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.options.kv_events_settings import DEFAULTS, of_rank, settings
+from vserve.engine.schedule import kv_replays
+from vserve.engine.schedule.kv_cache import KVCacheManager
+from vserve.engine.schedule.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvents, Publisher, name_of
+from vserve.engine.schedule.kv_replays import END
+from vserve.engine.schedule.request import Request
 
 ON = {"enable_kv_cache_events": True}
 

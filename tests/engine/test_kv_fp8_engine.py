@@ -16,12 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.engine import Engine
+from vserve.engine.cache.kv_format import KVSettings
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
-from vserve.engine.kv_format import KVSettings
-from vserve.engine.reading import read_folder
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.start.engine import Engine
 
 NUM_OUTPUTS = 12
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

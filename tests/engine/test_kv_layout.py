@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from vserve.engine.kv_layout import KVLayout
-from vserve.engine.kv_storage import allocate
-from vserve.engine.layer_spec import KVSpec
+from vserve.engine.cache.kv_layout import KVLayout
+from vserve.engine.cache.kv_storage import allocate
+from vserve.engine.families.layer_spec import KVSpec
 
 DENSE = KVSpec(8, 128, 128)
 LATENT = KVSpec(1, 576, 512, shared=True)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vserve.engine.loader import load_model
-from vserve.engine.reading import read_folder
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.step.runner import ModelRunner
+from vserve.engine.weights.loader import load_model
 
 LENGTH = 12
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from vserve.engine import latent_prompts
-from vserve.engine.config import EngineConfig
-from vserve.engine.latent_prompts import DUMMY_TOKENS, FULL_REQUESTS, LatentPrompts
-from vserve.engine.loader import load_model
+from vserve.engine.cache import latent_prompts
+from vserve.engine.cache.latent_prompts import DUMMY_TOKENS, FULL_REQUESTS, LatentPrompts
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.link.plan import BlockWrite, NewRow, StepPlan
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.models import latent_attention
-from vserve.engine.plan import BlockWrite, NewRow, StepPlan
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.planning.card import CARDS
 from vserve.engine.planning.setup import set_up
-from vserve.engine.reading import read_folder
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
-from vserve.kernels.latent_prompts import LatentSizes
+from vserve.engine.step.runner import ModelRunner
+from vserve.engine.weights.loader import load_model
+from vserve.kernels.attention.latent_prompts import LatentSizes
 
 CPU, GREEDY = torch.device("cpu"), SamplingParams(max_tokens=9, temperature=0.0)
 ROWS = ((0, 61), (1, 9), (2, 40))  # row and prompt

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
 
 LENGTH = 24
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine import logs
+from vserve.engine.link import logs
 
 HOSTILE = "a\r\nERROR forged\x1b[31m\x07\x00\x7f\x85\x9b2J\u2028\u202egnp"
 CONTROLS = {*map(chr, range(32)), *map(chr, range(127, 160)), "\u2028", "\u2029", "\u202e"}
@@ -104,7 +104,7 @@ def test_full_disk_is_counted() -> None:
 def test_standard_streams_may_be_missing(redirection: str, tmp_path: Path) -> None:
     """No socket or file takes a closed stream's place, and neither logging nor the end of the process fails."""
     program = (
-        "import logging, os, sys\nfrom vserve.engine import logs\nlogs.open_standard_streams()\n"
+        "import logging, os, sys\nfrom vserve.engine.link import logs\nlogs.open_standard_streams()\n"
         f"mine = os.open({str(tmp_path / 'mine')!r}, os.O_CREAT | os.O_WRONLY)\nassert mine > 2, mine\n"
         "logs.configure('info', 'json', 'api')\nlogging.error('hello')\nlogs.say('hello')\nlogs.flush()\n"
     )
@@ -114,7 +114,7 @@ def test_standard_streams_may_be_missing(redirection: str, tmp_path: Path) -> No
 
 def test_lines_of_two_processes_do_not_mix(tmp_path: Path) -> None:
     program = (
-        "import logging, sys\nfrom vserve.engine import logs\nlogs.configure('info', 'json', sys.argv[1])\n"
+        "import logging, sys\nfrom vserve.engine.link import logs\nlogs.configure('info', 'json', sys.argv[1])\n"
         "for i in range(2000): logging.info('%s %d %s', sys.argv[1], i, sys.argv[1] * 200)\nlogs.flush(30)\n"
     )
     with open(tmp_path / "log", "ab") as file:

@@ -8,19 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import vserve.engine.cpu_memory as cpu_memory
-import vserve.engine.memory as memory_module
-import vserve.engine.runner as runner_module
-from vserve.engine.config import EngineConfig
-from vserve.engine.device_cache import DeviceCache
-from vserve.engine.engine import Engine
+import vserve.engine.planning.cpu_memory as cpu_memory
+import vserve.engine.planning.memory as memory_module
+import vserve.engine.step.runner as runner_module
+from vserve.engine.cache.kv_layout import KVLayout
+from vserve.engine.cache.rows import RowTables
+from vserve.engine.describe.reading import parse_model_config
 from vserve.engine.errors import ConfigError
-from vserve.engine.kv_layout import KVLayout
-from vserve.engine.layer_spec import KVSpec
-from vserve.engine.layers.weights import Placement
-from vserve.engine.memory import MemoryPlan, plan_memory
-from vserve.engine.reading import parse_model_config
-from vserve.engine.rows import RowTables
+from vserve.engine.families.layer_spec import KVSpec
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.planning.memory import MemoryPlan, plan_memory
+from vserve.engine.quant.weights import Placement
+from vserve.engine.start.engine import Engine
+from vserve.engine.step.device_cache import DeviceCache
 
 GIB = 1 << 30
 BLOCK = 16 * 128 * 1024  # bytes: 16 tokens of an 8B model
@@ -197,7 +197,7 @@ WINDOWS = {
 
 def test_windows_make_room_for_longer_contexts(tiny_model, caplog) -> None:
     """Of the same bytes; and what is told is what was counted."""
-    caplog.set_level("INFO", "vserve.engine.rank")
+    caplog.set_level("INFO", "vserve.engine.start.rank")
     options = {"kv_cache_memory_bytes": 400_000, "max_num_batched_tokens": 32}
     token = 2 * 2 * 16 * 4  # bytes of a layer
     every = on_cpu(tiny_model("qwen3", num_hidden_layers=6), **options)

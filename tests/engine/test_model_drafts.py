@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import vserve.engine.arrivals as arrivals_module
+import vserve.engine.start.arrivals as arrivals_module
+from vserve.engine.link.plan import StepPlan
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.parallel.group import SingleGroup
-from vserve.engine.plan import StepPlan
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
 from vserve.engine.speculation.model_drafter import ModelDrafter
-from vserve.kernels.sampling import sample_torch
+from vserve.engine.step.runner import ModelRunner
+from vserve.kernels.sampling.sampling import sample_torch
 
 LENGTH = 20
 

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.connection import LENGTH
 from vserve.engine.errors import ConfigError
+from vserve.engine.link.connection import LENGTH
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.ranks import handshake, network, nodes
 from vserve.engine.ranks.cluster_messages import Beat
 from vserve.engine.ranks.handshake import Hello, Stranger, check_secret, dial, difference, facts

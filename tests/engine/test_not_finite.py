@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vserve.engine.link.plan import NOT_FINITE
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.models.blocks import CausalLM
-from vserve.engine.plan import NOT_FINITE
-from vserve.engine.sampling_params import SamplingParams
 
 TOKEN = 7
 WAYS: dict[str, dict[str, Any]] = {

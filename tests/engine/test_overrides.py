@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.describe.model_config import ModelConfig
+from vserve.engine.describe.reading import check_described, read_model_config
 from vserve.engine.errors import ConfigError, ModelError
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.reading import check_described, read_model_config
-from vserve.engine.resolved import choose_max_model_len
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.planning.resolved import choose_max_model_len
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LLAMA3 = {

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.loop import EngineLoop
-from vserve.engine.messages import AddRequest, Shutdown, pack_tokens
-from vserve.engine.pacing import HOST_FACTOR, RELATIVE_SAFETY, SAFETY, Pacer
-from vserve.engine.plan import StepPlan, StepResult
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import AddRequest, Shutdown, pack_tokens
+from vserve.engine.link.plan import StepPlan, StepResult
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.schedule.pacing import HOST_FACTOR, RELATIVE_SAFETY, SAFETY, Pacer
+from vserve.engine.start.loop import EngineLoop
 
 
 def plan(decodes: int, prompt: int = 0) -> StepPlan:

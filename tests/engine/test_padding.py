@@ -8,9 +8,14 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from vserve.engine import sampler
-from vserve.engine.batch import BatchBuilder, Shape
-from vserve.engine.graphs import (
+from vserve.engine.cache.batch import BatchBuilder, Shape
+from vserve.engine.layers import attention
+from vserve.engine.link.plan import StepPlan
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.planning.memory import WORST_SAMPLING
+from vserve.engine.schedule.planner import FEW_DECODES
+from vserve.engine.step import sampler
+from vserve.engine.step.graphs import (
     LARGE_PREFILL_ROWS,
     MANY_PREFILL_ROWS,
     MIXED_PREFILL_ROWS,
@@ -19,12 +24,7 @@ from vserve.engine.graphs import (
     mixed_sizes,
     padded_logits,
 )
-from vserve.engine.layers import attention
-from vserve.engine.memory import WORST_SAMPLING
-from vserve.engine.plan import StepPlan
-from vserve.engine.planner import FEW_DECODES
-from vserve.engine.sampling_params import SamplingParams
-from vserve.kernels.attention import decode_attention, prefill_attention
+from vserve.kernels.attention.attention import decode_attention, prefill_attention
 
 
 def plan(decodes: int, *queries: int) -> StepPlan:

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from vserve.engine import planner
-from vserve.engine.config import EngineConfig
+from vserve.engine.describe.reading import parse_model_config
 from vserve.engine.errors import ConfigError
-from vserve.engine.plan import StepPlan
+from vserve.engine.link.plan import StepPlan
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.planning.card import CARDS
 from vserve.engine.planning.divisions import MOST_ENGINES, divisions, fewest, fitting
 from vserve.engine.planning.fit import fit
 from vserve.engine.planning.load import Result, Wanted, knee, replay, steady
 from vserve.engine.planning.setup import Setup, set_up
 from vserve.engine.planning.simulation import Answer, Ask, Simulation
-from vserve.engine.reading import parse_model_config
+from vserve.engine.schedule import planner
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.plan import NOT_FINITE, NewRow, StepPlan, StepResult
-from vserve.engine.pooling import Pooler
-from vserve.engine.request import Request
-from vserve.engine.rows import RowTables
-from vserve.engine.sampling_params import CLS, LAST, MEAN, POOLINGS, Pooling, SamplingParams
-from vserve.engine.scheduler import Scheduler
+from vserve.engine.cache.rows import RowTables
+from vserve.engine.link.plan import NOT_FINITE, NewRow, StepPlan, StepResult
+from vserve.engine.link.sampling_params import CLS, LAST, MEAN, POOLINGS, Pooling, SamplingParams
+from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.schedule.request import Request
+from vserve.engine.schedule.scheduler import Scheduler
+from vserve.engine.step.pooling import Pooler
 
 TOLERANCE = 1e-4
 SHARED = list(range(10, 60))

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from vserve.engine.private_folder import OWNER, PrivateFolder
+from vserve.engine.link.private_folder import OWNER, PrivateFolder
 
-HOLD = "import sys; from vserve.engine.private_folder import PrivateFolder as F; print(F('ranks').path, flush=True)"
+HOLD = (
+    "import sys; from vserve.engine.link.private_folder import PrivateFolder as F; print(F('ranks').path, flush=True)"
+)
 
 
 @pytest.fixture(autouse=True)

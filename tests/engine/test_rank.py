@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine import rank, warm_steps
-from vserve.engine.config import EngineConfig
-from vserve.engine.engine import Engine
-from vserve.engine.kv_layout import KVLayout
-from vserve.engine.layer_spec import KVSpec
-from vserve.engine.layers.weights import Placement
-from vserve.engine.memory import MemoryPlan
-from vserve.engine.model_config import ModelConfig
+from vserve.engine.cache.kv_layout import KVLayout
+from vserve.engine.describe.model_config import ModelConfig
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.families.layer_spec import KVSpec
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.parallel.group import ALONE
+from vserve.engine.planning.memory import MemoryPlan
 from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.packed import PackedMatrix
 from vserve.engine.quant.packed_experts import PackedExperts
+from vserve.engine.quant.weights import Placement
 from vserve.engine.ranks import agreement
-from vserve.engine.reading import read_folder
-from vserve.engine.runner import ModelRunner
-from vserve.kernels import linear_hopper
-from vserve.kernels.quant_many import many_tile, rows_of_tiles
+from vserve.engine.start import rank, warm_steps
+from vserve.engine.start.engine import Engine
+from vserve.engine.step.runner import ModelRunner
+from vserve.kernels.linear import linear_hopper
+from vserve.kernels.linear.quant_many import many_tile, rows_of_tiles
 
 
 @pytest.mark.parametrize(

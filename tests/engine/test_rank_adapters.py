@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.messages import AdapterLoaded, LoadAdapter
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import AdapterLoaded, LoadAdapter
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
 from vserve.server.client.engine_client import EngineClient
 
 from .conftest import collect

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.messages import Failure
-from vserve.engine.rank import finding
+from vserve.engine.link.messages import Failure
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.ranks import peers as peers_module
 from vserve.engine.ranks.channel import Channel
 from vserve.engine.ranks.cluster_messages import Ended, ToNode
@@ -26,7 +26,7 @@ from vserve.engine.ranks.messages import Seat
 from vserve.engine.ranks.nodes import Node, RemoteRank
 from vserve.engine.ranks.peers import Peers
 from vserve.engine.ranks.place import Child, Place, end_of, may_follow
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.start.rank import finding
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 

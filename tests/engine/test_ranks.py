@@ -22,24 +22,25 @@ import msgspec
 import numpy as np
 import pytest
 
-from vserve.engine import compilations
-from vserve.engine.config import EngineConfig
-from vserve.engine.connection import Connection
+from vserve.engine.describe.divide import check_divides, sizes
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError, ModelError
-from vserve.engine.grammar import pack, prepare
+from vserve.engine.grammar.grammar import pack, prepare
 from vserve.engine.layers.embedding import LMHead
-from vserve.engine.messages import AddGrammar
-from vserve.engine.parallel.divide import check_divides, sizes
-from vserve.engine.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.private_folder import OWNER
-from vserve.engine.ranks import effort, hang, process
+from vserve.engine.link.connection import Connection
+from vserve.engine.link.messages import AddGrammar
+from vserve.engine.link.plan import BlockWrite, NewRow, StepPlan
+from vserve.engine.link.private_folder import OWNER
+from vserve.engine.link.sampling_params import Pooling, SamplingParams
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.ranks import effort, hang
 from vserve.engine.ranks.channel import Channel
 from vserve.engine.ranks.executor import RanksExecutor
 from vserve.engine.ranks.messages import Execute, Follow, Join, Leave, Seat, ToRank
 from vserve.engine.ranks.peers import Peers, RankLost, share_of_threads
 from vserve.engine.ranks.place import Child
-from vserve.engine.reading import read_folder
-from vserve.engine.sampling_params import Pooling, SamplingParams
+from vserve.engine.start import rank_process as process
+from vserve.engine.step import compilations
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 from vserve.server.client.process import EngineProcess
@@ -639,7 +640,7 @@ def test_work_ends_with_the_rank_that_it_needs() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("place", ["vserve.engine.process.Prefetch", "vserve.engine.process.faults"])
+@pytest.mark.parametrize("place", ["vserve.engine.start.process.Prefetch", "vserve.engine.start.process.faults"])
 def test_whatever_raises_no_rank_is_left(tiny_model: Any, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """While the ranks start, and when they are ready."""
 
@@ -698,7 +699,7 @@ def test_a_rank_of_another_host_has_that_hosts_threads(
         found.append(config.cpu_threads)
         raise RuntimeError("seen")
 
-    monkeypatch.setattr("vserve.engine.rank.Rank", make)
+    monkeypatch.setattr("vserve.engine.start.rank.Rank", make)
     monkeypatch.setattr(process, "STAY", 0.0)
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.ranks import ray_cluster
-from vserve.engine.sampling_params import SamplingParams
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 
@@ -60,7 +60,7 @@ def rank_of_actor() -> tuple[int, int]:
     """→ the process of the rank that an actor has started, and the actor's."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if b"vserve.engine.ranks.process" in (folder / "cmdline").read_bytes():
+            if b"vserve.engine.start.rank_process" in (folder / "cmdline").read_bytes():
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 if b"RayHost" in Path(f"/proc/{parent}/cmdline").read_bytes():
                     return int(folder.name), parent

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.adapters.make import most_tokens
-from vserve.engine.config import EngineConfig, SchedulerConfig
+from vserve.engine.cache.kv_layout import KVLayout
+from vserve.engine.describe.model_config import ModelConfig
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
-from vserve.engine.graphs import StepGraphs
-from vserve.engine.kv_layout import KVLayout
-from vserve.engine.layer_spec import KVSpec
-from vserve.engine.memory import MemoryPlan
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.reading import read_folder
-from vserve.engine.resolved import Machine, Resolved, resolve, step_limits
-from vserve.kernels import linear_hopper
+from vserve.engine.families.layer_spec import KVSpec
+from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.planning.memory import MemoryPlan
+from vserve.engine.planning.resolved import Machine, Resolved, resolve, step_limits
+from vserve.engine.start.make_adapters import most_tokens
+from vserve.engine.step.graphs import StepGraphs
+from vserve.kernels.linear import linear_hopper
 
 CPU = Machine(torch.device("cpu"), "cpu", 0, 3)
 CARD = Machine(torch.device("cuda"), "H100", 80_000_000_000, 8, codes=True)
@@ -169,7 +169,7 @@ def test_tokens_of_a_step_that_were_named_hold_beside_decodes_too(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], mixed: int, large: tuple[int, ...],
     said: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("vserve.engine.resolved.even_rows", lambda device, rows: {4096: 4224}.get(rows, rows))
+    monkeypatch.setattr("vserve.engine.planning.resolved.even_rows", lambda device, rows: {4096: 4224}.get(rows, rows))
     config = EngineConfig("m", **options)  # type: ignore[arg-type]
     found = resolve(config, model, CARD)
     assert (found.mixed_step, found.large_mixed_tokens) == (mixed, large)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
 
 LONGEST, BLOCKS, SERVED = 256, 4, 64
 LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.5] * 8, "long_factor": [3.0] * 8,

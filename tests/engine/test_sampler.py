@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from vserve.engine import sampler as sampler_module
-from vserve.engine.batch import SampleBatch
-from vserve.engine.messages import pack_tokens
-from vserve.engine.plan import NewRow, StepPlan
-from vserve.engine.rows import RowTables, Upload
-from vserve.engine.sampler import COUNT_ROWS, Sampler
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.cache.batch import SampleBatch
+from vserve.engine.cache.rows import RowTables, Upload
+from vserve.engine.link.messages import pack_tokens
+from vserve.engine.link.plan import NewRow, StepPlan
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.step import sampler as sampler_module
+from vserve.engine.step.sampler import COUNT_ROWS, Sampler
 
 VOCAB, PROMPT = 3000, 4
 

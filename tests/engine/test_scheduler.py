@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.fair_queue import FairQueue
-from vserve.engine.messages import RequestOutput, unpack_tokens
-from vserve.engine.plan import BlockWrite, StepPlan, StepResult, TokenLogprobs
-from vserve.engine.planner import FEW_DECODES
-from vserve.engine.request import FinishReason, Request, Status
-from vserve.engine.resolved import large_mixed_tokens
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.scheduler import Scheduler
+from vserve.engine.link.messages import RequestOutput, unpack_tokens
+from vserve.engine.link.plan import BlockWrite, StepPlan, StepResult, TokenLogprobs
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.planning.resolved import large_mixed_tokens
+from vserve.engine.schedule.fair_queue import FairQueue
+from vserve.engine.schedule.planner import FEW_DECODES
+from vserve.engine.schedule.request import FinishReason, Request, Status
+from vserve.engine.schedule.scheduler import Scheduler
 
 
 class Engine:
@@ -767,15 +767,13 @@ def test_stats() -> None:
 
 
 def test_no_torch() -> None:
-    script = (
-        "import sys; import vserve.engine.scheduler; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
+    script = "import sys; import vserve.engine.schedule.scheduler; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_no_transformers_in_an_engine() -> None:
     """It takes longer to import than all else an engine needs, torch included: only models of its code may."""
-    script = "import sys; import vserve.engine.process, vserve.engine.rank; sys.exit('transformers' in sys.modules)"
+    script = "import sys; import vserve.engine.start.process, vserve.engine.start.rank; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

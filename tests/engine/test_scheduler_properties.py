@@ -18,27 +18,27 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-import vserve.engine.block_pool as block_pool_module
-import vserve.engine.guide as guide_module
-import vserve.engine.kv_cache as kv_cache_module
-import vserve.engine.kv_group as kv_group_module
-import vserve.engine.mask as mask_module
-import vserve.engine.planner as planner_module
-import vserve.engine.prompt_results as prompt_results_module
-import vserve.engine.request as request_module
-import vserve.engine.roster as roster_module
-import vserve.engine.scheduler as scheduler_module
-import vserve.engine.stage_turns as stage_turns_module
-import vserve.engine.step as step_module
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.guide import Guide
-from vserve.engine.mask import TokenMask, bound, make_mask
-from vserve.engine.messages import RequestOutput, unpack_tokens
-from vserve.engine.plan import NewRow, StepPlan, StepResult, TokenLogprobs
-from vserve.engine.request import Request, Status
-from vserve.engine.sampling_params import CLS, LAST, MEAN, POOLINGS, Pooling, SamplingParams
-from vserve.engine.scheduler import Scheduler
-from vserve.engine.speculation.depth import Depth
+import vserve.engine.grammar.guide as guide_module
+import vserve.engine.schedule.block_pool as block_pool_module
+import vserve.engine.schedule.kv_cache as kv_cache_module
+import vserve.engine.schedule.kv_group as kv_group_module
+import vserve.engine.schedule.planner as planner_module
+import vserve.engine.schedule.prompt_results as prompt_results_module
+import vserve.engine.schedule.request as request_module
+import vserve.engine.schedule.roster as roster_module
+import vserve.engine.schedule.scheduler as scheduler_module
+import vserve.engine.schedule.stage_turns as stage_turns_module
+import vserve.engine.schedule.step as step_module
+import vserve.engine.step.mask as mask_module
+from vserve.engine.grammar.guide import Guide
+from vserve.engine.link.messages import RequestOutput, unpack_tokens
+from vserve.engine.link.plan import NewRow, StepPlan, StepResult, TokenLogprobs
+from vserve.engine.link.sampling_params import CLS, LAST, MEAN, POOLINGS, Pooling, SamplingParams
+from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.schedule.draft_depth import Depth
+from vserve.engine.schedule.request import Request, Status
+from vserve.engine.schedule.scheduler import Scheduler
+from vserve.engine.step.mask import TokenMask, bound, make_mask
 
 VOCAB = 11
 GARBAGE = -1  # what a failed step leaves behind: states of no prefix, and the tokens sampled from them
@@ -852,9 +852,9 @@ def simulate(seed: int, num_steps: int, **options) -> Simulation:
 # ---- the tests ----
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    caplog.set_level("ERROR", logger="vserve.engine.scheduler")  # caches are tiny: thousands of preemptions
+    caplog.set_level("ERROR", logger="vserve.engine.schedule.scheduler")  # caches are tiny: thousands of preemptions
     # A collection of garbage in a mask of two lines would make it a slow one, which may be left out of a step.
-    monkeypatch.setattr("vserve.engine.guide.QUICK", float("inf"))
+    monkeypatch.setattr("vserve.engine.grammar.guide.QUICK", float("inf"))
 
 
 def simulate_many(first_seed: int, steps: float, **options) -> tuple[int, Counter[str]]:

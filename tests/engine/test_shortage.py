@@ -11,19 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine import host_memory, loader, rank, shortage, weight_size
-from vserve.engine.config import EngineConfig
-from vserve.engine.engine import Engine
+from vserve.engine.describe.gain import more_cards
+from vserve.engine.describe.model_config import ModelConfig
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
-from vserve.engine.loader import count_parameters
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.parallel.gain import more_cards
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.planning import host_memory, shortage, weight_size
+from vserve.engine.planning.resolved import Machine
+from vserve.engine.planning.shortage import is_out_of_memory, killed
+from vserve.engine.planning.weight_size import check_weights
 from vserve.engine.quant.online import OnlineScheme
 from vserve.engine.quant.scheme import make_scheme
-from vserve.engine.reading import read_folder
-from vserve.engine.resolved import Machine
-from vserve.engine.shortage import is_out_of_memory, killed
-from vserve.engine.weight_size import check_weights
+from vserve.engine.start import rank
+from vserve.engine.start.engine import Engine
+from vserve.engine.weights import loader
+from vserve.engine.weights.loader import count_parameters
 
 GIB = 1 << 30
 
@@ -275,7 +277,7 @@ def test_on_a_card_the_share_and_the_graphs_are_named(tiny_model: Any, monkeypat
     monkeypatch.setattr(rank, "ModelRunner", lambda model, **options: SimpleNamespace(device=torch.device("cuda")))
     monkeypatch.setattr(rank, "take_memory", lambda *_: (_ for _ in ()).throw(ERRORS[0]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 2, 80 * GIB))
-    monkeypatch.setattr("vserve.engine.resolved.even_rows", lambda device, rows: rows)
+    monkeypatch.setattr("vserve.engine.planning.resolved.even_rows", lambda device, rows: rows)
     with pytest.raises(ConfigError, match=r"H100 has 0\.50 GiB free of 80\.00 GiB, the wei") as raised:
         Engine(EngineConfig(str(tiny_model("llama")), dtype="bfloat16"), lambda _: None)
     assert str(raised.value).endswith(

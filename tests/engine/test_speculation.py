@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-import vserve.engine.arrivals as arrivals_module
-import vserve.engine.batch as batch_module
-import vserve.engine.runner as runner_module
-from vserve.engine.config import EngineConfig
+import vserve.engine.cache.batch as batch_module
+import vserve.engine.start.arrivals as arrivals_module
+import vserve.engine.step.runner as runner_module
+from vserve.engine.cache.rows import RowTables
 from vserve.engine.errors import ConfigError
-from vserve.engine.rows import RowTables
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import Pooling, SamplingParams, Thinking
-from vserve.engine.speculation.depth import Depth
-from vserve.engine.speculation.settings import Speculation, read_speculation
-from vserve.engine.thinking import ThinkingMatcher
+from vserve.engine.grammar.thinking import ThinkingMatcher
+from vserve.engine.link.sampling_params import Pooling, SamplingParams, Thinking
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.speculation import Speculation, read_speculation
+from vserve.engine.schedule.draft_depth import Depth
+from vserve.engine.step.runner import ModelRunner
 
 LENGTH = 24
 END = 2

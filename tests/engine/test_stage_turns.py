@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from vserve.engine import planner
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.kv_format import NUMBERS
+from vserve.engine.cache.kv_format import NUMBERS
+from vserve.engine.describe.reading import parse_model_config
+from vserve.engine.describe.stages import context_cost, stage_layers
+from vserve.engine.link.plan import StepPlan, StepResult
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import SchedulerConfig
 from vserve.engine.parallel.pipeline import Stage
-from vserve.engine.parallel.stages import context_cost, stage_layers
-from vserve.engine.plan import StepPlan, StepResult
 from vserve.engine.planning.card import CARDS
 from vserve.engine.planning.shape import kept_weights, shape_of
 from vserve.engine.planning.step_model import StepModel
-from vserve.engine.reading import parse_model_config
-from vserve.engine.request import Request
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.scheduler import Scheduler
-from vserve.engine.stage_turns import equal_chunk, whose_turn
+from vserve.engine.schedule import planner
+from vserve.engine.schedule.request import Request
+from vserve.engine.schedule.scheduler import Scheduler
+from vserve.engine.schedule.stage_turns import equal_chunk, whose_turn
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "num_hidden_layers": 80,

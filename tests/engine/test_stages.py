@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError
-from vserve.engine.grammar import pack, prepare
-from vserve.engine.messages import AddGrammar
+from vserve.engine.grammar.grammar import pack, prepare
+from vserve.engine.link.messages import AddGrammar
+from vserve.engine.link.plan import StepPlan
+from vserve.engine.link.sampling_params import Pooling, SamplingParams
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.parallel.pipeline import Ring, Stage
-from vserve.engine.plan import StepPlan
 from vserve.engine.ranks.hang import HangWatch
 from vserve.engine.ranks.messages import Pulse
 from vserve.engine.ranks.peers import share_of_threads
-from vserve.engine.relay import Awaited, Relay
-from vserve.engine.sampling_params import Pooling, SamplingParams
+from vserve.engine.step.relay import Awaited, Relay
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 from vserve.server.client.process import EngineProcess

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.plan import StepResult
-from vserve.engine.request import Request
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.scheduler import Scheduler
+from vserve.engine.link.plan import StepResult
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.schedule.request import Request
+from vserve.engine.schedule.scheduler import Scheduler
 
 LONG = 100_000  # tokens of a prompt
 STEP, MIXED = 8192, 1024

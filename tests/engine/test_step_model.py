@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.kv_format import NUMBERS
-from vserve.engine.loader import count_parameters
+from vserve.engine.cache.kv_format import NUMBERS
+from vserve.engine.describe.reading import parse_model_config, read_model_config
+from vserve.engine.describe.stages import stage_layers
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.parallel.pipeline import Stage
-from vserve.engine.parallel.stages import stage_layers
 from vserve.engine.planning.card import CARDS, NETWORK, NVLINK4, PCIE4
 from vserve.engine.planning.load import FRONT, steady
 from vserve.engine.planning.setup import Setup, set_up
 from vserve.engine.planning.shape import kept_weights, shape_of
 from vserve.engine.planning.simulation import Answer, Ask, Simulation
 from vserve.engine.planning.step_model import StepModel
-from vserve.engine.reading import parse_model_config, read_model_config
+from vserve.engine.weights.loader import count_parameters
 
 from ..tiny_models import FAMILIES, tiny_config
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.messages import sum_of
+from vserve.engine.link.messages import sum_of
 
 from .injector import Injector
 from .stressed import Alone, Stressed, grammars
@@ -84,7 +84,7 @@ def runner(models: dict[str, Models]) -> Iterator[asyncio.Runner]:
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     """Records of failed steps would keep their frames, and with these what should be gone."""
-    caplog.set_level(logging.CRITICAL, "vserve.engine.loop")
+    caplog.set_level(logging.CRITICAL, "vserve.engine.start.loop")
 
 
 def keys() -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from vserve.engine.parallel.symmetric import MOST_ROWS, SymmetricGroup, reach_each_other
-from vserve.kernels.all_reduce import ABSENT_16, Exchange
+from vserve.kernels.norm.all_reduce import ABSENT_16, Exchange
 
 
 class Memory:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import vserve.engine.engine as engine_module
-from vserve.engine import kernel_cache, logs, model_source, precompile, warm
-from vserve.engine.config import EngineConfig
+import vserve.engine.start.engine as engine_module
+from vserve.engine.describe import model_source
 from vserve.engine.errors import ConfigError
-from vserve.engine.kernel_cache import CacheSize, use_kernel_cache
-from vserve.engine.precompile import fingerprint
+from vserve.engine.link import logs
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.start import kernel_cache, precompile, warm
+from vserve.engine.start.kernel_cache import CacheSize, use_kernel_cache
+from vserve.engine.start.precompile import fingerprint
 from vserve.server.cli import main
 
 VARIABLES = ("TRITON_CACHE_DIR", "TRITON_HOME", "VSERVE_CACHE", "XDG_CACHE_HOME")

@@ -8,13 +8,13 @@ import time
 import msgspec
 import pytest
 
-from vserve.engine.config import EngineConfig, SchedulerConfig
-from vserve.engine.kv_cache import KVCacheManager
-from vserve.engine.messages import HISTORY, StepReport, StepReports
-from vserve.engine.request import Request
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.step import Step
-from vserve.engine.watch import MAX_REQUESTS, PARTS, StepWatch
+from vserve.engine.link.messages import HISTORY, StepReport, StepReports
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.schedule.kv_cache import KVCacheManager
+from vserve.engine.schedule.request import Request
+from vserve.engine.schedule.step import Step
+from vserve.engine.schedule.watch import MAX_REQUESTS, PARTS, StepWatch
 from vserve.server.client import engine_client
 from vserve.server.client.engine_client import EngineClient, EngineDeadError
 

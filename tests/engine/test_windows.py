@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vserve.engine.kv_layout import KVLayout
-from vserve.engine.reading import read_folder
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.cache.kv_layout import KVLayout
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.link.sampling_params import SamplingParams
 
 WINDOW = 20
 NUM_OUTPUTS = 40
@@ -98,8 +98,8 @@ def test_a_long_prefix_is_hit_after_its_windows_were_left_behind(
 
 def test_what_is_left_behind_may_hold_nan(window_engine: Any, folder: Path, requests: Any, monkeypatch: Any) -> None:
     """Free blocks, and the null block, are full of NaN before every step: whoever reads one answers with an error."""
-    from vserve.engine.runner import ModelRunner
-    from vserve.engine.scheduler import Scheduler
+    from vserve.engine.schedule.scheduler import Scheduler
+    from vserve.engine.step.runner import ModelRunner
 
     schedulers: list[Scheduler] = []
     schedule, execute = Scheduler.schedule, ModelRunner.execute

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vserve.engine.sampling_params import Pooling, SamplingParams, Thinking
+from vserve.engine.link.sampling_params import Pooling, SamplingParams, Thinking
 
 from .test_draft_grammars import CLOSE, END
 

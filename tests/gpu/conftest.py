@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.messages import EngineStats, LoadAdapter, RequestOutput
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import EngineStats, LoadAdapter, RequestOutput
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
 from vserve.server.client.engine_client import EngineClient
 
 GIB = 1 << 30

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from vserve.engine import rows
+from vserve.engine.cache import rows
 from vserve.engine.layers import attention
-from vserve.engine.plan import BlockWrite, StepPlan
+from vserve.engine.link.plan import BlockWrite, StepPlan
 from vserve.server.cli.main import main
 
 LAYER = 1

@@ -20,7 +20,7 @@ from torch import Tensor, multiprocessing
 from vserve.engine.parallel.group import ProcessGroup
 from vserve.engine.parallel.join import join
 from vserve.engine.parallel.symmetric import SymmetricGroup
-from vserve.kernels.norm import add_rms_norm
+from vserve.kernels.norm.norm import add_rms_norm
 
 EPS = 1e-5
 

@@ -15,21 +15,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine.batch import WANTED, BatchBuilder, Shape
-from vserve.engine.layer_spec import AttentionSpec, LayerSpec, MLPSpec
+from vserve.engine.cache.batch import WANTED, BatchBuilder, Shape
+from vserve.engine.describe.model_config import ModelConfig
+from vserve.engine.families.layer_spec import AttentionSpec, LayerSpec, MLPSpec
+from vserve.engine.families.rope_config import RopeConfig
 from vserve.engine.layers import attention as attention_layer
-from vserve.engine.layers import norm, unquantized
-from vserve.engine.layers.weights import Placement
-from vserve.engine.matching import choose_formats
-from vserve.engine.model_config import ModelConfig
+from vserve.engine.layers import norm
+from vserve.engine.link.plan import StepPlan
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.parallel import group
-from vserve.engine.plan import StepPlan
-from vserve.engine.rope_config import RopeConfig
-from vserve.kernels.activation import silu_mul_torch
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
-from vserve.kernels.norm import add_rms_norm_torch, rms_norm_torch
-from vserve.kernels.rope_kv import rope_write_kv_torch
+from vserve.engine.quant import unquantized
+from vserve.engine.quant.weights import Placement
+from vserve.engine.weights.matching import choose_formats
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.rope_kv import rope_write_kv_torch
+from vserve.kernels.norm.activation import silu_mul_torch
+from vserve.kernels.norm.norm import add_rms_norm_torch, rms_norm_torch
 
 HIDDEN, INNER, VOCAB, KV_HEADS, MAX_LEN = 256, 512, 512, 2, 8192
 SHARPNESS = 2.0  # standard deviation of the scores

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vserve.engine.batch import WANTED, Batch, Shape
-from vserve.engine.graphs import LARGE_PREFILL_ROWS, MIXED_DECODE_ROWS, StepGraph, StepGraphs
-from vserve.engine.kv_layout import GroupSpec, KVLayout
-from vserve.engine.layers.weights import Placement
-from vserve.engine.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.resolved import large_mixed_tokens
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
-from vserve.kernels.linear_hopper import even_rows
+from vserve.engine.cache.batch import WANTED, Batch, Shape
+from vserve.engine.cache.kv_layout import GroupSpec, KVLayout
+from vserve.engine.link.plan import BlockWrite, NewRow, StepPlan
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.planning.resolved import large_mixed_tokens
+from vserve.engine.quant.weights import Placement
+from vserve.engine.step.graphs import LARGE_PREFILL_ROWS, MIXED_DECODE_ROWS, StepGraph, StepGraphs
+from vserve.engine.step.runner import ModelRunner
+from vserve.kernels.linear.linear_hopper import even_rows
 
 PAGE, MAX_SEQS = 16, 1024
 MAX_DECODES, MIXED_TOKENS, MAX_TOKENS = 512, 1024, 8192  # what the engine has by default on a card of 70 GB

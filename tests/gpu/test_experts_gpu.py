@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine.layers.weights import Placement
 from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.packed_experts import PackedExperts
-from vserve.kernels.moe import ExpertWeights, experts_torch
-from vserve.kernels.moe_fp8 import experts_fp8_torch, experts_fp8_triton, fp8_expert_tile
-from vserve.kernels.moe_route import Routing, route_torch, route_triton
-from vserve.kernels.planes import value_of
+from vserve.engine.quant.weights import Placement
+from vserve.kernels.experts.moe import ExpertWeights, experts_torch
+from vserve.kernels.experts.moe_fp8 import experts_fp8_torch, experts_fp8_triton, fp8_expert_tile
+from vserve.kernels.experts.moe_route import Routing, route_torch, route_triton
+from vserve.kernels.linear.planes import value_of
 
 CUDA = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine.loader import load_model
-from vserve.engine.reading import read_folder
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.step.runner import ModelRunner
+from vserve.engine.weights.loader import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

@@ -6,9 +6,9 @@ import gc
 
 import pytest
 
-from vserve.engine import rank
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.start import rank
+from vserve.engine.step.runner import ModelRunner
 from vserve.server.client.engine_client import EngineDeadError
 from vserve.server.client.mailbox import Mailbox
 

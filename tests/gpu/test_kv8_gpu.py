@@ -15,17 +15,17 @@ from torch import Tensor
 
 from vserve.engine.layers.attention import Attention, AttentionBatch
 from vserve.engine.layers.rope import RotaryEmbedding
-from vserve.engine.sampling_params import SamplingParams
-from vserve.kernels.attention import (
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.kernels.attention.attention import (
     DecodeWorkspace,
     decode_attention,
     decode_attention_torch,
     prefill_attention,
     prefill_attention_torch,
 )
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
-from vserve.kernels.attention_prefill_hopper import prefill_attention_hopper, supports
-from vserve.kernels.kv_fp8 import (
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_prefill_hopper import prefill_attention_hopper, supports
+from vserve.kernels.attention.kv_fp8 import (
     LARGEST,
     decode,
     encode,
@@ -36,8 +36,8 @@ from vserve.kernels.kv_fp8 import (
     unpack_values,
     unpack_words,
 )
-from vserve.kernels.kv_unpack import PromptPages, UnpackedPrompts
-from vserve.kernels.rope_kv import rope_write_kv, rope_write_kv_torch
+from vserve.kernels.attention.kv_unpack import PromptPages, UnpackedPrompts
+from vserve.kernels.attention.rope_kv import rope_write_kv, rope_write_kv_torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine import rank
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.start import rank
+from vserve.engine.step.runner import ModelRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

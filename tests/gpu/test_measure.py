@@ -13,9 +13,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from vserve.engine.checkpoint import read_headers
-from vserve.engine.loader import load_model
-from vserve.engine.reading import read_folder
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.files.checkpoint import read_headers
+from vserve.engine.weights.loader import load_model
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "gpu" / "measure.py"
 

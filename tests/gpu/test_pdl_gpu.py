@@ -1,4 +1,4 @@
-"""Kernels that begin before those ahead of them have ended (kernels/pdl.py) compute what they would one by one: bit for
+"""Kernels that begin before those ahead of them have ended (kernels/launch/pdl.py) compute what they would one by one: bit for
 bit, replayed in graphs, while another stream keeps the card busy."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine.batch import Shape
-from vserve.engine.loader import load_model
-from vserve.engine.reading import read_folder
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
-from vserve.kernels import pdl
+from vserve.engine.cache.batch import Shape
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.step.runner import ModelRunner
+from vserve.engine.weights.loader import load_model
+from vserve.kernels.launch import pdl
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper family")]

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from vserve.engine.layers.linear import Linear
-from vserve.engine.layers.weights import Placement
 from vserve.engine.quant import packed as packed_module
 from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.online import Online
 from vserve.engine.quant.packed import PackedMatrix
-from vserve.kernels import fp8_linear as products
-from vserve.kernels import linear
-from vserve.kernels.dequantize import dequantize
-from vserve.kernels.fp8_linear import Fp8Tile, fp8_linear_torch, fp8_linear_triton
-from vserve.kernels.fp8_rows import Fp8Rows, add_rms_norm_fp8, fp8_rows, fp8_rows_torch
-from vserve.kernels.norm import add_rms_norm
-from vserve.kernels.planes import decoders, pack, unpacked, value_of
-from vserve.kernels.quant_linear import QuantTile, quant_linear_triton
+from vserve.engine.quant.weights import Placement
+from vserve.kernels.linear import fp8_linear as products
+from vserve.kernels.linear import linear
+from vserve.kernels.linear.dequantize import dequantize
+from vserve.kernels.linear.fp8_linear import Fp8Tile, fp8_linear_torch, fp8_linear_triton
+from vserve.kernels.linear.fp8_rows import Fp8Rows, add_rms_norm_fp8, fp8_rows, fp8_rows_torch
+from vserve.kernels.linear.planes import decoders, pack, unpacked, value_of
+from vserve.kernels.linear.quant_linear import QuantTile, quant_linear_triton
+from vserve.kernels.norm.norm import add_rms_norm
 
 CUDA = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")]

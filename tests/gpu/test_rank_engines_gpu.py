@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.messages import EngineStats, RequestOutput
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import EngineStats, RequestOutput
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 from vserve.server.client.process import EngineProcess

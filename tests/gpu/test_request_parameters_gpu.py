@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import vserve.engine.arrivals as arrivals_module
-from vserve.engine.sampling_params import SamplingParams
+import vserve.engine.start.arrivals as arrivals_module
+from vserve.engine.link.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

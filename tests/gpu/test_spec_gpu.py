@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import vserve.engine.runner as runner_module
-from vserve.engine.rows import RowTables
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.speculation.settings import Speculation
+import vserve.engine.step.runner as runner_module
+from vserve.engine.cache.rows import RowTables
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.speculation import Speculation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

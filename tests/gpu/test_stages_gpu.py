@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.loader import load_model
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.describe.stages import stage_layers
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import SchedulerConfig
 from vserve.engine.parallel.pipeline import WHOLE, Stage
-from vserve.engine.parallel.stages import stage_layers
-from vserve.engine.pending import Pending
-from vserve.engine.reading import read_folder
-from vserve.engine.request import Request
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.scheduler import Scheduler
-from vserve.engine.warm_steps import warm_up_steps
+from vserve.engine.schedule.request import Request
+from vserve.engine.schedule.scheduler import Scheduler
+from vserve.engine.start.warm_steps import warm_up_steps
+from vserve.engine.step.pending import Pending
+from vserve.engine.step.runner import ModelRunner
+from vserve.engine.weights.loader import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from vserve.engine.layers import attention
-from vserve.kernels.attention import decode_attention, prefill_attention
+from vserve.kernels.attention.attention import decode_attention, prefill_attention
 
 HERE = Path(__file__).parent
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -21,8 +21,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton.runtime import interpreter
 
-from vserve.kernels.all_reduce import ABSENT_32, Exchange, all_reduce, all_reduce_add_rms_norm
-from vserve.kernels.norm import add_rms_norm_torch
+from vserve.kernels.norm.all_reduce import ABSENT_32, Exchange, all_reduce, all_reduce_add_rms_norm
+from vserve.kernels.norm.norm import add_rms_norm_torch
 
 ROUNDS, MAX_ROWS, DIM, START = 30, 4, 24, 2**31 - 10  # counts wrap around on the way
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -245,7 +245,7 @@ def run_for_hopper(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[.
 @pytest.fixture(autouse=True)
 def _no_launch_before() -> None:
     """A test that ends with attend_beside says nothing about the first launch of the next one."""
-    pdl = sys.modules.get("vserve.kernels.pdl")
+    pdl = sys.modules.get("vserve.kernels.launch.pdl")
     if pdl is not None:
         pdl._overlapping.clear()
 

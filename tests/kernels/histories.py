@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from vserve.kernels.history import History
+from vserve.kernels.attention.history import History
 
 POISON = -99
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from vserve.kernels.cublaslt import accumulate_in_fp32, algorithms, measured_linear, prepare
-from vserve.kernels.linear import MAX_ROWS, small_linear
-from vserve.kernels.linear_hopper import MANY_ROWS, HopperTile, linear_hopper
+from vserve.kernels.linear.cublaslt import accumulate_in_fp32, algorithms, measured_linear, prepare
+from vserve.kernels.linear.linear import MAX_ROWS, small_linear
+from vserve.kernels.linear.linear_hopper import MANY_ROWS, HopperTile, linear_hopper
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DTYPES = [torch.float16, torch.bfloat16]

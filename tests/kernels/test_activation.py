@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vserve.kernels import activation
+from vserve.kernels.norm import activation
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 NAMES = ["silu_mul", "gelu_tanh_mul"]

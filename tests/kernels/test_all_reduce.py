@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.kernels.all_reduce import Exchange
+from vserve.kernels.norm.all_reduce import Exchange
 
 CUDA = torch.cuda.is_available()
 
@@ -38,9 +38,9 @@ def test_what_is_exchanged() -> None:
 
 
 _COMPILE = """
-from vserve.kernels import pdl
+from vserve.kernels.launch import pdl
 pdl.pdl_available = lambda device: True
-from vserve.kernels.all_reduce import Exchange, all_reduce, all_reduce_add_rms_norm
+from vserve.kernels.norm.all_reduce import Exchange, all_reduce, all_reduce_add_rms_norm
 
 for size, hidden in ((2, 2880), (8, 8192)):
     exchange = Exchange(

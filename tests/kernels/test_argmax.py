@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.kernels import argmax
+from vserve.kernels.sampling import argmax
 
 INF, NAN = float("inf"), float("nan")
 TILE = 32  # so small that a row has many: a piece is eight
@@ -156,9 +156,9 @@ def test_of_real_models_sizes(vocabulary: int) -> None:
 
 
 _COMPILE = """
-from vserve.kernels import pdl
+from vserve.kernels.launch import pdl
 pdl.pdl_available = lambda device: True
-from vserve.kernels.argmax import argmax_triton
+from vserve.kernels.sampling.argmax import argmax_triton
 
 for num_rows in (1, 2, 16, 17, 60, 256, 1024):
     argmax_triton(torch.empty(num_rows, 128256))

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels import attention, attention_decode
-from vserve.kernels.attention import (
+from vserve.kernels.attention import attention, attention_decode
+from vserve.kernels.attention.attention import (
     DecodeWorkspace,
     decode_attention,
     decode_attention_torch,
     prefill_attention,
     prefill_attention_torch,
 )
-from vserve.kernels.attention_decode import decode_attention_triton, decode_tile
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
-from vserve.kernels.attention_prefill import prefill_attention_triton
-from vserve.kernels.attention_splits import choose_splits
+from vserve.kernels.attention.attention_decode import decode_attention_triton, decode_tile
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_prefill import prefill_attention_triton
+from vserve.kernels.attention.attention_splits import choose_splits
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])  # the interpreter's bf16 dot is wrong
@@ -551,10 +551,10 @@ def test_decode_in_a_cuda_graph(rng: torch.Generator, device: str) -> None:
 
 
 _COMPILE_LATENT = """
-from vserve.kernels import pdl
-from vserve.kernels.attention_decode import decode_attention_triton
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
-from vserve.kernels.attention_prefill import prefill_attention_triton
+from vserve.kernels.launch import pdl
+from vserve.kernels.attention.attention_decode import decode_attention_triton
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_prefill import prefill_attention_triton
 
 JITFunction.__getitem__ = warm_up_instead
 pdl.pdl_available = lambda device: True
@@ -595,11 +595,11 @@ def test_latent_attention_compiles_for_hopper(heads: int, dtype: str, run_for_ho
 
 
 _COMPILE = """
-from vserve.kernels import pdl
-from vserve.kernels.attention_decode import decode_attention_triton
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
-from vserve.kernels.attention_prefill import prefill_attention_triton
-from vserve.kernels.rope_kv import rope_write_kv_triton
+from vserve.kernels.launch import pdl
+from vserve.kernels.attention.attention_decode import decode_attention_triton
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_prefill import prefill_attention_triton
+from vserve.kernels.attention.rope_kv import rope_write_kv_triton
 
 pdl.pdl_available = lambda device: sys.argv[3] == "pdl"
 angles = torch.empty(64, int(sys.argv[1]))

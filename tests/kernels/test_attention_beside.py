@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from vserve.kernels.attention import DecodeWorkspace, PrefillWork, decode_attention, prefill_attention
-from vserve.kernels.attention_beside import attend_beside
+from vserve.kernels.attention.attention import DecodeWorkspace, PrefillWork, decode_attention, prefill_attention
+from vserve.kernels.attention.attention_beside import attend_beside
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 requires_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper family")]

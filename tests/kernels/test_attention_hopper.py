@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.attention import (
+from vserve.kernels.attention.attention import (
     DecodeWorkspace,
     PrefillWork,
     decode_attention,
     prefill_attention,
     prefill_attention_torch,
 )
-from vserve.kernels.attention_beside import attend_beside
-from vserve.kernels.attention_inputs import PagedCache, Scoring, UniformBatch
-from vserve.kernels.attention_prefill import prefill_attention_triton
-from vserve.kernels.attention_prefill_hopper import prefill_attention_hopper, supports
+from vserve.kernels.attention.attention_beside import attend_beside
+from vserve.kernels.attention.attention_inputs import PagedCache, Scoring, UniformBatch
+from vserve.kernels.attention.attention_prefill import prefill_attention_triton
+from vserve.kernels.attention.attention_prefill_hopper import prefill_attention_hopper, supports
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 requires_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper family")]
@@ -201,9 +201,9 @@ class TestOnHopper:
 _COMPILE = """
 import subprocess
 import triton
-from vserve.kernels import prefill_work
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring
-from vserve.kernels.attention_prefill_hopper import prefill_attention_hopper
+from vserve.kernels.attention import prefill_work
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring
+from vserve.kernels.attention.attention_prefill_hopper import prefill_attention_hopper
 
 prefill_work.prefill_work = prefill_work.prefill_work_triton
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from vserve.kernels import bad_words
+from vserve.kernels.sampling import bad_words
 
 from .histories import history_of
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vserve.kernels import batch_inputs
-from vserve.kernels import history as histories
+from vserve.kernels.attention import history as histories
+from vserve.kernels.rows import batch_inputs
 
 from .histories import POISON as NOTHING
 from .histories import history_of, paged, ring

@@ -96,7 +96,9 @@ def check_waiting(ptx: str, name: str, pdl: bool) -> None:
 
 def launch_dependent_kernels() -> None:
     """What a decode step is made of, but for the products and attention (test_attention.py)."""
-    from vserve.kernels import activation, argmax, layer_norm, norm, rope_kv
+    from vserve.kernels.attention import rope_kv
+    from vserve.kernels.norm import activation, layer_norm, norm
+    from vserve.kernels.sampling import argmax
 
     for size in (896, 4096, 16384):
         norm.add_rms_norm_triton(bf16(3, size), bf16(3, size), bf16(size), 1e-6)
@@ -125,7 +127,9 @@ def launch_dependent_kernels() -> None:
 
 
 def launch_other_kernels() -> None:
-    from vserve.kernels import bad_words, batch_inputs, history, ngram, penalties, sampling, verify
+    from vserve.kernels.attention import history
+    from vserve.kernels.rows import batch_inputs
+    from vserve.kernels.sampling import bad_words, ngram, penalties, sampling, verify
 
     block_table = i32(5, 256)
     tokens = history.History(i32(100, 16), block_table, i32(5, 16), i32(5, 12)[:, 10], 4096)
@@ -152,7 +156,7 @@ def launch_other_kernels() -> None:
 def main() -> None:
     from triton.runtime.jit import JITFunction
 
-    from vserve.kernels import pdl
+    from vserve.kernels.launch import pdl
 
     run: Callable[..., None] = compile_launch
     JITFunction.run = run

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from vserve.engine import rank
-from vserve.engine.config import EngineConfig
-from vserve.engine.layers import products as layer_module
 from vserve.engine.layers.linear import Linear
-from vserve.engine.layers.weights import Placement
-from vserve.kernels import cublaslt, tiles
-from vserve.kernels.cublaslt import algorithms, measured_linear
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.quant import products as layer_module
+from vserve.engine.quant.weights import Placement
+from vserve.engine.start import rank
+from vserve.kernels.launch import tiles
+from vserve.kernels.linear import cublaslt
+from vserve.kernels.linear.cublaslt import algorithms, measured_linear
 
 CUDA = torch.cuda.is_available()
 requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from vserve.kernels import dequantize as dequantize_module
-from vserve.kernels import linear
-from vserve.kernels.dequantize import dequantize, dequantize_triton, dequantized_linear
-from vserve.kernels.fp8_linear import (
+from vserve.kernels.linear import dequantize as dequantize_module
+from vserve.kernels.linear import linear
+from vserve.kernels.linear.dequantize import dequantize, dequantize_triton, dequantized_linear
+from vserve.kernels.linear.fp8_linear import (
     Fp8Tile,
     fp8_gate,
     fp8_linear,
@@ -16,8 +16,8 @@ from vserve.kernels.fp8_linear import (
     scaled_triton,
     takes_fp8,
 )
-from vserve.kernels.fp8_rows import Product, fp8_rows_torch
-from vserve.kernels.planes import Packed, pack, unpacked
+from vserve.kernels.linear.fp8_rows import Product, fp8_rows_torch
+from vserve.kernels.linear.planes import Packed, pack, unpacked
 
 CUDA = torch.cuda.is_available()
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels import fp8_rows as module
-from vserve.kernels.fp8_rows import (
+from vserve.kernels.linear import fp8_rows as module
+from vserve.kernels.linear.fp8_rows import (
     Fp8Rows,
     Product,
     add_rms_norm_fp8,

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.kernels import kv_unpack
-from vserve.kernels.attention import (
+from vserve.kernels.attention import kv_unpack
+from vserve.kernels.attention.attention import (
     DecodeWorkspace,
     decode_attention,
     decode_attention_torch,
     prefill_attention,
     prefill_attention_torch,
 )
-from vserve.kernels.attention_decode import decode_attention_triton
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
-from vserve.kernels.attention_prefill import prefill_attention_triton
-from vserve.kernels.kv_fp8 import LARGEST, decode, encode, fixed_scales, token_scales
-from vserve.kernels.kv_unpack import PromptPages
-from vserve.kernels.rope import apply_rope_torch, qk_norm_rope_torch
-from vserve.kernels.rope_kv import rope_write_kv, rope_write_kv_torch, rope_write_kv_triton
+from vserve.kernels.attention.attention_decode import decode_attention_triton
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_prefill import prefill_attention_triton
+from vserve.kernels.attention.kv_fp8 import LARGEST, decode, encode, fixed_scales, token_scales
+from vserve.kernels.attention.kv_unpack import PromptPages
+from vserve.kernels.attention.rope import apply_rope_torch, qk_norm_rope_torch
+from vserve.kernels.attention.rope_kv import rope_write_kv, rope_write_kv_torch, rope_write_kv_triton
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])  # the interpreter's bf16 dot is wrong
@@ -350,11 +350,12 @@ def test_unpacked_prompts(
 
 
 _COMPILE = """
-from vserve.kernels import attention_decode, kv_unpack, pdl
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
-from vserve.kernels.attention_prefill import prefill_attention_triton
-from vserve.kernels.kv_fp8 import fixed_scales
-from vserve.kernels.rope_kv import rope_write_kv_triton
+from vserve.kernels.attention import attention_decode, kv_unpack
+from vserve.kernels.launch import pdl
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_prefill import prefill_attention_triton
+from vserve.kernels.attention.kv_fp8 import fixed_scales
+from vserve.kernels.attention.rope_kv import rope_write_kv_triton
 
 pdl.pdl_available = lambda device: True
 attention_decode.packs = lambda device: True

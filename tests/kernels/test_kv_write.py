@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.attention import decode_attention
-from vserve.kernels.attention_inputs import PagedCache, Scoring, UniformBatch
-from vserve.kernels.rope_kv import rope_write_kv, rope_write_kv_triton, write_kv_torch
+from vserve.kernels.attention.attention import decode_attention
+from vserve.kernels.attention.attention_inputs import PagedCache, Scoring, UniformBatch
+from vserve.kernels.attention.rope_kv import rope_write_kv, rope_write_kv_triton, write_kv_torch
 
 
 def unrotated(function: Callable[..., None]) -> Callable[..., None]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.latent_kv import write_latent, write_latent_torch, write_latent_triton
+from vserve.kernels.attention.latent_kv import write_latent, write_latent_torch, write_latent_triton
 
 PATHS: dict[str, Callable[..., None]] = {
     "torch": write_latent_torch,
@@ -106,7 +106,7 @@ def test_padding_writes_nothing_and_reads_no_slot(device: str) -> None:
 
 
 _COMPILE = """
-from vserve.kernels.latent_kv import write_latent_triton
+from vserve.kernels.attention.latent_kv import write_latent_triton
 JITFunction.__getitem__ = warm_up_instead
 for tokens in (1, 2, 16, 300):
     x = torch.empty(tokens, 128, 192, dtype=torch.bfloat16)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.kernels import latent_prompts
-from vserve.kernels.attention import prefill_attention_torch
-from vserve.kernels.attention_inputs import PagedCache
-from vserve.kernels.attention_prefill import prefill_attention_triton, prefill_tile
-from vserve.kernels.latent_prompts import (
+from vserve.kernels.attention import latent_prompts
+from vserve.kernels.attention.attention import prefill_attention_torch
+from vserve.kernels.attention.attention_inputs import PagedCache
+from vserve.kernels.attention.attention_prefill import prefill_attention_triton, prefill_tile
+from vserve.kernels.attention.latent_prompts import (
     ExpandedPrompts,
     LatentSizes,
     expanded_attention,
@@ -185,9 +185,9 @@ def test_only_keys_beyond_128_have_a_tile_of_their_own() -> None:
 
 
 _COMPILE = """
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring
-from vserve.kernels.attention_prefill import prefill_attention_triton
-from vserve.kernels.latent_prompts import expanded_tile
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring
+from vserve.kernels.attention.attention_prefill import prefill_attention_triton
+from vserve.kernels.attention.latent_prompts import expanded_tile
 JITFunction.__getitem__ = warm_up_instead
 size, value_size = int(sys.argv[1]), int(sys.argv[2])
 for heads in (1, 3, 16):

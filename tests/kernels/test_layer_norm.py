@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vserve.kernels import layer_norm as module
+from vserve.kernels.norm import layer_norm as module
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 PATHS = ["torch", "triton", "public"]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine.layers import unquantized as layer_module
 from vserve.engine.layers.linear import Linear
-from vserve.engine.layers.weights import Placement
-from vserve.kernels import cublaslt, linear
-from vserve.kernels.linear import Tile, small_linear, small_linear_rows, small_linear_triton
-from vserve.kernels.norm import rms_norm
-from vserve.kernels.tiles import read_table
+from vserve.engine.quant import unquantized as layer_module
+from vserve.engine.quant.weights import Placement
+from vserve.kernels.launch.tiles import read_table
+from vserve.kernels.linear import cublaslt, linear
+from vserve.kernels.linear.linear import Tile, small_linear, small_linear_rows, small_linear_triton
+from vserve.kernels.norm.norm import rms_norm
 
 CUDA = torch.cuda.is_available()
 requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
@@ -376,10 +376,10 @@ def test_no_workspace_is_made_while_a_graph_is_captured(monkeypatch: pytest.Monk
 
 
 _COMPILE = """
-from vserve.kernels import pdl
+from vserve.kernels.launch import pdl
 pdl.pdl_available = lambda device: sys.argv[1] == "pdl"
 pdl.MAX_ROWS = 64
-from vserve.kernels.linear import small_linear_triton
+from vserve.kernels.linear.linear import small_linear_triton
 
 def run(n, k, rows):
     weight = torch.empty(n, k, dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vserve.kernels import linear_gluon
+from vserve.kernels.linear import linear_gluon
 
 SOURCE = Path(linear_gluon.__file__).read_text()
 # The consumer's wait before it arrives where a summand lies, its own or the other's.

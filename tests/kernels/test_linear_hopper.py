@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from vserve.kernels import linear_hopper as module
-from vserve.kernels.linear_gluon import linear_kernel
-from vserve.kernels.linear_hopper import (
+from vserve.kernels.linear import linear_hopper as module
+from vserve.kernels.linear.linear_gluon import linear_kernel
+from vserve.kernels.linear.linear_hopper import (
     MANY_ROWS,
     HopperTile,
     even_rows,
@@ -164,8 +164,8 @@ def test_even_rows(monkeypatch: pytest.MonkeyPatch, processors: int, rows: int, 
 _COMPILE = """
 import subprocess
 import triton
-from vserve.kernels import linear_hopper as module
-from vserve.kernels.lora import ByToken, Share
+from vserve.kernels.linear import linear_hopper as module
+from vserve.kernels.lora.lora import ByToken, Share
 
 module.pdl_available = lambda device: True
 module.num_processors = lambda device: 132

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels import lora as module
-from vserve.kernels import pdl
-from vserve.kernels.activation import silu_mul, silu_mul_torch
-from vserve.kernels.linear import small_linear
-from vserve.kernels.lora import (
+from vserve.kernels.launch import pdl
+from vserve.kernels.linear.linear import small_linear
+from vserve.kernels.linear.planes import pack
+from vserve.kernels.linear.quant_few import quant_few
+from vserve.kernels.lora import lora as module
+from vserve.kernels.lora.lora import (
     Columns,
     Tiles,
     column_blocks,
@@ -29,9 +30,8 @@ from vserve.kernels.lora import (
     shrink_triton,
     tiling_of,
 )
-from vserve.kernels.norm import rms_norm
-from vserve.kernels.planes import pack
-from vserve.kernels.quant_few import quant_few
+from vserve.kernels.norm.activation import silu_mul, silu_mul_torch
+from vserve.kernels.norm.norm import rms_norm
 
 CUDA = torch.cuda.is_available()
 requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
@@ -312,10 +312,10 @@ def test_tilings_fit_together() -> None:
 _COMPILE = """
 from triton.experimental.gluon._runtime import GluonJITFunction
 GluonJITFunction.__getitem__ = warm_up_instead
-from vserve.kernels import pdl
+from vserve.kernels.launch import pdl
 pdl.pdl_available = lambda device: True
-from vserve.kernels.lora import Tiles, column_blocks, max_tiles, tiling_of
-from vserve.kernels.lora import expand_gluon, expand_silu_mul_gluon, expand_triton, shrink_gluon, shrink_triton
+from vserve.kernels.lora.lora import Tiles, column_blocks, max_tiles, tiling_of
+from vserve.kernels.lora.lora import expand_gluon, expand_silu_mul_gluon, expand_triton, shrink_gluon, shrink_triton
 
 hidden, rank = map(int, sys.argv[1:3])
 sizes = [4096, 1024, 1024]

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from vserve.engine.adapters.tables import Grouping
-from vserve.kernels.linear_hopper import MANY_ROWS, ByToken, HopperTile, Share, silu_mul_linear_hopper, takes
-from vserve.kernels.lora import Tiles, shrink, shrink_gluon
-from vserve.kernels.norm import rms_norm
+from vserve.kernels.linear.linear_hopper import MANY_ROWS, ByToken, HopperTile, Share, silu_mul_linear_hopper, takes
+from vserve.kernels.lora.lora import Tiles, shrink, shrink_gluon
+from vserve.kernels.norm.norm import rms_norm
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper family")]

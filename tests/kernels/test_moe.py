@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.moe import ExpertWeights, experts, experts_torch, sum_of_experts
-from vserve.kernels.moe_route import LITTLE_PAIRS, Routing, route_torch, route_triton
-from vserve.kernels.moe_triton import (
+from vserve.kernels.experts.moe import ExpertWeights, experts, experts_torch, sum_of_experts
+from vserve.kernels.experts.moe_route import LITTLE_PAIRS, Routing, route_torch, route_triton
+from vserve.kernels.experts.moe_triton import (
     MoeTile,
     down_tile,
     experts_triton,
@@ -198,11 +198,11 @@ def test_layouts_that_are_refused() -> None:
 
 
 _COMPILE = """
-from vserve.kernels import pdl
+from vserve.kernels.launch import pdl
 pdl.pdl_available = lambda device: sys.argv[1] == "pdl"
 pdl.MAX_ROWS = 64
-from vserve.kernels.moe_route import Routing, route_triton
-from vserve.kernels.moe_triton import experts_triton
+from vserve.kernels.experts.moe_route import Routing, route_triton
+from vserve.kernels.experts.moe_triton import experts_triton
 
 hidden, inner, num_experts, top_k = map(int, sys.argv[2:6])
 

@@ -10,16 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.expert_codes import ExpertCodes
-from vserve.kernels.moe import ExpertWeights, experts_torch
-from vserve.kernels.moe_codes import (
-    CodesTile,
-    codes_tile,
-    experts_codes,
-    experts_codes_triton,
-    tokens_of_codes,
-)
-from vserve.kernels.moe_fp8 import (
+from vserve.kernels.experts.expert_codes import ExpertCodes
+from vserve.kernels.experts.moe import ExpertWeights, experts_torch
+from vserve.kernels.experts.moe_codes import CodesTile, codes_tile, experts_codes, experts_codes_triton, tokens_of_codes
+from vserve.kernels.experts.moe_fp8 import (
     Fp8ExpertTile,
     experts_fp8,
     experts_fp8_torch,
@@ -27,9 +21,9 @@ from vserve.kernels.moe_fp8 import (
     experts_take_fp8,
     fp8_expert_tile,
 )
-from vserve.kernels.moe_route import LITTLE_PAIRS
-from vserve.kernels.moe_triton import needs_sort
-from vserve.kernels.planes import pack, value_of
+from vserve.kernels.experts.moe_route import LITTLE_PAIRS
+from vserve.kernels.experts.moe_triton import needs_sort
+from vserve.kernels.linear.planes import pack, value_of
 
 CUDA = torch.cuda.is_available()
 requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
@@ -230,13 +224,14 @@ def test_the_warm_up_meets_every_variant(top_k: int, experts: int, kind: str, gr
 
 
 _COMPILE = """
-from vserve.kernels import kv_fp8, pdl
+from vserve.kernels.attention import kv_fp8
+from vserve.kernels.launch import pdl
 pdl.pdl_available = lambda device: True
 kv_fp8.packs = lambda device: True
-from vserve.kernels.expert_codes import ExpertCodes
-from vserve.kernels.moe_codes import experts_codes_triton
-from vserve.kernels.moe_fp8 import experts_fp8_triton
-from vserve.kernels.planes import Packed, pack
+from vserve.kernels.experts.expert_codes import ExpertCodes
+from vserve.kernels.experts.moe_codes import experts_codes_triton
+from vserve.kernels.experts.moe_fp8 import experts_fp8_triton
+from vserve.kernels.linear.planes import Packed, pack
 
 hidden, inner, num_experts, top_k, group = map(int, sys.argv[1:6])
 kind, bias = sys.argv[6], "bias" in sys.argv

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.kernels import moe_few
-from vserve.kernels.moe_blocks import Order
-from vserve.kernels.moe_codes import CodesTile, experts_codes_torch, experts_codes_triton
-from vserve.kernels.moe_few import ExpertsFewTile, experts_few, experts_few_tile
+from vserve.kernels.experts import moe_few
+from vserve.kernels.experts.moe_blocks import Order
+from vserve.kernels.experts.moe_codes import CodesTile, experts_codes_torch, experts_codes_triton
+from vserve.kernels.experts.moe_few import ExpertsFewTile, experts_few, experts_few_tile
 
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
@@ -147,12 +147,12 @@ def test_a_tile_for_any_columns() -> None:
 _COMPILE = """
 from triton.experimental.gluon._runtime import GluonJITFunction
 GluonJITFunction.__getitem__ = warm_up_instead
-from vserve.kernels import pdl
+from vserve.kernels.launch import pdl
 pdl.pdl_available = lambda device: True
-from vserve.kernels.moe_blocks import order_pairs
-from vserve.kernels.expert_codes import ExpertCodes
-from vserve.kernels.moe_few import experts_few
-from vserve.kernels.planes import pack
+from vserve.kernels.experts.moe_blocks import order_pairs
+from vserve.kernels.experts.expert_codes import ExpertCodes
+from vserve.kernels.experts.moe_few import experts_few
+from vserve.kernels.linear.planes import pack
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.expert_codes import ExpertCodes
-from vserve.kernels.moe import ExpertWeights, experts_torch
-from vserve.kernels.moe_codes import CodesTile, experts_codes_torch, experts_codes_triton
-from vserve.kernels.moe_lora import ExpertLora, ExpertPairs, low_rows
-from vserve.kernels.moe_triton import MoeTile, experts_triton, order_pairs
-from vserve.kernels.planes import pack
+from vserve.kernels.experts.expert_codes import ExpertCodes
+from vserve.kernels.experts.moe import ExpertWeights, experts_torch
+from vserve.kernels.experts.moe_codes import CodesTile, experts_codes_torch, experts_codes_triton
+from vserve.kernels.experts.moe_lora import ExpertLora, ExpertPairs, low_rows
+from vserve.kernels.experts.moe_triton import MoeTile, experts_triton, order_pairs
+from vserve.kernels.linear.planes import pack
 
 CUDA = torch.cuda.is_available()
 requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
@@ -228,10 +228,10 @@ def test_what_is_refused(rng: torch.Generator) -> None:
 
 
 _COMPILE = """
-from vserve.kernels import pdl
+from vserve.kernels.launch import pdl
 pdl.pdl_available = lambda device: sys.argv[1] == "pdl"
-from vserve.kernels.moe_lora import ExpertLora, ExpertPairs
-from vserve.kernels.moe_triton import experts_triton
+from vserve.kernels.experts.moe_lora import ExpertLora, ExpertPairs
+from vserve.kernels.experts.moe_triton import experts_triton
 
 hidden, inner, num_experts, top_k, rank = map(int, sys.argv[2:7])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.moe_route import (
+from vserve.kernels.experts.moe_route import (
     Routing,
     most_blocks,
     route_torch,

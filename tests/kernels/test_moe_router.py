@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels import moe_router
-from vserve.kernels.moe_router import (
+from vserve.kernels.experts import moe_router
+from vserve.kernels.experts.moe_router import (
     MAX_HIDDEN,
     MIN_HIDDEN,
     experts_of_program,
@@ -20,7 +20,7 @@ from vserve.kernels.moe_router import (
     norm_router_torch,
     norm_router_triton,
 )
-from vserve.kernels.norm import Unnormed, rms_norm, rms_norm_triton
+from vserve.kernels.norm.norm import Unnormed, rms_norm, rms_norm_triton
 
 CUDA = torch.cuda.is_available()
 HALF = torch.bfloat16 if CUDA else torch.float16
@@ -104,10 +104,10 @@ def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _COMPILE = """
-from vserve.kernels import pdl
+from vserve.kernels.launch import pdl
 pdl.pdl_available = lambda device: True
-from vserve.kernels.moe_router import norm_router_triton
-from vserve.kernels.norm import Unnormed, rms_norm_triton
+from vserve.kernels.experts.moe_router import norm_router_triton
+from vserve.kernels.norm.norm import Unnormed, rms_norm_triton
 
 experts, hidden = map(int, sys.argv[1:3])
 kept = getattr(torch, sys.argv[3])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vserve.kernels import ngram
+from vserve.kernels.sampling import ngram
 
 from .histories import history_of, paged
 

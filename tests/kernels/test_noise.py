@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vserve.kernels import noise
+from vserve.kernels.sampling import noise
 
 # Random123's kat_vectors for philox4x32 with 10 rounds: counter, key, output.
 KNOWN_ANSWERS = [

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vserve.kernels import norm
+from vserve.kernels.norm import norm
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 PATHS = ["torch", "triton", "public"]

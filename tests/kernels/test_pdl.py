@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from vserve.engine.layers import attention as layer
-from vserve.kernels import attention_beside, attention_prefill_hopper, pdl
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention import attention_beside, attention_prefill_hopper
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.launch import pdl
 
 CPU = torch.device("cpu")
 TAKES_PART = {"PDL": True, "launch_pdl": True}

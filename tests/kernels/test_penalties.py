@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from vserve.kernels import penalties
+from vserve.kernels.sampling import penalties
 
 from .histories import history_of
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.attention_inputs import RaggedBatch
-from vserve.kernels.prefill_work import PrefillWork, prefill_work_torch, prefill_work_triton
+from vserve.kernels.attention.attention_inputs import RaggedBatch
+from vserve.kernels.attention.prefill_work import PrefillWork, prefill_work_torch, prefill_work_triton
 
 
 def int32(values: list[int], device: str = "cpu") -> Tensor:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.kernels import quant_few as module
-from vserve.kernels.planes import BITS, Packed, pack, unpacked, value_of
-from vserve.kernels.quant_few import MAX_ROWS, FewTile, quant_few, streams_codes
-from vserve.kernels.quant_linear import quant_linear
-from vserve.kernels.tiles import tile_table
+from vserve.kernels.launch.tiles import tile_table
+from vserve.kernels.linear import quant_few as module
+from vserve.kernels.linear.planes import BITS, Packed, pack, unpacked, value_of
+from vserve.kernels.linear.quant_few import MAX_ROWS, FewTile, quant_few, streams_codes
+from vserve.kernels.linear.quant_linear import quant_linear
 
 CUDA = torch.cuda.is_available()
 requires_cuda = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
@@ -124,13 +124,13 @@ def test_every_matrix_has_a_tile() -> None:
 
 
 _COMPILE = """
-from vserve.kernels import pdl
+from vserve.kernels.launch import pdl
 pdl.pdl_available = lambda device: True
 from triton.experimental.gluon._runtime import GluonJITFunction
 GluonJITFunction.__getitem__ = warm_up_instead
-from vserve.kernels import quant_few as module
-from vserve.kernels.planes import pack
-from vserve.kernels.quant_few import quant_few
+from vserve.kernels.linear import quant_few as module
+from vserve.kernels.linear.planes import pack
+from vserve.kernels.linear.quant_few import quant_few
 
 def matrix(kind, n, k, group=0, shifts=False):
     scales = torch.ones(n, -(-k // group) if group else 1, dtype=torch.float32 if kind == "e4m3" else torch.float16)

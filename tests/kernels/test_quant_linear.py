@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.kernels import linear
-from vserve.kernels.planes import (
+from vserve.kernels.linear import linear
+from vserve.kernels.linear.planes import (
     BITS,
     Packed,
     decoders,
@@ -18,7 +18,7 @@ from vserve.kernels.planes import (
     unscaled_decoders,
     value_of,
 )
-from vserve.kernels.quant_linear import QuantTile, quant_linear, quant_linear_triton
+from vserve.kernels.linear.quant_linear import QuantTile, quant_linear, quant_linear_triton
 
 CUDA = torch.cuda.is_available()
 TABLE = tuple(torch.linspace(-1, 1, 16).tanh().tolist())
@@ -147,14 +147,15 @@ def test_twin(rng: torch.Generator) -> None:
 
 
 _COMPILE = """
-from vserve.kernels import kv_fp8, pdl
+from vserve.kernels.attention import kv_fp8
+from vserve.kernels.launch import pdl
 pdl.pdl_available = lambda device: True
 kv_fp8.packs = lambda device: True
-from vserve.kernels.dequantize import dequantize_triton
-from vserve.kernels.fp8_linear import Fp8Tile, fp8_linear_triton, fp8_tile, scaled_triton
-from vserve.kernels.fp8_rows import Product, fp8_rows_triton, silu_mul_fp8_triton
-from vserve.kernels.planes import pack
-from vserve.kernels.quant_linear import quant_linear_triton
+from vserve.kernels.linear.dequantize import dequantize_triton
+from vserve.kernels.linear.fp8_linear import Fp8Tile, fp8_linear_triton, fp8_tile, scaled_triton
+from vserve.kernels.linear.fp8_rows import Product, fp8_rows_triton, silu_mul_fp8_triton
+from vserve.kernels.linear.planes import pack
+from vserve.kernels.linear.quant_linear import quant_linear_triton
 
 def matrix(kind, n, k, group=0, shifts=False):
     scales = torch.ones(n, k // group if group else 1, dtype=torch.float32 if kind == "e4m3" else torch.float16)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.kernels import quant_many as module
-from vserve.kernels import quant_many_gluon
-from vserve.kernels.linear import MAX_SPLIT_N, MIN_BLOCK_N, PARTIALS
-from vserve.kernels.planes import Packed, unpacked
-from vserve.kernels.quant_many import ManyTile, many_rows, quant_many, takes_many
-from vserve.kernels.tiles import tile_table
+from vserve.kernels.launch.tiles import tile_table
+from vserve.kernels.linear import quant_many as module
+from vserve.kernels.linear import quant_many_gluon
+from vserve.kernels.linear.linear import MAX_SPLIT_N, MIN_BLOCK_N, PARTIALS
+from vserve.kernels.linear.planes import Packed, unpacked
+from vserve.kernels.linear.quant_many import ManyTile, many_rows, quant_many, takes_many
 
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
@@ -146,8 +146,8 @@ _COMPILE = """
 import contextlib, io
 from triton.experimental.gluon._runtime import GluonJITFunction
 GluonJITFunction.__getitem__ = warm_up_instead
-from vserve.kernels import quant_many as module
-from vserve.kernels.planes import pack
+from vserve.kernels.linear import quant_many as module
+from vserve.kernels.linear.planes import pack
 module.num_processors = lambda device: 132
 knobs.nvidia.dump_ptxas_log = True
 

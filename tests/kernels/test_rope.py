@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from vserve.kernels import rope_kv
-from vserve.kernels.rope import apply_rope_torch, qk_norm_rope_torch
+from vserve.kernels.attention import rope_kv
+from vserve.kernels.attention.rope import apply_rope_torch, qk_norm_rope_torch
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 PATHS = ["torch", "triton"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.kernels import pdl
-from vserve.kernels.rope import apply_rope_torch, qk_norm_rope_torch
-from vserve.kernels.rope_kv import rope_write_kv, rope_write_kv_torch, rope_write_kv_triton, write_kv_torch
+from vserve.kernels.attention.rope import apply_rope_torch, qk_norm_rope_torch
+from vserve.kernels.attention.rope_kv import rope_write_kv, rope_write_kv_torch, rope_write_kv_triton, write_kv_torch
+from vserve.kernels.launch import pdl
 
 PATHS: dict[str, Callable[..., None]] = {
     "torch": rope_write_kv_torch,

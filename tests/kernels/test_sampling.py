@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from vserve.kernels import noise, sampling
+from vserve.kernels.sampling import noise, sampling
 
 INF = float("inf")
 

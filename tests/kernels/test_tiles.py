@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.kernels import attention_decode, attention_prefill, tiles
-from vserve.kernels.attention_decode import DecodeTile, decode_tile
-from vserve.kernels.attention_prefill import PrefillTile, prefill_tile
+from vserve.kernels.attention import attention_decode, attention_prefill
+from vserve.kernels.attention.attention_decode import DecodeTile, decode_tile
+from vserve.kernels.attention.attention_prefill import PrefillTile, prefill_tile
+from vserve.kernels.launch import tiles
 
 FILES = sorted(tiles.FOLDER.glob("*.json"))
 TABLES = {

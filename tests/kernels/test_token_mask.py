@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vserve.kernels import token_mask
+from vserve.kernels.sampling import token_mask
 
 
 @pytest.fixture(params=["torch", "triton", "public"])

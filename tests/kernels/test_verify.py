@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vserve.kernels import verify
+from vserve.kernels.sampling import verify
 
 from .histories import history_of
 

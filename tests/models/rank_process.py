@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from vserve.engine.loader import load_model
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.parallel.group import Group, ProcessGroup
 from vserve.engine.parallel.join import join
-from vserve.engine.reading import read_folder
-from vserve.kernels.argmax import argmax
+from vserve.engine.weights.loader import load_model
+from vserve.kernels.sampling.argmax import argmax
 
 LENGTHS = (17, 13)
 SCHEDULE = [["|", (0, 5), (1, 3)], [(0, 1), "|", (1, 8)], ["|", (0, 9)], [(1, 1), "|"]]  # as test_model_parity.py's

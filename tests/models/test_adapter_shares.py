@@ -15,15 +15,15 @@ from vserve.engine.adapters.adapter import Adapter
 from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.store import AdapterStore
 from vserve.engine.adapters.tables import AdapterTables
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
 from vserve.engine.layers.linear import Linear
-from vserve.engine.layers.weights import Placement
-from vserve.engine.loader import load_model, whole_of
+from vserve.engine.link.plan import NewRow, StepPlan
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.parallel.group import SingleGroup
 from vserve.engine.parallel.pipeline import WHOLE, Stage
-from vserve.engine.plan import NewRow, StepPlan
-from vserve.engine.reading import read_folder
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.quant.weights import Placement
+from vserve.engine.weights.loader import load_model, whole_of
 
 HEAD, PREFIX = 16, "model.layers.0.self_attn"
 SAMPLING = SamplingParams(max_tokens=1)

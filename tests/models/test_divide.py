@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.describe.divide import check_divides, whole_experts
+from vserve.engine.describe.gain import more_ranks, more_stages
+from vserve.engine.describe.model_config import ModelConfig
+from vserve.engine.describe.reading import parse_model_config, read_folder
 from vserve.engine.errors import ModelError
-from vserve.engine.layers.weights import Placement, vocab_share
-from vserve.engine.loader import count_parameters, load_model, make_model
-from vserve.engine.memory import _ranks, weight_bytes
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.parallel.divide import check_divides, whole_experts
-from vserve.engine.parallel.gain import more_ranks, more_stages
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.parallel.group import SingleGroup
-from vserve.engine.reading import parse_model_config, read_folder
+from vserve.engine.planning.memory import _ranks, weight_bytes
+from vserve.engine.quant.weights import Placement, vocab_share
+from vserve.engine.weights.loader import count_parameters, load_model, make_model
 
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 2,
@@ -105,7 +105,7 @@ def test_the_folder_tells_without_torch(tmp_path: Path) -> None:
     """So that it is said before weights are read, and before seconds of imports."""
     script = (
         "import sys; from pathlib import Path; from vserve.engine.errors import ModelError\n"
-        "from vserve.engine.reading import check_model\n"
+        "from vserve.engine.describe.reading import check_model\n"
         "try: check_model(Path(sys.argv[1]), size=int(sys.argv[2]))\n"
         "except ModelError as error: print(error)\n"
         "assert 'torch' not in sys.modules"

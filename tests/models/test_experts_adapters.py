@@ -23,12 +23,12 @@ from vserve.engine.adapters.peft_config import AdapterError
 from vserve.engine.adapters.store import AdapterStore
 from vserve.engine.adapters.tables import AdapterTables
 from vserve.engine.errors import ConfigError
-from vserve.engine.layer_spec import MoESpec, RoutingSpec
+from vserve.engine.families.layer_spec import MoESpec, RoutingSpec
 from vserve.engine.layers.experts import Experts
-from vserve.engine.layers.weights import Placement
+from vserve.engine.link.plan import NewRow, StepPlan
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.parallel.group import SingleGroup
-from vserve.engine.plan import NewRow, StepPlan
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.quant.weights import Placement
 
 Load = Callable[[Path], Any]
 FAMILIES = (

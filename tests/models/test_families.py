@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.describe.model_config import ModelConfig
+from vserve.engine.describe.reading import read_folder, read_model_config
+from vserve.engine.families.rope_config import RopeConfig
 from vserve.engine.layers.linear import Linear
-from vserve.engine.loader import load_model
-from vserve.engine.model_config import ModelConfig
 from vserve.engine.models.blocks import CausalLM
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.quant.quantize import to_fp8, to_int4, to_nf4
-from vserve.engine.reading import read_folder, read_model_config
-from vserve.engine.rope_config import RopeConfig
+from vserve.engine.weights.loader import load_model
 
 from ..quant.checkpoints import write
 from .test_model_parity import WHOLE, PagedRunner, difference, make, oracle, sequences

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.describe.choice import Foreign, choose
+from vserve.engine.describe.reading import check_model, parse_model_config, read_folder, read_model_config
 from vserve.engine.errors import ModelError
-from vserve.engine.foreign.choice import Foreign, choose
-from vserve.engine.loader import load_model
-from vserve.engine.models.registry import FAMILIES
-from vserve.engine.reading import check_model, parse_model_config, read_folder, read_model_config
+from vserve.engine.families.registry import FAMILIES
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.weights.loader import load_model
 
 # A folder's own code: Llama under another name, whose attention goes through the interface or does not.
 CODE = """
@@ -128,8 +128,8 @@ def test_names_are_looked_up_without_torch_or_transformers() -> None:
     code = """
 import sys, time
 started = time.monotonic()
-from vserve.engine.foreign.choice import choose
-from vserve.engine.model_file import ModelError
+from vserve.engine.describe.choice import choose
+from vserve.engine.files.model_file import ModelError
 assert choose({"architectures": ["GPTNeoXForCausalLM"]}).architecture == "GPTNeoXForCausalLM"
 try:
     choose({"architectures": ["NoSuchForCausalLM"]})

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vserve.engine.describe.model_config import ModelConfig
+from vserve.engine.describe.reading import read_folder, without_windows
 from vserve.engine.errors import ModelError
 from vserve.engine.foreign import hooks
 from vserve.engine.foreign.model import TransformersModel
 from vserve.engine.foreign.modules import Norm, Part, Product
 from vserve.engine.layers.embedding import Embedding
 from vserve.engine.layers.linear import Linear
-from vserve.engine.loader import count_parameters, load_model
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.quant.described import describe
 from vserve.engine.quant.method import Quantized
-from vserve.engine.reading import read_folder, without_windows
+from vserve.engine.start.described import describe
+from vserve.engine.weights.loader import count_parameters, load_model
 
 QUICK = (
     "starcoder2", "gpt_neox", "gemma2", "gpt_oss", "granite", "phimoe", "qwen3_moe", "deepseek_v3", "cohere2", "opt",

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ModelError
-from vserve.engine.quant.described import describe
 from vserve.engine.quant.experts import QuantizedExperts
-from vserve.engine.reading import read_folder
+from vserve.engine.start.described import describe
 
 Parity = Any  # test_model_parity.py
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from vserve.engine.layers.embedding import Embedding, LMHead
 from vserve.engine.layers.linear import Linear
-from vserve.engine.layers.products import Products
-from vserve.engine.layers.unquantized import Unquantized
-from vserve.engine.layers.weights import Placement
 from vserve.engine.parallel.group import SingleGroup
-from vserve.kernels.activation import silu_mul
+from vserve.engine.quant.products import Products
+from vserve.engine.quant.unquantized import Unquantized
+from vserve.engine.quant.weights import Placement
+from vserve.kernels.norm.activation import silu_mul
 
 CPU = Placement(torch.float32, torch.device("cpu"))
 HEADS = {"q": 8 * 4, "k": 2 * 4, "v": 2 * 4}

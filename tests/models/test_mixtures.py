@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vserve.engine.describe.reading import parse_model_config
 from vserve.engine.errors import ModelError
 from vserve.engine.models.mixture import with_stored_experts
-from vserve.engine.reading import parse_model_config
 
 Parity = Any  # test_model_parity.py
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vserve.engine.encoders.families import ENCODERS
+from vserve.engine.describe.model_config import ModelConfig
+from vserve.engine.describe.reading import parse_model_config, read_folder
 from vserve.engine.errors import ModelError
-from vserve.engine.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
-from vserve.engine.layers.weights import Placement
-from vserve.engine.loader import count_parameters, make_model
-from vserve.engine.matching import choose_formats
-from vserve.engine.model_config import ModelConfig
-from vserve.engine.models import registry
+from vserve.engine.families import registry
+from vserve.engine.families.encoders import ENCODERS
+from vserve.engine.families.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
+from vserve.engine.families.rope_config import ROPE_TYPES
 from vserve.engine.models.blocks import CausalLM
-from vserve.engine.reading import parse_model_config, read_folder
-from vserve.engine.rope_config import ROPE_TYPES
+from vserve.engine.quant.weights import Placement
+from vserve.engine.weights.loader import count_parameters, make_model
+from vserve.engine.weights.matching import choose_formats
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.layers import routing
 from vserve.engine.layers.attention import AttentionBatch
-from vserve.engine.layers.unquantized import Unquantized
-from vserve.engine.loader import load_model
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.models.mlp import MLP
-from vserve.engine.reading import read_folder
-from vserve.kernels.attention_inputs import PagedCache
+from vserve.engine.quant.unquantized import Unquantized
+from vserve.engine.weights.loader import load_model
+from vserve.kernels.attention.attention_inputs import PagedCache
 
 PAGE = 4
 LENGTHS = (45, 30)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vserve.engine.errors import ModelError
-from vserve.engine.models.refused import reason_of, refusal
-from vserve.engine.models.registry import FAMILIES, find_family
+from vserve.engine.families.refused import reason_of, refusal
+from vserve.engine.families.registry import FAMILIES, find_family
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from vserve.engine.describe.reading import parse_model_config
 from vserve.engine.layers.rope import RotaryEmbedding, inverse_frequencies
-from vserve.engine.layers.weights import Placement
 from vserve.engine.models.blocks import CausalLM
-from vserve.engine.reading import parse_model_config
+from vserve.engine.quant.weights import Placement
 
 REAL: dict[str, dict[str, Any]] = {
     "llama-2": {"max_position_embeddings": 4096, "rope_theta": 10000.0},

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.engine.cache.kv_layout import KVLayout
+from vserve.engine.describe.model_config import ModelConfig
+from vserve.engine.describe.reading import check_model, parse_model_config, read_folder
+from vserve.engine.describe.stages import check_stages, context_cost, split, stage_layers
 from vserve.engine.errors import ModelError
-from vserve.engine.kv_layout import KVLayout
-from vserve.engine.layer_spec import KVSpec
-from vserve.engine.layers.weights import Placement
-from vserve.engine.loader import count_parameters, load_model, make_model
-from vserve.engine.memory import weight_bytes
-from vserve.engine.model_config import ModelConfig
+from vserve.engine.families.layer_spec import KVSpec
+from vserve.engine.files.safetensors_files import SafetensorsFiles
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.parallel.pipeline import Stage, stage_of
-from vserve.engine.parallel.stages import check_stages, context_cost, split, stage_layers
-from vserve.engine.reading import check_model, parse_model_config, read_folder
-from vserve.engine.safetensors_files import SafetensorsFiles
+from vserve.engine.planning.memory import weight_bytes
+from vserve.engine.quant.weights import Placement
+from vserve.engine.weights.loader import count_parameters, load_model, make_model
 
 from .test_divide import LLAMA_70B, QWEN_30B_A3B
 from .test_model_parity import CHUNKED, PagedRunner, difference, load, sequences

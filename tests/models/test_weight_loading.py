@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vserve.engine.checkpoint import checkpoint_bytes, open_checkpoint, read_headers
+from vserve.engine.describe.model_source import resolve_model_path
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError, ModelError
+from vserve.engine.files.checkpoint import checkpoint_bytes, open_checkpoint, read_headers
 from vserve.engine.layers.linear import Linear
-from vserve.engine.layers.staging import PIECE, SMALL, copy_weight
-from vserve.engine.loader import count_parameters, load_model
-from vserve.engine.model_source import resolve_model_path
 from vserve.engine.models.blocks import CausalLM
-from vserve.engine.reading import read_folder
+from vserve.engine.quant.staging import PIECE, SMALL, copy_weight
+from vserve.engine.weights.loader import count_parameters, load_model
 
 INDEX = "model.safetensors.index.json"
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -358,7 +358,7 @@ def test_a_file_that_rots_while_it_is_read(folder: Path, monkeypatch: pytest.Mon
     """Whatever safetensors finds that the header check did not."""
     checkpoint = open_checkpoint(folder)
     (folder / "model.safetensors").write_bytes(b"\xff" * 4000)
-    monkeypatch.setattr("vserve.engine.loader.open_checkpoint", lambda path, load_format: checkpoint)
+    monkeypatch.setattr("vserve.engine.weights.loader.open_checkpoint", lambda path, load_format: checkpoint)
     message = refusal(folder)
     assert message.startswith("cannot read ") and message.endswith(": download it again")
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ModelError
-from vserve.engine.expert_info import describe_experts, told_of_experts
-from vserve.engine.loader import load_model
 from vserve.engine.models.blocks import CausalLM
-from vserve.engine.quant.described import describe
+from vserve.engine.planning.weight_size import weight_size
 from vserve.engine.quant.experts import QuantizedExperts
 from vserve.engine.quant.packed_experts import PackedExperts
-from vserve.engine.reading import read_folder
-from vserve.engine.weight_size import weight_size
-from vserve.kernels.moe_lora import ExpertLora, ExpertPairs
+from vserve.engine.start.described import describe
+from vserve.engine.start.expert_info import describe_experts, told_of_experts
+from vserve.engine.weights.loader import load_model
+from vserve.kernels.experts.moe_lora import ExpertLora, ExpertPairs
 
 from .checkpoints import KINDS, write
 

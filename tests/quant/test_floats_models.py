@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.layers.linear import Linear
-from vserve.engine.loader import load_model
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.quant.matrix import Int4Matrix
-from vserve.engine.reading import read_folder
+from vserve.engine.weights.loader import load_model
 
 from . import checkpoints
 from .checkpoints import Packed

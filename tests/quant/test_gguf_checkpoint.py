@@ -21,15 +21,15 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from vserve.engine.describe.reading import parse_model_config, read_folder
 from vserve.engine.errors import ModelError
-from vserve.engine.gguf_checkpoint import GGUFCheckpoint
-from vserve.engine.gguf_config import eos_token_ids, read_config, read_generation_config
-from vserve.engine.gguf_families import FAMILIES as architectures
-from vserve.engine.gguf_file import Strings, read_gguf
-from vserve.engine.loader import load_model
+from vserve.engine.files.gguf_checkpoint import GGUFCheckpoint
+from vserve.engine.files.gguf_config import eos_token_ids, read_config, read_generation_config
+from vserve.engine.files.gguf_families import FAMILIES as architectures
+from vserve.engine.files.gguf_file import Strings, read_gguf
 from vserve.engine.quant.fp4 import decode_experts
 from vserve.engine.quant.scheme import make_scheme, read_quantization
-from vserve.engine.reading import parse_model_config, read_folder
+from vserve.engine.weights.loader import load_model
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "cohere",
@@ -472,7 +472,7 @@ def test_types_at_fault(gguf_models: Any, tiny_model: Any, tmp_path: Path, monke
     kind = lambda name: "IQ3_S" if name == "blk.0.ffn_up.weight" else "Q4_K"  # noqa: E731
     path = gguf_models.write_gguf(tiny_model("llama", **K_BLOCKS), tmp_path / "books.gguf", kind)
     assert len(GGUFCheckpoint(path).tensors) == 21
-    monkeypatch.setattr("vserve.engine.gguf_checkpoint.find_spec", lambda name: None)
+    monkeypatch.setattr("vserve.engine.files.gguf_checkpoint.find_spec", lambda name: None)
     with pytest.raises(
         ModelError, match=r"blk\.0\.ffn_up\.weight has type IQ3_S, .* gguf decodes: pip install gguf, or"
     ):
@@ -503,7 +503,7 @@ def test_looked_at_without_torch(gguf_models: Any, tiny_model: Any, tmp_path: Pa
 import sys
 sys.modules["torch"] = None
 from pathlib import Path
-from vserve.engine.gguf_checkpoint import GGUFCheckpoint
+from vserve.engine.files.gguf_checkpoint import GGUFCheckpoint
 checkpoint = GGUFCheckpoint(Path(sys.argv[1]))
 print(checkpoint.config["architectures"], len(checkpoint.tensors))
 """

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from vserve.engine.errors import ModelError
-from vserve.engine.gguf_file import read_gguf
+from vserve.engine.files.gguf_file import read_gguf
 
 
 def string(text: str) -> bytes:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from vserve.engine.layers.linear import Linear
-from vserve.engine.layers.weights import LinearShape, Placement
 from vserve.engine.parallel.group import SingleGroup
 from vserve.engine.quant.codes import Codes, joined
 from vserve.engine.quant.format import Stored
@@ -21,6 +20,7 @@ from vserve.engine.quant.fp8 import Fp8
 from vserve.engine.quant.matrix import CodesMatrix, Int4Matrix, make_matrix
 from vserve.engine.quant.method import Dequantized
 from vserve.engine.quant.scales import CHANNEL, Scales
+from vserve.engine.quant.weights import LinearShape, Placement
 
 NF4 = torch.tensor([
     -1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0, 0.0795803, 0.1609302, 0.2461123,

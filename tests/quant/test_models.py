@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ModelError
 from vserve.engine.layers.linear import Linear
-from vserve.engine.loader import load_model
 from vserve.engine.models.blocks import CausalLM
-from vserve.engine.quant.described import describe, told
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.quant.matrix import Int4Matrix
 from vserve.engine.quant.method import Quantized
-from vserve.engine.rank import Rank
-from vserve.engine.reading import read_folder
+from vserve.engine.start.described import describe, told
+from vserve.engine.start.rank import Rank
+from vserve.engine.weights.loader import load_model
 
 from .checkpoints import KINDS, write
 

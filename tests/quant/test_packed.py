@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.layers import norm as norms
 from vserve.engine.layers.linear import Linear
-from vserve.engine.layers.weights import Placement
-from vserve.engine.loader import load_model
 from vserve.engine.models.attention_block import AttentionBlock
 from vserve.engine.models.mlp import MLP
 from vserve.engine.quant import method
@@ -23,10 +22,11 @@ from vserve.engine.quant.codes import Codes
 from vserve.engine.quant.online import Online
 from vserve.engine.quant.packed import PackedMatrix
 from vserve.engine.quant.quantize import to_fp8, to_fp8_blocks
-from vserve.engine.reading import read_folder
-from vserve.kernels import quant_few
-from vserve.kernels.fp8_rows import Fp8Rows, fp8_rows
-from vserve.kernels.quant_few import MAX_ROWS
+from vserve.engine.quant.weights import Placement
+from vserve.engine.weights.loader import load_model
+from vserve.kernels.linear import quant_few
+from vserve.kernels.linear.fp8_rows import Fp8Rows, fp8_rows
+from vserve.kernels.linear.quant_few import MAX_ROWS
 
 from .test_matrix import KINDS, make_codes
 

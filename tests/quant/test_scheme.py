@@ -262,7 +262,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from vserve.engine.model_file import ModelError
+from vserve.engine.files.model_file import ModelError
 from vserve.engine.quant.scheme import make_scheme, read_quantization
 configs, names = json.loads(sys.stdin.read())
 made = refused = 0

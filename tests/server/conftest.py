@@ -20,10 +20,10 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.messages import AdapterLoaded, EngineInfo, EngineStats, LoadAdapter, RequestOutput, StepOutputs
-from vserve.engine.plan import TokenLogprobs
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import AdapterLoaded, EngineInfo, EngineStats, LoadAdapter, RequestOutput, StepOutputs
+from vserve.engine.link.plan import TokenLogprobs
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
 from vserve.server.app import create_app
 from vserve.server.client.engine_client import EngineDeadError, Mailbox
 from vserve.server.client.routing import ANYWHERE, Route

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 import vserve.server.generation.adapters as adapters_module
-from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError
-from vserve.engine.messages import AdapterLoaded, DropAdapter, LoadAdapter
-from vserve.engine.plan import ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE
+from vserve.engine.link.messages import AdapterLoaded, DropAdapter, LoadAdapter
+from vserve.engine.link.plan import ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE
+from vserve.engine.options.config import EngineConfig
 from vserve.server.app import create_app
 from vserve.server.cli.flags import add_flags, read_flags
 from vserve.server.client.replicas import Replicas

@@ -12,8 +12,8 @@ import httpx
 import msgspec
 import pytest
 
-from vserve.engine.messages import EngineStats
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import EngineStats
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.server.app import create_app
 from vserve.server.errors import ApiError
 from vserve.server.generation.admission import LONGEST_WAIT, WINDOW, Admission, DrainRate, retry_after

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.options.config import EngineConfig
 from vserve.server import api_processes as module
 from vserve.server.api_processes import ApiProcesses
 from vserve.server.client.board import BEATS, SERVES, Board

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.options.config import EngineConfig
 from vserve.server.cli.progress import ProgressLine
 from vserve.server.options.config import ServerConfig
 from vserve.server.service import Service

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.options.config import EngineConfig
 from vserve.server.client.board import FINISHED_TOKENS, MOST_KEYS, REQUESTS, TOKENS, Board
 from vserve.server.errors import ApiError
 from vserve.server.generation import admission, quota

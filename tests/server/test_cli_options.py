@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError
+from vserve.engine.options.config import EngineConfig
 from vserve.server.cli import flags, main, serve
 from vserve.server.cli.flags import read_flags, sources
 from vserve.server.cli.given import notices, unknown_variables

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import vserve
-from vserve.engine.config import EngineConfig
-from vserve.engine.reading import read_folder
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.options.config import EngineConfig
 from vserve.server.cli import collect_env, completion, doctor, machine, main, model_finding
 from vserve.server.cli.bench.command import MEASUREMENTS
 from vserve.server.cli.machine import Card, Torch

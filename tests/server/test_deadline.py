@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.server.app import create_app
 from vserve.server.generation.admission import Admission
 from vserve.server.generation.choice import Prompt

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.messages import RequestOutput
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import RequestOutput
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.server.client.mailbox import Mailbox
 from vserve.server.generation.choice import Prompt
 from vserve.server.offline.embed_all import embed_all, embedded

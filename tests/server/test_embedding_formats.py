@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.messages import RequestOutput
+from vserve.engine.link.messages import RequestOutput
 from vserve.server.api.pooled import raw_response
 from vserve.server.generation.embedding import packed
 from vserve.server.wire.pooled import EncodedRequest

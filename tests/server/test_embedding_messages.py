@@ -14,7 +14,7 @@ import pytest
 
 from vserve import LLM
 from vserve.engine.errors import ConfigError
-from vserve.engine.messages import RequestOutput
+from vserve.engine.link.messages import RequestOutput
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.model import load_text_model
 

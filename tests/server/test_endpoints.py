@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import vserve
-from vserve.engine.messages import Progress
-from vserve.engine.plan import NO_PROMPT_LOGPROBS, NOTHING_ALLOWED
+from vserve.engine.link.messages import Progress
+from vserve.engine.link.plan import NO_PROMPT_LOGPROBS, NOTHING_ALLOWED
 from vserve.server import openapi
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.model import load_text_model
@@ -122,7 +122,7 @@ def test_logprobs_of_completions(client: Any, engine: Any, text_model: Any) -> N
 
 
 def test_minus_infinity_is_a_number(client: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vserve.engine.plan import TokenLogprobs
+    from vserve.engine.link.plan import TokenLogprobs
 
     minus = float("-inf")
     monkeypatch.setattr(type(engine), "_logprobs", staticmethod(lambda *_: TokenLogprobs(minus, 9, [3], [minus])))

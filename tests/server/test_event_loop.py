@@ -14,10 +14,17 @@ import httpx
 import msgspec
 import pytest
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.messages import AbortRequests, AddRequest, EngineStats, RequestOutput, StepOutputs, unpack_tokens
-from vserve.engine.plan import TokenLogprobs
-from vserve.engine.sampling_params import ALL
+from vserve.engine.link.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineStats,
+    RequestOutput,
+    StepOutputs,
+    unpack_tokens,
+)
+from vserve.engine.link.plan import TokenLogprobs
+from vserve.engine.link.sampling_params import ALL
+from vserve.engine.options.config import EngineConfig
 from vserve.server.app import create_app
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.options.config import ServerConfig

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from vserve.engine.errors import ConfigError, ModelError
-from vserve.engine.gguf_file import Strings, read_gguf
+from vserve.engine.files.gguf_file import Strings, read_gguf
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
 from vserve.server.options.config import ServerConfig

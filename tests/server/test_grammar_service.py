@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vserve.engine.grammar import Grammars
-from vserve.engine.grammar_libraries import load as load_libraries
-from vserve.engine.messages import AddGrammar, DropGrammars, SetVocabulary
+from vserve.engine.grammar.grammar import Grammars
+from vserve.engine.grammar.grammar_libraries import load as load_libraries
+from vserve.engine.link.messages import AddGrammar, DropGrammars, SetVocabulary
 from vserve.server.errors import ApiError
 from vserve.server.grammar import service as service_module
 from vserve.server.grammar.process import CompilerProcess

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vserve.engine.grammar import BACKENDS, GrammarMatcher, Vocabulary, pack, prepare
+from vserve.engine.grammar.grammar import BACKENDS, GrammarMatcher, Vocabulary, pack, prepare
 from vserve.server.grammar.compile import CompileError, compile
 from vserve.server.grammar.constraint import Constraint
 from vserve.server.grammar.finite import texts_of

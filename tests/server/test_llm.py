@@ -21,8 +21,8 @@ import torch
 
 import vserve
 from vserve import LLM, LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams
-from vserve.engine.config import SchedulerConfig
-from vserve.engine.messages import RequestOutput
+from vserve.engine.link.messages import RequestOutput
+from vserve.engine.options.config import SchedulerConfig
 from vserve.server.client.engine_client import EngineDeadError
 from vserve.server.offline.llm import BACKLOG_STEPS
 from vserve.server.offline.sampling_params import RepetitionDetectionParams, RequestOutputKind

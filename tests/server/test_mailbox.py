@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from vserve.engine.messages import RequestOutput
-from vserve.engine.plan import TokenLogprobs
+from vserve.engine.link.messages import RequestOutput
+from vserve.engine.link.plan import TokenLogprobs
 from vserve.server.client.mailbox import EngineDeadError, Mailbox, Mailboxes
 
 

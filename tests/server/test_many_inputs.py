@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vserve.engine.messages import RequestOutput
+from vserve.engine.link.messages import RequestOutput
 from vserve.server.app import create_app
 from vserve.server.options.config import ServerConfig
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vserve.engine.messages import EngineStats
+from vserve.engine.link.messages import EngineStats
 from vserve.server.app import create_app
 from vserve.server.histogram import Histogram
 from vserve.server.observe.metrics import PHASE, TOKEN, TTFT, Metrics
@@ -256,7 +256,7 @@ def test_aborted_by_reason_adds_up(client: Any, engine: Any, app: Any, say: Any)
     engine.script = say("one two three four five six seven", ends=False)
 
     async def give_up(end: Any) -> None:
-        from vserve.engine.sampling_params import SamplingParams
+        from vserve.engine.link.sampling_params import SamplingParams
         from vserve.server.generation.choice import Prompt
         from vserve.server.generation.generation import Generation
 

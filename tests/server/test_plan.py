@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import httpx
 import pytest
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.options.config import EngineConfig
 from vserve.server.cli import main, plan_question
 from vserve.server.cli.flags import read_flags
 

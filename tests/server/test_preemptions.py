@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vserve import LLM, SamplingParams
-from vserve.engine.config import EngineConfig
-from vserve.engine.messages import EngineStats, StepOutputs
+from vserve.engine.link.messages import EngineStats, StepOutputs
+from vserve.engine.options.config import EngineConfig
 from vserve.server.observe import preemptions
 from vserve.server.observe.preemptions import Preemptions
 

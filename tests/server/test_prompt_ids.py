@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from vserve.engine.arrivals import Arrivals
-from vserve.engine.config import EngineConfig, SchedulerConfig
-from vserve.engine.connection import Connection
-from vserve.engine.messages import FromEngine, ToEngine
-from vserve.engine.scheduler import Scheduler
+from vserve.engine.link.connection import Connection
+from vserve.engine.link.messages import FromEngine, ToEngine
+from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.schedule.scheduler import Scheduler
+from vserve.engine.start.arrivals import Arrivals
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.generation.sampling import resolve
 from vserve.server.wire.requests import CompletionRequest

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError
+from vserve.engine.options.config import EngineConfig
 from vserve.server.options.config import ServerConfig
 from vserve.server.service import Service
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine import logs
+from vserve.engine.link import logs
 from vserve.server.observe.request_log import Finished, RequestLog
 from vserve.server.options.config import ServerConfig
 

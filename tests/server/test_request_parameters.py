@@ -147,7 +147,7 @@ def test_prompt_logprobs_of_the_whole_vocabulary(client: Any, engine: Any) -> No
 
 
 def test_minus_infinity_in_a_prompt(client: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vserve.engine.plan import TokenLogprobs
+    from vserve.engine.link.plan import TokenLogprobs
 
     never = TokenLogprobs(float("-inf"), 300, [5], [float("-inf")])
     monkeypatch.setattr(type(engine), "_prompt_logprobs", staticmethod(lambda request: [never]))
@@ -216,8 +216,8 @@ def test_repetition_ends_an_answer(client: Any, engine: Any, delay: float) -> No
 def test_repetition_against_the_plain_way() -> None:
     import random
 
-    from vserve.engine.messages import RequestOutput
-    from vserve.engine.sampling_params import SamplingParams
+    from vserve.engine.link.messages import RequestOutput
+    from vserve.engine.link.sampling_params import SamplingParams
     from vserve.server.generation.choice import Prompt, Repetition, TextOptions
 
     def repeats(tokens: list[int], watch: Repetition) -> bool:

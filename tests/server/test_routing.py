@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.messages import AddGrammar, AddRequest, SetVocabulary, pack_tokens
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import AddGrammar, AddRequest, SetVocabulary, pack_tokens
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError, Mailbox
 from vserve.server.client.replicas import Replicas

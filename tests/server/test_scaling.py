@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from vserve.engine.config import EngineConfig
-from vserve.engine.messages import AbortRequests, AddRequest, EngineInfo, EngineStats, RequestOutput, StepOutputs
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.messages import AbortRequests, AddRequest, EngineInfo, EngineStats, RequestOutput, StepOutputs
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
 from vserve.server.app import create_app
 from vserve.server.client import replicas as module
 from vserve.server.client.engine_client import EngineClient

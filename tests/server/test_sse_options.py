@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.sampling_params import SamplingParams
+from vserve.engine.link.sampling_params import SamplingParams
 from vserve.server.generation.choice import Prompt
 from vserve.server.generation.generation import Generation
 

@@ -14,9 +14,9 @@ import httpx
 import msgspec
 import pytest
 
-from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError
-from vserve.engine.messages import Progress
+from vserve.engine.link.messages import Progress
+from vserve.engine.options.config import EngineConfig
 from vserve.server.cli.progress import ProgressLine, example, purpose
 from vserve.server.http.front_door import FrontDoor
 from vserve.server.http.page import load_page

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vserve.engine.messages import BlockMap, StepReport, StepReports
+from vserve.engine.link.messages import BlockMap, StepReport, StepReports
 from vserve.server.errors import ApiError
 from vserve.server.observe import step_feeds
 from vserve.server.observe.step_feeds import MOST_OF_ONE, MOST_PAGES, StepFeeds, Watcher

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.options.config import EngineConfig
 from vserve.server.client.board import SERVES, Board
 from vserve.server.client.meeting import FIRST, Meeting
 from vserve.server.colleagues import ColleagueError

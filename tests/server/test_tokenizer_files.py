@@ -223,7 +223,7 @@ def test_what_the_api_process_imports() -> None:
 import sys, time
 from vserve.server.app import create_app
 from vserve.server.cli import serve
-from vserve.engine.config import ConfigError
+from vserve.engine.options.config import ConfigError
 from vserve.server.options.config import ServerConfig
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.text.model import load_text_model

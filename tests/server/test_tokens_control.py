@@ -149,7 +149,7 @@ def test_the_longest_answer_that_the_model_allows(client: Any, engine: Any, text
 def test_where_options_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
     import argparse
 
-    from vserve.engine.config import EngineConfig
+    from vserve.engine.options.config import EngineConfig
 
     parser = argparse.ArgumentParser()
     add_flags(parser, EngineConfig, ServerConfig)

@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from vserve.engine.grammar import BACKENDS, GrammarMatcher
+from vserve.engine.grammar.grammar import BACKENDS, GrammarMatcher
 from vserve.server.grammar import tool_calls as tool_grammar
 from vserve.server.grammar.compile import CompileError, compile
 from vserve.server.grammar.constraint import Constraint
@@ -37,7 +37,7 @@ TOKENS = [b"", *(bytes([byte]) for byte in range(256)), b"<tool_call>", *MARKERS
 
 @pytest.fixture(scope="module")
 def byte_vocabulary() -> Iterator[Any]:
-    from vserve.engine.grammar import Vocabulary, pack, prepare
+    from vserve.engine.grammar.grammar import Vocabulary, pack, prepare
 
     yield Vocabulary(prepare(pack(TOKENS, (0,), range(258, len(TOKENS)))))
 

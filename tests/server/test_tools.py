@@ -13,8 +13,8 @@ import pytest
 from openai import OpenAI
 
 from vserve.engine.errors import ConfigError
-from vserve.engine.grammar import unpack
-from vserve.engine.sampling_params import Thinking
+from vserve.engine.grammar.grammar import unpack
+from vserve.engine.link.sampling_params import Thinking
 from vserve.server.app import create_app
 from vserve.server.errors import bad_request
 from vserve.server.grammar.service import vocabulary

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vserve.engine import kv_events_settings
-from vserve.engine.config import EngineConfig
 from vserve.engine.errors import ConfigError
+from vserve.engine.options import kv_events_settings
+from vserve.engine.options.config import EngineConfig
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
 from vserve.server.cli.given import notices

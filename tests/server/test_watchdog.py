@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from vserve.engine.config import EngineConfig
+from vserve.engine.options.config import EngineConfig
 from vserve.server.client import watchdog as module
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.process import EngineProcess

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vserve.engine.config import flag
+from vserve.engine.options.config import flag
 from vserve.server.options.reading import options
 
 PAGE = Path(__file__).parents[2] / "docs" / "running" / "options.md"

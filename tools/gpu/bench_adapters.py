@@ -29,14 +29,14 @@ from vserve import LLM, LoRARequest, SamplingParams
 from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.adapters.store import AdapterStore
 from vserve.engine.adapters.tables import AdapterTables
-from vserve.engine.batch import Shape
-from vserve.engine.graphs import StepGraphs
-from vserve.engine.loader import load_model
-from vserve.engine.messages import pack_tokens
-from vserve.engine.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.reading import read_folder
-from vserve.engine.runner import ModelRunner
-from vserve.engine.warm_steps import adapter_steps, warm_up_steps
+from vserve.engine.cache.batch import Shape
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.link.messages import pack_tokens
+from vserve.engine.link.plan import BlockWrite, NewRow, StepPlan
+from vserve.engine.start.warm_steps import adapter_steps, warm_up_steps
+from vserve.engine.step.graphs import StepGraphs
+from vserve.engine.step.runner import ModelRunner
+from vserve.engine.weights.loader import load_model
 
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "max_model_len": MAX_TOKENS}
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

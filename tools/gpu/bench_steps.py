@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from model_folder import write_model
 
-from vserve.engine.batch import Shape
-from vserve.engine.kv_format import NUMBERS, KVFormat
-from vserve.engine.loader import load_model
-from vserve.engine.messages import pack_tokens
-from vserve.engine.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.reading import read_folder
-from vserve.engine.runner import ModelRunner
-from vserve.engine.sampling_params import SamplingParams
-from vserve.engine.warm_steps import warm_up_steps
+from vserve.engine.cache.batch import Shape
+from vserve.engine.cache.kv_format import NUMBERS, KVFormat
+from vserve.engine.describe.reading import read_folder
+from vserve.engine.link.messages import pack_tokens
+from vserve.engine.link.plan import BlockWrite, NewRow, StepPlan
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.start.warm_steps import warm_up_steps
+from vserve.engine.step.runner import ModelRunner
+from vserve.engine.weights.loader import load_model
 
 PAGE, NUM_BLOCKS = 16, 40_000
 MAX_TOKENS, MIXED_TOKENS, MAX_DECODES = 8192, 1024, 512

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vserve.engine.reading import read_folder
+from vserve.engine.describe.reading import read_folder
 
 LLAMA_8B: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32,
@@ -121,9 +121,9 @@ def _expected_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor that vserve looks for in a checkpoint of this config.json."""
     import torch
 
-    from vserve.engine.layers.weights import Placement
-    from vserve.engine.matching import choose_formats
     from vserve.engine.models.blocks import CausalLM
+    from vserve.engine.quant.weights import Placement
+    from vserve.engine.weights.matching import choose_formats
 
     model = CausalLM(read_folder(folder), Placement(torch.bfloat16, torch.device("meta")), 16)
     choose_formats(model)

@@ -32,7 +32,7 @@ PROMPTS = ("What is 12 + 30?", "The capital of France is", "Once upon a time", "
 LIMIT = 10.0  # seconds from a death to the word about it
 PATIENCE = 600.0  # for a start of all ranks
 OTHER_HOST = "127.0.0.2"
-RANK = b"vserve.engine.ranks.process"  # in the command line of each rank but the first
+RANK = b"vserve.engine.start.rank_process"  # in the command line of each rank but the first
 MARK = "PRETENDED_NODES"  # in the environment of all processes: ranks of others are none of ours
 
 

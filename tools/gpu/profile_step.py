@@ -23,8 +23,8 @@ from bench_steps import GREEDY, Case, make_runner, milliseconds, prepare
 from model_folder import SHAPES, write_model
 from torch.profiler import ProfilerActivity, profile
 
-from vserve.engine.batch import Shape
-from vserve.engine.kv_format import CODES, KVFormat
+from vserve.engine.cache.batch import Shape
+from vserve.engine.cache.kv_format import CODES, KVFormat
 
 REPLAYS = 10
 

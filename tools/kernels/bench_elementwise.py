@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from vserve.kernels import activation, batch_inputs, norm, penalties, rope_kv, sampling
-from vserve.kernels.history import History
+from vserve.kernels.attention import rope_kv
+from vserve.kernels.attention.history import History
+from vserve.kernels.norm import activation, norm
+from vserve.kernels.rows import batch_inputs
+from vserve.kernels.sampling import penalties, sampling
 
 Case = tuple[str, Callable[[], object], int]
 

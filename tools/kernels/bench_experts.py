@@ -22,12 +22,12 @@ import torch
 import triton
 from torch import Tensor
 
-from vserve.kernels.expert_codes import ExpertCodes
-from vserve.kernels.moe_codes import CodesTile, codes_tile, experts_codes_triton
-from vserve.kernels.moe_fp8 import Fp8ExpertTile, experts_fp8_triton, fp8_expert_tile
-from vserve.kernels.moe_triton import experts_triton
-from vserve.kernels.planes import BITS, pack, value_of
-from vserve.kernels.tiles import nearest, read_table
+from vserve.kernels.experts.expert_codes import ExpertCodes
+from vserve.kernels.experts.moe_codes import CodesTile, codes_tile, experts_codes_triton
+from vserve.kernels.experts.moe_fp8 import Fp8ExpertTile, experts_fp8_triton, fp8_expert_tile
+from vserve.kernels.experts.moe_triton import experts_triton
+from vserve.kernels.launch.tiles import nearest, read_table
+from vserve.kernels.linear.planes import BITS, pack, value_of
 
 SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "gpt-oss-20b": (2880, 2880, 32, 4)}  # hidden, inner, experts, of a token
 # name → kind, group, shape

@@ -17,12 +17,12 @@ import bench_attention
 import torch
 from bench_attention import KV_HEADS, LAYERS, PAGE, SIZE, attempt, decode_run, prefill_run, settings
 
-from vserve.kernels.attention_decode import decode_tile
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring
-from vserve.kernels.attention_prefill import prefill_attention_triton
-from vserve.kernels.attention_prefill_hopper import prefill_attention_hopper
-from vserve.kernels.kv_fp8 import fixed_scales
-from vserve.kernels.kv_unpack import PromptPages, UnpackedPrompts
+from vserve.kernels.attention.attention_decode import decode_tile
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring
+from vserve.kernels.attention.attention_prefill import prefill_attention_triton
+from vserve.kernels.attention.attention_prefill_hopper import prefill_attention_hopper
+from vserve.kernels.attention.kv_fp8 import fixed_scales
+from vserve.kernels.attention.kv_unpack import PromptPages, UnpackedPrompts
 
 ROUNDS = 3
 DECODE_SHAPES = [(1, 8192), (64, 1024), (64, 4096), (256, 256), (256, 1024)]

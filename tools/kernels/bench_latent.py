@@ -2,7 +2,7 @@
 
 One layer of DeepSeek V3's sizes, from rotated queries to each head's values; a card of eight has 16 of its heads. The
 absorbed way's products before and behind attention are counted in, as is the expansion. Where expansion is slower for
-as many products as it spares, engine/latent_prompts.py is to ask for more. --sweep tries other tiles of its attention.
+as many products as it spares, engine/cache/latent_prompts.py is to ask for more. --sweep tries other tiles of its attention.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 import triton
 from torch import Tensor
 
-from vserve.kernels import latent_prompts
-from vserve.kernels.attention import prefill_attention
-from vserve.kernels.attention_inputs import PagedCache, RaggedBatch, Scoring
-from vserve.kernels.attention_prefill import PrefillTile
-from vserve.kernels.latent_prompts import ExpandedPrompts, LatentSizes, expanded_attention
+from vserve.kernels.attention import latent_prompts
+from vserve.kernels.attention.attention import prefill_attention
+from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring
+from vserve.kernels.attention.attention_prefill import PrefillTile
+from vserve.kernels.attention.latent_prompts import ExpandedPrompts, LatentSizes, expanded_attention
 
 RANK, ROPE, NOPE, VALUE, PAGE = 512, 64, 128, 128, 16
 SCORING = Scoring((NOPE + ROPE) ** -0.5)

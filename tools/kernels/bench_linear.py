@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import linear
 
-from vserve.kernels.linear import MAX_SPLIT_N, Tile, prepare, small_linear_rows, small_linear_triton
+from vserve.kernels.linear.linear import MAX_SPLIT_N, Tile, prepare, small_linear_rows, small_linear_triton
 
 SHAPES = {
     "8B qkv": (6144, 4096),

@@ -21,11 +21,11 @@ import triton
 from torch import Tensor
 from torch.nn.functional import linear
 
-from vserve.kernels import dequantize, fp8_linear, fp8_rows
-from vserve.kernels import linear as few
-from vserve.kernels.fp8_linear import Fp8Tile, fp8_linear_triton, fp8_product, fp8_values, scaled
-from vserve.kernels.planes import BITS, Packed, pack, value_of
-from vserve.kernels.quant_linear import QuantTile, quant_linear_triton
+from vserve.kernels.linear import dequantize, fp8_linear, fp8_rows
+from vserve.kernels.linear import linear as few
+from vserve.kernels.linear.fp8_linear import Fp8Tile, fp8_linear_triton, fp8_product, fp8_values, scaled
+from vserve.kernels.linear.planes import BITS, Packed, pack, value_of
+from vserve.kernels.linear.quant_linear import QuantTile, quant_linear_triton
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 4096)
@@ -177,8 +177,8 @@ def quantisers(m: int, device: torch.device) -> dict[str, float]:
     x, gain = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in ((m, 4096), (4096,)))
     residual, wide = x.clone(), torch.randn(m, 28672, device=device, dtype=torch.bfloat16)
     product = fp8_rows.Product(wide, torch.ones(1, m, device=device), torch.ones(28672, device=device))
-    from vserve.kernels.activation import silu_mul
-    from vserve.kernels.norm import add_rms_norm
+    from vserve.kernels.norm.activation import silu_mul
+    from vserve.kernels.norm.norm import add_rms_norm
 
     calls: dict[str, Callable[[], Any]] = {
         "norm": lambda: add_rms_norm(x, residual, gain, 1e-6),

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from bench_quant import L2, LAYOUTS, MAIN, SHAPES, graph_microseconds, random_matrix
 
-from vserve.kernels.activation import silu_mul
-from vserve.kernels.norm import rms_norm
-from vserve.kernels.planes import BITS, Packed
-from vserve.kernels.quant_few import MAX_ROWS, FewTile, few_tile, quant_few
+from vserve.kernels.linear.planes import BITS, Packed
+from vserve.kernels.linear.quant_few import MAX_ROWS, FewTile, few_tile, quant_few
+from vserve.kernels.norm.activation import silu_mul
+from vserve.kernels.norm.norm import rms_norm
 
 
 def tiles(n: int, k: int, layout: str, quick: bool) -> Iterator[FewTile]:

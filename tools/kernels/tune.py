@@ -23,7 +23,8 @@ import tune_cublas
 import tune_hopper
 from bench_attention import DECODE_SWEEP, PREFILL_SWEEP, attempt, settings
 
-from vserve.kernels import cublaslt, tiles
+from vserve.kernels.launch import tiles
+from vserve.kernels.linear import cublaslt
 
 LLAMA_8B = ("6144x4096", "4096x4096", "28672x4096", "4096x14336")
 # Up to how many requests: such batches. Where the limits are, the programs on an SM come to another number.

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from vserve.engine.graphs import decode_sizes
-from vserve.engine.planner import FEW_DECODES
-from vserve.kernels import cublaslt
-from vserve.kernels.cublaslt import Algorithm, Candidate, measured_linear
-from vserve.kernels.tiles import tile_table
+from vserve.engine.schedule.planner import FEW_DECODES
+from vserve.engine.step.graphs import decode_sizes
+from vserve.kernels.launch.tiles import tile_table
+from vserve.kernels.linear import cublaslt
+from vserve.kernels.linear.cublaslt import Algorithm, Candidate, measured_linear
 
-# The sizes that CUDA graphs are padded to (engine/graphs.py).
+# The sizes that CUDA graphs are padded to (engine/step/graphs.py).
 ROWS = [*(rows for rows in decode_sizes(512) if rows > 16), 768, 1024, 1024 + FEW_DECODES, 2048, 4096, 8192]
 LAYERS = 8
 GAIN = 0.97  # an algorithm must take less than this share of cuBLAS's own choice's time

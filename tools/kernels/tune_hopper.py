@@ -15,10 +15,10 @@ import torch
 from torch.nn.functional import linear
 from tune_cublas import ROWS
 
-from vserve.kernels import cublaslt
-from vserve.kernels.activation import silu_mul
-from vserve.kernels.cublaslt import measured_linear
-from vserve.kernels.linear_hopper import HopperTile, linear_hopper, silu_mul_linear_hopper
+from vserve.kernels.linear import cublaslt
+from vserve.kernels.linear.cublaslt import measured_linear
+from vserve.kernels.linear.linear_hopper import HopperTile, linear_hopper, silu_mul_linear_hopper
+from vserve.kernels.norm.activation import silu_mul
 
 LAYERS = 6
 GAIN = 0.99  # a tile must take less than this share of the time without

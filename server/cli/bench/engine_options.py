@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ....engine.config import EngineConfig
 from ....engine.errors import ConfigError
+from ....engine.options.config import EngineConfig
 from ...client.engine_client import EngineDeadError
 from ...offline.llm import LLM
 from ...options.config import ServerConfig

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ....engine.config import EngineConfig, flag
 from ....engine.errors import ConfigError
+from ....engine.options.config import EngineConfig, flag
 from ...options.config import ServerConfig
 from ...options.given import META
 from .. import serve as serve_command

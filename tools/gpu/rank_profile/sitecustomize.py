@@ -28,6 +28,6 @@ def _profile(folder: Path, rank: str) -> None:
     whole.rename(folder / f"{rank}.json")
 
 
-if FOLDER in os.environ and "vserve.engine.ranks.process" in sys.orig_argv:
+if FOLDER in os.environ and "vserve.engine.start.rank_process" in sys.orig_argv:
     number = sys.orig_argv[sys.orig_argv.index("--rank") + 1]
     threading.Thread(target=_profile, args=(Path(os.environ[FOLDER]), number), daemon=True).start()

@@ -1,0 +1,67 @@
+"""Which family a config.json is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ModelError
+from .cohere import COHERE
+from .cohere2 import COHERE2
+from .deepseek_v2 import DEEPSEEK_V2
+from .deepseek_v3 import DEEPSEEK_V3
+from .eurobert import EUROBERT
+from .exaone4 import EXAONE4
+from .family import Family
+from .gemma import GEMMA
+from .gemma2 import GEMMA2
+from .gemma3 import GEMMA3, GEMMA3_PICTURES
+from .glm import GLM, GLM4
+from .glm4_moe import GLM4_MOE
+from .glm4_moe_lite import GLM4_MOE_LITE
+from .gpt_oss import GPT_OSS
+from .granite import GRANITE
+from .granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
+from .head_spec import base_name
+from .llama import LLAMA, LLAMA_BOTH_WAYS
+from .minicpm3 import MINICPM3
+from .mistral import MISTRAL
+from .mixtral import MIXTRAL
+from .olmo import OLMO2, OLMO3
+from .olmoe import OLMOE
+from .phi3 import PHI3
+from .qwen2 import QWEN2
+from .qwen2_moe import QWEN2_MOE
+from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
+from .raw_config import architectures, model_type
+from .refused import refusal
+from .seed_oss import SEED_OSS
+from .smollm3 import SMOLLM3
+
+FAMILIES = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GEMMA3_PICTURES, PHI3, GLM, GLM4, GRANITE, COHERE, COHERE2,
+    OLMO2, OLMO3, SMOLLM3, SEED_OSS, EXAONE4, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
+    GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MINICPM3, GLM4_MOE_LITE,
+)  # fmt: skip
+BOTH_WAYS = (EUROBERT, LLAMA_BOTH_WAYS)  # they generate nothing
+_BY_ARCHITECTURE = {family.architecture: family for family in (*FAMILIES, *BOTH_WAYS)}
+_BY_ARCHITECTURE["Gemma3TextForCausalLM"] = GEMMA3  # as EmbeddingGemma's Gemma3TextModel would be called
+_BY_MODEL_TYPE = {family.model_type: family for family in (*FAMILIES, *BOTH_WAYS)}
+
+
+def find_family(raw: Mapping[str, Any]) -> Family:
+    """By architecture; by model_type where none is named. Raises ModelError."""
+    kind = model_type(raw)
+    if not (names := architectures(raw)):
+        if kind in _BY_MODEL_TYPE:
+            return _BY_MODEL_TYPE[kind]
+        names = [kind]
+    for name in names:
+        for known in (name, base_name(name)):  # the second: of a model that embeds or classifies
+            if known in _BY_ARCHITECTURE:
+                return _BY_ARCHITECTURE[known]
+    if (line := refusal(names)) is not None:
+        raise ModelError(line)
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise ModelError(f"architecture {names[0] or 'unnamed'} is not supported: serve one of {known}")

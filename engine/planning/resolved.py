@@ -1,0 +1,403 @@
+"""What the engine runs with: each option that was left open gets its value, by the model, the device and its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...kernels.linear.linear_hopper import even_rows
+from ..cache.kv_format import KVSettings
+from ..describe.model_config import ModelConfig
+from ..describe.stages import check_stages, context_cost, stage_layers
+from ..errors import ConfigError
+from ..families.layer_spec import MoESpec
+from ..link.messages import EngineInfo
+from ..options.config import EngineConfig, SchedulerConfig
+from ..options.speculation import NO_DRAFTS, Speculation, read_speculation
+from ..schedule.planner import FEW_DECODES
+from .memory import MemoryPlan
+from .whole_texts import whole_texts
+
+# Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
+LARGE_CHUNKS = (2, 4)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the options depend on beside the model."""
+
+    device: torch.device
+    name: str  # of the card; cpu
+    card_bytes: int  # of the card's memory; 0 on the CPU
+    cpu_threads: int  # of torch
+    card_free: int = 0  # of card_bytes, when the engine began
+    codes: bool = False  # quantised weights stay codes on this card
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """Before memory is planned. Fields that are options of EngineConfig are named as there."""
+
+    machine: Machine
+    vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype
+    exact: bool  # one was named that is more precise than bfloat16, and no product with codes computes in less
+    model_impl: str  # vserve or transformers
+    load_format: str
+    seed: int
+    max_model_len: int
+    block_size: int
+    kv_cache_dtype: str  # the activations' type, fp8_e4m3 or fp8_e5m2
+    calculate_kv_scales: bool
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    pipeline_layer_partition: str  # layers of the stages, as they are; "" of one
+    context_cost: float  # see SchedulerConfig
+    enable_expert_parallel: bool
+    disable_custom_all_reduce: bool
+    enable_prefix_caching: bool
+    prefix_cache_seed: str = field(repr=False)  # "": a random one
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_mixed_tokens: int  # 0: max_num_batched_tokens
+    large_mixed_tokens: tuple[int, ...]  # of mixed steps when many prompts wait
+    backlog_steps: int
+    max_num_partial_prefills: int  # 0: as many as a step holds
+    max_long_partial_prefills: int
+    long_prefill_token_threshold: int
+    enable_chunked_prefill: bool
+    scheduling_policy: str
+    speculative_config: str  # as it was given; "": no drafts
+    speculation: Speculation
+    enforce_eager: bool
+    max_cudagraph_capture_size: int
+    max_logprobs: int
+    enable_lora: bool
+    max_loras: int  # 0: no adapter is served
+    max_cpu_loras: int
+    max_lora_rank: int
+    lora_dtype: torch.dtype
+    lora_target_modules: tuple[str, ...]  # empty: all that can have one
+    reduced: tuple[str, ...] = ()  # options that became less than the model or the device would allow
+    notices: tuple[str, ...] = ()  # for the log
+
+    @property
+    def device(self) -> torch.device:
+        return self.machine.device
+
+    @property
+    def mixed_step(self) -> int:
+        """Most tokens of a step with prompts beside decodes, where no long queue waits."""
+        return min(self.max_mixed_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
+    @property
+    def draft_depths(self) -> tuple[tuple[int, int], ...]:
+        return self.speculation.depths
+
+    @property
+    def uses_graphs(self) -> bool:
+        return self.device.type == "cuda" and not self.enforce_eager
+
+    def fitted(self, plan: MemoryPlan) -> Fitted:
+        """With what fits the memory."""
+        cut = plan.max_model_len < self.max_model_len
+        notices = plan.notices
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < plan.max_model_len:
+            notices += (
+                f"chunked prefill is off: prompts are limited to max_num_batched_tokens={self.max_num_batched_tokens}; "
+                f"raise it to {plan.max_model_len} to use the whole context",
+            )
+        settings = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
+        settings |= {
+            "max_model_len": plan.max_model_len,
+            "reduced": ("max_model_len", *self.reduced) if cut else self.reduced,
+            "notices": notices,
+        }
+        return Fitted(plan=plan, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted(Resolved):
+    """After memory was planned: what scheduler, clients and /server_info go by."""
+
+    plan: MemoryPlan
+
+    def scheduler_config(self, windows: tuple[int, ...], depth: int) -> SchedulerConfig:
+        """`windows`: of the KV groups; `depth`: steps in flight."""
+        derived = {
+            "num_blocks": self.plan.num_blocks,
+            "windows": windows,
+            "policy": self.scheduling_policy,
+            "depth": depth,
+            "num_stages": self.pipeline_parallel_size,
+            "max_drafts": max((drafts for _, drafts in self.draft_depths), default=0),
+            "draft_depths": self.draft_depths,
+            "drafts_with_grammars": not self.speculation.acceptance,
+        }
+        format = self.plan.layout.format
+        if self.prefix_cache_seed and format.code:  # equal keys are to mean equal bytes in all engines of a fleet
+            derived["prefix_cache_seed"] = f"{self.prefix_cache_seed}\0{format.code}{format.token_scales:d}"
+        return SchedulerConfig(**(self._named_as_in(SchedulerConfig) | derived))
+
+    def info(self, startup_seconds: dict[str, float], quantization: dict[str, str | int]) -> EngineInfo:
+        plan = self.plan
+        dtype = str(self.dtype).removeprefix("torch.")
+        options = self._named_as_in(EngineConfig) | {
+            "dtype": dtype,
+            "lora_dtype": str(self.lora_dtype).removeprefix("torch."),
+            "lora_target_modules": " ".join(self.lora_target_modules),
+            "device": self.machine.name,
+            "cpu_threads": self.machine.cpu_threads,
+            "kv_cache_memory_bytes": plan.cache,
+            "num_gpu_blocks_override": plan.num_blocks - 1,
+        }
+        del options["prefix_cache_seed"]  # a secret stays in this process
+        if quantization:
+            options["quantization"] = quantization["method"]
+        return EngineInfo(
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=self.block_size,
+            num_blocks=plan.num_blocks - 1,
+            num_kv_tokens=plan.num_tokens,
+            num_kv_groups=len(plan.layout.groups),
+            enable_prefix_caching=self.enable_prefix_caching,
+            scheduling_policy=self.scheduling_policy,
+            max_logprobs=self.max_logprobs,
+            dtype=dtype,
+            device=self.machine.name,
+            memory={
+                "weights": plan.weights,
+                "activations": plan.activations,
+                "graphs": plan.graphs,
+                "other": plan.other,
+                "kv_cache": plan.cache,
+            },
+            kv_cache={
+                "dtype": self.kv_cache_dtype,
+                "scales": plan.layout.format.scales,
+                "block_bytes": plan.layout.block_bytes(self.dtype.itemsize),
+            },
+            startup_seconds=startup_seconds,
+            settings=options,
+            quantization=quantization,
+            fitted=self.reduced,
+        )
+
+    def _named_as_in(self, kind: type) -> dict[str, Any]:
+        mine = {spec.name for spec in dataclasses.fields(self)}
+        return {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(kind) if spec.name in mine}
+
+
+def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resolved:
+    """Raises ConfigError for options that contradict the model or each other."""
+    device = machine.device
+    mixture = any(isinstance(layer.mlp, MoESpec) for layer in model.layers)
+    stages = config.pipeline_parallel_size
+    check_stages(model, stages, config.stage_layers)
+    tokens, seqs, reduced, notices = resolve_limits(config, machine, mixture)
+    if config.enable_expert_parallel and not mixture and model.foreign is None:
+        notices += ("--enable-expert-parallel changes nothing: this model has no experts",)
+    length = choose_max_model_len(config, model)
+    dtype = choose_dtype(config.dtype, model.dtype, device)
+    codes = model.quantization is not None and machine.codes and dtype.itemsize <= 2
+    chunk = default_chunk(mixture, codes, drafts=config.speculative_config is not None)
+    mixed = resolve_max_mixed_tokens(config, device.type, tokens, chunk)
+    loras = config.max_loras if config.enable_lora else 0
+    names = {spec.name for spec in dataclasses.fields(Resolved)}
+    asked = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config) if spec.name in names}
+    found = {
+        "machine": machine,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "dtype": dtype,
+        "exact": config.dtype != "auto" and dtype != torch.bfloat16,
+        **vars(KVSettings.of(config, model, str(dtype).removeprefix("torch."))),
+        "pipeline_layer_partition": _partition(config, model),
+        "context_cost": context_cost(model) if stages > 1 else 0.0,
+        "max_loras": loras,
+        "max_cpu_loras": max(loras, config.max_cpu_loras or 2 * loras) if loras else 0,
+        "lora_dtype": dtype if config.lora_dtype == "auto" else getattr(torch, config.lora_dtype),
+        "model_impl": "vserve" if model.foreign is None else "transformers",
+        "max_model_len": length,
+        "max_logprobs": model.vocab_size if config.max_logprobs < 0 else config.max_logprobs,
+        "prefix_cache_seed": config.prefix_cache_seed or "",
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": seqs,
+        "max_mixed_tokens": mixed,
+        "large_mixed_tokens": large_mixed_tokens(mixed, tokens, partial(even_rows, device)),
+        "max_num_partial_prefills": config.max_num_partial_prefills or 0,
+        "max_long_partial_prefills": config.max_long_partial_prefills or 0,
+        "long_prefill_token_threshold": choose_long_prefill(config, length),
+        "backlog_steps": config.backlog_steps or default_backlog_steps(chunk),
+        "speculative_config": config.speculative_config or "",
+        "speculation": choose_speculation(config, model, tokens, seqs),
+        "reduced": reduced,
+        "notices": notices,
+    }
+    if not model.causal:
+        found |= whole_texts(config, length, machine.device.type)
+    return Resolved(**(asked | found))
+
+
+def _partition(config: EngineConfig, model: ModelConfig) -> str:
+    if config.pipeline_parallel_size == 1:
+        return ""
+    parts = stage_layers(model, config.pipeline_parallel_size, config.stage_layers)
+    return ",".join(str(len(part)) for part in parts)
+
+
+CHUNK = 1024  # tokens of a step with prompts beside decodes, on a GPU
+# The same of a mixture of experts: some fifty tokens already read the weights of nearly all experts, so that a few
+# hundred take as long as a few thousand.
+MIXTURE_CHUNK = 4096
+# The same of weights that are codes: FP8 multiplies twice as fast, and other codes become numbers first, which takes a
+# step of 1,024 tokens a seventh of its time. With the FEW_DECODES that leave a chunk whole, 2,048 rows.
+CODES_CHUNK = 2048 - FEW_DECODES
+SMALLEST_CHUNK = 1024  # tokens of a prompt that a stage computes about as fast, each, as it does many
+
+
+def default_limits(card_bytes: int, mixture: bool = False) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs). `card_bytes`: 0 on the CPU."""
+    if not card_bytes:
+        return 512, 16
+    return (8192, 1024) if card_bytes >= 70e9 else (MIXTURE_CHUNK if mixture else 2048, 256)
+
+
+def resolve_limits(
+    config: EngineConfig, machine: Machine, mixture: bool
+) -> tuple[int, int, tuple[str, ...], tuple[str, ...]]:
+    """Batched tokens and sequences that agree: every running request must be able to decode in each step.
+
+    Returns (max_num_batched_tokens, max_num_seqs, which of them had to follow the other, notices). EngineConfig has
+    refused two explicit settings that contradict each other.
+    """
+    tokens, seqs = default_limits(machine.card_bytes, mixture)
+    # The steps in flight together are about what one card would compute at once: a long prompt keeps all stages busy.
+    tokens = max(min(tokens, SMALLEST_CHUNK), tokens // config.pipeline_parallel_size)
+    tokens = config.max_num_batched_tokens or tokens
+    seqs = config.max_num_seqs or seqs
+    if seqs <= tokens:
+        return tokens, seqs, (), ()
+    if config.max_num_seqs:
+        notice = f"max_num_batched_tokens raised to {seqs}, the value of --max-num-seqs"
+        return seqs, seqs, ("max_num_batched_tokens",), (notice,)
+    notice = f"max_num_seqs lowered to {tokens}, the value of --max-num-batched-tokens"
+    return tokens, tokens, ("max_num_seqs",), (notice,)
+
+
+def default_chunk(mixture: bool, codes: bool, drafts: bool) -> int:
+    """drafts: are made in some steps, whose graphs with prompts end at CHUNK tokens."""
+    return MIXTURE_CHUNK if mixture else CODES_CHUNK if codes and not drafts else CHUNK
+
+
+def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int, chunk: int) -> int:
+    """Without chunked prefill a prompt needs a whole step, whoever decodes beside it. Whoever names the tokens of a
+    step means mixed steps too."""
+    if not config.enable_chunked_prefill:
+        return 0
+    if config.max_mixed_tokens is not None:
+        return config.max_mixed_tokens
+    if device == "cpu" or config.max_num_batched_tokens is not None:
+        return 0
+    return min(chunk, max_num_batched_tokens)
+
+
+def step_limits(config: EngineConfig, found: Resolved) -> str:
+    """For the log: which of the options that limit a step acts. "" where none was given."""
+    if config.max_num_batched_tokens is None and config.max_mixed_tokens is None:
+        return ""
+    most = f"a step computes at most {found.max_num_batched_tokens} tokens"
+    if found.mixed_step == found.max_num_batched_tokens:
+        return f"{most}, beside decodes as well (--max-num-batched-tokens)"
+    waiting = f", up to {found.large_mixed_tokens[-1]} while many prompts wait" if found.large_mixed_tokens else ""
+    return f"{most} (--max-num-batched-tokens), {found.mixed_step} beside decodes (--max-mixed-tokens){waiting}"
+
+
+def default_backlog_steps(chunk: int) -> int:
+    """Who gains by larger steps has them until as few tokens wait as others keep to theirs."""
+    return SchedulerConfig.backlog_steps // (1 if chunk == CHUNK else 2)
+
+
+def large_mixed_tokens(
+    max_mixed_tokens: int, max_num_batched_tokens: int, even: Callable[[int], int]
+) -> tuple[int, ...]:
+    """Of mixed steps when many prompts wait; `even`: a number of rows → one near it that suits the device."""
+    sizes = [times * max_mixed_tokens for times in LARGE_CHUNKS if max_mixed_tokens]
+    within = [size for size in sizes if size <= max_num_batched_tokens]
+    return tuple(even(size) if even(size) <= max_num_batched_tokens else size for size in within)
+
+
+def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, seqs: int) -> Speculation:
+    speculation = read_speculation(config.speculative_config)
+    if speculation is None:
+        return NO_DRAFTS
+    if not model.generates:
+        raise ConfigError("--speculative-config: this model samples no tokens, there is nothing to draft; leave it out")
+    if speculation.acceptance and config.load_format != "dummy":
+        raise ConfigError(
+            "--speculative-config: its rejection_sample_method 'synthetic' lets drafts hold that the model would not "
+            "have sampled: that measures and answers nothing; add --load-format dummy (random weights), or leave it out"
+        )
+    if speculation.by_model:
+        check_draftable(config, model, speculation)
+    speculation = speculation.within(seqs, tokens, max(2, config.pipeline_parallel_size + 1))
+    if any(drafts for _, drafts in speculation.depths):
+        return speculation
+    raise ConfigError(
+        f"--speculative-config: a step of {tokens} tokens has no room for drafts; raise --max-num-batched-tokens"
+    )
+
+
+def check_draftable(config: EngineConfig, model: ModelConfig, speculation: Speculation) -> None:
+    """Raises ConfigError for what a model does not draft beside, so far."""
+    instead = 'use {"method": "ngram"}, or leave it out'
+    ranks, size = speculation.num_ranks, config.tensor_parallel_size
+    if ranks not in (0, 1, size):
+        may = f"{size}, as --tensor-parallel-size is, or 1, and every rank has all of what drafts" if size > 1 else "1"
+        raise ConfigError(f"--speculative-config: its draft_tensor_parallel_size is {ranks}: it must be {may}")
+    if config.pipeline_parallel_size > 1:
+        why = f"--pipeline-parallel-size {config.pipeline_parallel_size}: a model drafts beside a whole one only so far"
+        raise ConfigError(f"--speculative-config beside {why}; {instead}")
+    if model.foreign is not None:
+        why = f"{model.architecture} is computed by transformers' code, beside which no model drafts"
+        raise ConfigError(f"--speculative-config: {why}; {instead}")
+
+
+def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cpu":
+        return torch.float32
+    # A checkpoint in float32 is served in bfloat16 on a GPU: half the memory, and its tensor cores.
+    return torch.bfloat16 if checkpoint is torch.float32 else checkpoint
+
+
+def choose_long_prefill(config: EngineConfig, max_model_len: int) -> int:
+    """vLLM's 4 % of the context where long prompts are limited, and nothing says what is long."""
+    if config.max_long_partial_prefills and not config.long_prefill_token_threshold:
+        return max(1, max_model_len // 25)
+    return config.long_prefill_token_threshold
+
+
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_model_len
+    if config.max_model_len > model.max_model_len:
+        window = config.disable_sliding_window and model.max_model_len == model.longest
+        limit = "window holds, and --disable-sliding-window" if window else "config.json"
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is beyond the {model.max_model_len} tokens that the model's "
+            f"{limit} allows; set it to {model.max_model_len} or less"
+        )
+    return config.max_model_len

@@ -1,0 +1,191 @@
+"""What the prefix cache gains and loses, told to routers outside: vLLM's events, as msgpack over a ZeroMQ PUB socket.
+
+Of messages: topic, number of the batch (8 bytes, big-endian), batch: [time.time(), events, rank]. Batches are numbered
+from 0 on since the engine was started; whoever has missed some asks the replay socket for all from a number on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError
+from . import kv_replays
+
+logger = logging.getLogger(__name__)
+
+LINGER = 200  # milliseconds for the last events to leave
+MEDIUM = "GPU"  # as vLLM calls the cache that steps read, wherever it lies
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
+    block_hashes: list[int]
+    medium: str
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def name_of(key: bytes) -> int:
+    """What events call a block: the end of its hash, 64 bits of it, as vLLM does."""
+    return int.from_bytes(key[24:32], "big")
+
+
+def _text(salt: str) -> str:
+    """JSON may hold lone surrogates, which no message may."""
+    return salt.encode("utf-8", "replace").decode()
+
+
+class KVEvents:
+    """Collects what happens in a step, in its order. Blocks of equal content count once: they are told of when the
+    first comes, and when the last goes."""
+
+    def __init__(
+        self, publish: Any, block_size: int, windows: Sequence[int], adapter_names: Mapping[int, str] = {}
+    ) -> None:
+        """`publish` takes a list of events. `windows`: of the KV groups, 0: all. `adapter_names`: by the ids of their
+        loads, as they are at any time."""
+        self._publish = publish
+        self._adapter_names = adapter_names
+        self._block_size = block_size
+        self._windows = windows
+        self._events: list[Event] = [AllBlocksCleared()]  # who knew an engine that died here
+
+    def stored(
+        self, group: int, keys: Sequence[bytes], parent: bytes | None, token_ids: Sequence[int], salt: str | None,
+        is_first: bool, adapter: int = 0,
+    ) -> None:  # fmt: skip
+        """Blocks that follow each other. `is_first`: the first one is that of a prompt, which a salt is part of.
+        `adapter`: id of its load, 0: none."""
+        window = self._windows[group]
+        self._events.append(
+            BlockStored(
+                [name_of(key) for key in keys], None if parent is None else name_of(parent), list(token_ids),
+                self._block_size, adapter or None, MEDIUM, self._adapter_names.get(adapter),
+                [(_text(salt),), *[None] * (len(keys) - 1)] if salt is not None and is_first else None, group,
+                "sliding_window" if window else "full_attention", window or None,
+            )
+        )  # fmt: skip
+
+    def removed(self, key: bytes) -> None:
+        group = int.from_bytes(key[32:], "little")
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and last.group_idx == group:
+            last.block_hashes.append(name_of(key))
+        else:
+            self._events.append(BlockRemoved([name_of(key)], MEDIUM, group))
+
+    def flush(self) -> None:
+        """After a step."""
+        if self._events:
+            events, self._events = self._events, []
+            self._publish(events)
+
+
+class Publisher:
+    """Encodes and sends on a thread of its own, and answers who asks for a replay on another."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        """`given`: see settings. Raises ConfigError where an endpoint cannot be taken."""
+        import zmq
+
+        self._encoder = msgspec.msgpack.Encoder()
+        self._rank = given["data_parallel_rank"]
+        self._topic = given["topic"].encode()
+        self._as_arrays = given["event_format"] == "array"
+        self._queue: queue.Queue[tuple[float, list[Event]] | None] = queue.Queue(given["max_queue_size"])
+        self._lost = False  # batches were dropped because nobody came round to send them
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.set_hwm(given["hwm"])
+        self._pub.setsockopt(zmq.TCP_MAXRT, kv_replays.LOST)
+        endpoint = given["endpoint"]
+        binds = given["bind"] or not endpoint.startswith("tcp://")
+        self._open(self._pub.bind if binds else self._pub.connect, endpoint)
+        self._replays = None
+        if given["replay_endpoint"]:
+            router = self._context.socket(zmq.ROUTER)
+            kv_replays.limit(router)
+            self._open(router.bind, given["replay_endpoint"])
+            self._replays = kv_replays.Replays(router, given["buffer_steps"])
+        for work in (self._send_all, *([self._replays.run] if self._replays is not None else [])):
+            threading.Thread(target=work, name="kv-events", daemon=True).start()
+
+    def publish(self, events: list[Event]) -> None:
+        """Never waits: of what nobody sends in time, the newest is lost, and then who listens has to start over."""
+        if self._lost:
+            events = [AllBlocksCleared(), *events]
+        try:
+            self._queue.put_nowait((time.time(), events))
+        except queue.Full:
+            if not self._lost:
+                logger.warning("cache events are lost: %d steps wait to be published", self._queue.qsize())
+            self._lost = True
+        else:
+            self._lost = False
+
+    def close(self) -> None:
+        """Returns when what waits has been sent, or LINGER is over. Each thread closes its own socket."""
+        self._queue.put(None)
+        self._context.term()
+
+    def encode(self, moment: float, events: list[Event]) -> bytes:
+        shown = [_as_array(event) for event in events] if self._as_arrays else events
+        return self._encoder.encode((moment, shown, self._rank))
+
+    def _open(self, function: Any, endpoint: str) -> None:
+        import zmq
+
+        try:
+            function(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"--kv-events-config: {endpoint} cannot be used ({error}); name another endpoint"
+            ) from None
+
+    def _send_all(self) -> None:
+        number = 0
+        while (batch := self._queue.get()) is not None:
+            payload = self.encode(*batch)
+            if self._replays is not None:
+                self._replays.keep(number, payload)
+            self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+            number += 1
+        self._pub.close(linger=LINGER)
+
+
+def _as_array(event: Event) -> list[Any]:
+    """As vLLM wrote them up to 0.22, for who reads that alone."""
+    if isinstance(event, BlockStored):
+        named = [event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size, event.lora_id,
+                 event.medium, event.lora_name, event.extra_keys, event.group_idx]  # fmt: skip
+        return ["BlockStored", *named]
+    if isinstance(event, BlockRemoved):
+        return ["BlockRemoved", event.block_hashes, event.medium, event.group_idx]
+    return ["AllBlocksCleared"]
