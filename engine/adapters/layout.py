@@ -196,7 +196,7 @@ class SlotLayout:
                 continue
             low = adapter.read(pair.a)
             high = adapter.read(pair.b).float() * pair.scale
-            # A product may multiply it by the zeros of others' tokens (kernels/lora/lora.py): infinities would reach them.
+            # A product may multiply it by the zeros of others' tokens (kernels/lora/): infinities would reach them.
             least, most = high.aminmax()
             if (largest := float(max(-least, most))) > (limit := torch.finfo(dtype).max):
                 remedy = "serve it with --lora-dtype bfloat16" if dtype == torch.float16 else "get another"

@@ -1,4 +1,7 @@
-"""Which steps expand the latents of their prompts, and the workspace where they do (kernels/attention/latent_prompts.py)."""
+"""Which steps expand the latents of their prompts, and the workspace where they do.
+
+The kernels: kernels/attention/latent_prompts.py.
+"""
 
 from __future__ import annotations
 

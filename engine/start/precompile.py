@@ -136,9 +136,9 @@ def fingerprint(config: EngineConfig) -> str:
     digest = hashlib.sha256()
     for name in ("torch", "triton"):
         digest.update(version(name).encode())
-    room = Path(__file__).parent
-    kernels, tiles = (room.parent / "kernels").glob("*.py"), (room.parent / "configs" / "tiles").glob("*.json")
-    for source in [*sorted(kernels), *sorted(tiles), *sorted(room.rglob("*.py"))]:
+    root = Path(__file__).parents[2]
+    sources = [path for room in ("kernels", "engine") for path in sorted((root / room).rglob("*.py"))]
+    for source in [*sources, *sorted((root / "configs" / "tiles").glob("*.json"))]:
         digest.update(source.read_bytes())
     speculation = read_speculation(config.speculative_config)
     for model in (config.hf_config_path or config.model, speculation.model if speculation is not None else ""):

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..launch.pdl import MAX_ROWS, pdl_available, pdl_options
 from ..norm.norm import Unnormed, rms_scale, row_tile
 
-# Columns: of fewer, warps have several rows each in kernels/norm/norm.py, which are summed in another order than one alone;
+# Columns: of fewer, warps have several rows each in norm.py, which are summed in another order than one alone;
 # more are too many registers.
 MIN_HIDDEN, MAX_HIDDEN = 513, 8192
 MOST_READ = 32 << 20  # bytes of the weight, which is read from the L2 cache for each row by itself

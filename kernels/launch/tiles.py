@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-FOLDER = Path(__file__).parents[1] / "configs" / "tiles"
+FOLDER = Path(__file__).parents[2] / "configs" / "tiles"
 DEFAULT = "NVIDIA_H200.json"
 
 Row = dict[str, Any]

@@ -34,7 +34,7 @@ def load() -> ModuleType:
 
 
 def children(server) -> dict[int, str]:
-    kinds = ((b"engine.process", "engine"), (b"server.api_process", "API process"))
+    kinds = ((b"engine.start.process", "engine"), (b"server.api_process", "API process"))
     return {
         pid: next((kind for name, kind in kinds if name in command), "grammar compiler")
         for pid, command in server.children().items()

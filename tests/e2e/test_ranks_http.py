@@ -16,7 +16,7 @@ BODY = {"prompt": "Hello there", "temperature": 0, "max_tokens": 12, "ignore_eos
 
 def ranks_of(engine: int) -> list[int]:
     children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    return [int(pid) for pid in children if "engine.ranks.process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [int(pid) for pid in children if "engine.start.rank_process" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 @pytest.mark.slow

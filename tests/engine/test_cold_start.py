@@ -362,11 +362,16 @@ def test_fingerprint_follows_what_decides_on_kernels(checkpoint):
     assert precompile.fingerprint(config) != first
 
 
-def test_fingerprint_follows_the_tiles(checkpoint, tmp_path, monkeypatch):
-    tiles = tmp_path / "configs" / "tiles" / "card.json"
-    tiles.parent.mkdir(parents=True)
-    tiles.write_text("{}")
-    monkeypatch.setattr(precompile, "__file__", str(tmp_path / "engine" / "precompile.py"))
-    first = precompile.fingerprint(EngineConfig(str(checkpoint)))
-    tiles.write_text('{"decode": []}')
-    assert precompile.fingerprint(EngineConfig(str(checkpoint))) != first
+def test_fingerprint_follows_tiles_kernels_and_engine(checkpoint, tmp_path, monkeypatch):
+    tiles, kernel, step = (
+        tmp_path / name for name in ("configs/tiles/card.json", "kernels/linear/linear.py", "engine/step/runner.py")
+    )
+    for source in (tiles, kernel, step):
+        source.parent.mkdir(parents=True)
+        source.write_text("{}")
+    monkeypatch.setattr(precompile, "__file__", str(tmp_path / "engine" / "start" / "precompile.py"))
+    seen = {precompile.fingerprint(EngineConfig(str(checkpoint)))}
+    for source in (tiles, kernel, step):
+        source.write_text('{"decode": []}')
+        seen.add(precompile.fingerprint(EngineConfig(str(checkpoint))))
+    assert len(seen) == 4

@@ -294,7 +294,7 @@ async def cause(answer: asyncio.Task[Answer]) -> str:
 def ranks_of(engine: int) -> list[int]:
     """The processes of an engine's ranks but the first, which it has itself."""
     children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    return [int(pid) for pid in children if "engine.ranks.process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [int(pid) for pid in children if "engine.start.rank_process" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def rank_of(engine: int) -> int:

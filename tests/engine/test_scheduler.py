@@ -767,13 +767,19 @@ def test_stats() -> None:
 
 
 def test_no_torch() -> None:
-    script = "import sys; import vserve.engine.schedule.scheduler; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    script = (
+        "import sys; import vserve.engine.schedule.scheduler; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_no_transformers_in_an_engine() -> None:
     """It takes longer to import than all else an engine needs, torch included: only models of its code may."""
-    script = "import sys; import vserve.engine.start.process, vserve.engine.start.rank; sys.exit('transformers' in sys.modules)"
+    script = (
+        "import sys; import vserve.engine.start.process, vserve.engine.start.rank; "
+        "sys.exit('transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

@@ -114,7 +114,7 @@ def test_the_same_bits_every_time(tiny_model: Any) -> None:
 
 def ranks_of(engine: int) -> list[int]:
     children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    return [int(pid) for pid in children if "engine.ranks.process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [int(pid) for pid in children if "engine.start.rank_process" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

@@ -1,5 +1,5 @@
-"""Runs kernels/linear/quant_many_gluon.py in Python: its warps by gluon_model.py's machine, its arithmetic by gluon_tiles.py's
-language. Registers are torch tensors, shared memory is numpy's."""
+"""Runs kernels/linear/quant_many_gluon.py in Python: its warps by gluon_model.py's machine, its arithmetic by
+gluon_tiles.py's language. Registers are torch tensors, shared memory is numpy's."""
 
 from __future__ import annotations
 

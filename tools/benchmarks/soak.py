@@ -56,7 +56,7 @@ def processes(pid: int) -> dict[str, int]:
     found = {"api": pid}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes()
-        found["engine" if b"engine.process" in command else "grammar"] = int(child)
+        found["engine" if b"engine.start.process" in command else "grammar"] = int(child)
     return found
 
 

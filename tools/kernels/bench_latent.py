@@ -2,7 +2,7 @@
 
 One layer of DeepSeek V3's sizes, from rotated queries to each head's values; a card of eight has 16 of its heads. The
 absorbed way's products before and behind attention are counted in, as is the expansion. Where expansion is slower for
-as many products as it spares, engine/cache/latent_prompts.py is to ask for more. --sweep tries other tiles of its attention.
+as many products as it spares, engine/cache/latent_prompts.py is to ask for more. --sweep: other tiles of its attention.
 """
 
 from __future__ import annotations

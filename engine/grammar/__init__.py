@@ -1,0 +1,8 @@
+"""Outputs that follow a grammar: matchers, reasoning before them, and the account of what they cost.
+
+grammar: grammars that outputs must follow
+grammar_libraries: xgrammar and llguidance, their vocabularies read by their C interfaces, which leave the
+    interpreter's lock to others
+guide: one output's way through its grammar, and the account of what it costs
+thinking: where an output stands in its reasoning
+"""
