@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
@@ -169,13 +168,17 @@ class Cors(CORSMiddleware):
     """Starlette's, without the coroutine that it puts between every chunk of a stream and the socket; and with a guard
     where nobody needs a key: a page of an origin that is not allowed gets nothing done, not even unread."""
 
-    def __init__(self, app: ASGIApp, *, origins: Sequence[str] | None, needs_keys: bool, **options: Any) -> None:
-        """`origins`: None: any where keys are needed, else those of this machine; `options`: of CORSMiddleware."""
+    def __init__(
+        self, app: ASGIApp, origins: Sequence[str] | None, needs_keys: bool, allow_methods: Sequence[str] = ("*",),
+        allow_headers: Sequence[str] = ("*",), allow_credentials: bool = False, expose_headers: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`origins`: None: any where keys are needed, else those of this machine; the rest as CORSMiddleware has it."""
         at_home = LOOPBACK if origins is None and not needs_keys else None
         usual = ["*"] if at_home is None else []
         super().__init__(
-            app, allow_origins=usual if origins is None else origins, allow_origin_regex=at_home, **options
-        )
+            app, usual if origins is None else origins, allow_methods, allow_headers, allow_credentials, at_home,
+            expose_headers=expose_headers,
+        )  # fmt: skip
         self._guards = not needs_keys and not self.allow_all_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
