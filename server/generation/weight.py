@@ -48,8 +48,8 @@ def check_weight(
         remedy = "stream it without storing it, or " if keeps_answer else ""
         raise bad_request(
             f"The answer may weigh {weight} bytes: {len(prompts) * n} choices, {at_most}with the log-probabilities that "
-            f"were asked for; this server keeps {most} for one answer (--max-answer-bytes): {remedy}ask for "
-            "fewer choices, tokens or log-probabilities at a time.",
+            f"were asked for; this server keeps {most} for one answer (--max-answer-bytes): {remedy}ask for fewer "
+            "choices, tokens or log-probabilities at a time.",
             param,
             "answer_too_large",
         )
