@@ -47,8 +47,8 @@ def check_weight(
         at_most = f"{num_tokens} tokens at most, " if num_tokens else ""
         remedy = "stream it without storing it, or " if keeps_answer else ""
         raise bad_request(
-            f"The answer may weigh {weight} bytes: {len(prompts) * n} choices, {at_most}with the log-probabilities that "
-            f"were asked for; this server keeps {most} for one answer (--max-answer-bytes): {remedy}ask for fewer "
+            f"The answer may weigh {weight} bytes: {len(prompts) * n} choices, {at_most}with log-probabilities as "
+            f"asked for; this server keeps {most} for one answer (--max-answer-bytes): {remedy}ask for fewer "
             "choices, tokens or log-probabilities at a time.",
             param,
             "answer_too_large",
