@@ -116,7 +116,7 @@ def holds_nobody(
     return does
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.usefixtures("unharmed")
 @pytest.mark.parametrize("kind", DENSE)
 def test_small_bodies_of_many_values(guarded_server: Any, attacks: Any, holds_nobody: Any, kind: str) -> None:
@@ -132,7 +132,7 @@ def test_small_bodies_of_many_values(guarded_server: Any, attacks: Any, holds_no
     assert holds_nobody(attack)
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["messages", "thoughts"])
 def test_small_requests_that_go_on_from_much(
     guarded_server: Any, before: Any, attacks: Any, holds_nobody: Any, kind: str

@@ -1,5 +1,5 @@
-"""Kernels that begin before those ahead of them have ended (kernels/launch/pdl.py) compute what they would one by one: bit for
-bit, replayed in graphs, while another stream keeps the card busy."""
+"""Kernels that begin before those ahead of them have ended (kernels/launch/pdl.py) compute what they would one by one:
+bit for bit, replayed in graphs, while another stream keeps the card busy."""
 
 from __future__ import annotations
 
