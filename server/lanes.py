@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ T = TypeVar("T")
 SHORT = 64 << 10  # characters: some 20 ms of tokenising
 CHARACTERS_A_SECOND = 2_000_000  # about; longer work lets come first what comes so much later and is shorter
 MAX_WAITING = 64 << 20  # characters of long work
+USUAL_TURN = sys.getswitchinterval()  # seconds
+SHORT_TURN = 0.0005  # of the interpreter's lock, beside long work
 NUM_THREADS = 4  # few: they compete with the event loop and, on the CPU, with the model itself
 
 
@@ -38,6 +41,8 @@ def _nothing() -> None:
 
 class Lanes:
     """All but `run`'s work happens in the event loop. One thread is kept for short work."""
+
+    num_long = 0  # threads at long work, of all lanes
 
     def __init__(
         self,
@@ -111,7 +116,7 @@ class Lanes:
             is_long = job.size > SHORT
             self.waiting_size -= job.size * is_long
             self.num_running += 1
-            self._num_long += is_long
+            self._count_long(is_long)
             loop = job.done.get_loop()
             self._waited_for(loop.time() - job.since)
 
@@ -123,7 +128,7 @@ class Lanes:
 
     def _end(self, job: Job, future: Future[Any]) -> None:
         self.num_running -= 1
-        self._num_long -= job.size > SHORT
+        self._count_long(-(job.size > SHORT))
         self._begin()
         if job.done.done():
             return
@@ -131,6 +136,13 @@ class Lanes:
             job.done.set_exception(error)
         else:
             job.done.set_result(future.result())
+
+    def _count_long(self, change: int) -> None:
+        """Beside long work the event loop asks for the interpreter's lock again and again, each time for a turn's
+        length and for each thread that waits with it: turns are short then."""
+        self._num_long += change
+        Lanes.num_long += change
+        sys.setswitchinterval(SHORT_TURN if Lanes.num_long else USUAL_TURN)
 
     def fail(self, error: Exception) -> None:
         """Whoever waits, or would, gets this instead."""
