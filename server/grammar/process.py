@@ -153,7 +153,8 @@ class CompilerProcess:
         if isinstance(message, SetVocabulary):
             self._prepared(message)
         elif (job := self._running.pop(message.id, None)) is not None:
-            job.result.set_result(message)
+            if not job.result.done():  # whoever waited for it has left
+                job.result.set_result(message)
             self._fill()
         self._watch()
 
@@ -179,7 +180,8 @@ class CompilerProcess:
                 del self._running[job.message.id]
             else:
                 self._queue.remove(job)
-            job.result.set_exception(CompilerError(cause))
+            if not job.result.done():
+                job.result.set_exception(CompilerError(cause))
 
     def _watch(self) -> None:
         if self._watchdog is not None:

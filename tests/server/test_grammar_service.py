@@ -526,6 +526,23 @@ def test_whoever_has_the_most_that_waits_gives_way(
     house.run(main())
 
 
+def test_it_ends_in_order_while_it_compiles_what_nobody_waits_for(
+    house: House, small: Callable[..., GrammarService]
+) -> None:
+    """As a server does that is told to end while its compiler warms up."""
+    compiler = small(timeout=60)._compiler
+
+    async def main() -> None:
+        job = compiler.submit(constraint("grammar", bomb(9)), "somebody")
+        while not job.is_running:
+            await asyncio.sleep(0.01)
+        job.result.cancel()
+        await compiler.close()
+        assert job.result.cancelled()
+
+    house.run(main())
+
+
 class Wide:
     """A tokenizer with any number of words behind those of another one."""
 
