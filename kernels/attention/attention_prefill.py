@@ -11,7 +11,7 @@ from ..launch.tiles import fits, tile_table
 from .attention_decode import key_tail, tile_size
 from .attention_inputs import PagedCache, RaggedBatch, Scoring
 from .attention_parts import LIFT, LOG2E, LOWEST, soft_cap_scores
-from .kv_fp8 import scale_kind
+from .kv_fp8 import as_numbers, scale_kind
 
 
 @triton.jit(
@@ -125,14 +125,14 @@ def _prefill_kernel(
             key = tl.load(key_ptrs)
         else:
             key = tl.load(key_ptrs, mask=(key_column < KEY_SIZE)[None, :], other=0.0)
-        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        scores = tl.dot(query, tl.trans(as_numbers(key, query.dtype)), input_precision="ieee")
         if TAIL > 0:
             key_tail = tl.load(
                 key_ptr + key_offset[:, None] + tail_column[None, :],
                 mask=(tail_column < KEY_SIZE + TAIL)[None, :],
                 other=0.0,
             )
-            scores = tl.dot(query_tail, tl.trans(key_tail.to(query.dtype)), scores, input_precision="ieee")
+            scores = tl.dot(query_tail, tl.trans(as_numbers(key_tail, query.dtype)), scores, input_precision="ieee")
         if SCALES == 2:
             scores *= tl.load(key_scale_ptr + block * stride_key_scale_block + slot * stride_key_scale_slot)[None, :]
         if SOFT_CAP > 0:
@@ -165,7 +165,9 @@ def _prefill_kernel(
                 value = tl.load(value_ptrs)
             else:
                 value = tl.load(value_ptrs, mask=(value_column < VALUE_SIZE)[None, :], other=0.0)
-        acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(
+            weights.to(query.dtype), as_numbers(value, query.dtype), acc * decay[:, None], input_precision="ieee"
+        )
 
     result = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
     if SCALES == 1:

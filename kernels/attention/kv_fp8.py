@@ -87,6 +87,15 @@ def encode_triton(values, scales, dtype: tl.constexpr):
 
 
 @triton.jit
+def as_numbers(codes, dtype: tl.constexpr):
+    """Codes, or numbers, in `dtype`, exactly. Those of e5m2 by way of fp16, of which they are the upper halves: Triton
+    takes them to bf16 by a way on which NaN becomes a number."""
+    if codes.dtype == tl.float8e5:
+        codes = codes.to(tl.float16)
+    return codes.to(dtype)
+
+
+@triton.jit
 def token_scale(largest, dtype: tl.constexpr):
     """`token_scales` of the largest magnitudes."""
     amax = tl.maximum(of_magnitude(largest), SMALLEST_AMAX, propagate_nan=tl.PropagateNan.ALL)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .attention_inputs import PagedCache, RaggedBatch, Scoring, neighbouring_pages
 from .attention_prefill import prefill_attention_triton
-from .kv_fp8 import decode
+from .kv_fp8 import as_numbers, decode
 from .prefill_work import PrefillWork
 
 ROWS = 64  # of a tile: tokens x KV heads
@@ -199,7 +199,7 @@ def _decoded(
     mask = exists[:, None] & (column < SIZE)[None, :]
     codes = tl.load(code_ptr + (slot * stride_slot + head * stride_head)[:, None] + column[None, :], mask=mask)
     scales = tl.load(scale_ptr + slot * stride_scale_slot + head * stride_scale_head, mask=exists, other=0.0)
-    numbers = codes.to(tl.float32) * scales[:, None]
+    numbers = as_numbers(codes, tl.float32) * scales[:, None]
     place = (page.to(tl.int64) * PAGE + slot) * HEADS + head
     tl.store(out_ptr + (place * SIZE)[:, None] + column[None, :], numbers.to(out_ptr.dtype.element_ty), mask=mask)
 
