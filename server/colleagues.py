@@ -10,6 +10,7 @@ import contextlib
 import logging
 import re
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -174,7 +175,7 @@ class Elsewhere:
         if messages and messages[0]["status"] == 404:
             for seat in self._colleagues.others:
                 with contextlib.suppress(httpx.HTTPError):
-                    request = _request(self._colleagues.client(seat), scope, body or b"")
+                    request = _request(scope, [body or b""])
                     answer = await self._colleagues.client(seat).send(request)
                     if answer.status_code != 404:
                         messages = [_start(answer), {"type": "http.response.body", "body": answer.content}]
@@ -185,7 +186,9 @@ class Elsewhere:
     async def _forward(self, seat: int, scope: Scope, body: bytes | None, receive: Receive, send: Send) -> None:
         if body is None:
             return  # it left
-        work = asyncio.create_task(self._pass_on(seat, scope, body, send))
+        whole = [body]
+        del body  # once it is sent nobody needs it, however long the answer takes
+        work = asyncio.create_task(self._pass_on(seat, scope, whole, send))
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -196,16 +199,14 @@ class Elsewhere:
         with contextlib.suppress(asyncio.CancelledError):
             await work
 
-    async def _pass_on(self, seat: int, scope: Scope, body: bytes, send: Send) -> None:
+    async def _pass_on(self, seat: int, scope: Scope, body: list[bytes], send: Send) -> None:
         client = self._colleagues.client(seat)
         scope["state"]["passed_on"] = True
         try:
-            answer = await client.send(_request(client, scope, body), stream=True)
+            answer = await client.send(_request(scope, body), stream=True)
         except httpx.HTTPError:
             scope["state"]["passed_on"] = False  # this process says what became of it, and counts it
             raise
-        if (held := scope["state"].get("held_body")) is not None:
-            held.release()  # the other process has it, and counts it
         try:
             await send(_start(answer))
             async for chunk in answer.aiter_raw():
@@ -215,19 +216,29 @@ class Elsewhere:
             await answer.aclose()
 
 
-def _request(client: httpx.AsyncClient, scope: Scope, body: bytes) -> httpx.Request:
-    """The target is the client's own, byte for byte: whoever reads it must see what the locks have seen."""
+def _request(scope: Scope, body: list[bytes]) -> httpx.Request:
+    """`body`: whole, and taken out once it is sent. The target is the client's own, byte for byte: whoever reads it
+    must see what the locks have seen."""
     path, query = scope.get("raw_path") or scope["path"].encode(), scope.get("query_string", b"")
     headers = passed_on(scope["headers"], but=_NOT_SENT)
     headers.append((b"x-request-id", scope["state"]["request_id"].encode()))
     headers.append((TENANT, b"%d" % tenant_of(scope)))
+    if body[0]:
+        headers.append((b"content-length", b"%d" % len(body[0])))
     return httpx.Request(
-        scope["method"], "http://api", headers=headers, content=body,
+        scope["method"], "http://api", headers=headers, content=_sent(scope, body) if body[0] else None,
         extensions={
             "target": path + (b"?" + query if query else b""),
             "timeout": {"connect": PATIENCE, "read": None, "write": PATIENCE, "pool": None},
         },
     )  # fmt: skip
+
+
+async def _sent(scope: Scope, body: list[bytes]) -> AsyncIterator[bytes]:
+    """The body. It takes no room here from then on: the other process has it, and counts it."""
+    yield body.pop()
+    if (held := scope["state"].get("held_body")) is not None:
+        held.release()
 
 
 def _start(answer: httpx.Response) -> Message:

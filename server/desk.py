@@ -17,7 +17,7 @@ from .client.replicas import Replicas
 from .client.scaling import ScalingError, scale
 from .colleagues import SECRET
 from .dialects.pieces import Pieces
-from .dialects.store import Labelled, Stored
+from .dialects.store import Stored
 from .errors import ApiError
 from .generation.adapters import Record
 from .http.front_door import FrontDoor
@@ -107,6 +107,6 @@ class Desk:
         await server.adapters.retire(msgspec.json.decode(body)["id"])
 
     async def _store_chat(self, server: ServerState, body: bytes) -> None:
-        id, owner, answer, messages = msgspec.msgpack.decode(body, type=tuple[str, str, bytes, Pieces])
-        described = msgspec.json.decode(answer, type=Labelled)
-        server.chats.put(id, owner, Stored(answer, messages, model=described.model, metadata=described.metadata))
+        kind = tuple[str, str, bytes, Pieces, str, dict[str, str]]
+        id, owner, answer, messages, model, metadata = msgspec.msgpack.decode(body, type=kind)
+        server.chats.put(id, owner, Stored(answer, messages, model=model, metadata=metadata))

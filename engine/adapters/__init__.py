@@ -6,7 +6,7 @@ experts_places: where a checkpoint has the matrices of a mixture's experts
 experts_slots: experts' matrices in a slot
 layout: where an adapter's matrices lie in a slot
 loading: what the engine's loop does about adapters
-merged: A checkpoint with one adapter merged into it, tensor by tensor as it is read
+merged: a checkpoint with one adapter merged into it, tensor by tensor as it is read
 patterns: regular expressions of an adapter's configuration, matched by a process of its own
 peft_config: adapter_config.json of PEFT's LoRA
 store: adapters in the host's memory, packed as a slot of the device holds them

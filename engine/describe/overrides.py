@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConfigError
 from ..families.encoders import ENCODERS
@@ -12,9 +12,6 @@ from ..families.head_spec import KEYS
 from ..families.registry import FAMILIES
 from ..families.rope_config import FULL, SLIDING
 from ..options.config import EngineConfig
-
-if TYPE_CHECKING:
-    pass
 
 # What is read of any config.json, here and by the server; families read more.
 _KEYS = frozenset((

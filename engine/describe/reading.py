@@ -53,9 +53,11 @@ def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
 
 
 def check_described(folder: Path, config: EngineConfig) -> None:
-    """Raises ModelError as `read_model_config`, within milliseconds; what --hf-config-path names is left to that."""
+    """Raises ModelError as `read_model_config`, within milliseconds; what --hf-config-path names is left to that, and
+    ConfigError as `overrides`."""
+    changes = overrides(config)
     if config.hf_config_path is None:
-        with _naming(changes := overrides(config)):
+        with _naming(changes):
             check_model(
                 folder, changes, config.quantization, config.model_impl, config.trust_remote_code, config.purpose,
                 config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size,

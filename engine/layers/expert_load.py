@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 WINDOW = 64  # tokens that an expert of a layer got on average: with fewer, chance alone makes one of them the busiest
 

@@ -47,7 +47,9 @@ class Resolved:
     vocab_size: int
     hidden_size: int
     dtype: torch.dtype
-    exact: bool  # one was named that is more precise than bfloat16, and no product with codes computes in less
+    exact: (
+        bool  # one was named that is more precise than bfloat16, and on the CPU no product with codes computes in less
+    )
     model_impl: str  # vserve or transformers
     load_format: str
     seed: int

@@ -1,10 +1,10 @@
 """How the matrices of a checkpoint are stored, plain or quantised, and the products with them.
 
-auto_round: autoRound
+auto_round: AutoRound checkpoints
 awq: AWQ as AutoAWQ's gemm version stores it
-bitsandbytes: bitsandbytes
+bitsandbytes: checkpoints of bitsandbytes: NF4, FP4, int8
 claims: whether a checkpoint's configuration and its files agree that it is quantised
-codes: A quantised matrix as every format is decoded to
+codes: a quantised matrix as every format is decoded to
 compressed_ints: compressed-tensors' integers for weights alone
 compressed_tensors: compressed-tensors, as llm-compressor writes it
 config_groups: config_groups of compressed-tensors
@@ -16,19 +16,19 @@ fp8: 8-bit floats
 ggml_types: the types that a GGUF file stores tensors in
 gguf_blocks: the block formats of ggml as codes, scales and minima
 gguf_scheme: which modules of a GGUF file are quantised, and how
-gptq: GPTQ
+gptq: GPTQ checkpoints
 headers: what the files' headers say of one module's tensors, and what a configuration's lists of names mean
-hqq: HQQ
+hqq: HQQ checkpoints
 int8: whole numbers a byte each, as compressed-tensors stores them for products with 8-bit inputs (INT8 W8A8)
 integers: what the integer formats share
 kv_scales: the scales of a checkpoint for keys and values in a cache of 8 bits, under all the names that they have
     had
 matrix: products with a quantised matrix
-method: A Linear whose parts the checkpoint stores quantised, each in its own way
+method: a Linear whose parts the checkpoint stores quantised, each in its own way
 methods: the names of quantisations
 modelopt: NVIDIA's model optimizer
 online: matrices of a 16-bit checkpoint, quantised as they are loaded
-packed: A quantised matrix on a GPU
+packed: a quantised matrix on a GPU
 packed_experts: experts on a GPU whose codes are packed as its kernels read them, expert by expert as they come
 products: products with numbers in 16 bit
 quantize: matrices quantised on the way in

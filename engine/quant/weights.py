@@ -27,7 +27,7 @@ class Placement:
     group: Group = ALONE
     whole_experts: bool = False  # experts are dealt to the ranks, never divided
     stage: Stage = WHOLE
-    exact: bool = False  # no product with codes computes in less than dtype
+    exact: bool = False  # on the CPU no product with codes computes in less than dtype
 
     @property
     def tp_rank(self) -> int:

@@ -10,7 +10,7 @@ from ..link.plan import StepPlan, StepResult
 from ..step.executor import ThreadExecutor
 from ..step.mask import TokenMask
 from .effort import Effort
-from .hang import LIMIT, StepLimit
+from .hang import StepLimit, step_limit
 from .messages import Execute, Follow, Settle
 from .peers import Peers, RankLost
 
@@ -33,7 +33,7 @@ class RanksExecutor:
         peers.watch_steps(
             lambda: (self._num_begun > self._num_done, self._num_done),
             effort,
-            limit if on_cards else lambda: LIMIT,
+            limit if on_cards else lambda: step_limit(0.0),
         )
 
     def execute(self, plan: StepPlan) -> None:

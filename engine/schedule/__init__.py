@@ -12,11 +12,11 @@ pacing: when to launch the next step
 planner: decides which request computes how many tokens in the next step, and who has to go back to the queue for
     that
 prompt_results: what requests want of their prompts themselves, not of what follows them
-request: A request, and what the engine knows of it while it lives
+request: a request, and what the engine knows of it while it lives
 roster: the unfinished requests
 scheduler: the unfinished requests from arrival to end
 sharing: how prompts share a step where options say so
 stage_turns: how a pipeline's plans share the work, so that every stage has some
-step: A plan in the making, and what the scheduler must remember of it until its result is in
+step: a plan in the making, and what the scheduler must remember of it until its result is in
 watch: what the engine does, step by step, for whoever watches
 """

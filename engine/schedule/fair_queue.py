@@ -53,10 +53,18 @@ class FairQueue:
     def add(self, entry: Entry) -> None:
         tenant = entry[3].tenant
         if (line := self._lines.get(tenant)) is None:
-            line = self._lines[tenant] = Line(max(self._clock, self._served.pop(tenant, 0.0)))
+            line = self._lines[tenant] = Line(max(self._clock_at(entry[0]), self._served.pop(tenant, 0.0)))
         insort(line.entries, entry)
         self._length += 1
         self._turn(tenant, line)
+
+    def _clock_at(self, priority: int) -> float:
+        """What those who wait at this priority have been served: the clock, which others' starts move as well, but no
+        more than whoever of them has been served most."""
+        index = bisect_left(self._turns, (priority + 1,))
+        if index == 0 or self._turns[index - 1][0] != priority:
+            return self._clock
+        return min(self._clock, self._turns[index - 1][2])
 
     def remove(self, entry: Entry) -> None:
         """It has ended while it waited."""

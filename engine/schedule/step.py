@@ -111,7 +111,7 @@ class Step:
             )
             if drafts:
                 told = self._tell()
-        gone = prompts.left() if prompts else []
+        gone = prompts.left() if prompts and rows else []  # others do not see a plan without rows
         scored, pooled = prompts.plan(batch, num_computed, self.scored, self.pooled) if prompts else ([], [])
         return StepPlan(
             self.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled,

@@ -1,7 +1,7 @@
 """Tokens that somebody drafts are verified several in a step. Answers stay what they are; only their speed changes.
 
 draft_config: what a checkpoint that drafts is
-draft_model: A smaller model with the target's tokens, which drafts by itself
+draft_model: a smaller model with the target's tokens, which drafts by itself
 drafter: who drafts
 heads: heads of EAGLE
 loading: from what --speculative-config names to who drafts

@@ -12,7 +12,7 @@ precompile: compiles kernels in parallel at a cold start
 process: the engine process, started by the API process as `python -m vserve.engine.start.process --fd N` (a socket
     pair)
 rank: one rank, from a configuration to a runner that can step
-rank_process: A rank's process, started by its engine's as `python -m vserve.engine.start.rank_process --fd N` (a
+rank_process: a rank's process, started by its engine's as `python -m vserve.engine.start.rank_process --fd N` (a
     socket pair)
 warm: kernels compiled before anybody waits for them
 warm_steps: steps that a start makes up, so that every kernel a request can meet has been compiled

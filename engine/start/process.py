@@ -188,9 +188,7 @@ async def serve(sock: socket.socket, listener: socket.socket | None = None) -> i
         await run_engine(config, send, attach)
         code = 0
     except Exception as error:
-        from ..errors import ModelError
-
-        expected = isinstance(error, ConfigError | ModelError | RankLost)
+        expected = isinstance(error, ConfigError | RankLost)
         if not expected:
             logger.error("engine process failed", exc_info=error)
         message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())

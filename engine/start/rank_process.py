@@ -99,9 +99,7 @@ def run(channel: Channel, threads: int = 0) -> int:
     except EOFError:
         return 0  # without its engine there is nobody to serve
     except Exception as error:
-        from ..errors import ModelError
-
-        expected = isinstance(error, ConfigError | ModelError)
+        expected = isinstance(error, ConfigError)
         if not expected:
             logger.error("the rank failed", exc_info=error)
         message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())

@@ -2,5 +2,5 @@
 
 dummy_weights: random weights, for a model whose files are not there (--load-format dummy)
 loader: from a model's folder to a model on its device
-matching: A model without weights and the headers of a checkpoint held against each other
+matching: a model without weights and the headers of a checkpoint held against each other
 """

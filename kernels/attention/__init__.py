@@ -17,6 +17,6 @@ kv_unpack: cached keys and values of 8 bits, unpacked for the kernel that reads 
 latent_kv: latent attention's step before attention, in one launch
 latent_prompts: prompts of latent attention, expanded
 prefill_work: the work table of a prefill step
-rope: rotary position embedding (Su et al
+rope: rotary position embedding
 rope_kv: rotate queries and keys and write keys and values into the paged cache, in one launch
 """

@@ -9,6 +9,6 @@ moe_few_gluon: the Gluon kernel behind moe_few.py
 moe_fp8: FP8 experts with many rows each
 moe_lora: low-rank adapters of experts
 moe_route: routing of a mixture of experts
-moe_router: A router's logits of a few rows in one kernel with the norm before it
+moe_router: a router's logits of a few rows in one kernel with the norm before it
 moe_triton: the products of a mixture of experts in Triton
 """

@@ -87,10 +87,14 @@ async def _submit(dialect: Dialect, ticket: Ticket, arrival: float, name: str) -
     ticket.settle(load.num_tokens, param="prompt" if load.param == "n" else load.param)
     ready = await dialect.prepare(prompts)
     dialect.reports = [None] * len(ready.prompts)
-    adapter = server.adapters.find(name)
-    if adapter is None:
-        server.model_name(name)  # it may have been unloaded a moment ago
     ended = None if ready.grammar is None else partial(server.grammars.release, ready.grammar)
+    if (adapter := server.adapters.find(name)) is None:
+        try:
+            server.model_name(name)  # it may have been unloaded a moment ago
+        except ApiError:
+            if ended is not None:
+                ended()
+            raise
     generation = Generation(
         server.client,
         server.metrics,

@@ -83,7 +83,8 @@ class ChatCompletion(Chatting):
             if self.server.is_first:
                 self.server.chats.put(head.id, owner, stored)
             else:
-                self._elsewhere = msgspec.msgpack.encode((head.id, owner, stored.answer, stored.messages))
+                described = stored.answer, stored.messages, stored.model, stored.metadata
+                self._elsewhere = msgspec.msgpack.encode((head.id, owner, *described))
         return answer
 
     async def settle(self) -> None:
@@ -93,7 +94,7 @@ class ChatCompletion(Chatting):
         assert self.server.colleagues is not None
         try:
             await self.server.colleagues.give_first("/own/chats", content)
-        except ColleagueError as error:  # which ends the server anyway
+        except ColleagueError as error:
             logger.warning("request %s is not stored: %s", self.request.state.request_id, error)
 
     def _whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:

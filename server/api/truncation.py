@@ -42,7 +42,7 @@ async def fitted(request: Request, chat: ChatRequest, history: History) -> list[
         some = partial(history.messages, chat, first, starts[drop])
         is_last, token_ids = drop == len(starts) - 1, None
         try:
-            _, token_ids = await chat_tokens(request, chat, some, size=sizes[drop])
+            _, token_ids = await chat_tokens(request, chat, some, size=max(sizes[drop], request.state.body_size))
         except ApiError as error:
             if error.code != "context_length_exceeded" or is_last:
                 raise

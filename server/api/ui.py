@@ -9,9 +9,9 @@ from fastapi import HTTPException, Request, Response
 
 from ... import __version__
 from ..errors import bad_request, shorten
-from ..http.auth import owner_of
 from ..http.event_stream import EventStream
 from ..http.page import load_page
+from ..http.tenant import tenant_of
 from ..observe.step_feeds import Watcher
 from ..state import ServerState
 from .route import new_router
@@ -67,7 +67,7 @@ async def events(request: Request) -> Response:
         shown = int(asked)
     else:
         raise bad_request(f"engine is {shorten(asked)!r}, and the engines here are 0 to {len(engines) - 1}.", "engine")
-    owner = owner_of(request.scope) or (request.client.host if request.client else "")
+    owner = str(tenant_of(request.scope))
     watcher = server.step_feeds.open(engines[shown], owner)
     return EventStream(_events(server, shown, watcher), lambda: server.step_feeds.close(watcher), {}, ping=0)
 

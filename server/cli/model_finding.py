@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...engine.describe.hub_gguf import choose, model_files, split_name
 from ...engine.errors import ConfigError, ModelError
@@ -15,9 +14,6 @@ from ...engine.options.model_path import cache_folder, is_gguf
 from . import machine
 from .finding import FAIL, OK, WARN, Finding
 from .machine import Torch, gib
-
-if TYPE_CHECKING:
-    pass
 
 HUB_TIMEOUT = 10.0  # seconds
 _WEIGHTS = (".safetensors", ".bin")  # of which the first that there is is loaded

@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 
+from ...engine.describe.overrides import overrides
 from ...engine.describe.reading import check_described
 from ...engine.errors import ConfigError, ModelError
 from ...engine.link import logs
@@ -40,11 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     logs.open_standard_streams()
     try:
         engine_config, server_config = read_flags(arguments)
-        if (folder := find_model(engine_config.model)) is not None:
-            check_described(folder, engine_config)
         second = embedding_engine(server_config, engine_config)
-        if second is not None and (folder := find_model(second.model)) is not None:
-            check_described(folder, second)
+        for config in filter(None, (engine_config, second)):
+            overrides(config)  # of a model of the hub, this is all that can be said yet
+            if (folder := find_model(config.model)) is not None:
+                check_described(folder, config)
         if server_config.api_server_count > 1 and engine_config.engine_in_process:
             raise ConfigError("--engine-in-process has room for one API process: leave it or --api-server-count out")
         if server_config.api_server_count > 1 and second is not None:

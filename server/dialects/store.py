@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from .responses.log import EventLog
 
 
-class Labelled(msgspec.Struct):
-    """What is looked for in an answer that somebody else has encoded."""
-
-    model: str = ""
-    metadata: dict[str, str] = {}
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Bytes, beside what is asked for without looking into them."""
@@ -100,22 +93,23 @@ class Store:
     def put(self, id: str, owner: str, stored: Stored) -> None:
         """Forgets, of the owner who has most, those that were not used for longest; the new one itself where it alone
         is too large."""
-        self._put(id, owner, replace(stored, number=next(self._numbers)))
+        with self._lock:
+            self._keep(id, owner, replace(stored, number=next(self._numbers)))
 
-    def _put(self, id: str, owner: str, stored: Stored) -> None:
+    def _keep(self, id: str, owner: str, stored: Stored) -> None:
+        """With the lock."""
         if not self._max_answers or stored.size > self.max_bytes:
             return
-        with self._lock:
-            if id in self._shares.get(owner, _Share()).stored:
-                self._forget(owner, id)  # clients may choose the id of a chat
-            share = self._shares.setdefault(owner, _Share())
-            share.stored[id] = stored
-            share.num_bytes += stored.size
-            self.num_bytes += stored.size
-            while len(self) > self._max_answers:
-                self._forget_oldest(max(self._shares, key=lambda owner: len(self._shares[owner].stored)))
-            while self.num_bytes > self.max_bytes:
-                self._forget_oldest(max(self._shares, key=lambda owner: self._shares[owner].num_bytes))
+        if id in self._shares.get(owner, _Share()).stored:
+            self._forget(owner, id)  # clients may choose the id of a chat
+        share = self._shares.setdefault(owner, _Share())
+        share.stored[id] = stored
+        share.num_bytes += stored.size
+        self.num_bytes += stored.size
+        while len(self) > self._max_answers:
+            self._forget_oldest(max(self._shares, key=lambda owner: len(self._shares[owner].stored)))
+        while self.num_bytes > self.max_bytes:
+            self._forget_oldest(max(self._shares, key=lambda owner: self._shares[owner].num_bytes))
 
     def _forget_oldest(self, owner: str) -> None:
         self._forget(owner, next(iter(self._shares[owner].stored)))
@@ -154,6 +148,8 @@ class Store:
     def relabel(self, id: str, owner: str, stored: Stored, metadata: dict[str, str]) -> bytes:
         """The answer of one that is there, with other metadata from now on."""
         renewed = stored.relabelled(metadata)
-        if self.get(id, owner) is not None:
-            self._put(id, owner, renewed)
+        with self._lock:
+            share = self._shares.get(owner)
+            if share is not None and share.stored.get(id) is stored:  # else it was deleted or replaced meanwhile
+                self._keep(id, owner, renewed)
         return renewed.answer

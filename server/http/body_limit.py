@@ -169,8 +169,8 @@ def _no_room(most: int, own: int) -> ApiError:
     """`own`: bytes that the tenant holds. The connection ends with it: the rest of the body may never come."""
     return ApiError(
         429,
-        f"Bodies of more than {most} bytes in all are on their way, {own} of them of this key or address, of which one "
-        f"may have {most - most // TOGETHER}; send fewer at a time, and try again in 1 s.",
+        f"The room for bodies is used up: all together may have {most} bytes on their way, one key or address "
+        f"{most - most // TOGETHER}, and this one has {own}; send fewer at a time, and try again in 1 s.",
         type="rate_limit_error",
         code="too_many_bodies",
         headers={"retry-after": "1", "connection": "close"},

@@ -29,7 +29,11 @@ PROBES = frozenset(
 )
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})  # change nothing, and a page of another origin cannot read them
-LOOPBACK = r"https?://(localhost|127(\.\d{1,3}){3}|0\.0\.0\.0|\[::1\])(:\d+)?"  # origins of pages of this machine
+# Origins of this machine: its pages, and applications that show pages of their own.
+LOOPBACK = (
+    r"https?://(localhost|tauri\.localhost|127(\.\d{1,3}){3}|0\.0\.0\.0|\[::1\])(:\d+)?"
+    r"|(app|file|tauri|vscode-file|vscode-webview)://.*"
+)
 
 
 class HttpMetrics(Collector):

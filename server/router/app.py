@@ -24,7 +24,6 @@ from ..errors import ApiError
 from ..http.auth import is_admin_path
 from ..http.hops import passed_on
 from ..http.middleware import HttpMetrics
-from ..http.path import has_dot_segments
 from ..http.request_id import MAX_ID_LENGTH, TAG_HEADER, TAG_LENGTH, clean_id
 from ..lanes import Lanes
 from .asked import NUM_LANES, Asked, look
@@ -46,7 +45,10 @@ _MADE = re.compile(
     rb'(?:event: ?[\w.]{1,64}\r?\n)?(?:data: ?)?\{\s*(?:"(?:type|sequence_number)": ?[\w."]{1,64},\s*)*'
     rb'(?:"response": ?\{\s*)?"id": ?"((?:resp_|chatcmpl-)[\w.:-]{1,%d})"' % MAX_ID_LENGTH
 )
-_NOT_SENT = frozenset((b"host", b"content-length", b"x-request-id", b"expect", TAG_HEADER.encode()))
+_NOT_SENT = frozenset((
+    b"host", b"content-length", b"x-request-id", b"expect", TAG_HEADER.encode(), b"forwarded", b"x-forwarded-for",
+    b"x-forwarded-proto",
+))  # fmt: skip
 _NOT_PASSED = frozenset((b"x-request-id", b"server", b"date"))
 
 
@@ -290,6 +292,8 @@ class RouterApp:
             headers.append((b"authorization", self._server_key))
         if not any(name == b"accept-encoding" for name, _ in headers):
             headers.append((b"accept-encoding", b"identity"))
+        if (client := scope.get("client")) is not None:  # among whom servers share; a client's own word is not sent on
+            headers.append((b"x-forwarded-for", client[0].encode()))
         return [*headers, (b"x-request-id", scope["state"]["request_id"].encode())]
 
 
@@ -320,7 +324,7 @@ def _patience(read: float | None) -> dict[str, Any]:
 
 def _is_routed(path: str, method: str) -> bool:
     cancels = path == "/abort_request" or path.startswith("/v1/requests/")
-    if has_dot_segments(path.encode()) or (is_admin_path(path) and not cancels):
+    if is_admin_path(path) and not cancels:
         return False
     if path == "/v1/chat/completions" and method == "GET":
         return False  # a list of what one server has stored

@@ -13,7 +13,7 @@ from ..errors import CODE_HEADER, ApiError
 
 LARGEST_REFUSAL = 1 << 20  # bytes; what is larger is read by the client alone
 _READ = frozenset((400, 404, 413, 429, 502, 503, 504))
-_FULL = frozenset(("queue_full", "too_many_bodies"))  # a key's share is used up everywhere alike
+_FULL = frozenset(("queue_full", "too_many_bodies"))  # limits of a key are told to its client, who has to keep to them
 _TOO_LONG = "This model's maximum context length is "  # of vLLM, which has no code for it
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import vserve.engine.start.engine as engine_module
-from vserve.engine.grammar.grammar import Vocabulary
+from vserve.engine.grammar.grammar import Vocabulary, pack, prepare
 from vserve.engine.grammar.guide import Guide
-from vserve.engine.link.messages import AddGrammar, LoadAdapter, SetVocabulary
+from vserve.engine.link.messages import AddGrammar, LoadAdapter
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.schedule.scheduler import Scheduler
@@ -40,12 +40,12 @@ PATIENCE = 300.0  # seconds for a wave: it takes a few
 
 @functools.cache
 def grammars() -> list[AddGrammar]:
-    vocabulary = Vocabulary(SetVocabulary(TOKENS, (END,)))
+    vocabulary = Vocabulary(prepare(pack(TOKENS, (END,))))
     return [AddGrammar(name, *compile(constraint, vocabulary)) for name, constraint in constraints().items()]
 
 
 def tell_grammars(client: EngineClient) -> None:
-    client.send(SetVocabulary(TOKENS, (END,)))
+    client.send(prepare(pack(TOKENS, (END,))))
     for grammar in grammars():
         client.send(grammar)
 
