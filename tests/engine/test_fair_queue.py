@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 
@@ -28,7 +28,10 @@ class Plain:
     def add(self, entry: Entry) -> None:
         tenant = entry[3].tenant
         if all(other[3].tenant != tenant for other in self.waiting):
-            self.served[tenant] = max(self.clock, self.served.get(tenant, 0))
+            heads = {other[3].tenant: other for other in sorted(self.waiting, reverse=True)}.values()
+            alike = [(e[3].first_scheduled is None, self.served[e[3].tenant]) for e in heads if e[0] == entry[0]]
+            clock = min(self.clock, max(alike)[1]) if alike else self.clock
+            self.served[tenant] = max(clock, self.served.get(tenant, 0))
         self.waiting.append(entry)
 
     def remove(self, entry: Entry) -> None:
@@ -62,6 +65,26 @@ class Plain:
             served[entry[3].tenant] += self.cost(entry)
             order.append(entry)
         return order
+
+
+def test_who_joins_pays_nothing_for_others_of_another_priority() -> None:
+    """They start first, and those who wait beside the newcomer have been served nothing meanwhile."""
+    queue, numbers = FairQueue(), count()
+
+    def add(tenant: int, priority: int) -> None:
+        number = next(numbers)
+        request = Request(number, [1] * 100, SamplingParams(max_tokens=1), tenant=tenant, priority=priority)
+        queue.add((priority, float(number), number, request))
+
+    for _ in range(100):
+        add(1, 10)
+        add(2, 0)
+    for _ in range(100):
+        first = next(queue.in_turn())
+        assert first[3].tenant == 2
+        queue.start(first)
+    add(3, 10)
+    assert [entry[3].tenant for entry in queue.in_turn()][:3].count(3) == 1
 
 
 @pytest.mark.parametrize("by_priority", [False, True])
