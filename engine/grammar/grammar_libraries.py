@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:  # who only starts an engine does not need it
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ def tokenizer(lengths: np.ndarray, text: bytes, stop_token_ids: Sequence[int]) -
 
     LLTokenizer's own constructor would hold the interpreter's lock all the time. What it holds is a pointer, which the
     C interface makes as well: a small one is made, and the two change places."""
+    import numpy as np
     from llguidance import LLTokenizer
 
     library = _llguidance()

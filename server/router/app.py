@@ -24,6 +24,7 @@ from ..errors import ApiError
 from ..http.auth import is_admin_path
 from ..http.hops import passed_on
 from ..http.middleware import HttpMetrics
+from ..http.path import has_dot_segments
 from ..http.request_id import MAX_ID_LENGTH, TAG_HEADER, TAG_LENGTH, clean_id
 from ..lanes import Lanes
 from .asked import NUM_LANES, Asked, look
@@ -324,7 +325,7 @@ def _patience(read: float | None) -> dict[str, Any]:
 
 def _is_routed(path: str, method: str) -> bool:
     cancels = path == "/abort_request" or path.startswith("/v1/requests/")
-    if is_admin_path(path) and not cancels:
+    if has_dot_segments(path.encode()) or (is_admin_path(path) and not cancels):
         return False
     if path == "/v1/chat/completions" and method == "GET":
         return False  # a list of what one server has stored

@@ -25,6 +25,7 @@ ROWS = {
     38: "killed and stopped processes", 39: "a killed rank", 40: "out of memory", 41: "an exception at one request",
     42: "NaN", 43: "full disks, no descriptors, jumping clocks", 44: "broken checkpoints", 45: "a port in use",
     46: "killed while starting", 47: "log injection", 48: "sockets and what is read from them",
+    49: "private routes by other names", 50: "private sockets",
 }  # fmt: skip
 UNTESTED = {39: "needs several GPUs: there is one rank so far"}
 # Tested, but not all of it where there is no GPU.

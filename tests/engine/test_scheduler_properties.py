@@ -18,6 +18,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+import vserve.engine.cache.kv_capacity as kv_capacity_module
 import vserve.engine.grammar.guide as guide_module
 import vserve.engine.schedule.block_pool as block_pool_module
 import vserve.engine.schedule.kv_cache as kv_cache_module
@@ -51,6 +52,7 @@ ROOMS = {
     "scheduler": scheduler_module,
     "kv_cache": kv_cache_module,
     "kv_group": kv_group_module,
+    "kv_capacity": kv_capacity_module,
     "block_pool": block_pool_module,
     "prompt_results": prompt_results_module,
     "request": request_module,
@@ -553,7 +555,7 @@ class Simulation:
         self.arrival_rate = rng.choice([0.1, 0.3, 0.8])
         self.grammar_rate = rng.choice([0, 0, 0.2, 0.6])
         self.score_rate = rng.choice([0, 0.2, 0.7])
-        self.pool_rate = rng.choice([0, 0, 0.1, 0.5])
+        self.pool_rate = rng.choice([0, 0.1, 0.1, 0.5])
         self.stems = [self.tokens(rng.randint(1, config.max_model_len)) for _ in range(3)]
 
     def tokens(self, count: int) -> list[int]:
@@ -998,8 +1000,8 @@ MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
     "a window's hit too short": ("kv_group", "self.num_seen = -(-(window - 1) //", "self.num_seen = ((window - 1) //"),
     "a prefix across a gap": ("kv_group", "length, blocks = index, []", "pass"),
     "groups that do not agree": ("kv_cache", AGREED, "num_agreed + 1"),
-    "chunks not counted": ("kv_group", "(window + chunk - 2)", "(window - 1)"),
-    "windows counted in full": ("kv_group", "return min(every,", "return max(every,"),
+    "chunks not counted": ("kv_capacity", "(window + chunk - 2)", "(window - 1)"),
+    "windows counted in full": ("kv_capacity", "return min(every,", "return max(every,"),
     "registered beyond what is computed": ("kv_cache", REGISTRABLE, "len(hashes)"),
     "content forgotten too late": ("block_pool", FORGET, FORGET.replace(KEYED, "False")),
     "shared blocks freed by one": ("block_pool", "            if refs[block]:\n", "            if refs[block] < 0:\n"),
@@ -1064,7 +1066,7 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
     room, right, wrong = {**MUTATIONS, **DRAFTING, **STAGES}[mutation]
     source = inspect.getsource(ROOMS[room])
     assert source.count(right) == 1, f"the line to break is in {room}.py {source.count(right)} times"
-    broken = ModuleType(f"vserve.engine.{room}")
+    broken = ModuleType(ROOMS[room].__name__)
     exec(compile(source.replace(right, wrong), f"broken {room}.py", "exec"), broken.__dict__)
     if room == "scheduler":
         monkeypatch.setitem(globals(), "Scheduler", broken.Scheduler)
@@ -1086,6 +1088,8 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(scheduler_module, "Roster", broken.Roster)
     elif room == "kv_group":
         monkeypatch.setattr(kv_cache_module, "KVGroup", broken.KVGroup)
+    elif room == "kv_capacity":
+        monkeypatch.setattr(kv_group_module, "blocks_held", broken.blocks_held)
         monkeypatch.setattr(kv_cache_module, "longest_request", broken.longest_request)
     elif room == "kv_cache":
         monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)

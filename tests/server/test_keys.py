@@ -59,7 +59,9 @@ def test_many_keys_cost_no_more_than_one() -> None:
     """Every request is asked for one, before anything is known of who asks."""
 
     def seconds(count: int, presented: bytes) -> float:
-        keys = Keys(Key(digest, "", Quota(0, 0)) for digest in (sha256(b"%d" % n).digest() for n in range(count)))
+        keys = Keys(
+            Key(digest, "", Quota(0, 0), False) for digest in (sha256(b"%d" % n).digest() for n in range(count))
+        )
         begun = time.perf_counter()
         for _ in range(20):
             assert (keys.find(presented) is None) is (presented == b"none")

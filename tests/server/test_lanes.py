@@ -205,7 +205,7 @@ def test_whom_there_is_no_room_for_is_counted(client: Any, monkeypatch: pytest.M
 
     assert client.run(refused()) == 429
     monkeypatch.setattr(body_limit, "AT_LEAST", 0)
-    monkeypatch.setattr(body_limit, "TOGETHER", 0)
+    monkeypatch.setattr(body_limit, "TOGETHER", 1)  # none of it is for one alone
     assert client.complete(user="u" * (body_limit.SMALL + 1)).status_code == 429
     text = client.get("/metrics").text
     for reason in ("queued_text", "bodies"):

@@ -72,7 +72,8 @@ def test_a_file_that_is_known_is_not_sent_again(client):
 def test_row_27_no_other_file_is_served(client, path):
     url = httpx.URL("http://test").copy_with(raw_path=path.encode())
     answer = client.get(url)
-    assert answer.status_code == 404 and "message" in answer.json()["error"], path
+    # A path that leads out is refused before anything is looked for.
+    assert answer.status_code in (400, 404) and "message" in answer.json()["error"], path
 
 
 def test_no_ui(new_client):

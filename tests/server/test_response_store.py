@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from vserve.server.dialects.pieces import Pieces
-from vserve.server.dialects.store import Store
+from vserve.server.dialects.store import Store, Stored
 
 
 def create(client: Any, input: Any = "Hi", **body: Any) -> dict[str, Any]:
@@ -137,11 +137,11 @@ def test_the_store_is_bounded(new_client: Any) -> None:
 def test_bytes_are_bounded() -> None:
     store = Store(1000, 10_000)
     for i in range(50):
-        store.put(f"resp_{i}", "", {"text": "x" * 900})
+        store.put(f"resp_{i}", "", Stored.of({"text": "x" * 900}))
         assert store.num_bytes <= 10_000
     assert len(store) == 10_000 // (len('{"text":"","metadata":{}}') + 900)
     assert store.get("resp_49", "") and store.get("resp_0", "") is None
-    store.put("large", "", {}, Pieces.of([{"content": "x" * 10_000}]))
+    store.put("large", "", Stored.of({}, Pieces.of([{"content": "x" * 10_000}])))
     assert store.get("large", "") is None and store.get("resp_49", ""), "one that is too large drives no other out"
     for i in range(50):
         store.delete(f"resp_{i}", "")
@@ -150,16 +150,16 @@ def test_bytes_are_bounded() -> None:
 
 def test_many_of_one_key_leave_another_its_few() -> None:
     store = Store(100, 100_000)
-    store.put("mine", "me", {})
+    store.put("mine", "me", Stored.of({}))
     for i in range(300):
-        store.put(f"resp_{i}", "you", {"text": "x" * 900})
+        store.put(f"resp_{i}", "you", Stored.of({"text": "x" * 900}))
         assert len(store) <= 100 and store.num_bytes <= 100_000
     assert store.get("mine", "me") is not None and store.get("mine", "you") is None
     assert store.get("resp_299", "you") is not None and len(store) == 100
     for i in range(60):
-        store.put(f"mine_{i}", "me", {})
+        store.put(f"mine_{i}", "me", Stored.of({}))
     assert [store.get(f"mine_{i}", "me") is not None for i in (0, 59)] == [False, True], "then both have the same"
-    store.put("large", "me", {"text": "x" * 90_000})
+    store.put("large", "me", Stored.of({"text": "x" * 90_000}))
     assert store.get("large", "me") is None and store.get("resp_299", "you") is not None
 
 

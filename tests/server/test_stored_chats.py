@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vserve.server.dialects.store import Store
+from vserve.server.dialects.store import Store, Stored
 
 PATH = "/v1/chat/completions"
 
@@ -95,12 +95,12 @@ def test_it_is_bounded(new_client: Any) -> None:
 def test_one_id_twice_counts_once() -> None:
     store = Store(10, 10_000)
     for size in (900, 9000, 900):
-        store.put("chatcmpl-mine", "", {"text": "x" * size, "metadata": {"c": "d"}})
+        store.put("chatcmpl-mine", "", Stored.of({"text": "x" * size, "metadata": {"c": "d"}}))
     assert len(store) == 1 and store.num_bytes < 1000
     stored = store.get("chatcmpl-mine", "")
     renewed = store.relabel("chatcmpl-mine", "", stored, {"a": "b"})
     assert renewed == b'{"text":"%b","metadata":{"a":"b"}}' % (b"x" * 900) and store.num_bytes == len(renewed)
     assert store.get("chatcmpl-mine", "").metadata == {"a": "b"}
-    store.put("chatcmpl-mine", "you", {})
+    store.put("chatcmpl-mine", "you", Stored.of({}))
     assert len(store) == 2
     assert store.delete("chatcmpl-mine", "") and store.delete("chatcmpl-mine", "you") and store.num_bytes == 0

@@ -265,7 +265,7 @@ def test_what_has_ended_is_not_looked_into(client: Any) -> None:
     log.end()
     stored = dataclasses.replace(store.get(response["id"], owner), answer=b"no JSON", log=log)
     assert stored.size > log.num_bytes
-    store._put(response["id"], owner, stored)
+    store.put(response["id"], owner, stored)
     answer = client.post(f"{path}/cancel")
     assert answer.status_code == 400 and "has ended (completed)" in answer.json()["error"]["message"]
     log.events = Slices(log.events)  # type: ignore[assignment]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import bad_request
 from ...text import conversation
 from ...wire.requests import ChatRequest
 from ..pieces import NONE, Pieces
@@ -62,9 +61,4 @@ def newest(pieces: Pieces, num_bytes: int, num_messages: int) -> Pieces:
         for i, message in enumerate(messages):
             if message["role"] == "user":
                 return Pieces.of(system) + Pieces.of(messages[i:]) + rest[at + 1 :]
-    raise bad_request(
-        f"Of the latest {num_messages} messages and {num_bytes} bytes of the conversation none is the user's: "
-        "send a shorter one as 'input', or raise --max-body-size.",
-        "previous_response_id",
-        "context_length_exceeded",
-    )
+    return Pieces.of(system)
