@@ -19,9 +19,7 @@ from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .client.meeting import FIRST, Meeting
-from .http.hops import passed_on
-from .http.tenant import HEADER as TENANT
-from .http.tenant import tenant_of
+from .http.hops import TENANT, passed_on
 from .observe.shares import Page, lasting, summed
 
 logger = logging.getLogger(__name__)
@@ -219,6 +217,8 @@ class Elsewhere:
 def _request(scope: Scope, body: list[bytes]) -> httpx.Request:
     """`body`: whole, and taken out once it is sent. The target is the client's own, byte for byte: whoever reads it
     must see what the locks have seen."""
+    from .http.tenant import tenant_of  # with the board's numpy, for which one process alone does not wait
+
     path, query = scope.get("raw_path") or scope["path"].encode(), scope.get("query_string", b"")
     headers = passed_on(scope["headers"], but=_NOT_SENT)
     headers.append((b"x-request-id", scope["state"]["request_id"].encode()))

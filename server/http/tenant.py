@@ -9,8 +9,8 @@ from ipaddress import IPv6Address, ip_address
 from starlette.types import Scope
 
 from .auth import key_of
+from .hops import TENANT
 
-HEADER = b"x-vserve-tenant"  # from one API process to another, which does not see the client
 
 
 def tenant_of(scope: Scope) -> int:
@@ -19,7 +19,7 @@ def tenant_of(scope: Scope) -> int:
     if (key := key_of(scope)) is not None:
         return _number(key.digest)
     if scope.get("state", {}).get("forwarded"):  # what it says last is the other process's word
-        return next((int(value) for name, value in reversed(scope["headers"]) if name == HEADER), 0)
+        return next((int(value) for name, value in reversed(scope["headers"]) if name == TENANT), 0)
     client = scope.get("client")
     return _of_address(client[0]) if client else 0
 

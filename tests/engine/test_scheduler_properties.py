@@ -548,14 +548,14 @@ class Simulation:
         self.fail_rate = rng.choice([0, 0, 0.03, 0.15])
         self.threads = random.Random(seed + 2)  # a stream of its own
         self.tenants = random.Random(seed + 6)  # another
-        self.num_tenants = self.tenants.choice([1, 1, 2, 5])
+        self.num_tenants = self.tenants.choice([1, 1, 1, 1, 1, 1, 2, 5])
         self.late_rate = self.threads.choice([0, 0, 0, 0.3])
         self.abort_rate = rng.choice([0, 0.02, 0.1])
         self.late = rng.choice([rng.randrange, lambda depth: depth - 1])  # how many results to leave in flight
         self.arrival_rate = rng.choice([0.1, 0.3, 0.8])
         self.grammar_rate = rng.choice([0, 0, 0.2, 0.6])
         self.score_rate = rng.choice([0, 0.2, 0.7])
-        self.pool_rate = rng.choice([0, 0.1, 0.1, 0.5])
+        self.pool_rate = rng.choice([0, 0, 0.1, 0.5])
         self.stems = [self.tokens(rng.randint(1, config.max_model_len)) for _ in range(3)]
 
     def tokens(self, count: int) -> list[int]:
