@@ -12,7 +12,6 @@ from .auth import key_of
 from .hops import TENANT
 
 
-
 def tenant_of(scope: Scope) -> int:
     """63 bits: a number made of the key, or of the address. All that come over a Unix socket are one tenant, as are all
     behind a proxy that tells the addresses of none."""
