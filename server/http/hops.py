@@ -8,6 +8,7 @@ HOPS = frozenset((
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
     b"trailer", b"transfer-encoding", b"upgrade",
 ))  # fmt: skip
+TENANT = b"x-vserve-tenant"  # from one API process of a server to another, which does not see the client
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]], *, but: Collection[bytes]) -> list[tuple[bytes, bytes]]:
