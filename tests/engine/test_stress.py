@@ -114,7 +114,7 @@ def check_seen(seen: Counter[str], *names: str) -> None:
     assert FIRST or all(seen[name] > 5 for name in ("whole", "preempted", "hit", "drafted", "accepted", *names)), seen
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 6), pytest.param(100, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), [(0, 6)])
 def test_one_engine(
     models: dict[str, Models], runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, first: int, count: int
 ) -> None:
@@ -129,7 +129,7 @@ def test_one_engine(
     assert FIRST or all(injector.raised.values()), injector.raised
 
 
-@pytest.mark.parametrize(("first", "count"), [(10, 1), pytest.param(200, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), [(10, 1)])
 def test_two_ranks(models: dict[str, Models], runner: asyncio.Runner, first: int, count: int) -> None:
     """Which of their collectives a step runs depends on who is in it: greedy rows alone, sampled ones, masked ones."""
     seen = Counter[str]()
@@ -138,7 +138,7 @@ def test_two_ranks(models: dict[str, Models], runner: asyncio.Runner, first: int
     check_seen(seen)
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 1), pytest.param(300, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), [(0, 1)])
 def test_two_stages(models: dict[str, Models], runner: asyncio.Runner, first: int, count: int) -> None:
     """Three steps in flight. A rank's failure is the end of such an engine: who asks the next one is answered right."""
     seen = Counter[str]()
