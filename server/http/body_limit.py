@@ -170,7 +170,7 @@ def _no_room(most: int, own: int) -> ApiError:
     return ApiError(
         429,
         f"The room for bodies is used up: all together may have {most} bytes on their way, one key or address "
-        f"{most - most // TOGETHER}, and this one has {own}; send fewer at a time, and try again in 1 s.",
+        f"may have {most - most // TOGETHER}, and this one has {own}; send fewer at a time, and try again in 1 s.",
         type="rate_limit_error",
         code="too_many_bodies",
         headers={"retry-after": "1", "connection": "close"},
