@@ -181,7 +181,7 @@ def test_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
         return capsys.readouterr().err.removeprefix("vserve: ")
 
     both = ["-tp", "2", "--nnodes", "2"]
-    assert said(*both, "--master-addr", "10.1.2.3").startswith("--nnodes 2: other hosts reach node 0 at 10.1.2.3, and")
+    assert said(*both, "--master-addr", "10.1.2.3").startswith("--nnodes 2: other hosts reach node 0 at 10.1.2.3, who")
     assert said(*both, "--node-rank", "1").startswith("--node-rank 1: only node 0 answers HTTP: add --headless")
     assert said(*both, "--headless").startswith("--headless is for every node but the first")
     assert said(*both, "--node-rank", "2").startswith("--node-rank 2: --nnodes is 2, and the first node is 0")

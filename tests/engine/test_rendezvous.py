@@ -24,7 +24,7 @@ RANK = """
 import sys, time
 from datetime import timedelta
 import torch
-from vserve.engine.parallel.group import join
+from vserve.engine.parallel.join import join
 rank, address, late = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 time.sleep(late)
 group = join(rank, 2, address, torch.device("cpu"), timeout=timedelta(seconds=3))

@@ -165,7 +165,7 @@ _COMPILE = """
 import subprocess
 import triton
 from vserve.kernels.linear import linear_hopper as module
-from vserve.kernels.lora.lora import ByToken, Share
+from vserve.kernels.linear.linear_hopper import ByToken, Share
 
 module.pdl_available = lambda device: True
 module.num_processors = lambda device: 132

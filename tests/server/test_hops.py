@@ -25,7 +25,7 @@ def by_router(http: httpx.AsyncClient) -> list[tuple[bytes, bytes]]:
 
 
 def by_colleague(http: httpx.AsyncClient) -> list[tuple[bytes, bytes]]:
-    return colleagues._request(http, SCOPE, b"").headers.raw
+    return colleagues._request(SCOPE, [b""]).headers.raw
 
 
 def back_from_colleague(http: httpx.AsyncClient) -> list[tuple[bytes, bytes]]:
