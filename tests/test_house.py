@@ -1,16 +1,21 @@
-"""docs/house.md names what is there: the rooms, both ways and in their order, files, classes and functions."""
+"""The house, its decisions and recipes name what is there: rooms in their order, files, classes and functions."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import runpy
+import tokenize
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HOUSE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
+HOUSE, *OTHERS = [
+    (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("house", "decisions", "recipes")
+]
+PAGES = "\n".join((HOUSE, *OTHERS))
 # What a room may import of the others.
 BELOW: dict[str, set[str]] = {"server": {"engine"}, "engine": {"kernels"}, "kernels": set(), "configs": set()}
 ROOMS = tuple(BELOW)
@@ -24,7 +29,7 @@ def listed() -> list[str]:
 
 
 def named() -> set[str]:
-    return set(re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", HOUSE))
+    return set(re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", PAGES))
 
 
 @pytest.mark.parametrize("folder", ["server", "engine", "kernels"])
@@ -57,7 +62,7 @@ def test_the_classes_and_functions_that_it_names_are_there() -> None:
     """`EngineClient`, `Scheduler.schedule`, `answer()`, `FORMATS`."""
     code = "\n".join(path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
     known = set(re.findall(r"^\s*(?:(?:async )?def |class )?(\w+)", code, re.MULTILINE))
-    names = {part for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?|\w+(?=\(\)`))", HOUSE) for part in name.split(".")}
+    names = {part for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?|\w+(?=\(\)`))", PAGES) for part in name.split(".")}
     assert len(names) > 15
     assert names <= known, names - known
 
@@ -70,3 +75,26 @@ def test_the_four_rooms_import_what_it_says() -> None:
                 if isinstance(node, ast.ImportFrom) and node.level == depth and node.module:
                     other = node.module.split(".")[0]
                     assert other not in ROOMS or other in below, f"{path} imports {other}"
+
+
+def test_the_path_of_a_token_is_as_long_as_it_says() -> None:
+    """Lines of the files named in the twelve steps, without docstrings, comments and blanks, within a tenth."""
+    (said,) = re.findall(r"some ([\d,]+) lines of code", HOUSE)
+    steps = HOUSE[HOUSE.index("## Twelve steps") : HOUSE.index("## Two steps at once")]
+    files = {name for name in re.findall(r"`([\w/]+\.py)`", steps) if "/" in name}
+    assert sum(map(_code_lines, files)) == pytest.approx(int(said.replace(",", "")), rel=0.1)
+
+
+def _code_lines(name: str) -> int:
+    source = (ROOT / name).read_text(encoding="utf-8")
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in layout:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+            node
+        ):
+            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
