@@ -14,7 +14,7 @@ from ...engine.errors import ConfigError
 from ...engine.options.config import EngineConfig, flag
 from ...engine.options.model_path import is_gguf, is_hub_name
 from ..options.config import ServerConfig
-from ..options.given import Given, performance_modes
+from ..options.given import VLLM_MODES, Given, performance_modes
 from ..options.http import ENVIRONMENT
 from ..options.reading import kind_of, options, read
 from ..options.vllm import ANY, vllm_options
@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser, *configs: type, only: tuple[str, 
             help="YAML file with options, named as here; flags and VSERVE_… variables come before it",
         )  # fmt: skip
         parser.add_argument(
-            "--performance-mode", dest="opt_performance_mode", choices=performance_modes(),
+            "--performance-mode", dest="opt_performance_mode", choices=[*performance_modes(), *VLLM_MODES],
             help="options that suit latency or throughput; whatever is set elsewhere comes before them",
         )  # fmt: skip
     groups = {group.title: group for group in parser._action_groups}
@@ -89,7 +89,8 @@ def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
         names = [f"--{option.name}", *([f"-{option.short}"] if option.short else [])]
         if f"--{option.name}" not in parser._option_string_actions:
             kind: Any = None if option.takes_value else argparse.BooleanOptionalAction
-            action = parser.add_argument(*names, action=kind, dest=f"vllm_{name}", default=None, help=argparse.SUPPRESS)
+            several: dict[str, Any] = {"nargs": "+"} if option.takes_several else {"action": kind}
+            action = parser.add_argument(*names, **several, dest=f"vllm_{name}", default=None, help=argparse.SUPPRESS)
             if option.is_json:
                 take_parts(action)
             if option.accepted != ANY:
@@ -129,7 +130,8 @@ def _looks_like_a_model(word: str) -> bool:
 
 
 def read_flags(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """What was given, wherever, over the defaults. Without a model: the demo model. Raises ConfigError."""
+    """What was given, wherever, over the defaults. Without a model: the demo model. --hf-token goes into the
+    environment, where the hub's library and other processes look for it. Raises ConfigError."""
     found = given_options(arguments)
     given = {name: one.value for name, one in found.items()}
     demo = "model" not in given
@@ -141,6 +143,8 @@ def read_flags(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfi
         fields = {spec.name for spec in dataclasses.fields(config)}
         parts.append({k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in fields})
     engine, server = EngineConfig(**parts[0]), ServerConfig(**parts[1])
+    if server.hf_token:
+        os.environ["HF_TOKEN"] = server.hf_token
     if server.lora_modules and not engine.enable_lora:
         raise ConfigError("--lora-modules names adapters, which --enable-lora serves: add it, or leave both out")
     for module in server.modules():  # before a model is loaded for them

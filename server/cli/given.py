@@ -18,6 +18,15 @@ PREFIX = "VSERVE_"
 HIDDEN = "(hidden)"
 # Variables that are no options; typos are looked for among the others.
 _OTHER_VARIABLES = ("CACHE", "FAULT", "ALLOW_FAULTS", "NO_PDL")
+_VLLM_PREFIX = "VLLM_"
+# vLLM's variables: what says the same here; "": it is read.
+_VLLM_VARIABLES = {
+    "VLLM_API_KEY": "", "VLLM_PP_LAYER_PARTITION": "", "VLLM_LOGGING_LEVEL": "--log-level",
+    "VLLM_CACHE_ROOT": "VSERVE_CACHE", "VLLM_CPU_KVCACHE_SPACE": "--kv-cache-memory-bytes",
+    "VLLM_CPU_OMP_THREADS_BIND": "--cpu-threads", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--lora-dir",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "--hf-overrides", "VLLM_HOST_IP": "--master-addr",
+    "VLLM_LOGGING_CONFIG_PATH": "--log-level and --log-format", "VLLM_USE_MODELSCOPE": "a folder as the model",
+}  # fmt: skip
 # What Kubernetes and Docker's links tell of services whose names begin with vserve.
 _SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 
@@ -45,7 +54,8 @@ def notices(arguments: argparse.Namespace) -> list[str]:
 
 
 def unknown_variables() -> list[str]:
-    """A line for each VSERVE_… variable that sets nothing: who wrote it believes that it does."""
+    """A line for each VSERVE_… variable that sets nothing, and one for those of vLLM: who wrote them believes that
+    they do something."""
     known = [name.upper() for name in (*options(), *META)] + list(_OTHER_VARIABLES)
     foreign = [name.upper() for name in vllm_options()]
     lines = []
@@ -54,7 +64,17 @@ def unknown_variables() -> list[str]:
         if name != variable and name not in {*known, *foreign} and not _SERVICE_LINK.fullmatch(name):
             hint = did_you_mean(name, known, PREFIX)
             lines.append(f"the variable {variable} sets nothing, no option has that name{hint}")
-    return lines
+    return lines + _variables_of_vllm()
+
+
+def _variables_of_vllm() -> list[str]:
+    words = []
+    for variable in sorted(os.environ):
+        instead = _VLLM_VARIABLES.get(variable)
+        name = variable.removeprefix(_VLLM_PREFIX)
+        if name != variable and instead != "" and not _SERVICE_LINK.fullmatch(name):
+            words.append(variable if instead is None else f"{variable} (use {instead})")
+    return [f"these variables of vLLM change nothing: {', '.join(words)}"] if words else []
 
 
 def _merged(arguments: argparse.Namespace) -> dict[str, Given]:

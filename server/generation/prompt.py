@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import unsupported
@@ -29,6 +29,7 @@ def chat_options(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, t
             for name in SWITCHES:
                 if re.search(rf"(?<![.\w'\"]){name}(?![\w'\"])", source):
                     options.setdefault(name, request.reasoning_effort != "none")
+    options = {**tokenizer.template_kwargs, **options}
     offered = request.tools
     if isinstance(request, ChatRequest) and request.tool_use is None:  # tool_choice none
         offered = None
@@ -43,10 +44,17 @@ def chat_options(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, t
     return options
 
 
-def turns_off_thinking(request: ChatRequest) -> bool:
-    """Whether it tells the model not to reason, however its template takes that."""
-    switches = [value for name in SWITCHES if (value := (request.chat_template_kwargs or {}).get(name)) is not None]
+def turns_off_thinking(request: ChatRequest, defaults: Mapping[str, Any]) -> bool:
+    """Whether it tells the model not to reason, however its template takes that. `defaults`: variables of the template
+    where requests say nothing."""
+    switches = _switches(request.chat_template_kwargs or {})
+    if not switches and request.reasoning_effort is None:
+        switches = _switches(defaults)
     return not any(switches) if switches else request.reasoning_effort == "none"
+
+
+def _switches(variables: Mapping[str, Any]) -> list[Any]:
+    return [value for name in SWITCHES if (value := variables.get(name)) is not None]
 
 
 def chat_prompt(

@@ -69,7 +69,7 @@ class Speech:
         final = request.messages[-1]
         continued = final["content"] if request.continue_final_message and final["role"] == "assistant" else ""
         include = request.include_reasoning is not False
-        silent = turns_off_thinking(request)
+        silent = turns_off_thinking(request, model.tokenizer.template_kwargs)
         return Speech(use, calls, formats.reasoning, include, budget, content, continued, silent)
 
     async def prepare(

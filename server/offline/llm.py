@@ -171,6 +171,7 @@ class LLM(PooledCalls):
         pairs = []
         try:
             tokenizer.check_template_kwargs(options)
+            options = {**tokenizer.template_kwargs, **options}
             options["continue_final_message"] = continue_final_message
             options["tools"] = definitions(tools)
             options["add_generation_prompt"] = add_generation_prompt and not continue_final_message

@@ -60,6 +60,10 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig):
         None, "name of the second model in requests and answers (default: as it was given)", group="server",
         problem=_no_text,
     )  # fmt: skip
+    hf_token: str | None = option(
+        None, "token for models of the hub that are not public (better: HF_TOKEN, which no list of processes shows)",
+        group="server", secret=True,
+    )  # fmt: skip
     strict_params: bool = option(
         False, "refuse requests with unknown fields instead of listing them in x-vserve-ignored-params", group="server"
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,14 @@ from .vllm import vllm_options
 PRESETS = Path(__file__).parents[2] / "configs" / "presets"
 # Beside the options themselves: names that flags, environment, file and keywords may use.
 META = ("config", "performance_mode")
+VLLM_MODES = {"balanced": "", "interactivity": "latency"}  # vLLM's names of modes, as presets; "": the defaults
+# Options of vLLM that say the same as one of ours, and what our value is.
+_SAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    **{name: ("max_cudagraph_capture_size", lambda sizes: max(_numbers(sizes)))
+       for name in ("cudagraph_capture_sizes", "cuda_graph_sizes")},
+    "disable_uvicorn_access_log": ("access_log", lambda off: not off),
+    "sse_keep_alive_interval": ("sse_ping_interval", str),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,26 @@ def with_files(above: dict[str, Given]) -> dict[str, Given]:
         above = _file(above["config"]) | above
     if "performance_mode" in above:
         above = _preset(above["performance_mode"]) | above
-    return with_fleet(with_speculation({name: one for name, one in above.items() if name not in META}))
+    return with_fleet(with_speculation(_with_same({name: one for name, one in above.items() if name not in META})))
+
+
+def _with_same(merged: dict[str, Given]) -> dict[str, Given]:
+    """What vLLM's names say put under ours; they stay, to be told of. Raises ConfigError."""
+    for name, (ours, convert) in _SAME.items():
+        if name in merged and ours in merged:
+            raise ConfigError(f"{merged[name].where} and {merged[ours].where} are one option: leave one out")
+        if name in merged:
+            value = value_of(ours, convert(merged[name].value), merged[name].where)
+            merged = merged | {ours: replace(merged[name], value=value)}
+    return merged
+
+
+def _numbers(sizes: Any) -> list[int]:
+    """Of "1 2 4", "[1, 2, 4]" or several words. Raises ConfigError."""
+    words = re.findall(r"[^\s,\[\]'\"]+", str(sizes))
+    if not words or not all(word.isascii() and word.isdigit() for word in words):
+        raise ConfigError(f"the sizes of CUDA graphs are {sizes!r:.60}: give numbers, such as 1 2 4 8")
+    return [int(word) for word in words]
 
 
 def judge(merged: dict[str, Given]) -> list[str]:
@@ -56,7 +85,10 @@ def _file(given: Given) -> dict[str, Given]:
 
 
 def _preset(given: Given) -> dict[str, Given]:
-    mode, modes = given.value, performance_modes()
+    mode = VLLM_MODES.get(given.value, given.value)
+    if not mode:
+        return {}
+    modes = performance_modes()
     if mode not in modes:
         where = f"{given.where}: performance-mode" if given.source == "file" else given.where
         raise ConfigError(f"{where} is {mode!r}: choose one of {', '.join(modes)}")

@@ -18,11 +18,31 @@ from ...engine.options.config import FITTING, EngineConfig
 from .config import ServerConfig
 from .vllm import vllm_options
 
+# Values as vLLM, or people, spell them.
 _VLLM_VALUES = {
-    ("dtype", "half"): "float16",
-    ("dtype", "float"): "float32",
+    **{("dtype", word): "float16" for word in ("half", "fp16")},
+    **{("dtype", word): "float32" for word in ("float", "fp32")},
+    ("dtype", "bf16"): "bfloat16",
+    ("log_level", "warn"): "warning",
     ("generation_config", "vllm"): "vserve",
-}
+    # What a folder holds is seen, and files are read ahead: these ask for no more than that.
+    **{("load_format", word): "auto" for word in (
+        "gguf", "bitsandbytes", "mistral", "fastsafetensors", "instanttensor", "runai_streamer",
+    )},
+    **{("tokenizer_mode", word): "auto" for word in ("mistral", "deepseek_v32", "deepseek_v4", "cohere", "kimi_k3")},
+}  # fmt: skip
+_CARDS = "vserve runs on NVIDIA GPUs and CPUs: choose auto, cuda or cpu"
+_FEWER = "its numbers are not written so here: choose fp8, or leave it out"
+# Values of vLLM's that nothing here is the same as.
+_REFUSED = {
+    **{("device", word): _CARDS for word in ("neuron", "openvino", "tpu", "xpu", "hpu")},
+    ("load_format", "tensorizer"): "serialised tensors are not read: give a folder with safetensors files",
+    **{("load_format", word): "shards of one rank are not read: give the folder that they were made of"
+       for word in ("sharded_state", "runai_streamer_sharded")},
+    ("tokenizer_mode", "custom"): "vserve loads no code of others: use a folder with a tokenizer.json",
+    ("model_impl", "terratorch"): "models of terratorch are not served: choose auto",
+    **{("kv_cache_dtype", word): _FEWER for word in ("fp8_inc", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla")},
+}  # fmt: skip
 _NUMBER_WORDS = {("max_model_len", "auto"): FITTING}
 _WORDS = {
     "1": True, "true": True, "yes": True, "on": True,
@@ -127,9 +147,11 @@ def _json(value: Any) -> str:
 
 
 def _spelled(spec: dataclasses.Field[Any], text: str) -> str:
-    """By vserve's name for it where it was given by vLLM's or torch's; choices in either case."""
+    """By vserve's name for it where it was given by vLLM's or torch's; choices in either case. Raises ValueError."""
     choices = spec.metadata["choices"]
     word = text.lower().removeprefix("torch.") if choices else text
+    if (problem := _REFUSED.get((spec.name, word))) is not None:
+        raise ValueError(f"{text!r}: {problem}")
     word = _VLLM_VALUES.get((spec.name, word), word)
     return word if not choices or word in choices else text
 

@@ -40,6 +40,11 @@ _POOLER = {
     "softmax": ("activate",), "dimensions": ("dimensions",), "enable_chunked_processing": ("chunked",),
     "max_embed_len": ("longest",), "step_tag_id": ("step_tag",),
 }  # fmt: skip
+# Variables of chat templates that requests set by fields of their own.
+RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+                      "chat_template", "conversation", "tokenize", "padding", "truncation", "max_length",
+                      "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+                      "sanitize_control_tokens"))  # fmt: skip
 _BY_TOKEN = ("all", "step")  # what every token has is to be had of every model, at /pooling
 _KINDS = {bool: "true or false", str: "a text"}
 
@@ -60,6 +65,10 @@ class TextConfig:
     chat_template: str | None = option(
         None, "Jinja chat template, or the file that has it (default: the tokenizer's)", group="text"
     )
+    default_chat_template_kwargs: str | None = option(
+        None, "JSON object with variables of the chat template for requests that do not set them in "
+        "chat_template_kwargs, such as '{\"enable_thinking\": false}'", group="text", is_json=True,
+    )  # fmt: skip
     trust_request_chat_template: bool = option(
         False, "let requests bring a 'chat_template' of their own, which then runs here, within limits", group="text"
     )
@@ -122,6 +131,7 @@ class TextConfig:
                 f"--tokenizer {path!r} is no folder: give one with a tokenizer.json, a GGUF file, or a name of the hub"
             )
         self.overrides()
+        self.template_kwargs()
         self.structured_outputs()
         self.pooler()
         self.embed_limit()
@@ -136,6 +146,15 @@ class TextConfig:
             if problem := default_problem(name, value):
                 raise ConfigError(f"{flag} has {name} {value!r:.60}, which {problem}")
         return {name: as_default(name, value) for name, value in content.items()}
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """--default-chat-template-kwargs, read. Raises ConfigError."""
+        flag = "--default-chat-template-kwargs"
+        content = _object(flag, self.default_chat_template_kwargs, '{"enable_thinking": false}')
+        for name in content:
+            if name in RESERVED:
+                raise ConfigError(f"{flag} has {name!r}, which requests have a field of their own for: leave it out")
+        return content
 
     def pooler(self) -> tuple[str, bool | None]:
         """(--pooling, or what --pooler-config has for it; whether embeddings get the length 1, None where nothing says

@@ -80,6 +80,7 @@ def load_text_model(
         place = folder if same else _folder(source, revision, cache)
         tokenizer = _load_tokenizer(source, place, config.tokenizer_mode == "slow")
     tokenizer.users_speak_tokens = config.parse_user_special_tokens
+    tokenizer.template_kwargs = config.template_kwargs()
     try_out(tokenizer.core)
     _ = tokenizer.largest_id  # no request shall wait for it
     if config.chat_template is not None:

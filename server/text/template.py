@@ -13,16 +13,11 @@ from jinja2 import Template
 from jinja2.exceptions import TemplateSyntaxError
 
 from ..errors import ApiError, bad_request, shorten
-from ..options.text import is_template
+from ..options.text import RESERVED, is_template
 from .sandbox import MAX_SIZE, LimitError, Sandbox, too_large
 
 MAX_SOURCE = 64 << 10  # characters of a template that came in a request
 SLOW_SECONDS = 0.005  # of computing; a template that ever took longer is rendered off the event loop
-# Variables that requests set by fields of their own.
-RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
-                      "chat_template", "conversation", "tokenize", "padding", "truncation", "max_length",
-                      "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-                      "sanitize_control_tokens"))  # fmt: skip
 # Where the model was thinking: templates know it by one of these names.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks where the final message ends, then is cut off with all that follows it

@@ -57,6 +57,7 @@ class Tokenizer:
         self.texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
         self.tells_types = False  # the model is to know which tokens are of the second text of a pair
         self.users_speak_tokens = False  # special tokens in the messages of users and tools are tokens
+        self.template_kwargs: dict[str, Any] = {}  # variables of the template where requests leave them out
         self.history_id: Callable[[str], str] | None = None  # what the template wants of the ids of tool calls
 
     @cached_property
@@ -73,6 +74,7 @@ class Tokenizer:
         other = Tokenizer(self.core, self.special_tokens, {"default": source}, self._load_hf)
         other.largest_id = self.largest_id
         other.users_speak_tokens, other.tells_types = self.users_speak_tokens, self.tells_types
+        other.template_kwargs = self.template_kwargs
         return other
 
     @cached_property

@@ -265,6 +265,13 @@ def test_variables_that_set_nothing(monkeypatch: Any) -> None:
         "VSERVE_MAX_MODEL_LEN?",
         "the variable VSERVE_WHATEVER sets nothing, no option has that name",
     ]
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    monkeypatch.setenv("VLLM_API_KEY", "read")
+    monkeypatch.setenv("VLLM_SERVICE_HOST", "10.0.0.1")  # of a service called vllm
+    assert unknown_variables()[2:] == [
+        "these variables of vLLM change nothing: VLLM_LOGGING_LEVEL (use --log-level), VLLM_USE_V1"
+    ]
 
 
 def test_presets_are_engine_options_that_can_work() -> None:

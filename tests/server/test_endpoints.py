@@ -174,6 +174,15 @@ def test_template_options(client: Any, engine: Any, text_model: Any) -> None:
     assert "user\none\ntwo<|im_end|>" in prompt(messages=[{"role": "user", "content": parts}])
 
 
+def test_template_options_by_default(client: Any, engine: Any, text_model: Any, monkeypatch: Any) -> None:
+    """--default-chat-template-kwargs stands where a request says nothing."""
+    monkeypatch.setattr(text_model.tokenizer, "template_kwargs", {"style": "long"})
+    for options, end in (({}, "[long]"), ({"chat_template_kwargs": {"style": "brief"}}, "[brief]")):
+        assert client.chat(**options).status_code == 200
+        prompt = text_model.tokenizer.core.decode(engine.submitted[-1].token_ids, skip_special_tokens=False)
+        assert prompt.endswith(f"assistant\n{end}")
+
+
 def test_failing_template_names_its_line(client: Any) -> None:
     error = client.chat(messages=[{"role": "developer", "content": "x"}]).json()["error"]
     assert error["message"] == "The chat template failed at line 1: no developers here."

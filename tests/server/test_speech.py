@@ -101,6 +101,23 @@ def test_a_grammar_lets_only_those_think_who_were_not_told_otherwise(
     assert sampling.thinking is None or sampling.thinking.open == begun
 
 
+@pytest.mark.parametrize(
+    ("more", "thinks"),
+    [({}, False), ({"reasoning_effort": "low"}, True), ({"chat_template_kwargs": {"enable_thinking": True}}, True)],
+)
+def test_a_server_may_turn_thinking_off(new_thinking: Any, thinker: Any, more: dict[str, Any], thinks: bool) -> None:
+    """For requests that do not say what they want."""
+    tokenizer = thinker.tokenizer.with_template(
+        "{{ messages[0].content }}{% if enable_thinking %}!{% endif %}</think>:"
+    )
+    tokenizer.template_kwargs = OFF
+    server = new_thinking(replace(thinker, tokenizer=tokenizer))
+    server.says("Hello")
+    path, body = CHAT
+    assert server.client.post(path, body | JSON | more).status_code == 200
+    assert (server.engine.submitted[-1].sampling.thinking is not None) == thinks
+
+
 @pytest.mark.parametrize("thinking", [None, {"type": "disabled"}, {"type": "adaptive"}])
 def test_messages_have_no_block_of_thinking_unasked(new_thinking: Any, thinker: Any, thinking: Any) -> None:
     model = replace(thinker, tokenizer=thinker.tokenizer.with_template("{{ messages[0].content }}</think>:"))

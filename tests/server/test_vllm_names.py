@@ -50,6 +50,57 @@ PRESENT = """
     max-cudagraph-capture-size mm-encoder-tp-mode moe-backend pooler-config pt-load-map-location renderer-num-workers
     runner safetensors-load-strategy skip-mm-profiling structured-outputs-config
 """.split()  # noqa: SIM905
+# All others of version 0.33, but --help, and --config and --performance-mode, which have tests of their own.
+NEWEST = """
+    aggregate-engine-logging all2all-backend allow-credentials allow-deprecated-quantization allowed-headers
+    allowed-methods allowed-origins anthropic-disabled-thinking-effort api-key api-server-count async-scheduling
+    attention-config aux-output-config chat-template chat-template-content-format cohere-format
+    cohere-is-reasoning-model cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-params
+    cudagraph-capture-sizes cudagraph-metrics custom-histogram-buckets data-parallel-address
+    data-parallel-backend data-parallel-external-lb data-parallel-hybrid-lb data-parallel-multi-port-external-lb
+    data-parallel-rank data-parallel-rpc-port data-parallel-size data-parallel-size-local
+    data-parallel-start-rank data-parallel-supervisor-port dbo-decode-token-threshold
+    dbo-prefill-token-threshold dcp-comm-backend dcp-kv-cache-interleave-size dcp-q-replicate
+    decode-context-parallel-size default-mm-loras device-ids device-memory-utilization diffusion-config
+    disable-access-log-for-endpoints disable-cascade-attn disable-chunked-mm-input
+    disable-hybrid-kv-cache-manager disable-nccl-for-dp-synchronization disable-uvicorn-access-log
+    distributed-timeout-seconds dp-supervisor-probe-failure-threshold dp-supervisor-probe-interval-s
+    dp-supervisor-probe-timeout-s dp-sync-interval ec-manager-config ec-transfer-config elastic-ep-max-dp-size
+    enable-auto-tool-choice enable-batch-sharded-sampling enable-cumem-allocator enable-elastic-ep
+    enable-ep-weight-filter enable-fault-tolerance enable-flash-late-interaction enable-flashinfer-autotune
+    enable-force-include-usage enable-hc-sp enable-layerwise-nvtx-tracing enable-log-outputs enable-log-requests
+    enable-logging-iteration-details enable-mamba-cache-stochastic-rounding
+    enable-mamba-shared-prefix-checkpoint enable-mfu-metrics enable-mixed-moe-lora-format enable-mm-embeds
+    enable-moe-shared-loras enable-nccl-comm-suspend enable-offline-docs enable-per-request-metrics
+    enable-prompt-embeds enable-prompt-tokens-details enable-request-id-headers enable-return-routed-experts
+    enable-scale-out enable-server-load-tracking enable-shm-tensor-arena enable-ssl-refresh
+    enable-tower-connector-lora enable-trace-replay engram-config expert-placement-strategy
+    fail-on-environ-validation fault-tolerance-config fingerprint-mode fingerprint-value gdn-prefill-backend
+    grpc grpc-port h11-max-header-count h11-max-incomplete-event-size headless hf-token host ir-op-priority
+    jit-monitor-mode jit-monitor-verbose kda-decode-backend kda-prefill-backend kernel-config
+    kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics kv-cache-metrics-sample kv-events-config
+    kv-offloading-size kv-sharing-fast-prefill linear-backend log-config-file log-error-stack log-level
+    logging-config long-prefill-token-threshold-adaptive lora-modules lora-target-modules mamba-backend
+    mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype
+    mamba-ssu-algorithm master-addr master-port max-log-len max-lora-cls-labels max-num-active-seqs
+    max-num-queued-reqs max-num-queued-tokens max-num-scheduled-tokens media-io-kwargs middleware
+    mm-device-do-normalize mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
+    mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-only mm-hasher-algorithm
+    mm-ipc-gpu-memory-gb mm-processor-cache-gb mm-processor-cache-type mm-processor-device
+    mm-shm-cache-max-object-size-mb mm-tensor-ipc model-class-overrides monokernel nnodes node-rank numa-bind
+    numa-bind-cpus numa-bind-nodes offload-backend offload-group-size offload-num-in-group offload-params
+    offload-prefetch-step optimization-level per-request-spec-decode-metrics port prefill-context-parallel-size
+    prefill-schedule-interval prefix-cache-retention-interval prefix-caching-hash-algo prefix-match-unit
+    profiler-config quantization-config reasoning-effort-map reasoning-parser-plugin replayssm-buffer-len
+    response-role return-sampling-mask return-tokens-as-token-ids root-path safetensors-prefetch-block-size
+    safetensors-prefetch-num-threads scheduler-reserve-full-isl shutdown-timeout sleep-mode-backend
+    sleep-mode-offload-cudagraph sleep-preserve-parameter-names sparse-indexer-topk-backend spec-method
+    spec-model spec-tokens specialize-active-lora speculative-config sse-keep-alive-interval ssl-ca-certs
+    ssl-cert-reqs ssl-certfile ssl-ciphers ssl-keyfile stream-interval swa-bounded-replay tokens-only
+    tool-call-parser tool-parser-plugin tool-server tool-strict-level trust-request-chat-template
+    trust-request-mm-kwargs ubatch-size uds use-fp64-gumbel use-replayssm uvicorn-log-level video-pruning-method
+    video-pruning-rate watchdog-config watermark watermark-config weight-transfer-config
+""".split()  # noqa: SIM905
 # Where "1" is no value of theirs.
 VALUES = {
     "block-size": "16", "config-format": "hf", "device": "cpu", "distributed-executor-backend": "mp",
@@ -60,7 +111,7 @@ VALUES = {
     "tokenizer": ".", "tokenizer-mode": "slow", "worker-cls": "auto", "additional-config": "{}",
     "model-loader-extra-config": "{}", "override-neuron-config": "{}", "otlp-traces-endpoint": "http://localhost:4318",
     "convert": "auto", "runner": "auto", "pooler-config": "{}", "structured-outputs-config": "{}",
-    "eplb-config": "{}",
+    "eplb-config": "{}", "log-level": "info",
 }  # fmt: skip
 
 
@@ -87,7 +138,7 @@ def test_the_list_is_whole() -> None:
     assert len(NAMES) == len(set(NAMES)) == 113
 
 
-@pytest.mark.parametrize("name", NAMES + PRESENT)
+@pytest.mark.parametrize("name", NAMES + PRESENT + NEWEST)
 def test_each_is_known_everywhere(name: str, tmp_path: Path) -> None:
     value = VALUES.get(name, "1")
     words = [f"--{name}"] if is_switch(name) else [f"--{name}", value]

@@ -123,7 +123,16 @@ def test_fleets_that_are_none(words: str, message: str) -> None:
         ),
         (["--guided-decoding-backend", "xgrammar:disable-any-whitespace"], "use --structured-outputs-config"),
         (["--guided-decoding-disable-any-whitespace"], "use --structured-outputs-config.disable_any_whitespace true"),
-        (["--disable-uvicorn-access-log"], "--disable-uvicorn-access-log: use --no-access-log"),
+        (
+            ["--access-log", "--disable-uvicorn-access-log"],
+            "--disable-uvicorn-access-log and --access-log are one option",
+        ),
+        (
+            ["--cudagraph-capture-sizes", "large"],
+            "the sizes of CUDA graphs are ['large']: give numbers, such as 1 2 4 8",
+        ),
+        (["-pcp", "2"], "--prefill-context-parallel-size 2: a context stays on its cards: leave it out"),
+        (["--watermark-config.key", "1"], "texts are not watermarked: leave it out"),
     ],
 )
 def test_what_is_not_there_says_what_to_do(words: list[str], message: str, capsys: Any) -> None:
@@ -284,9 +293,52 @@ def test_who_computes_a_model(capsys: Any) -> None:
     assert read_flags(parse("/m", "--model_impl=vllm"))[0].model_impl == "vllm"
     with pytest.raises(SystemExit):
         parse("/m", "--model-impl", "terratorch")
-    assert "--model-impl: invalid choice: 'terratorch'" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="is 'terratorch': choose one of auto, vserve, transformers"):
+    assert "--model-impl: 'terratorch': models of terratorch are not served: choose auto" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is 'terratorch': models of terratorch are not served: choose auto"):
         LLM("/m", model_impl="terratorch")
+
+
+def test_values_as_people_spell_them(monkeypatch: Any) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    engine, server = read_flags(parse(
+        "/m", "--dtype", "fp16", "--load-format", "fastsafetensors", "--tokenizer-mode", "mistral", "--config-format",
+        "mistral", "--log-level", "warn", "--cudagraph-capture-sizes", "1", "2", "24", "8", "--hf-token", "secret",
+        "--disable-uvicorn-access-log", "--performance-mode", "balanced", "--default-chat-template-kwargs",
+        '{"enable_thinking": false}',
+    ))  # fmt: skip
+    assert (engine.dtype, engine.load_format, engine.max_cudagraph_capture_size) == ("float16", "auto", 24)
+    assert (server.tokenizer_mode, server.log_level, server.access_log) == ("auto", "warning", False)
+    assert server.template_kwargs() == {"enable_thinking": False} and "secret" not in repr(server)
+    assert os.environ["HF_TOKEN"] == "secret"
+    assert read_flags(parse("/m", "--dtype", "bf16"))[0].dtype == "bfloat16"
+    latency = read_flags(parse("/m", "--performance-mode", "latency"))[0]
+    assert read_flags(parse("/m", "--performance-mode", "interactivity"))[0] == latency
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--device tpu", "choose auto, cuda or cpu"),
+        ("--load-format tensorizer", "give a folder with safetensors files"),
+        ("--load-format sharded_state", "give the folder that they were made of"),
+        ("--tokenizer-mode custom", "use a folder with a tokenizer.json"),
+        ("--kv-cache-dtype nvfp4", "choose fp8, or leave it out"),
+    ],
+)
+def test_values_that_are_nothing_here_say_what_to_do(words: str, remedy: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parse("/m", *words.split())
+    assert remedy in (said := capsys.readouterr().err) and "invalid choice" not in said
+    name, value = words.split()
+    with pytest.raises(ConfigError, match=remedy):
+        from_keywords({"model": "/m", name[2:].replace("-", "_"): value})
+
+
+def test_variables_of_template_by_default() -> None:
+    with pytest.raises(ConfigError, match="--default-chat-template-kwargs has 'messages', which requests have a field"):
+        ServerConfig(default_chat_template_kwargs='{"messages": []}').check_text()
+    with pytest.raises(ConfigError, match="is no JSON object: give one such as"):
+        ServerConfig(default_chat_template_kwargs="[]").check_text()
 
 
 @pytest.mark.parametrize(
