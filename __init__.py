@@ -60,3 +60,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(f".server.offline.{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    """What a notebook offers by tab: the offline API, not this file's helpers."""
+    return sorted({*__all__, "__doc__", "__file__", "__name__", "__path__"})

@@ -1,5 +1,6 @@
 """What an engine can be told: options, how one is declared, and what is wrong with values.
 
+cgroup: limits of memory and cores that the control groups of this process set
 config: every option of the engine, declared, defaulted and validated in one place
 config_checks: options of the engine that contradict each other, said before anything is read or started
 kv_events_settings: what --kv-events-config asks for

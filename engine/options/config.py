@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
 from . import config_checks
 from . import option_values as values
+from .cgroup import num_cores
 from .option import FITTING as FITTING
 from .option import PORT, POSITIVE, UNLIMITED, Bounds, check_options, json_object, option
 from .option import flag as flag
@@ -372,4 +372,4 @@ class SchedulerConfig:
 
 def default_cpu_threads() -> int:
     """One core is left to the API process."""
-    return max(1, len(os.sched_getaffinity(0)) - 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 2) - 1)
+    return max(1, num_cores() - 1)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..options import cgroup
+
 GIB = 1 << 30
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def machine_bytes() -> int:
     """In all."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup_limit()
+    limit = cgroup.memory_limit()
     return total if limit is None else min(total, limit)
 
 
@@ -24,21 +25,8 @@ def available_bytes() -> int:
         available = found["MemAvailable:"] + found.get("SwapFree:", 0)
     except (OSError, LookupError, ValueError):
         return machine_bytes()
-    try:
-        lines = (line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        used = {words[0]: int(words[1]) for words in lines}
-        in_use = int((CGROUP / "memory.current").read_text()) - used["file"] + used["shmem"]
-    except (OSError, LookupError, ValueError):
-        return available
-    limit = _cgroup_limit()
-    return available if limit is None else min(available, max(0, limit - in_use))
-
-
-def _cgroup_limit() -> int | None:
-    try:
-        return int((CGROUP / "memory.max").read_text())
-    except (OSError, ValueError):  # no cgroup, or "max"
-        return None
+    left = cgroup.memory_left()
+    return available if left is None else min(available, left)
 
 
 def gib(num_bytes: int) -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ModelError
 from ..files.model_file import read_config
+from ..options.cgroup import num_cores
 from ..options.config import EngineConfig
 from ..options.model_path import find_model, is_gguf
 from ..options.speculation import read_speculation
@@ -103,7 +104,7 @@ class Precompile:
 
 def num_helpers(num_engines: int = 1) -> int:
     """As many as half of the cores and the free memory carry, where so many engines start at once."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    cores = num_cores()
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(MAX_HELPERS, cores // 2 // num_engines, free // HOST_BYTES // num_engines)
 

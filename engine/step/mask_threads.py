@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from ..grammar.guide import Guide
+from ..options.cgroup import num_cores
 
 TELLING = 2e-3  # seconds of many quick masks, after which the event loop is told that there are some
 _QUICK, _SLOW, _NEW = range(3)  # lanes: of guides whose masks are quick, or slow, and that have made none yet
@@ -46,7 +46,7 @@ class MaskThreads:
     def __init__(self, wake: Callable[[], None], num_threads: int | None = None) -> None:
         """`wake` is called on the event loop when a mask is there; `num_threads`: for either kind of mask."""
         self._wake = wake
-        self._num_threads = num_threads or max(1, min(4, (os.cpu_count() or 1) // 8))
+        self._num_threads = num_threads or max(1, min(4, num_cores() // 8))
         # The first mask may be the longest: the new ones have a lane to themselves.
         self._lanes: tuple[SimpleQueue[Guide | None], ...] = (SimpleQueue(), SimpleQueue(), SimpleQueue())
         self._telling = False  # a call of `_tell` is on its way: it will tell of every mask that is there by then

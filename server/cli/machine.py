@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...engine.options.cgroup import num_cores as num_cores
 from ...engine.planning.host_memory import available_bytes, machine_bytes
 
 # In a process of its own: a driver that crashes or hangs must not take the one that reports it along.
@@ -85,11 +86,6 @@ def nvidia_smi() -> list[dict[str, str]] | None:
         return None
     rows = (line.split(", ") for line in done.stdout.strip().splitlines())
     return [dict(zip(fields, row, strict=False)) for row in rows]
-
-
-def num_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory() -> tuple[int, int]:

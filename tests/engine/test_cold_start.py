@@ -188,7 +188,7 @@ def test_few_and_many_prompts_are_met_with_every_tile(limits, dtype, head_size, 
     ("cores", "gigabytes", "expected"), [(64, 500, 8), (8, 500, 4), (64, 10, 3), (2, 500, 1), (64, 1, 0)]
 )
 def test_helpers_need_cores_and_memory(cores, gigabytes, expected, monkeypatch):
-    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setattr(precompile, "num_cores", lambda: cores)
     sizes = {"SC_AVPHYS_PAGES": gigabytes << 18, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(precompile.os, "sysconf", sizes.__getitem__)
     assert precompile.num_helpers() == expected

@@ -15,6 +15,7 @@ from vserve.engine.describe.gain import more_cards
 from vserve.engine.describe.model_config import ModelConfig
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
+from vserve.engine.options import cgroup
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.planning import host_memory, shortage, weight_size
 from vserve.engine.planning.resolved import Machine
@@ -307,7 +308,9 @@ def test_an_engine_that_was_killed_while_it_loaded(monkeypatch: pytest.MonkeyPat
 
 
 def test_files_in_memory_give_way_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    tmp_path /= "sys/fs/cgroup"
+    tmp_path.mkdir(parents=True)
     before = host_memory.machine_bytes()
     (tmp_path / "memory.max").write_text("max\n")
     assert host_memory.machine_bytes() == before

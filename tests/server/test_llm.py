@@ -616,3 +616,8 @@ def test_adapters(folder, oracle, adapter_files, tmp_path):
 def test_an_adapter_without_the_option(llm):
     with pytest.raises(ValueError, match="Adapters are off"):
         llm.generate([[5, 6]], use_tqdm=False, lora_request=LoRARequest("a", 1, "/a"))
+
+
+def test_a_notebook_offers_the_api_by_tab() -> None:
+    offered = {name for name in dir(vserve) if not name.startswith("_")}
+    assert offered == set(vserve.__all__) - {"__version__"} and "LLM" in offered

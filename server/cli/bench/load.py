@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
+from ....engine.options.cgroup import num_cores
 from .arrivals import split
 from .client import Done, Job, Ready, Report, Start, Target, TimedRequest
 
@@ -105,7 +105,7 @@ def share_out(
     patience: float = 0.0,
 ) -> list[Job]:
     """Every client gets each n-th request and an equal share of the concurrency."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     count = min(num_clients or min(4, cores), len(requests), max_concurrency or len(requests))
     shares: list[int | None] = [*split(max_concurrency, count)] if max_concurrency else [None] * count
     return [Job(target, list(requests[i::count]), share, patience) for i, share in enumerate(shares)]
