@@ -34,6 +34,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("vserve")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    _load(Path(__file__).with_name("retries.py")).register(config, SEED, _slowness)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before any fixture draws a seed of its own."""
@@ -65,15 +69,20 @@ def _bit_of_work() -> float:
     return time.process_time() - begun
 
 
+def _slowness() -> float:
+    """How many times as long as the machine of the budgets this one takes just now."""
+    return min(_bit_of_work() for _ in range(5)) / float(_load(Path(__file__).with_name("budgets.py")).PACE)
+
+
 @pytest.fixture
-def slowness(load_module: Callable[[Path], Any]) -> float:
+def slowness() -> float:
     """How many times as long as the machine that limits in seconds are of this one takes just now, or took when it was
     slowest in this run, for it may be so again in a second; at least once."""
-    reference: float = load_module(Path(__file__).with_name("budgets.py")).PACE
-    seconds = [min(_bit_of_work() for _ in range(5))]
+    paces = [_slowness()]
     if (file := os.environ.get("TEST_PACE")) is not None and Path(file).exists():
-        seconds += map(float, Path(file).read_text(encoding="utf-8").split())
-    return max(1.0, max(seconds) / reference)
+        reference: float = _load(Path(__file__).with_name("budgets.py")).PACE
+        paces += (float(seconds) / reference for seconds in Path(file).read_text(encoding="utf-8").split())
+    return max(1.0, *paces)
 
 
 @pytest.fixture
@@ -194,20 +203,20 @@ def reserve_port() -> Iterator[Callable[[], int]]:
         yield reserve
 
 
+def _load(file: Path) -> Any:
+    name = f"vserve_{file.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
 @pytest.fixture(scope="session")
 def load_module() -> Callable[[Path], Any]:
     """The module in a file of tests/: with --import-mode=importlib, tests cannot import a file beside them by name."""
-
-    def load(file: Path) -> Any:
-        name = f"vserve_{file.stem}"
-        if name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, file)
-            assert spec is not None and spec.loader is not None
-            sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
-        return sys.modules[name]
-
-    return load
+    return _load
 
 
 @pytest.fixture(scope="session")
