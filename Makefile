@@ -21,9 +21,12 @@ ARGS ?=
 TORCH ?=
 JOBS ?= 2
 CHANGED ?=
-# What is fetched, with its bar, and errors; no line for each package.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --progress-bar on --disable-pip-version-check --constraint constraints.txt
+# With --quiet pip shows no bar: torch is fetched with one, for it is nearly all of it, and the rest without a word.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# All but Triton, which tests alone use on a CPU: they interpret the kernels.
+NEEDED_FOR_CPU := import tomllib; needed = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; \
+  print(*(one for one in needed if not one.startswith('triton')), sep='\n')
 ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH is $(TORCH): it can only be cpu; leave it out for torch with CUDA)
 endif
@@ -61,6 +64,7 @@ serve: $(VENV)/.installed
 
 test test-all test-slow: export TEST_PACE = build/pace.txt
 test test-all test-slow: export TEST_FLAKY = build/flaky.txt
+test-all: export TEST_EXAMPLES = all
 
 ifeq ($(CHANGED),)
 test: $(VENV)/.installed-test
@@ -86,12 +90,17 @@ test-slow: $(VENV)/.installed-test
 # The tree of the last commit, where nothing differs from it: another commit with the same files has it too.
 TREE = [ -z "$$(git status --porcelain)" ] && git rev-parse 'HEAD^{tree}'
 
+# The image of the CPU, where it can be built: as root, with buildah. Ten minutes.
+PROVE_IMAGE = @if command -v buildah debootstrap >/dev/null 2>&1 && [ "$$(id -u)" = 0 ]; then \
+  PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) docker/prove.sh; else echo "The image is not built: there is no buildah here"; fi
+
 test-all: $(VENV)/.installed-test
 	$(BEFORE_TESTS)
-	@rm -f build/passed && { $(TREE) > build/begun || true; } 2>/dev/null
+	@rm -f build/begun build/passed && { $(TREE) > build/begun || true; } 2>/dev/null
 	$(TESTS_TOGETHER) -m "not alone and not gpu" --junitxml=build/together.xml
 	$(TESTS_ALONE) -m "alone or gpu" --junitxml=build/alone.xml
 	$(BUDGETS) test-all build/together.xml build/alone.xml
+	$(PROVE_IMAGE)
 	@[ ! -s build/begun ] || { cp build/begun build/passed; echo "All passed. make proved writes that to .ci/base."; }
 
 proved:
@@ -120,20 +129,25 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 ifeq ($(TORCH),cpu)
 	@echo "Installing torch for the CPU: 0.2 GB to fetch ..."
 	$(PIP_INSTALL) --no-deps --index-url $(TORCH_INDEX) torch
-	@echo "Installing vserve and what else it needs: 0.3 GB to fetch ..."
+	@echo "Installing what else vserve needs, but for Triton: 0.3 GB to fetch ..."
+	@$(BIN)/python -c "$(NEEDED_FOR_CPU)" > $(VENV)/needed.txt
+	$(PIP_INSTALL) --quiet --requirement $(VENV)/needed.txt
+	$(PIP_INSTALL) --quiet --no-deps --editable .
 else
 	@[ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python -m pip show -q torch 2>/dev/null || { \
 	  echo "nvidia-smi finds no NVIDIA driver here, and torch comes with CUDA's libraries: 2.5 GB to fetch."; \
 	  echo "For the CPU alone 0.2 GB are enough: Ctrl-C, then make $(or $(MAKECMDGOALS),serve) TORCH=cpu"; }
-	@echo "Installing vserve and what it needs (torch is large; a few minutes on a slow line) ..."
+	@echo "Installing torch, which is large: a few minutes on a slow line ..."
+	$(PIP_INSTALL) torch
+	@echo "Installing vserve and what else it needs ..."
+	$(PIP_INSTALL) --quiet --editable .
 endif
-	$(PIP_INSTALL) --editable .
 	@touch $@
 
 # The link gives mypy the package's name: the root folder may be called anything.
 $(VENV)/.installed-test: $(VENV)/.installed
-	@echo "Installing the test extras ..."
-	$(PIP_INSTALL) --editable ".[test]"
+	@echo "Installing the test extras: 0.5 GB to fetch, some minutes without a word ..."
+	$(PIP_INSTALL) --quiet --editable ".[test]"
 	@mkdir -p $(VENV)/types && ln -sfn ../.. $(VENV)/types/vserve
 	@touch $@
 
