@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-Case = tuple[int, ...]  # the place in each list
+Case = tuple[tuple[int, ...], ...]  # a value of each list; which one it is, its identity says
 
 
 def covering(cases: Sequence[Case]) -> list[int]:
@@ -44,7 +44,7 @@ def mark_the_rest(items: Iterable[Any]) -> None:
             continue
         lists = lists_of(item)
         if len(lists) > 2:
-            case = tuple(item.callspec.indices[names[0]] for names in lists)
+            case = tuple(tuple(id(item.callspec.params[name]) for name in names) for names in lists)
             by_test[item.nodeid.partition("[")[0]].append((item, case))
     for cases in by_test.values():
         kept = set(covering([case for _, case in cases]))
