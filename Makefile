@@ -75,7 +75,7 @@ test: $(VENV)/.installed-test
 else
 test: $(VENV)/.installed-test
 	$(BEFORE_TESTS)
-	@$(call SELECTED,--near); \
+	@$(call SELECTED,--near) && \
 	{ $(TESTS_TOGETHER) -m "not slow and not alone and not gpu" $$FILES $(IF_ANY); } && \
 	{ $(TESTS_ALONE) -m "not slow and (alone or gpu)" $$FILES $(IF_ANY); }
 endif
@@ -83,7 +83,7 @@ endif
 test-slow: $(VENV)/.installed-test
 	@[ -n "$(CHANGED)" ] || { echo "make test-slow CHANGED=commit: what differs from which commit?"; exit 1; }
 	$(BEFORE_TESTS)
-	@$(SELECTED); \
+	@$(SELECTED) && \
 	{ $(TESTS_TOGETHER) -m "slow and not alone and not gpu" $$FILES $(IF_ANY); } && \
 	{ $(TESTS_ALONE) -m "slow and (alone or gpu)" $$FILES $(IF_ANY); }
 

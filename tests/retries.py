@@ -122,4 +122,4 @@ def _why(report: pytest.TestReport) -> str:
 
 def register(config: pytest.Config, seed: str, slowness: Callable[[], float]) -> None:
     if (flaky := os.environ.get("TEST_FLAKY")) and not (config.getoption("maxfail") or config.getoption("usepdb")):
-        config.pluginmanager.register(Retries(config, Path(flaky), seed, slowness), "retries")
+        config.pluginmanager.register(Retries(config, Path(flaky).absolute(), seed, slowness), "retries")

@@ -23,7 +23,7 @@ case "$*" in
   "-m pip show"*) [ -e installed ] ;;
   "-m pip"*) echo "runs $*" ;;
   "-m pytest"*) echo "examples=$TEST_EXAMPLES flaky=$TEST_FLAKY tests $*"; exit $((${NOTHING:-0})) ;;
-  tests/selection.py*) echo "asked $*" >&2; echo $CHOSEN ;;
+  tests/selection.py*) echo "asked $*" >&2; echo $CHOSEN; exit ${REFUSED:-0} ;;
 esac
 """
 CPU_INDEX = "--no-deps --index-url https://download.pytorch.org/whl/cpu torch"
@@ -143,6 +143,12 @@ def asked_for(machine: Path, chosen: dict[str, str]) -> list[tuple[str, str]]:
         done = subprocess.run([MAKE, *words], cwd=machine, env=environment, capture_output=True, text=True, timeout=60)
         found += re.findall(r"^(asked) tests/selection.py (.*)$", done.stderr, re.MULTILINE)
     return [(word, said if "near" in said else f"{said.strip()} ") for word, said in found]
+
+
+@pytest.mark.parametrize("goal", ["test", "test-slow"])
+def test_a_commit_that_nobody_knows_fails(machine: Path, goal: str) -> None:
+    said = make(machine, goal, "CHANGED=nothing", environment={"CHOSEN": "", "REFUSED": "1"}, fails=True)
+    assert " pytest " not in said
 
 
 def test_changed_with_nothing_to_run_passes(machine: Path) -> None:
