@@ -6,8 +6,8 @@ tests, `tests` where that is all of them, and nothing where no test reads what h
 A test reaches what it imports, on whatever line, and what that imports in turn; modules that a string names, for there
 are programs in strings and `python -m vserve.server.cli.main`; files and folders that a string names; and what it says
 in REACHES = ("docs/*", …), where it looks through folders. Of conftest.py it reaches the fixtures that it names and
-those that nobody has to name. A module that chooses others by name reaches all beside it. A file that no test reaches
-selects every test.
+those that nobody has to name. A module that chooses others by name reaches all beside and below it. A file that no test
+reaches selects every test.
 
 `--near`: for the minute after a change, not for a proof. A test that starts a whole server or engine reaches nearly
 everything: it is left out where others reach the same file by themselves, and stderr says how many were.
@@ -110,8 +110,8 @@ class Graph:
                 strings.add(node.value)
             elif isinstance(node, ast.Call) and called(node) in ("import_module", "iter_modules") and node.args:
                 if not isinstance(node.args[0], ast.Constant) and not path.startswith("tests/") and "/" in path:
-                    folder = PurePosixPath(path).parent
-                    found |= {one for one in self.paths if PurePosixPath(one).parent == folder and one.endswith(".py")}
+                    folder = f"{PurePosixPath(path).parent}/"
+                    found |= {one for one in self.paths if one.startswith(folder) and one.endswith(".py")}
             elif isinstance(node, ast.Assign) and [getattr(one, "id", "") for one in node.targets] == ["REACHES"]:
                 self.declared[path] = ast.literal_eval(node.value)
         return found.union(*(self._named(path, text) for text in strings)) - {path}
