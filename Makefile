@@ -2,16 +2,15 @@
 # make test    install with the test extras and run the quick tests
 #                 CHANGED=1: those that what differs from the last commit can reach soon; CHANGED=main: from that commit
 # make test-all   ... and the slow ones; JOBS=8: eight processes run them, where there are cores for as many
+#                 VSERVE_TEST_LONG=1 make test-all: and what takes a minute each, such as attacks on three API processes
 # make test-slow CHANGED=main   the slow ones alone, all that what differs from that commit can reach
 # make proved     when test-all has passed: writes to .ci/base that this tree has, so that .ci/run runs what changes reach
-#                 VSERVE_TEST_LONG=1 make test-all: and what takes a minute each, such as attacks on three API processes
 # make test-gpu   all that needs an NVIDIA GPU, in eight minutes; GROUP=soak: another group of tests/gpu/suite.py;
 #                 PYTHON=/path/to/python: that interpreter as it is, with nothing installed or fetched
 # make lint    ruff and mypy
 # make wheel   the wheel of the last commit and its SHA256SUMS, in dist/: docs/running/publishing.md
 # make image   a container image with version and labels; IMAGE=registry/name names it, DOCKER=podman builds it
-# TORCH=cpu, with any of them: torch for the CPU alone, from PyTorch's own index or TORCH_INDEX=https://…, and no Triton:
-#                 a tenth of the size
+# TORCH=cpu, with any of them: torch for the CPU alone, a tenth of the size, from PyTorch's own index or TORCH_INDEX=…
 # Tests start some hundreds of processes: one that may keep no compiled modules compiles all of vserve again each time.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
@@ -24,9 +23,6 @@ CHANGED ?=
 # With --quiet pip shows no bar: torch is fetched with one, for it is nearly all of it, and the rest without a word.
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# All but Triton, which tests alone use on a CPU: they interpret the kernels.
-NEEDED_FOR_CPU := import tomllib; needed = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; \
-  print(*(one for one in needed if not one.startswith('triton')), sep='\n')
 ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH is $(TORCH): it can only be cpu; leave it out for torch with CUDA)
 endif
@@ -129,19 +125,15 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 ifeq ($(TORCH),cpu)
 	@echo "Installing torch for the CPU: 0.2 GB to fetch ..."
 	$(PIP_INSTALL) --no-deps --index-url $(TORCH_INDEX) torch
-	@echo "Installing what else vserve needs, but for Triton: 0.3 GB to fetch ..."
-	@$(BIN)/python -c "$(NEEDED_FOR_CPU)" > $(VENV)/needed.txt
-	$(PIP_INSTALL) --quiet --requirement $(VENV)/needed.txt
-	$(PIP_INSTALL) --quiet --no-deps --editable .
 else
 	@[ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python -m pip show -q torch 2>/dev/null || { \
 	  echo "nvidia-smi finds no NVIDIA driver here, and torch comes with CUDA's libraries: 2.5 GB to fetch."; \
 	  echo "For the CPU alone 0.2 GB are enough: Ctrl-C, then make $(or $(MAKECMDGOALS),serve) TORCH=cpu"; }
 	@echo "Installing torch, which is large: a few minutes on a slow line ..."
 	$(PIP_INSTALL) torch
-	@echo "Installing vserve and what else it needs ..."
-	$(PIP_INSTALL) --quiet --editable .
 endif
+	@echo "Installing vserve and what else it needs: a minute or two without a word ..."
+	$(PIP_INSTALL) --quiet --editable .
 	@touch $@
 
 # The link gives mypy the package's name: the root folder may be called anything.
