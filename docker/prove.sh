@@ -8,7 +8,7 @@
 # The environment's PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS and PIP_CERT hold for the build too, and folders
 # and files that they name are mounted. The base is the machine's own Debian, from the mirror that its apt has, unless
 # DEBIAN_SUITE and DEBIAN_MIRROR say otherwise. VSERVE_PORT chooses a port, WORK a folder that is kept. It takes about ten
-# minutes for the CPU alone, too long for CI.
+# minutes for the CPU alone; `make test-all` runs it where buildah is, and .ci/run with FULL=1.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SUITE=${DEBIAN_SUITE:-$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)}

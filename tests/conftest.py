@@ -29,9 +29,14 @@ TinyModel = Callable[..., Path]
 FRESH = "TEST_SEED" in os.environ
 SEED = os.environ.setdefault("TEST_SEED", "0")
 hypothesis.settings.register_profile(
-    "vserve", derandomize=not FRESH, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)  # neither judges by the clock, which a busy machine stretches
+    "vserve", derandomize=not FRESH, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=500 if os.environ.get("TEST_EXAMPLES") == "all" else 125,
+)  # fmt: skip  # neither judges by the clock, which a busy machine stretches
 hypothesis.settings.load_profile("vserve")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _load(Path(__file__).with_name("retries.py")).register(config, SEED, _slowness)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -65,15 +70,20 @@ def _bit_of_work() -> float:
     return time.process_time() - begun
 
 
+def _slowness() -> float:
+    """How many times as long as the machine of the budgets this one takes just now."""
+    return min(_bit_of_work() for _ in range(5)) / float(_load(Path(__file__).with_name("budgets.py")).PACE)
+
+
 @pytest.fixture
-def slowness(load_module: Callable[[Path], Any]) -> float:
+def slowness() -> float:
     """How many times as long as the machine that limits in seconds are of this one takes just now, or took when it was
     slowest in this run, for it may be so again in a second; at least once."""
-    reference: float = load_module(Path(__file__).with_name("budgets.py")).PACE
-    seconds = [min(_bit_of_work() for _ in range(5))]
+    paces = [_slowness()]
     if (file := os.environ.get("TEST_PACE")) is not None and Path(file).exists():
-        seconds += map(float, Path(file).read_text(encoding="utf-8").split())
-    return max(1.0, max(seconds) / reference)
+        reference: float = _load(Path(__file__).with_name("budgets.py")).PACE
+        paces += (float(seconds) / reference for seconds in Path(file).read_text(encoding="utf-8").split())
+    return max(1.0, *paces)
 
 
 @pytest.fixture
@@ -194,20 +204,20 @@ def reserve_port() -> Iterator[Callable[[], int]]:
         yield reserve
 
 
+def _load(file: Path) -> Any:
+    name = f"vserve_{file.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
 @pytest.fixture(scope="session")
 def load_module() -> Callable[[Path], Any]:
     """The module in a file of tests/: with --import-mode=importlib, tests cannot import a file beside them by name."""
-
-    def load(file: Path) -> Any:
-        name = f"vserve_{file.stem}"
-        if name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, file)
-            assert spec is not None and spec.loader is not None
-            sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
-        return sys.modules[name]
-
-    return load
+    return _load
 
 
 @pytest.fixture(scope="session")
@@ -221,17 +231,24 @@ def gguf_models(load_module: Callable[[Path], Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any) -> TinyModel:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """tiny_model("qwen3", num_hidden_layers=3) → folder of a random checkpoint with a tokenizer.
 
-    Written once a session for the same arguments: copy the folder before changing it.
+    One folder a session for the same arguments, whose contents are kept on disk: copy it before changing it.
     """
     folders: dict[str, Path] = {}
+    made, factory = _load(Path(__file__).with_name("made.py")), Path(__file__).with_name("tiny_models.py")
 
     def make(family: str = "qwen3", **overrides: Any) -> Path:
         key = repr((family, sorted(overrides.items())))
         if key not in folders:
-            folders[key] = tiny_models.tiny_checkpoint(tmp_path_factory.mktemp(family), family, **overrides)
+
+            def write(folder: Path) -> Path:
+                # Imports transformers, for some seconds.
+                return Path(_load(factory).tiny_checkpoint(folder, family, **overrides))
+
+            empty = tmp_path_factory.mktemp(family)
+            folders[key] = made.folder_of(empty, write, [factory], family, sorted(overrides.items()))
         return folders[key]
 
     return make
@@ -248,12 +265,18 @@ def foreign_models(load_module: Callable[[Path], Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def foreign_model(tmp_path_factory: pytest.TempPathFactory, foreign_models: Any, tiny_models: Any) -> TinyModel:
+def foreign_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """foreign_model("starcoder2", tie_word_embeddings=True) → folder of a random model that transformers computes."""
+    made = _load(Path(__file__).with_name("made.py"))
+    factories = [Path(__file__).with_name(name) for name in ("foreign_models.py", "tiny_models.py")]
 
     @functools.cache
     def make(model_type: str, **overrides: Any) -> Path:
-        folder = tmp_path_factory.mktemp(model_type)
-        return foreign_models.foreign_checkpoint(tiny_models, folder, model_type, **overrides)
+        def write(folder: Path) -> Path:
+            foreign_models, tiny_models = map(_load, factories)
+            return Path(foreign_models.foreign_checkpoint(tiny_models, folder, model_type, **overrides))
+
+        empty = tmp_path_factory.mktemp(model_type)
+        return made.folder_of(empty, write, factories, model_type, sorted(overrides.items()))
 
     return make

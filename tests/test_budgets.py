@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+REACHES = ("tests/*test_*.py",)
 SLOW = """import time
 import pytest
 

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[1]
+REACHES = ("*.md",)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 COMPOSE = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
 KUBERNETES = list(yaml.safe_load_all((ROOT / "docker" / "kubernetes.yaml").read_text()))

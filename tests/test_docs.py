@@ -15,6 +15,7 @@ import pytest
 from vserve.engine.families.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
+REACHES = ("*.md", "server/*", "engine/*", "kernels/*", "configs/*", "tools/*", "docker/*", "tests/*")
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

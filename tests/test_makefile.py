@@ -20,6 +20,8 @@ case "$*" in
     printf '#!/bin/sh\\necho serves "$@"' > "$3/bin/vserve" && chmod +x "$3/bin/vserve" ;;
   "-m pip show"*) [ -e installed ] ;;
   "-m pip"*) echo "runs $*" ;;
+  "-m pytest"*) echo "examples=$TEST_EXAMPLES flaky=$TEST_FLAKY tests $*"; exit $((${NOTHING:-0})) ;;
+  tests/selection.py*) echo "asked $*" >&2; echo $CHOSEN; exit ${REFUSED:-0} ;;
 esac
 """
 CPU_INDEX = "--no-deps --index-url https://download.pytorch.org/whl/cpu torch"
@@ -31,7 +33,7 @@ def machine(tmp_path: Path) -> Path:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "bin").mkdir()
-    for tool in ("mkdir", "cp", "chmod", "touch", "ln"):
+    for tool in ("mkdir", "cp", "chmod", "touch", "ln", "rm", "tr"):
         found = shutil.which(tool)
         assert found is not None
         (tmp_path / "bin" / tool).symlink_to(found)
@@ -47,12 +49,11 @@ def add(machine: Path, tool: str, script: str) -> None:
     path.chmod(0o755)
 
 
-def make(machine: Path, *words: str) -> str:
+def make(machine: Path, *words: str, environment: dict[str, str] | None = None, fails: bool = False) -> str:
     assert MAKE is not None
-    done = subprocess.run(
-        [MAKE, *words], cwd=machine, env={"PATH": str(machine / "bin")}, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    given = {"PATH": str(machine / "bin"), **(environment or {})}
+    done = subprocess.run([MAKE, *words], cwd=machine, env=given, capture_output=True, text=True, timeout=60)
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stdout
 
 
@@ -88,6 +89,80 @@ def test_torch_for_the_cpu_is_installed_before_the_rest_asks_for_it(machine: Pat
     assert installs[0].endswith(CPU_INDEX) and "--constraint constraints.txt" in installs[0]
     assert installs[1].endswith("--editable .") and "download.pytorch.org" not in "".join(installs[1:])
     assert len(installs) == (2 if goal == "serve" else 3)
+    assert "--quiet" not in installs[0] and all("--quiet" in line for line in installs[1:]), "the bar is torch's"
+
+
+def test_torch_comes_first_and_with_a_bar_with_cuda_too(machine: Path) -> None:
+    installs = [line for line in make(machine, "--dry-run", "serve").splitlines() if " pip install " in line]
+    assert [line.split("constraints.txt ")[1] for line in installs] == ["torch", "--quiet --editable ."]
+
+
+def test_another_index_can_be_given(machine: Path) -> None:
+    said = make(machine, "--dry-run", "serve", "TORCH=cpu", "TORCH_INDEX=https://mirror.example/cpu")
+    assert "--index-url https://mirror.example/cpu torch" in said and "download.pytorch.org" not in said
+
+
+def test_a_line_says_why_there_is_no_dot_yet(machine: Path) -> None:
+    said = make(machine, "test", "CHANGED=1", environment={"CHOSEN": "tests/test_a.py"})
+    assert said.index("a minute or two before the first dot") < said.index("tests -m pytest")
+
+
+def test_changed_runs_what_is_selected_and_all_of_the_slow_ones_without_near(machine: Path) -> None:
+    chosen = {"CHOSEN": "tests/test_a.py tests/b/test_b.py"}
+    runs = [line for line in make(machine, "test", "CHANGED=1", environment=chosen).splitlines() if " pytest " in line]
+    assert len(runs) == 2 and all(line.endswith(chosen["CHOSEN"]) for line in runs)
+    assert "not slow and not alone" in runs[0] and "not slow and (alone" in runs[1]
+    runs = [
+        line for line in make(machine, "test-slow", "CHANGED=main", environment=chosen).splitlines() if "pytest" in line
+    ]
+    assert len(runs) == 2 and "-m slow and not alone" in runs[0] and "-m slow and (alone" in runs[1]
+    assert [said for _, said in asked_for(machine, chosen)] == ["1 --near", "main "]
+
+
+def asked_for(machine: Path, chosen: dict[str, str]) -> list[tuple[str, str]]:
+    assert MAKE is not None
+    found = []
+    for words in (("test", "CHANGED=1"), ("test-slow", "CHANGED=main")):
+        environment = {"PATH": str(machine / "bin"), **chosen}
+        done = subprocess.run([MAKE, *words], cwd=machine, env=environment, capture_output=True, text=True, timeout=60)
+        found += re.findall(r"^(asked) tests/selection.py (.*)$", done.stderr, re.MULTILINE)
+    return [(word, said if "near" in said else f"{said.strip()} ") for word, said in found]
+
+
+@pytest.mark.parametrize("goal", ["test", "test-slow"])
+def test_a_commit_that_nobody_knows_fails(machine: Path, goal: str) -> None:
+    said = make(machine, goal, "CHANGED=nothing", environment={"CHOSEN": "", "REFUSED": "1"}, fails=True)
+    assert " pytest " not in said
+
+
+def test_changed_with_nothing_to_run_passes(machine: Path) -> None:
+    said = make(machine, "test", "CHANGED=1", environment={"CHOSEN": ""})
+    assert "No test reads it." in said and "pytest" not in said
+    assert "tests -m pytest" in make(machine, "test", "CHANGED=1", environment={"CHOSEN": "a", "NOTHING": "5"})
+    for code in ("1", "2"):
+        make(machine, "test", "CHANGED=1", environment={"CHOSEN": "a", "NOTHING": code}, fails=True)
+
+
+def test_all_examples_are_for_all_tests(machine: Path) -> None:
+    add(machine, "id", "#!/bin/sh\necho 1000")
+    for goal, examples in (("test", ""), ("test-all", "all")):
+        runs = [line for line in make(machine, goal).splitlines() if " pytest " in line and "examples=" in line]
+        assert len(runs) == 2 and all(f"examples={examples} flaky=build/flaky.txt" in line for line in runs)
+
+
+def test_what_has_passed_is_written_where_ci_reads_it(machine: Path) -> None:
+    make(machine, "proved", fails=True)
+    (machine / ".ci").mkdir()
+    for state, passed in (("", True), (" M server/app.py", False)):
+        (machine / ".ci" / "base").unlink(missing_ok=True)
+        add(
+            machine,
+            "git",
+            f"#!/bin/sh\ncase $1 in status) echo '{state}' | tr -d '\\n';; rev-parse) echo 0123abc;; esac",
+        )
+        assert ("make proved" in make(machine, "test-all")) == passed
+        make(machine, "proved", fails=not passed)
+        assert (machine / ".ci" / "base").exists() == passed
 
 
 def test_another_torch_is_refused(machine: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import vserve
 
 ROOT = Path(__file__).parents[1]
+REACHES = ("server/*", "engine/*", "kernels/*", "configs/*", "LICENSE", "__main__.py", "py.typed")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WHEEL = ROOT / "tools" / "publish" / "wheel.py"
 ROOMS = ("configs", "engine", "kernels", "server")

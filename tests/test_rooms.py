@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+REACHES = ("server/*.py", "engine/*.py", "kernels/*.py")
 # From the ground up: a room knows what is below it.
 FLOORS = {
     "server": (
@@ -40,6 +42,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports(folder: str) -> dict[str, set[str]]:
     """module → those of the folder that it imports, on whatever line: for types and late ones count too"""
     paths = {module_name(path): path for path in ROOT.glob(f"{folder}/**/*.py")}

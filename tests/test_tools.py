@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+REACHES = ("tools/*.py", "tests/gpu/*.py")
 SCRIPTS = sorted([*ROOT.glob("tools/*/*.py"), *ROOT.glob("tests/gpu/*.py")])
 BESIDE = (ROOT / "tests" / "noticing", ROOT / "tools" / "gpu")  # where scripts look beside their own folder
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+REACHES = ("docs/examples/*",)
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 # What they print, as a pattern.
 SAID = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
+REACHES = ("tests/*test_*.py",)
 
 # What each row is about; the answers that are expected are in the tests.
 ROWS = {

@@ -1,6 +1,9 @@
 """Fixtures of the kernel tests. Without a GPU the Triton kernels run in Triton's interpreter, on CPU tensors."""
 
 import dataclasses
+import functools
+import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -12,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+
+ROOT = Path(__file__).parents[2]
 
 
 def _interpret_loaded_kernels() -> None:
@@ -131,6 +136,16 @@ if not torch.cuda.is_available():
         _round_to_fp8()
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks choose
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    spec = importlib.util.spec_from_file_location("pairs", here / "pairs.py")
+    assert spec is not None and spec.loader is not None
+    pairs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pairs)
+    pairs.mark_the_rest(item for item in items if item.path.parent == here)
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """ "cuda" where there is a GPU, else "cpu": where the Triton launchers of the tests run."""
@@ -223,21 +238,51 @@ def _compiler() -> Iterator[subprocess.Popen[str]]:
         yield compiler
 
 
+@functools.cache
+def _sources() -> str:
+    """A digest of what a script compiles and with what: the scripts import nothing else of this tree."""
+    import triton
+
+    digest = hashlib.sha256(f"{triton.__version__} {torch.__version__} {triton.knobs.nvidia.ptxas.version}".encode())
+    for name in sorted(name for name in os.environ if name.startswith(("TRITON_", "VSERVE_")) and "CACHE" not in name):
+        digest.update(f"{name}={os.environ[name]}\n".encode())
+    for folder in ("kernels", "engine", "configs/tiles"):
+        for path in sorted((ROOT / folder).rglob("*.*")):
+            if path.suffix in (".py", ".json"):
+                digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 @pytest.fixture
 def run_for_hopper(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
-    """run_for_hopper(script, *arguments) → the JSON that the script prints of its `kernels`."""
+    """run_for_hopper(script, *arguments) → the JSON that the script prints of its `kernels`.
+
+    It is kept in build/hopper/ and taken from there while nothing changes that could make it another one; not that of a
+    script that writes files of its own.
+    """
     ptxas = pytest.importorskip("triton.knobs").nvidia.ptxas
     if not os.path.exists(ptxas.path):
         pytest.skip("triton without ptxas")
-    compiler = request.getfixturevalue("_compiler")
 
     def run(script: str, *arguments: str) -> Any:
+        asked_for = json.dumps([_sources(), _FOR_HOPPER, script, arguments])
+        kept = ROOT / "build" / "hopper" / f"{hashlib.sha256(asked_for.encode()).hexdigest()}.json"
+        if kept.exists():
+            return json.loads(kept.read_text())
+        compiler = request.getfixturevalue("_compiler")
         output, errors = tmp_path / "output", tmp_path / "errors"
         asked = script, arguments, str(tmp_path), str(output), str(errors)
         print(json.dumps(asked), file=compiler.stdin, flush=True)
         code = compiler.stdout.readline()
         assert code == "0\n", errors.read_text()[-3000:] if code else "the process that compiles is gone"
-        return json.loads(output.read_text())
+        text = output.read_text()
+        result = json.loads(text)
+        if not any(str(tmp_path) in argument for argument in arguments):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            written = kept.with_suffix(f".{os.getpid()}")
+            written.write_text(text)
+            written.replace(kept)
+        return result
 
     return run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -42,7 +42,6 @@ def decode(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None
     return "".join([detokenizer.feed(token) for token in ids] + [detokenizer.flush()])
 
 
-@settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(0, 319), max_size=60), skip=st.booleans())
 def test_any_tokens_give_what_decode_gives(text_model: TextModel, ids: list[int], skip: bool) -> None:
     """Broken characters and special tokens included."""
@@ -50,7 +49,6 @@ def test_any_tokens_give_what_decode_gives(text_model: TextModel, ids: list[int]
     assert decode(text_model.tokenizer, ids, skip=skip) == expected
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=40))
 def test_text_comes_back_without_replacements(text_model: TextModel, text: str) -> None:
     detokenizer = Detokenizer(text_model.tokenizer, [], True)
@@ -59,14 +57,12 @@ def test_text_comes_back_without_replacements(text_model: TextModel, text: str) 
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet="ab é你👩 Hworldt!", max_size=30))
 def test_byte_fallback_text_comes_back(byte_fallback: Tokenizer, text: str) -> None:
     ids = byte_fallback.encode("a" + text, False)
     assert decode(byte_fallback, ids) == byte_fallback.core.decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(0, 267), max_size=40))
 def test_byte_fallback_garbage_neither_fails_nor_repeats(byte_fallback: Tokenizer, ids: list[int]) -> None:
     """Runs of bytes that are no character make the decoder change its mind: "Invalid prefix encountered"."""
@@ -138,7 +134,6 @@ def earliest(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
 @given(pieces=st.lists(st.text(alphabet="abé", max_size=4), max_size=12), stops=st.lists(WORDS, min_size=1, max_size=3))
 def test_stop_strings_in_any_pieces(pieces: list[str], stops: list[str]) -> None:
     expected, matched = earliest("".join(pieces), stops)
@@ -162,7 +157,6 @@ def plainly(stops: list[str], held: str, new: str) -> tuple[int, str] | None:
     return (min(found)[0], min(found)[2]) if found else None
 
 
-@settings(max_examples=500, deadline=None)
 @given(
     pieces=st.lists(st.tuples(st.text(alphabet="abé", max_size=4), st.booleans()), max_size=12),
     stops=st.lists(WORDS, min_size=1, max_size=40), include=st.booleans(),

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vserve.server.parsers.formats import ReasoningFormat, ToolFormat, choose, known
@@ -390,7 +390,6 @@ FRAGMENTS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
 @given(
     fragments=st.lists(FRAGMENTS, max_size=24),
     cuts=st.lists(st.integers(0, 200), max_size=12),
@@ -414,7 +413,6 @@ def test_whatever_is_written_and_however_it_is_cut(
             assert called in NAMES and isinstance(json.loads(arguments), dict)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     arguments=st.lists(
         st.dictionaries(st.text(max_size=8), st.recursive(
