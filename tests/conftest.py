@@ -222,6 +222,11 @@ def load_module() -> Callable[[Path], Any]:
 
 
 @pytest.fixture(scope="session")
+def zygote() -> Any:
+    return ZYGOTE
+
+
+@pytest.fixture(scope="session")
 def tiny_models(load_module: Callable[[Path], Any]) -> Any:
     return load_module(Path(__file__).with_name("tiny_models.py"))
 

@@ -1,9 +1,9 @@
 """A process that has imported what `vserve` imports, and forks its commands when asked: seconds become milliseconds.
 
-`fork_through` makes `subprocess.Popen` start `python -m vserve.…` this way. What it starts is a child of whoever asked, as
-ever (CLONE_PARENT), with the descriptors, environment, folder and session that were asked for, so that waiting,
-signals, pipes and the death of a parent are the kernel's own and nothing in vserve knows of it. A server that was
-forked has a zygote of its own, for its engines and API processes.
+`fork_through` makes `subprocess.Popen` start `python -m vserve.…` this way. What it starts is a child of whoever
+asked, as ever (CLONE_PARENT), with the descriptors, environment, folder and session that were asked for, so that
+waiting, signals, pipes and the death of a parent are the kernel's own and nothing in vserve knows of it. A server that
+was forked has a zygote of its own, for its engines and API processes.
 
 What decides before a program's first line is left to a start of the usual kind: another interpreter, `-c`, a shell, a
 `preexec_fn`, and every environment that differs from this one in more than modules read when they are asked. So is
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import inspect
@@ -41,14 +42,7 @@ MODULES = {
 }
 PACKAGES = ("vserve.engine", "vserve.server")  # all of their modules are imported, but for those below:
 LEFT_OUT = ("ray", "bench", "worker", "foreign")  # by a part of their name: what most servers have no use for
-LIBRARIES = (
-    "vserve.__main__",
-    "uvloop",
-    "uvicorn.lifespan.on",
-    "uvicorn.protocols.http.h11_impl",
-    "torch.distributed",
-    "tokenizers",
-)
+LIBRARIES = ("vserve.__main__", "uvloop", "uvicorn.lifespan.on", "uvicorn.protocols.http.h11_impl", "tokenizers")
 
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # read when a library is loaded
 READ_LATE = ("VSERVE_", "OTEL_", "PYTEST_", "TEST_", "NO_COLOR", "TERM", "COLUMNS", "LINES", "XDG_STATE_HOME")
@@ -62,7 +56,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.
 
 
 class Command(NamedTuple):
-    """What a child is to become. Its descriptors travel beside it, in the order of `numbers`, which they are to have."""
+    """What a child is to become. Its descriptors travel beside it, in the order of `numbers`, which they get."""
 
     arguments: list[str]  # interpreter, -m, module, …
     environment: dict[str, str]
@@ -70,6 +64,7 @@ class Command(NamedTuple):
     numbers: list[int]
     session: bool  # of its own
     group: int  # of processes; 0: of its own, -1: that of who asks
+    ignored: list[int]  # signals
 
     @property
     def program(self) -> Any:
@@ -110,6 +105,7 @@ class Zygote:
         command = Command(
             list(call["args"]), dict(_environment(call)), str(Path(call["cwd"] or ".").absolute()),
             [0, 1, 2, *call["pass_fds"]], call["start_new_session"], call["process_group"],
+            [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
         )  # fmt: skip
         descriptors = [given if given != -1 else number for number, given in enumerate(streams)] + [*call["pass_fds"]]
         body = json.dumps(command).encode()
@@ -146,6 +142,7 @@ class Zygote:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
+            self._process.kill()
             self._process.wait()
 
 
@@ -175,6 +172,7 @@ def fork_through(zygote: Zygote) -> None:
     execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     parameters = inspect.signature(execute)
 
+    @functools.wraps(execute)
     def fork_or_execute(process: Any, *arguments: Any) -> None:
         call = parameters.bind(process, *arguments).arguments
         if zygote.takes(call):
@@ -239,10 +237,11 @@ def clone_beside() -> int:
     return pid
 
 
-def become(command: Command, descriptors: list[int], signals: Mapping[int, Any]) -> None:
-    """What an interpreter would find that had been started so. `signals`: what was to be done at each."""
-    for number, handler in signals.items():
-        signal.signal(number, handler)
+def become(command: Command, descriptors: list[int]) -> None:
+    """What an interpreter would find that had been started so."""
+    for number in SIGNALS:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in command.ignored else usual)
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 500) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
@@ -297,12 +296,11 @@ def preload() -> None:
     for name in (*MODULES, *LIBRARIES):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    importlib.import_module("vserve.engine.grammar.grammar_libraries").load()
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    parent, signals = os.getppid(), {number: signal.getsignal(number) for number in SIGNALS}
+    parent = os.getppid()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # who asks decides
     sys.path[0] = os.getcwd()
@@ -313,7 +311,7 @@ def main() -> None:
     gc.freeze()
     while True:
         command, descriptors = serve(control)
-        become(command, descriptors, signals)
+        become(command, descriptors)
         if not MODULES[command.arguments[2]]:
             break
         ours, theirs = socket.socketpair()
