@@ -39,9 +39,30 @@ def pytest_configure(config: pytest.Config) -> None:
     _load(Path(__file__).with_name("retries.py")).register(config, SEED, _slowness)
 
 
+def _load(file: Path) -> Any:
+    name = f"vserve_{file.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+_zygote = _load(Path(__file__).with_name("zygote.py"))
+ZYGOTE = _zygote.Zygote()
+_zygote.fork_through(ZYGOTE)
+FORKED = ("clients", "e2e", "server")  # folders whose tests start what it forks
+
+
+def pytest_sessionfinish() -> None:
+    ZYGOTE.close()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before any fixture draws a seed of its own."""
+    """Before any fixture draws a seed of its own, or starts a process."""
+    ZYGOTE.resting = item.path.parent.name not in FORKED or item.get_closest_marker("true_start") is not None
     random.seed(f"{SEED} {item.nodeid}")
     torch.manual_seed(zlib.crc32(f"{SEED} {item.nodeid}".encode()))
 
@@ -204,20 +225,15 @@ def reserve_port() -> Iterator[Callable[[], int]]:
         yield reserve
 
 
-def _load(file: Path) -> Any:
-    name = f"vserve_{file.stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 @pytest.fixture(scope="session")
 def load_module() -> Callable[[Path], Any]:
     """The module in a file of tests/: with --import-mode=importlib, tests cannot import a file beside them by name."""
     return _load
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Any:
+    return ZYGOTE
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,9 @@ class Hosts:
 
     def rank_of_second(self) -> int:
         pid = self.second.process.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        (rank,) = (int(pid) for pid in children if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return rank
 
     def said(self, text: str, seconds: float) -> str:
         """The line of node 0 that has it."""

@@ -42,7 +42,8 @@ def test_a_signal_ends_it_in_order(start_server, is_gone, sig):
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "vserve.server.cli.main", *arguments, "--port", "0", "--device", "cpu"],
+        [sys.executable, "-m", "vserve.server.cli.main", *arguments, "--port", "0", "--device", "cpu",
+         "--cpu-threads", "1"],
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 

@@ -265,6 +265,7 @@ def test_row_46_kill_9_during_start_up(launch_server, until, is_gone, fault):
 
 
 @pytest.mark.slow
+@pytest.mark.true_start  # it is killed while it imports
 def test_row_46_the_next_start_works(launch_server, start_server, until, canary, attacks):
     server = launch_server()
     until(server.engine_pids)
