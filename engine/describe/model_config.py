@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ..families.encoder_spec import EncoderSpec
+from ..families.encoders import EncoderSpec
 from ..families.family import Names
 from ..families.head_spec import HeadSpec
 from ..families.layer_spec import FrameSpec, LayerSpec
