@@ -13,10 +13,8 @@ from ..errors import ModelError
 from ..link.messages import AdapterLoaded, DropAdapter, LoadAdapter
 from .adapter import AGAIN, Adapter
 from .book import AdapterBook
-from .layout import Packed
-from .peft_config import AdapterError
-from .store import AdapterStore
-from .weights_file import Stamp
+from .layout import AdapterStore, Packed
+from .peft_files import AdapterError, Stamp
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,7 @@ from .raw_config import RawConfig, number
 from .rope_config import RopeConfig, read_ropes
 
 # Norms stand after attention and MLP only, and one has the name that llama's before the MLP has.
-NAMES = (
-    ("post_self_attn_layernorm", "post_attention_layernorm"),
-    ("post_mlp_layernorm", "post_feedforward_layernorm"),
-)
+NAMES = (("post_self_attn_layernorm", "post_attention_layernorm"), ("post_mlp_layernorm", "post_feedforward_layernorm"))
 
 
 def olmo2_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:

@@ -15,18 +15,16 @@ from ..describe.reading import read_folder
 from ..errors import ConfigError, ModelError
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.model_file import read_config
-from ..files.tensor_info import TensorInfo
 from ..models.blocks import CausalLM
 from ..models.model import Model
 from ..options.speculation import NAME, Speculation
 from ..parallel.group import ALONE
+from ..quant.format import TensorInfo
 from ..quant.weights import Placement
 from ..weights.loader import load_beside, load_model, make_beside
 from .draft_config import HeadConfig, check_draft_model, infer_method, read_head
-from .draft_model import DraftModel
-from .heads import EagleHead
 from .model_drafter import ModelDrafter, Network
-from .mtp import MTPHead, check_has_layer
+from .networks import DraftModel, EagleHead, MTPHead, check_has_layer
 
 logger = logging.getLogger(__name__)
 _CALLED = {

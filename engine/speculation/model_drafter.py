@@ -23,10 +23,10 @@ from ...kernels.sampling.sampling import sample
 from ..cache.batch import QUERY_START, ROWS, SAMPLE_INDEX, Batch, Shape
 from ..cache.rows import NUM_COLUMNS, SEED, TOP_K, RowTables, aligned
 from ..layers.attention import Attention, AttentionBatch
-from ..models.features import Features
+from ..models.model import Features
 from ..options.speculation import Speculation
 from ..parallel.group import ALONE, Group
-from .scratch import Scratch, pages_for
+from .drafter import Scratch, pages_for
 
 
 class Network(Protocol):

@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 
 from ..errors import ModelError, and_more
 from ..files.checkpoint import Checkpoint
-from ..files.tensor_info import TensorInfo
 from ..foreign.modules import Plain
 from ..layers.head import Projection
 from ..layers.norm import Norm
 from ..models.model import Loadable
-from ..quant.claims import check_claims
-from ..quant.format import FLOATS, Format
-from ..quant.headers import named
+from ..quant.format import FLOATS, Format, TensorInfo, named
 from ..quant.online import ROUTERS
+from ..quant.scheme import check_claims
 from ..quant.weights import WeightHolder
 
 # Scales of a quantised cache and of attention's inputs, under all of the names that they have had: no module's tensors.

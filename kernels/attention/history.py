@@ -96,9 +96,7 @@ def page_places(table_ptr, position, inside, PAGE: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(
-    pages_ptr, table_ptr, recent_ptr, position, num_paged, inside, PAGE: tl.constexpr, RING: tl.constexpr
-):  # fmt: skip
+def load_tokens(pages_ptr, table_ptr, recent_ptr, position, num_paged, inside, PAGE: tl.constexpr, RING: tl.constexpr):
     """Of the row whose table and ring begin there, of which num_paged tokens are in pages; 0 where not inside."""
     is_paged = inside & (position < num_paged)
     token = tl.load(pages_ptr + page_places(table_ptr, position, is_paged, PAGE), mask=is_paged, other=0)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_inputs import RaggedBatch
+from .attention_parts import RaggedBatch
 
 BLOCK_M = 128  # rows of a tile: query tokens x grouped heads
 LINE = 8  # int32 a line, of which five are used
