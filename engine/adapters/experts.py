@@ -65,7 +65,7 @@ class ExpertsPlaces:
         if (found := _EXPERT.fullmatch(name)) is None or (spec := self._spec(int(found[2]))) is None:
             return None
         if spec.interleaved:
-            return None  # rows of gate and up in turn: nobody has pairs for each there
+            return None  # rows of gate and up in turn: no adapter has pairs for each there
         number, expert = int(found[2]), int(found[3])
         for part in ("gate", "up", "down"):
             if self._config.named(f".{part}_proj") == f".{found[4]}" and expert < spec.routing.num_experts:

@@ -60,7 +60,7 @@ class SlotLayout:
         self.places: list[Place] = []
         self.parts: dict[str, tuple[Place, str]] = {}  # module path of the checkpoint → its place, as which part
         self.experts: list[tuple[Experts, Place, Place]] = []  # and their two places
-        self.holders: dict[str, tuple[Holder, str]] = {}  # of the whole model: who may have one
+        self.holders: dict[str, tuple[Holder, str]] = {}  # modules of the whole model that may have a pair
         self.others: set[str] = set()  # modules that can have none here
         self.without_room: set[str] = set()  # experts, where targets do not name them
         self.size = 0  # elements of a slot
@@ -255,7 +255,7 @@ SHORT_TURN = 0.0005
 
 @contextmanager
 def _taking_short_turns() -> Iterator[None]:
-    """Who parses and converts in Python keeps the interpreter's lock for a turn, and a step needs it several times:
+    """Parsing and converting in Python keeps the interpreter's lock for a turn, and a step needs it several times:
     with turns of the usual 5 ms others' tokens came up to 20 ms late."""
     sys.setswitchinterval(SHORT_TURN)
     try:
@@ -283,7 +283,7 @@ class AdapterStore:
             return self.layout.pack(adapter, self.dtype, self.pin), adapter
 
     def get(self, id: int, folder: str) -> Packed:
-        """For a slot; read now where it is not here, as in the process of a rank that nobody has told to read it."""
+        """For a slot; read now where it is not here, as in the process of a rank that was not asked to read it."""
         return self.packed.get(id) or self.read(folder)[0]
 
 

@@ -264,7 +264,7 @@ def _check_pattern(name: str, pattern: str) -> None:
         raise AdapterError(f"{name} has {error}") from None
 
 
-# Who parses JSON holds the interpreter's lock: this much takes about a second, in which no step runs. Three pairs of
+# Parsing JSON holds the interpreter's lock: this much takes about a second, in which no step runs. Three pairs of
 # each of 256 experts in 60 layers take 14 million bytes.
 LONGEST_HEADER = 16 << 20
 Stamp = tuple[int, ...]  # tells a file from what takes its place, on one host
@@ -278,8 +278,8 @@ def stamp_of(file: Path | int) -> Stamp:
 
 
 class WeightsFile:
-    """Its tensors are copied, never mapped: who touches a page of a mapped file behind its end, because it has been cut
-    short, is killed (SIGBUS). All are of one version of the file. Raises ModelError."""
+    """Its tensors are copied, never mapped: a process that touches a page of a mapped file behind its end,
+    because it has been cut short, is killed (SIGBUS). All are of one version of the file. Raises ModelError."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

@@ -102,7 +102,7 @@ def scheme_wants_codes(model: ModelConfig) -> bool:
 
 
 def unbounded_keys(model: ModelConfig) -> bool:
-    """Keys with a bias and without a norm. Where transformers' code computes the model, nobody knows."""
+    """Keys with a bias and without a norm. Where transformers' code computes the model, it is not known."""
     return model.foreign is not None or any(
         isinstance(layer.attention, AttentionSpec) and layer.attention.qkv_bias and not layer.attention.qk_norm
         for layer in model.layers

@@ -1,6 +1,6 @@
 """A model as its files and the options describe it, and over how many ranks it can be divided.
 
-model_config: a model as its config.json describes it, and who computes it: a family of vserve's or transformers' class
+model_config: a model as its config.json describes it, and what computes it: a family of vserve's or transformers' class
 divide: how a model can be divided over ranks and stages, and what more of them would bring
 model_source: a model's files: a folder, the hub's, or one GGUF file of a repository
 overrides: a model's config.json as the options change it

@@ -159,7 +159,7 @@ def refuse(reason: str, size: int) -> None:
 
 
 def stage_layers(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> list[range]:
-    """Of each stage; `counts`: how many layers each has, where somebody has said so."""
+    """The layers of each stage; `counts`: how many each has, where --stage-layers says it."""
     ends, found = 0, []
     for count in counts or split(config, size):
         found.append(range(ends, ends + count))

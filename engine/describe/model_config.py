@@ -1,4 +1,4 @@
-"""A model as its config.json describes it, and who computes it: a family of vserve's or transformers' class."""
+"""A model as its config.json describes it, and what computes it: a family of vserve's or transformers' class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..families.refused import refusal
 from ..families.registry import find_family
 
 if TYPE_CHECKING:
-    import torch  # at run time where a dtype is made: who only looks at the file should not wait for it
+    import torch  # at run time only where a dtype is made: reading the file alone should not wait for torch
 
     from ..quant.format import Scheme
 
@@ -85,7 +85,7 @@ class Foreign:
     layout: Layout | None = None  # what a probe of it found
 
     def log_line(self, asked: str) -> str:
-        """A line that says whose code computes it, and why. `asked`: --model-impl."""
+        """The line that says whose code computes the model, and why. `asked`: --model-impl."""
         whose = "transformers' code" if self.code is None else f"the code in {self.code}"
         why = "there is no family of our own" if asked == "auto" else f"--model-impl {asked}"
         return f"{self.architecture} is computed by {whose}, on vserve's cache and kernels ({why})"

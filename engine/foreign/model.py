@@ -225,7 +225,7 @@ class TransformersModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] → fp32 [N, vocab]."""
         self.given.hidden = hidden[None]
-        logits: Tensor = self.head(inputs_embeds=self.given.hidden, use_cache=False).logits  # nobody embeds anything
+        logits: Tensor = self.head(inputs_embeds=self.given.hidden, use_cache=False).logits  # nothing is embedded
         del self.given.hidden
         return logits[0].float()
 

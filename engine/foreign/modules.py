@@ -56,7 +56,7 @@ def _joined(linear: Linear, y: Tensor, whole: bool) -> Tensor:
 
 
 class SharedInput:
-    """One product for several nn.Linear that multiply the same input: whoever is called first with it computes."""
+    """One product for several nn.Linear that multiply the same input: the one that is called first with it computes."""
 
     def __init__(self, linear: Linear, whole: bool = False) -> None:
         """`whole`: as Cut has it."""
@@ -98,7 +98,7 @@ class Part(nn.Module):
 
 def _weight(linear: Linear) -> Tensor:
     if not isinstance(linear.method, Unquantized):
-        raise AttributeError("weight")  # nobody may multiply by codes as if they were numbers
+        raise AttributeError("weight")  # codes must not be multiplied as if they were numbers
     return linear.method.weight
 
 

@@ -72,7 +72,7 @@ class Probe:
         self.hidden_size = int(output[0].shape[-1])
 
     def _watched(self) -> Any:
-        """All modules report: who calls attention, what is multiplied by whom."""
+        """All modules report: which calls attention, and which multiplies what."""
         stack = _Undo()
         for path, module in self.model.named_modules():
             module.__dict__[CALLED] = partial(self._record, path, module)

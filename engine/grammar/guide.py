@@ -214,8 +214,8 @@ class Guide:
         self.filling = False  # last: from here on the event loop's thread has it
 
     def _look_ahead(self, rows: np.ndarray, drafts: Sequence[int]) -> None:
-        """Masks of the tokens behind drafts, as long as the grammar allows these and nobody waits for long. It is not
-        the request that asked for them: its account does not pay."""
+        """Masks of the tokens behind drafts, as long as the grammar allows these and no request waits for long. It
+        is not the request that asked for them: its account does not pay."""
         self._masked, self._last = [], None
         matcher, started, accepted = self._matcher, time.thread_time(), 0
         now = started

@@ -119,7 +119,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """query [T, H, D], key [T, KV, D], value [T, KV, Dv], positions int32 [T] → [T, H·Dv].
 
-        query is overwritten, and key may be. The step's keys and values go into the cache first. last_only: nobody
+        query is overwritten, and key may be. The step's keys and values go into the cache first. last_only: nothing
         needs more than the results of each request's last token; the others may be undefined.
 
         Without a cache (the memory profiling run) nothing is attended to: zeros of the right shape.

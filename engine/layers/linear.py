@@ -96,7 +96,7 @@ class Linear(nn.Module):
         super().__init__()
         self.shape = LinearShape(in_features, parts, place, rule, unit, bias, row_order, pieces)
         self.adapter: Adapter | None = None
-        self.adds_few_rows = False  # to the residual, of few rows too, where somebody behind it gains by that
+        self.adds_few_rows = False  # to the residual, even of few rows, where a module behind it gains by that
 
     def choose(self, formats: Mapping[str, Format]) -> None:
         if not formats:

@@ -18,7 +18,7 @@ from ..quant.weights import Placement, frozen, keep_at_hand
 
 
 class Reader(Protocol):
-    """Who alone reads what a norm makes, of so many rows, or first, and passes it on: see Linear and Router."""
+    """The only module that reads what a norm makes, or the first, which passes it on: see Linear and Router."""
 
     def norms(self, rows: int) -> bool: ...
 

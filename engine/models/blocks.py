@@ -70,7 +70,7 @@ class DecoderLayer(nn.Module):
         self.mlp_after = _norm(config, place) if after else None
         # A router norms what it reads where nothing is left to be added before.
         self.attention.output.adds_few_rows = isinstance(self.mlp, Mixture)
-        # Who alone reads what a norm makes, or first.
+        # The modules that alone, or first, read what each norm makes.
         reader = self.attention.qkv if isinstance(self.attention, AttentionBlock) and not parallel else None
         self._readers = (reader, self.mlp.gate_up if isinstance(self.mlp, MLP) else self.mlp.router)
         keep_at_hand(self)
@@ -161,7 +161,7 @@ class CausalLM(nn.Module):
                 self.pooling_head = Head(config.head, config.vocab_size, place, tied)
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
         self._elsewhere = tuple(self._other_stages())  # beginnings of names in the checkpoint
-        self.features: Features | None = None  # that somebody drafts by
+        self.features: Features | None = None  # hidden states that a drafting head reads; None: none does
         routers = [layer.mlp.router if isinstance(layer.mlp, Mixture) else None for layer in self._layers]
         self.expert_load = watch(routers, place.device)
         self.eval()

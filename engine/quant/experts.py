@@ -58,7 +58,7 @@ class QuantizedExperts(nn.Module):
         self._lock = threading.Lock()
 
     def take(self, expert: int, part: str, matrix: Tensor | Codes) -> None:
-        """Whoever brings the second half of gate and up makes their matrix."""
+        """The call that brings the second half of gate and up makes their matrix."""
         if isinstance(matrix, Tensor):
             matrix = matrix.to(self.place.device, self.place.dtype)
         if part == "down":

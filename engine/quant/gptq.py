@@ -115,7 +115,7 @@ class GptqScheme:
 
     def orders(self, path: str) -> bool:
         """Whether the configuration says that the module's columns have an order. g_idx, in its files, decides: this is
-        for who has to know before."""
+        for code that has to know it before."""
         ordered = next((ordered for pattern, _, ordered in self.dynamic if pattern.match(path)), self._orders_others)
         return ordered and self.format(path, None) is not None
 

@@ -131,4 +131,4 @@ REFUSED = {
     "moe_wna16": ("moe_wna16", _INT4),
     "gguf": ("GGUF inside a Hugging Face folder", "the .gguf file itself: pass its path"),
 }
-UNREAD = "GPTQ, AWQ, compressed-tensors or FP8"  # nearest for a name that nobody told us of
+UNREAD = "GPTQ, AWQ, compressed-tensors or FP8"  # nearest for a name that stands in no table here

@@ -173,7 +173,7 @@ class WeightHolder(Protocol):
         ...
 
 
-# Module path in the checkpoint → who takes its tensors, as which part.
+# Module path in the checkpoint → the holder that takes its tensors, and as which part.
 WeightMap = dict[str, tuple[WeightHolder, str]]
 
 

@@ -1,4 +1,4 @@
-"""Who drafts: writes tokens behind those that there are, on the device; and pages for keys of drafts of drafts."""
+"""A drafter, which writes tokens behind those that there are, on the device; pages for keys of what is only drafted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what --speculative-config names to who drafts: found, told apart, held against the target, loaded."""
+"""From what --speculative-config names to a drafter: found, told apart, held against the target, loaded."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def load_drafter(draft: Draft, target: Model, max_model_len: int, few: ModelConf
 
 
 def _place(draft: Draft, target: CausalLM) -> Placement:
-    """Of those who share who drafts."""
+    """The ranks that share the drafter."""
     return replace(target.place, group=ALONE, whole_experts=False) if draft.settings.num_ranks == 1 else target.place
 
 

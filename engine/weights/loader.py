@@ -62,7 +62,7 @@ def load_model(
 ) -> Model:
     """The model of `model_path` on `device`, its weights in `dtype`, frozen, ready for contexts up to `max_model_len`.
 
-    `group`: those who share it; this rank takes its part of each matrix. `whole_experts`: and of the experts some, all
+    `group`: its ranks; this rank takes its part of each matrix. `whole_experts`: and of the experts some, all
     of each. `stage`: or of some layers alone. Raises ModelError where the model cannot be divided over so many.
     `admit` gets (parameters, bytes in the checkpoint), of what this rank has of them, before anything is allocated, and
     raises what is too large.

@@ -49,7 +49,8 @@ def choose_formats(model: Loadable, stored: dict[str, dict[str, TensorInfo]] | N
     for path, (holder, part) in model.weight_map().items():
         holders[id(holder)] = holder
         chosen = formats.setdefault(id(holder), {})
-        plain = isinstance(holder, (Norm, Plain)) or (stored is None and named(path, ROUTERS))  # nobody quantises these
+        # No format quantises these.
+        plain = isinstance(holder, (Norm, Plain)) or (stored is None and named(path, ROUTERS))
         if scheme is not None and not plain:
             described = None if stored is None else {name: (t.dtype, t.shape) for name, t in stored[path].items()}
             if (format := scheme.format(path, described)) is not None:

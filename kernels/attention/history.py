@@ -1,9 +1,9 @@
 """Where the tokens of requests are on the device: in pages beside their keys and values, the newest ones in a ring.
 
 A block of the KV cache that holds all tokens of a sequence has a page for their ids too, found through the same block
-table: so histories take what the cache holds, a prefix that is shared is there once, and nobody has to hand out
+table: so histories take what the cache holds, a prefix that is shared is there once, and nothing has to hand out
 memory for them. A token gets its page when a step computes it, as its keys and values do. What is sampled, or drafted
-behind that, has no block yet; it waits in a ring of the request's own row, which nobody else ever has.
+behind that, has no block yet; it waits in a ring of the request's own row, which no other ever has.
 """
 
 from __future__ import annotations
