@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..errors import ModelError, and_more
 from ..files.checkpoint import FLOAT_TYPES
-from .peft_config import AdapterError, PeftConfig
-from .weights_file import Stamp, WeightsFile
+from .peft_files import AdapterError, PeftConfig, Stamp, WeightsFile
 
 # How to have an adapter read as it is now, whatever was read before.
 AGAIN = "load it again with load_inplace (from --lora-dir), or restart the server"

@@ -25,14 +25,14 @@ class AdapterBook:
         self.slots: OrderedDict[int, int] = OrderedDict()  # id → slot, by last use
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.running: Counter[int] = Counter()  # requests on a row, by adapter
-        self.wanted: OrderedDict[int, None] = OrderedDict()  # that somebody waits for, to be read from disk
+        self.wanted: OrderedDict[int, None] = OrderedDict()  # adapters that requests wait for, to be read from disk
         self.coming: set[int] = set()  # of these, those that are being read: the host has room for them
-        self.fetched: set[int] = set()  # that came for somebody who has not begun yet: they stay until then
+        self.fetched: set[int] = set()  # adapters read for a request that has not begun yet: they stay until then
         self.paths: dict[int, str] = {}  # of all that requests may name
         self.names: dict[int, str] = {}  # what clients call them
         self.busy: Callable[[], set[int]] = set  # adapters that steps in flight have
         self._somebody_waits = False  # for a slot, as far as this pass has seen
-        # Of requests past one that waits for a slot: who that is, by its id. It is remembered over passes that do not
+        # Of requests past one that waits for a slot: the id of that one. It is remembered over passes that do not
         # come to it, as there may be no row free, until it leaves the queue.
         self._waiter: int | None = None
         self._num_passes = 0

@@ -1,24 +1,28 @@
-"""Where an adapter's matrices lie in a slot: one flat piece of memory for all layers, so that one copy loads it."""
+"""An adapter's memory: one flat piece for all layers, as a slot of the device and the host's store hold it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ..describe.model_source import from_hub
 from ..errors import ConfigError, and_more
 from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..models.model import Model
+from ..options.model_path import is_hub_name
 from ..quant.weights import LinearShape
-from .adapter import Adapter, Pair, names_in_base
-from .experts_places import makes_transposed
-from .experts_slots import EXPERTS, PRODUCTS, modules, path_of_all, product_of, put, shapes
-from .peft_config import AdapterError
+from .adapter import WEIGHTS_FILE, Adapter, Pair, names_in_base
+from .experts import EXPERTS, PRODUCTS, makes_transposed, modules, path_of_all, product_of, put, shapes
+from .peft_files import CONFIG_FILE, AdapterError
 
 RANK_UNIT = 16  # the least that tensor cores multiply by
 HOLDERS = "products of attention, MLP and experts, the embedding and the head"
@@ -56,7 +60,7 @@ class SlotLayout:
         self.places: list[Place] = []
         self.parts: dict[str, tuple[Place, str]] = {}  # module path of the checkpoint → its place, as which part
         self.experts: list[tuple[Experts, Place, Place]] = []  # and their two places
-        self.holders: dict[str, tuple[Holder, str]] = {}  # of the whole model: who may have one
+        self.holders: dict[str, tuple[Holder, str]] = {}  # modules of the whole model that may have a pair
         self.others: set[str] = set()  # modules that can have none here
         self.without_room: set[str] = set()  # experts, where targets do not name them
         self.size = 0  # elements of a slot
@@ -243,3 +247,53 @@ def part_sizes(shape: LinearShape) -> list[int]:
 
 def _view(memory: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
     return memory.narrow(-1, start, prod(shape)).unflatten(-1, shape)
+
+
+USUAL_TURN = sys.getswitchinterval()  # seconds
+SHORT_TURN = 0.0005
+
+
+@contextmanager
+def _taking_short_turns() -> Iterator[None]:
+    """Parsing and converting in Python keeps the interpreter's lock for a turn, and a step needs it several times:
+    with turns of the usual 5 ms others' tokens came up to 20 ms late."""
+    sys.setswitchinterval(SHORT_TURN)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(USUAL_TURN)
+
+
+class AdapterStore:
+    """Which of them stay here is decided elsewhere: see AdapterBook."""
+
+    def __init__(self, layout: SlotLayout, dtype: torch.dtype, pin: bool, download_dir: str | None = None) -> None:
+        self.layout, self.dtype, self.pin = layout, dtype, pin
+        self._download_dir = download_dir
+        self.packed: dict[int, Packed] = {}  # by id
+
+    def read(self, folder: str, check: Callable[[Adapter], None] | None = None) -> tuple[Packed, Adapter]:
+        """From any thread; `folder`: or a name on the hub. `check` sees it before its tensors are read, and may raise
+        ModelError, as this does."""
+        found = find_adapter(folder, self._download_dir)
+        with _taking_short_turns():
+            adapter = Adapter.open(found)
+            if check is not None:
+                check(adapter)
+            return self.layout.pack(adapter, self.dtype, self.pin), adapter
+
+    def get(self, id: int, folder: str) -> Packed:
+        """For a slot; read now where it is not here, as in the process of a rank that was not asked to read it."""
+        return self.packed.get(id) or self.read(folder)[0]
+
+
+def find_adapter(name: str, download_dir: str | None = None) -> Path:
+    """A folder as it is; else an adapter of the Hugging Face hub. Raises ModelError."""
+    try:
+        folder = Path(name).expanduser()
+        there = folder.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, nobody's home
+        raise AdapterError(f"{name[:60]!r} is no path ({error}): give an adapter's folder") from None
+    if there or not is_hub_name(name):
+        return folder
+    return from_hub(name, None, [CONFIG_FILE, WEIGHTS_FILE], download_dir)

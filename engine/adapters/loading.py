@@ -1,4 +1,4 @@
-"""What the engine's loop does about adapters: takes them in, has them read when somebody waits for one, drops them."""
+"""What the engine's loop does about adapters: takes them in, has them read when a request waits for one, drops them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from ..errors import ModelError
 from ..link.messages import AdapterLoaded, DropAdapter, LoadAdapter
 from .adapter import AGAIN, Adapter
 from .book import AdapterBook
-from .layout import Packed
-from .peft_config import AdapterError
-from .store import AdapterStore
-from .weights_file import Stamp
+from .layout import AdapterStore, Packed
+from .peft_files import AdapterError, Stamp
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +128,7 @@ class AdapterLoading:
         if error is not None:
             expected = isinstance(error, ModelError)
             said = str(error) if expected else f"{type(error).__name__}: {error}"
-            if not (first and expected):  # then whoever loads it says so
+            if not (first and expected):  # then the load of it says so
                 name = self._book.names.get(id) or self._book.paths[id]
                 logger.error("adapter %s cannot be used: %s", name, said, exc_info=None if expected else error)
             self._book.wanted.pop(id, None)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..describe.model_config import ModelConfig
 from ..files.checkpoint import FLOAT_TYPES, Checkpoint
-from ..files.tensor_info import TensorInfo
+from ..quant.format import TensorInfo
 from .adapter import Adapter, Pair, names_in_base
-from .experts_places import ExpertsPlaces, Place, Term
-from .peft_config import AdapterError
+from .experts import ExpertsPlaces, Place, Term
+from .peft_files import AdapterError
 
 
 class MergedCheckpoint:

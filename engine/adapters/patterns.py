@@ -61,8 +61,8 @@ def first_matches(patterns: Sequence[str], names: Sequence[str], *, ends: bool =
     """
     found, literal = _literally(patterns, names) if ends else ({}, set())
     rest = [index for index in range(len(patterns)) if index not in literal]
-    for name, place in _matched([patterns[index] for index in rest], names, ends).items():
-        found[name] = min(rest[place], found.get(name, len(patterns)))
+    for name, index in _matched([patterns[index] for index in rest], names, ends).items():
+        found[name] = min(rest[index], found.get(name, len(patterns)))
     return found
 
 

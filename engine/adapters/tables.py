@@ -31,8 +31,7 @@ from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..link.plan import StepPlan
-from .layout import RANK_UNIT, Packed, Place, part_sizes
-from .store import AdapterStore
+from .layout import RANK_UNIT, AdapterStore, Packed, Place, part_sizes
 
 NO_SLOT = -1
 NOBODY = -2  # no slot either, nor that of a token that has none
@@ -89,7 +88,7 @@ class Grouping:
         host = torch.empty(behind + groups * self._present, dtype=torch.int32, pin_memory=self._pinned)
         table = host.numpy()
         table[:behind] = 0
-        order, of_tokens, places = (table[self._order + i * line :][:num_tokens] for i in range(3))
+        order, of_tokens, indices = (table[self._order + i * line :][:num_tokens] for i in range(3))
         starts = np.cumsum(lengths) - lengths  # of each row's tokens
         chosen = np.flatnonzero((slots != NO_SLOT) & (lengths > 0))
         chosen = chosen[np.argsort(slots[chosen], kind="stable")]
@@ -97,19 +96,19 @@ class Grouping:
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
         order[:total] = np.repeat(starts[chosen] - (ends - counts), counts) + np.arange(total)
-        places[order[:total]] = np.arange(total)
+        indices[order[:total]] = np.arange(total)
         of_tokens[:] = NO_SLOT  # of those that pad, too
         of_tokens[: lengths.sum()] = np.repeat(slots, lengths)
         order[total:] = np.flatnonzero(of_tokens == NO_SLOT)
-        at = place = 0
+        block = first = 0
         sums = np.bincount(slots[chosen], weights=counts, minlength=self.num_slots).astype(np.int64)
         for slot, count in enumerate(sums.tolist()):
-            for start in range(place, place + count, rows):
-                table[at], table[width + at] = slot, start
-                table[2 * width + at] = min(start + rows, place + count)
-                at += 1
-            place += count
-        table[3 * width : 3 * width + 2] = total, at
+            for start in range(first, first + count, rows):
+                table[block], table[width + block] = slot, start
+                table[2 * width + block] = min(start + rows, first + count)
+                block += 1
+            first += count
+        table[3 * width : 3 * width + 2] = total, block
         if self._present:
             self._fill_present(table[behind:].reshape(groups, -1), order[:total], np.repeat(slots[chosen], counts))
         self._device[: len(table)].copy_(host, non_blocking=True)
@@ -155,9 +154,7 @@ class LinearAdapter:
     def active(self) -> bool:
         return self._tiles(None) is not None
 
-    def added(
-        self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False, gated: bool = False
-    ) -> Tensor:  # fmt: skip
+    def added(self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False, gated: bool = False) -> Tensor:
         """multiply(), the product y with x [T, in], += B A x of each token's adapter; gated: silu_mul of that. late: a
         kernel behind it starts once x is there. Where A x has a stream of its own, both read what was there before, and
         x lives until B h is launched; a step that fails between them is followed by a wait for all of the card
@@ -209,9 +206,7 @@ class HeadAdapter(LinearAdapter):
 
 
 class EmbeddingAdapter(LinearAdapter):
-    def added(
-        self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False, gated: bool = False
-    ) -> Tensor:  # fmt: skip
+    def added(self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False, gated: bool = False) -> Tensor:
         """x: ids int [T]; of transformers' code [1, T]."""
         tiles, y = self._tiles(None), multiply()
         assert tiles is not None

@@ -59,7 +59,7 @@ class Batch:
 
 @dataclass
 class SampleBatch:
-    """Who samples in a step, and where: S samples, with drafts several in a row of one request."""
+    """The rows that sample in a step, and where: S samples, with drafts several in a row of one request."""
 
     plan: StepPlan
     rows: Tensor  # int32 [S]

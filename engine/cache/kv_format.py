@@ -102,7 +102,7 @@ def scheme_wants_codes(model: ModelConfig) -> bool:
 
 
 def unbounded_keys(model: ModelConfig) -> bool:
-    """Keys with a bias and without a norm. Where transformers' code computes the model, nobody knows."""
+    """Keys with a bias and without a norm. Where transformers' code computes the model, it is not known."""
     return model.foreign is not None or any(
         isinstance(layer.attention, AttentionSpec) and layer.attention.qkv_bias and not layer.attention.qk_norm
         for layer in model.layers
@@ -123,22 +123,22 @@ def loaded_format(settings: Settings, model: Model) -> tuple[KVFormat, str]:
         return NUMBERS, ""
     layers = model.attention_layers()
     calibrated = sum(layer.code_scales is not None for layer in layers)
-    told = f"KV cache {settings.kv_cache_dtype}: "
+    label = f"KV cache {settings.kv_cache_dtype}: "
     if settings.calculate_kv_scales:
-        return KVFormat(code, True), told + (
+        return KVFormat(code, True), label + (
             "each token and head gets a scale of its own as it is written (--calculate-kv-scales; none is taken from a "
             "first batch)"
         )
     if calibrated == len(layers):
-        return KVFormat(code), told + "scales of the checkpoint"
+        return KVFormat(code), label + "scales of the checkpoint"
     if unbounded_keys(model.config):
-        return KVFormat(code, True), told + (
+        return KVFormat(code, True), label + (
             "each token and head gets a scale of its own: the checkpoint has none, and nothing bounds the keys"
         )
     if calibrated:
         return KVFormat(
             code
-        ), told + f"the checkpoint's scales for {calibrated} of {len(layers)} layers, 1.0 for others"
-    return KVFormat(code), told + (
+        ), label + f"the checkpoint's scales for {calibrated} of {len(layers)} layers, 1.0 for others"
+    return KVFormat(code), label + (
         "the checkpoint has no scales, 1.0 is taken for all; --calculate-kv-scales gives each token and head its own"
     )

@@ -11,16 +11,17 @@ pays, or all layers are better off in one group that keeps what any of them need
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..families.layer_spec import KVSpec
-from .kv_capacity import blocks_held, longest_request
 from .kv_format import NUMBERS, KVFormat
 
 if TYPE_CHECKING:
     from ..models.model import Model
+
 
 MAX_GROUPS = 8  # each has a table a request, and costs the host time at every block
 WORTH_GROUPS = 0.05  # of the bytes: what more groups have to save
@@ -132,3 +133,27 @@ def kv_layout(
         return KVLayout.of([*model.kv_specs(), *drafting], block_size, max_model_len, format)
     whole = KVLayout.of([layer.attention.kv for layer in config.layers], block_size, max_model_len, format)
     return whole.of_stage(model.kv_specs(), stage.indices(len(config.layers)))
+
+
+def blocks_held(num_tokens: int, window: int, chunk: int, block_size: int) -> int:
+    """Blocks that a request of `num_tokens` has at most at one moment, when steps compute up to `chunk` of its tokens.
+
+    A step sees its own tokens and, with a window (0: none), the window - 1 before them, wherever in a block they begin.
+    """
+    every = -(-num_tokens // block_size)
+    if not window:
+        return every
+    return min(every, -(-(window + chunk - 2) // block_size) + 1)
+
+
+def longest_request(windows: Sequence[int], num_blocks: int, chunk: int, block_size: int, max_model_len: int) -> int:
+    """Tokens of a request that `num_blocks` blocks, the null block among them, hold while it is alone.
+
+    `windows`: of each KV group. A multiple of block_size; where all groups have windows, the context is the limit.
+    """
+    most = num_blocks - 1 if 0 in windows else -(-max_model_len // block_size)
+
+    def needed(blocks: int) -> int:
+        return sum(blocks_held(blocks * block_size, window, chunk, block_size) for window in windows)
+
+    return bisect_right(range(1, most + 1), num_blocks - 1, key=needed) * block_size

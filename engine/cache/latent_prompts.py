@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.attention.attention_inputs import RaggedBatch
+from ...kernels.attention.attention_parts import RaggedBatch
 from ...kernels.attention.latent_prompts import ExpandedPrompts, LatentSizes
 from ..describe.model_config import ModelConfig
 from ..families.layer_spec import LatentAttentionSpec

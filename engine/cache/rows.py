@@ -75,7 +75,7 @@ class RowTables:
         self.device = device
         self.dummy_row = max_num_seqs
         self.num_computed = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        # Of the tokens behind those that there are: drafts that somebody has proposed. Others stand there by chance.
+        # Of the tokens behind those that there are: drafts that a drafter has proposed. Others stand there by chance.
         self.num_proposed = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.params = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=device)
         self.block_tables = [
@@ -119,7 +119,7 @@ class RowTables:
             counts = [new.num_computed_tokens for new in plan.new_rows]
             ones = [1] * len(rows)
             writes.append((self.num_computed[:, None], _stage(upload, rows, zeros, ones, counts)))
-            # Nobody has drafted for them: a prompt's last token may come in a step with drafts of the row's former one.
+            # No drafts stand there: a prompt's last token may come in a step with drafts of the row's former one.
             writes.append((self.num_proposed[:, None], _stage(upload, rows, zeros, ones, zeros)))
             packed = b"".join(
                 self._pack(new.row, new.num_prompt_tokens, new.sampling, len(known))
@@ -137,8 +137,8 @@ class RowTables:
         return writes
 
     def _stage_tokens(self, plan: StepPlan, upload: Upload, writes: list[tuple[Tensor, Staged]]) -> None:
-        """Prompts, as far as they have blocks now. What a hit found is in the pages of its blocks already: who computed
-        these has put it there."""
+        """Prompts, as far as they have blocks now. What a hit found is in the pages of its blocks already, where the
+        request that computed these has put it."""
         page, ring = self.history.page, self.history.ring
         blocks: list[int] = []
         starts: list[int] = []

@@ -1,13 +1,8 @@
 """A model as its files and the options describe it, and over how many ranks it can be divided.
 
-choice: who computes a model
-divide: over how many ranks a model can be divided, known from config.json alone
-foreign_layout: what a probe of transformers' model finds
-gain: what more ranks, or more stages, would bring to the cache
-hub_gguf: a model of the hub that is a GGUF file
-model_config: what a checkpoint's config.json says of its model, with transformers' defaults for what it leaves out
-model_source: where a model's files come from
+model_config: a model as its config.json describes it, and what computes it: a family of vserve's or transformers' class
+divide: how a model can be divided over ranks and stages, and what more of them would bring
+model_source: a model's files: a folder, the hub's, or one GGUF file of a repository
 overrides: a model's config.json as the options change it
 reading: a model as its config.json and the options describe it, with transformers' defaults for what is left out
-stages: which layers the stages of a pipeline have, known from config.json alone
 """

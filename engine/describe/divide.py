@@ -1,17 +1,19 @@
-"""Over how many ranks a model can be divided, known from config.json alone: without torch, before weights are read."""
+"""How a model can be divided over ranks and stages, and what more of them would bring: by config.json alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ModelError
-from ..families.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec
+from ..families.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
+from ..options.speculation import drafts_by_model
 
 if TYPE_CHECKING:
-    from .choice import Foreign
-    from .model_config import ModelConfig
+    from ..options.config import EngineConfig
+    from .model_config import Foreign, ModelConfig
+
 
 MOST = 64  # ranks that are looked at for those that would do
 SLICE = 256  # gates of an expert that a rank should have at least: fewer make small products, and cut blocks of scales
@@ -121,3 +123,164 @@ def _faults(layer: LayerSpec, size: int, expert_parallel: bool) -> Iterator[str]
         yield f"{mlp.routing.num_experts} whole experts (--enable-expert-parallel)"
     elif mlp.routing.num_experts % size and mlp.inner % size:
         yield f"{mlp.routing.num_experts} experts of {mlp.inner}"
+
+
+ATTENTION = 1.7  # times as long as products of as many operations: fitted on steps of a GPU (engine/planning)
+
+
+def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> None:
+    """Raises ModelError where the model cannot be cut into `size` stages, or not as `counts` (layers of each) says."""
+    if size == 1:
+        return
+    if config.foreign is not None:
+        refuse(f"{config.architecture} is computed by transformers' code, which is not cut into stages", size)
+    if not config.causal:
+        refuse(f"{config.architecture} reads texts both ways, which is not cut into stages", size)
+    num_layers = len(config.layers)
+    if size > num_layers:
+        raise ModelError(
+            f"--pipeline-parallel-size {size}: the model has {num_layers} layers, and every stage needs one: take "
+            f"{num_layers} or less, or divide layers as well (--tensor-parallel-size)"
+        )
+    if counts and sum(counts) != num_layers:
+        raise ModelError(
+            f"--pipeline-layer-partition {','.join(map(str, counts))} deals out {sum(counts)} layers, and the model "
+            f"has {num_layers}: name so many, or leave it out for {','.join(map(str, split(config, size)))}"
+        )
+
+
+def refuse(reason: str, size: int) -> None:
+    """Raises ModelError."""
+    if size > 1:
+        raise ModelError(
+            f"--pipeline-parallel-size {size}: {reason}: leave it out, or take --data-parallel-size {size} for as many "
+            "that each hold all of the model"
+        )
+
+
+def stage_layers(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> list[range]:
+    """The layers of each stage; `counts`: how many each has, where --stage-layers says it."""
+    ends, found = 0, []
+    for count in counts or split(config, size):
+        found.append(range(ends, ends + count))
+        ends += count
+    return found
+
+
+def split(config: ModelConfig, size: int) -> tuple[int, ...]:
+    """Layers of each of `size` stages, so that the costliest costs least, then all about alike.
+
+    What a stage costs is its share of the weights, which limits the cache, and its share of a token's products, which
+    is its time: the first has the embedding's memory as well, the last the output matrix's memory and time.
+    """
+    hidden, table = config.hidden_size, config.vocab_size * config.hidden_size
+    held, used = zip(*(_parameters(layer, hidden) for layer in config.layers), strict=True)
+    of_all, of_products = sum(held) + 2 * table, sum(used) + table
+    costs = [h / of_all + u / of_products for h, u in zip(held, used, strict=True)]
+    first, last = table / of_all, table / of_all + table / of_products
+
+    num_layers = len(costs)
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+    # (the costliest stage's, the sum of squares) of the first layers in so many stages → and where the last one begins
+    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
+    for stage in range(size):
+        found: dict[int, tuple[float, float, int]] = {}
+        beside = first * (stage == 0) + last * (stage == size - 1)
+        for end in range(stage + 1, num_layers - (size - stage - 1) + 1):
+            found[end] = min(
+                (max(most, mine), squares + mine * mine, begin)
+                for begin, (most, squares, _) in best[-1].items()
+                if begin < end
+                for mine in (round(before[end] - before[begin] + beside, 9),)
+            )
+        best.append(found)
+    counts: list[int] = []
+    end = num_layers
+    for stage in range(size, 0, -1):
+        begin = best[stage][end][2]
+        counts.append(end - begin)
+        end = begin
+    return tuple(reversed(counts))
+
+
+def context_cost(config: ModelConfig) -> float:
+    """What a key that a prompt's token sees costs, in products of a token, in the mean layer that sees all."""
+    pairs = products = 0.0
+    for layer in config.layers:
+        spec = layer.attention
+        if isinstance(spec, AttentionSpec) and not spec.window:
+            pairs += spec.num_heads * (spec.head_dim + (spec.value_dim or spec.head_dim))
+        elif isinstance(spec, LatentAttentionSpec):
+            pairs += spec.num_heads * (spec.nope_dim + spec.rope_dim + spec.value_dim)
+        products += _parameters(layer, config.hidden_size)[1]
+    return ATTENTION * pairs / products
+
+
+def _parameters(layer: LayerSpec, hidden: int) -> tuple[int, int]:
+    """(that a layer has, that a token meets), about: norms and biases are small."""
+    attention, mlp = sum(_attention(layer.attention, hidden)), layer.mlp
+    if isinstance(mlp, MLPSpec):
+        both = attention + (2 + mlp.gated) * mlp.inner * hidden
+        return both, both
+    assert isinstance(mlp, MoESpec)
+    expert, shared = 3 * mlp.inner * hidden, 3 * mlp.shared_inner * hidden
+    return (attention + shared + mlp.routing.num_experts * expert, attention + shared + mlp.routing.top_k * expert)
+
+
+def _attention(spec: AttentionSpec | LatentAttentionSpec, hidden: int) -> Iterator[int]:
+    if isinstance(spec, AttentionSpec):
+        value_dim = spec.value_dim or spec.head_dim
+        yield hidden * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        yield hidden * (spec.num_heads + spec.num_kv_heads) * value_dim
+        return
+    query = spec.num_heads * (spec.nope_dim + spec.rope_dim)
+    yield spec.q_rank * (hidden + query) if spec.q_rank else hidden * query
+    yield hidden * (spec.kv_rank + spec.rope_dim)
+    yield spec.kv_rank * spec.num_heads * (spec.nope_dim + spec.value_dim)
+    yield spec.num_heads * spec.value_dim * hidden
+
+
+class Gain(NamedTuple):
+    option: str  # the field of EngineConfig that brings it; "": none does
+    size: int  # what to set that to
+    times: float  # how many times as many tokens the cache then holds; 0.0: it holds none now
+    left: int  # bytes of the cache, on each card
+
+
+def more_cards(model: ModelConfig, config: EngineConfig, weights: int, cache: int) -> Gain:
+    """More ranks; more stages where the model cannot be divided further. weights, cache: see more_ranks."""
+    found = more_ranks(model, config.tensor_parallel_size, weights, cache, config.enable_expert_parallel)
+    if found[0]:
+        return Gain("tensor_parallel_size", *found)
+    if not drafts_by_model(config.speculative_config):  # which it does beside a whole model only
+        found = more_stages(model, config.pipeline_parallel_size, weights, cache)
+    return Gain("pipeline_parallel_size" if found[0] else "", *found)
+
+
+def more_ranks(model: ModelConfig, now: int, weights: int, cache: int, expert_parallel: bool) -> tuple[int, float, int]:
+    """The next number of ranks that can share the model, how many times as many tokens the cache would then hold (0.0
+    where it holds none now), and its bytes on each; (0, 0.0, 0) where there is no such number. weights, cache: bytes of
+    a rank now, the latter may be below 0.
+    """
+    size = next((size for size in sizes(model, expert_parallel) if size > now), 0)
+    if not size or (left := cache + weights - weights * now // size) <= 0:
+        return 0, 0.0, 0
+    times = left / cache * _token_elements(model, now) / _token_elements(model, size) if cache > 0 else 0.0
+    return size, round(times, 1), left
+
+
+def more_stages(model: ModelConfig, now: int, weights: int, cache: int) -> tuple[int, float, int]:
+    """As more_ranks, of stages: the fewest that bring room. Each has its own layers, and the cache of these alone."""
+    if model.foreign is not None or not model.causal:
+        return 0, 0.0, 0
+    for count in range(now + 1, min(len(model.layers), MOST) + 1):
+        if (left := cache + weights - weights * now // count) > 0:
+            return count, round(left / cache * count / now, 1) if cache > 0 else 0.0, left
+    return 0, 0.0, 0
+
+
+def _token_elements(model: ModelConfig, size: int) -> int:
+    """Of keys and values on one of so many ranks."""
+    return sum(kv_share(model, index, size).token_elements for index in range(len(model.layers)))

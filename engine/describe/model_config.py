@@ -1,18 +1,26 @@
-"""What a checkpoint's config.json says of its model, with transformers' defaults for what it leaves out."""
+"""A model as its config.json describes it, and what computes it: a family of vserve's or transformers' class."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..families.encoder_spec import EncoderSpec
-from ..families.family import Names
+from ..errors import ModelError
+from ..families.encoders import EncoderFamily, EncoderSpec, find_encoder
+from ..families.family import Family, Names
 from ..families.head_spec import HeadSpec
-from ..families.layer_spec import FrameSpec, LayerSpec
-from .choice import Foreign
+from ..families.layer_spec import AttentionSpec, FrameSpec, LayerSpec
+from ..families.raw_config import architectures, model_type
+from ..families.refused import refusal
+from ..families.registry import find_family
 
 if TYPE_CHECKING:
-    import torch  # at run time where a dtype is made: who only looks at the file should not wait for it
+    import torch  # at run time only where a dtype is made: reading the file alone should not wait for torch
 
     from ..quant.format import Scheme
 
@@ -62,3 +70,128 @@ class ModelConfig:
 def few_layers(config: ModelConfig) -> ModelConfig:
     """The same with a layer of each kind, and the last one again, which does less than others."""
     return replace(config, layers=(*dict.fromkeys(config.layers), config.layers[-1]))
+
+
+_REMOTE = "AutoModelForCausalLM"  # the key of auto_map whose class can generate
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A model that transformers' code, or code of the model's own folder, computes."""
+
+    architecture: str  # of the class
+    values: Mapping[str, Any]  # config.json
+    code: Path | None = None  # the folder whose code it is; None: transformers'
+    layout: Layout | None = None  # what a probe of it found
+
+    def log_line(self, asked: str) -> str:
+        """The line that says whose code computes the model, and why. `asked`: --model-impl."""
+        whose = "transformers' code" if self.code is None else f"the code in {self.code}"
+        why = "there is no family of our own" if asked == "auto" else f"--model-impl {asked}"
+        return f"{self.architecture} is computed by {whose}, on vserve's cache and kernels ({why})"
+
+
+def choose(
+    raw: Mapping[str, Any], implementation: str = "auto", folder: Path | None = None, trusted: bool = False
+) -> Family | EncoderFamily | Foreign:
+    """By --model-impl and --trust-remote-code. Raises ModelError where neither can serve a config.json with `raw`."""
+    names = architectures(raw)
+    if (encoder := find_encoder(raw)) is not None:
+        if implementation == "transformers":
+            raise ModelError(
+                f"--model-impl transformers: {(names or [encoder.name])[0]} is an encoder, which vserve computes "
+                "itself: leave it out"
+            )
+        return encoder
+    if implementation in ("vserve", "vllm"):
+        return find_family(raw)
+    if implementation == "auto":
+        try:
+            return find_family(raw)
+        except ModelError as error:
+            own = error
+    else:
+        own = ModelError(
+            f"architecture {names[0] if names else 'unnamed'} is not supported: transformers has no such decoder; "
+            "leave --model-impl transformers out, or use another model"
+        )
+    code = raw.get("auto_map")
+    remote = code.get(_REMOTE) if isinstance(code, Mapping) else None
+    if remote and trusted and folder is not None:
+        return Foreign(str(remote).rpartition(".")[2], raw, folder)
+    if (line := refusal(names)) is not None:
+        raise ModelError(line)
+    known = _decoders()
+    for name in (found for given in names for found in (given, f"{given.removesuffix('Model')}ForCausalLM")):
+        if name in known.values():
+            return Foreign(name, raw)
+    if not names and (kind := model_type(raw)) in known:
+        return Foreign(known[kind], raw)
+    if remote:
+        raise ModelError(
+            f"architecture {names[0] if names else remote} is code of the model's own folder, which runs only where it "
+            "is trusted: read it, then add --trust-remote-code"
+        )
+    raise own
+
+
+@cache
+def _decoders() -> dict[str, str]:
+    """Model type → class of transformers' decoders, read of its source: to import it takes seconds."""
+    package = find_spec("transformers")
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        source = Path(folder, "models", "auto", "modeling_auto.py").read_text(encoding="utf-8")
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                (target,) = node.targets
+                if isinstance(target, ast.Name) and target.id == "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES":
+                    return dict(ast.literal_eval(node.value.args[0]))
+    return {}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one matrix is divided: a product's, or the stacked ones of experts."""
+
+    rule: Literal["column", "row"]  # as LinearShape has it
+    length: int  # of the rows, or columns, that are divided
+    unit: int = 1  # of these that stay together: a head
+    whole: bool = False  # column: each rank gets the results of all; row: each has all of the input
+    packed: bool = False  # of experts: two halves, each of which is divided
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Paths are those of the model with its head ("model.layers.0.self_attn")."""
+
+    attention: tuple[str, ...]  # the modules that call attention, in their order; one a layer of the config
+    products: tuple[str, ...]  # nn.Linear modules that are called
+    siblings: tuple[tuple[str, ...], ...]  # of these, those of one module that multiply the same input
+    norms: Mapping[str, tuple[float, bool]]  # RMS norms → (eps, whether their weights are less one)
+    cuts: Mapping[str, Cut] = field(default_factory=dict)  # of products, and of parameters
+    summed: tuple[str, ...] = ()  # experts: each rank has a summand of their results
+    undivided: str = "it was not looked at"  # why it cannot be divided; "": it can
+
+    def is_divided(self, attention: str) -> bool:
+        """Whether each rank has some of its heads."""
+        return any(cut.rule == "column" and not cut.whole for cut in self._cuts_of(attention))
+
+    def fault(self, layers: Sequence[LayerSpec], size: int) -> str | None:
+        """What cannot be divided over so many ranks, for people."""
+        for path, layer in zip(self.attention, layers, strict=True):
+            spec = layer.attention
+            if not self.is_divided(path) or not isinstance(spec, AttentionSpec):
+                continue
+            heads, keys = spec.num_heads, spec.num_kv_heads
+            whole_heads = all(cut.unit > 1 for cut in self._cuts_of(path) if cut.rule == "column")
+            if heads % size or (keys % size and (size % keys or not whole_heads)):
+                return f"{heads} attention heads over {keys} of keys and values"
+        for path, cut in self.cuts.items():
+            units = cut.length // cut.unit // (2 if cut.packed else 1)
+            if units % size and (cut.unit == 1 or size % units):
+                what = "rows" if cut.rule == "column" else "columns"
+                return f"{units} heads of {path}" if cut.unit > 1 else f"{units} {what} of {path}"
+        return None
+
+    def _cuts_of(self, attention: str) -> list[Cut]:
+        return [cut for path, cut in self.cuts.items() if path.rpartition(".")[0] == attention]

@@ -1,15 +1,16 @@
-"""Where a model's files come from: a folder as it is, or the Hugging Face hub."""
+"""A model's files: a folder, what the Hugging Face hub has, or one GGUF file of a repository (`owner/model:Q4_K_M`)."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 
 from ..errors import ModelError, one_line
-from ..files.checkpoint import PICKLED
-from ..files.pickled import PATTERNS
+from ..files.checkpoint import PATTERNS, PICKLED
 from ..options.config import EngineConfig
 from ..options.model_path import cache_folder, find_model
-from .hub_gguf import hub_gguf, split_name
 
 _FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
@@ -72,3 +73,96 @@ def resolve_config_path(config: EngineConfig) -> Path:
     name = str(config.hf_config_path)
     folder = find_model(name)
     return folder if folder is not None else from_hub(name, None, ["config.json"], config.download_dir)
+
+
+USUAL = "Q4_K_M"  # taken where several are there and none is named
+_PART = re.compile(r"-(\d{5})-of-\d{5}$")
+SHOWN = 8  # names in an error
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(repository, what is named behind the colon; "": nothing)."""
+    repository, _, wanted = name.partition(":")
+    return repository, wanted
+
+
+def hub_gguf(name: str, revision: str | None, cache: str | None) -> Path | None:
+    """The file, downloaded or found in the cache, the first part of one that is split; None where the repository has
+    no GGUF files and none was named. Raises ModelError."""
+    import huggingface_hub  # slow, and not needed for a folder
+
+    repository, wanted = split_name(name)
+    try:
+        there = _listed(repository, revision, cache)
+        if not there and not wanted:
+            return None
+        files = choose(repository, there, wanted)
+        folder = huggingface_hub.snapshot_download(
+            repository, revision=revision, cache_dir=cache, allow_patterns=[_literal(file) for file in files]
+        )
+    except ModelError:
+        raise
+    except Exception as error:  # network, name, licence, disk
+        raise ModelError(
+            f"cannot get {name} from the hub ({type(error).__name__}: {one_line(error)}): check name, network and "
+            "HF_TOKEN, or pass a file"
+        ) from error
+    return Path(folder) / files[0]
+
+
+def choose(repository: str, files: list[str], wanted: str) -> list[str]:
+    """One model of a repository's GGUF files, in all its parts. Raises ModelError where the choice is not clear."""
+    models: dict[str, list[str]] = {}  # name without the number of the part → parts
+    for file in sorted(files):
+        models.setdefault(_PART.sub("", file.removesuffix(".gguf")), []).append(file)
+    if wanted:
+        fitting = [name for name in models if _has(name, wanted)]
+    else:
+        fitting = [name for name in models if _has(name, USUAL)] or list(models)
+    if len(fitting) == 1:
+        return models[fitting[0]]
+    if fitting:
+        raise ModelError(
+            f"{repository} has {len(fitting)} GGUF models{wanted and f' for {wanted}'}: {_shown(fitting)}; name one by "
+            f"what only it has, such as {repository}:{PurePosixPath(fitting[0]).name}"
+        )
+    others = f"it has {_shown(list(models))}" if models else "it has no GGUF files"
+    raise ModelError(f"{repository} has no GGUF file for {wanted}: {others}")
+
+
+def _has(name: str, wanted: str) -> bool:
+    """Whether `wanted` is a word of the name, or all of it: Q4_K is none of model-Q4_K_M."""
+    last = PurePosixPath(name).name
+    return last == wanted or re.search(rf"(^|[-._]){re.escape(wanted)}([-.]|$)", last, re.IGNORECASE) is not None
+
+
+def _listed(repository: str, revision: str | None, cache: str | None) -> list[str]:
+    """The repository's; offline, those of the cache."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    if constants.HF_HUB_OFFLINE:
+        folder = Path(  # by a pattern of nothing: asked for all, a snapshot without all files is refused
+            snapshot_download(
+                repository, revision=revision, cache_dir=cache, local_files_only=True, allow_patterns=["/"]
+            )
+        )
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+    else:
+        found = HfApi(endpoint=os.environ.get("HF_ENDPOINT")).model_info(repository, revision=revision)
+        names = [file.rfilename for file in found.siblings or ()]
+    return model_files(names)
+
+
+def model_files(names: Iterable[str]) -> list[str]:
+    """The GGUF files that hold a model, not the encoder of images beside it."""
+    return [name for name in names if name.endswith(".gguf") and not PurePosixPath(name).name.startswith("mmproj")]
+
+
+def _literal(file: str) -> str:
+    """As a pattern of fnmatch."""
+    return re.sub(r"([*?\[])", r"[\1]", file)
+
+
+def _shown(names: list[str]) -> str:
+    short = [PurePosixPath(name).name for name in names]
+    return ", ".join(short[:SHOWN]) + (f" and {len(short) - SHOWN} more" if len(short) > SHOWN else "")

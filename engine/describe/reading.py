@@ -20,12 +20,10 @@ from ..options.config import EngineConfig
 from ..options.model_path import is_gguf
 from ..options.purpose import ANY, Purpose
 from ..quant.scheme import make_scheme, read_quantization
-from .choice import Foreign, choose
-from .divide import check_divides, refuse_encoder
-from .model_config import ModelConfig
+from .divide import check_divides, check_stages, refuse_encoder
+from .divide import refuse as refuse_stages
+from .model_config import Foreign, ModelConfig, choose
 from .overrides import overridden, overrides
-from .stages import check_stages
-from .stages import refuse as refuse_stages
 
 if TYPE_CHECKING:
     from ..quant.format import Scheme
@@ -41,13 +39,7 @@ def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
     source = folder if config.hf_config_path is None else resolve_config_path(config)
     with _naming(changes):
         model = read_folder(
-            folder,
-            source,
-            changes,
-            config.quantization,
-            config.model_impl,
-            config.trust_remote_code,
-            config.purpose,
+            folder, source, changes, config.quantization, config.model_impl, config.trust_remote_code, config.purpose
         )
     return without_windows(model) if config.disable_sliding_window else model
 

@@ -1,16 +1,20 @@
-"""What config.json says of the layers of a model, one file a family. Without torch.
+"""What config.json says of the layers of a model. Without torch.
 
-Beside what they share, a file each: cohere, cohere2, deepseek_v2, deepseek_v3, eurobert, exaone4, gemma, gemma2,
-gemma3, glm, glm4_moe, glm4_moe_lite, gpt_oss, granite, granite_moe, llama, minicpm3, mistral, mixtral, olmo, olmoe,
-phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, seed_oss, smollm3.
-
-encoder_spec: what an encoder is
-encoders: which encoder a config.json describes, and how it is read
 family: what a model family is, and what most of them read of config.json in the same way
+registry: which family a config.json is of; architectures that are refused stand in refused
+
+llama: Llama, and Mistral, Mixtral, Phi 3, Seed-OSS, SmolLM 3, EuroBERT and Granite, which differ from it in little
+qwen: Qwen 2 and 3, and their mixtures
+gemma: Gemma 1, 2 and 3
+glm: GLM 4, and its mixtures from 4.5 on
+olmo: OLMo 2 and 3, OLMoE, EXAONE 4, and Cohere's Command R, R+, R7B and A: norms elsewhere than Llama's
+deepseek: models with latent attention: DeepSeek-V2 and V3, GLM-4.7-Flash, MiniCPM 3
+gpt_oss: gpt-oss
+
+encoders: what an encoder is, which one a config.json describes, and how it is read
 head_spec: what stands behind the pooled hidden state of a model, as its folder describes it
 layer_spec: what one layer of a model is
 raw_config: values of a config.json, checked as they are read
 refused: architectures that nothing here can serve, by name
-registry: which family a config.json is of
 rope_config: how positions are rotated, as config.json says it in one of two spellings
 """

@@ -6,8 +6,10 @@ family therefore says what its layers are (LayerSpec); what is computed for them
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
@@ -19,6 +21,14 @@ MAX_LAYERS = 4096
 MAX_EXPERTS = 4096  # of a layer
 MAX_CHOSEN = 64  # by a token
 SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}  # config.json's hidden_act → ours
+_TABLE = Path(__file__).parents[2] / "configs" / "families.json"
+# Config classes of transformers by model_type → their defaults of the keys that are read here. Made by
+# tools/docs/family_defaults.py.
+TRANSFORMERS: dict[str, dict[str, Any]] = json.loads(_TABLE.read_text())
+# Keys that are read of every family and that not all of those classes have.
+_LEFT_OUT = {
+    "head_dim": None, "attention_bias": False, "mlp_bias": False, "num_experts": None, "num_local_experts": None
+}  # fmt: skip
 # Pieces of our names (llama's) → of a checkpoint's, each put into what those before it have made of a name.
 Names = tuple[tuple[str, str], ...]
 
@@ -29,11 +39,11 @@ class Family:
 
     architecture: str
     model_type: str  # for a config.json that names no architecture
-    # Every key that is read of its config.json → what transformers' config class holds where it is left out.
-    defaults: Mapping[str, Any]
     layers: Callable[[RawConfig], tuple[LayerSpec, ...]]  # raises ModelError for what cannot be run
     frame: Callable[[RawConfig], FrameSpec] = lambda raw: FrameSpec()
     norm_eps: str = "rms_norm_eps"  # its key
+    own: Mapping[str, Any] = field(default_factory=dict)  # defaults of keys that transformers' class does not have
+    like: str = ""  # the model_type with transformers' class, where its own has none
     # Of its checkpoints, where they differ from llama's: see ModelConfig.
     names: Names = ()
     other_names: tuple[Names, ...] = ()
@@ -41,6 +51,11 @@ class Family:
     drafts: str = ""  # the key of how many layers its checkpoints have behind the last one, which draft tokens
     nested: str = ""  # the key of the object in config.json that describes the decoder
     causal: bool = True  # whether its tokens see earlier ones alone, where config.json says nothing of it
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Every key that is read of its config.json → the value where it is left out: that of transformers' class."""
+        return {**_LEFT_OUT, **TRANSFORMERS[self.like or self.model_type], **self.own}
 
 
 def layer_count(raw: RawConfig) -> int:

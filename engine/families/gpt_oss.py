@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ..errors import ModelError
-from . import llama
 from .family import Family, attention_spec, expert_counts, mlp_spec, windows_of
 from .layer_spec import LayerSpec, MoESpec, RoutingSpec
 from .raw_config import RawConfig
@@ -21,35 +19,12 @@ ROPE = {
     "original_max_position_embeddings": 4096,
 }
 ALPHA = 1.702  # of the experts' activation
-DEFAULTS: dict[str, Any] = {
-    **llama.DEFAULTS,
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "eos_token_id": None,
-    "rope_theta": 150000.0,
-    "rope_scaling": None,
-    "rope_parameters": None,
-    "attention_bias": True,
-    "sliding_window": 128,
-    "layer_types": None,  # null: every other layer has the window, the first one does
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "swiglu_alpha": ALPHA,
-    "swiglu_limit": 7.0,
-}
 
 
 def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     """Llama with sinks, biases, a window in some layers, and experts chosen by logits, whose activation is clamped."""
     if not (raw.get("rope_scaling") or raw.get("rope_parameters")):
-        raw = RawConfig({**raw.values, "rope_parameters": ROPE}, DEFAULTS)
+        raw = RawConfig({**raw.values, "rope_parameters": ROPE}, raw.defaults)
     if (alpha := raw.number("swiglu_alpha")) != ALPHA:
         raise ModelError(f"config.json: swiglu_alpha is {alpha}, supported is {ALPHA}: use another model")
     attention = replace(attention_spec(raw, bias=bool(raw.get("attention_bias"))), sinks=True)
@@ -67,4 +42,4 @@ def layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(replace(attention, window=window), mixture) for window in windows_of(raw, full_every=2))
 
 
-GPT_OSS = Family("GptOssForCausalLM", "gpt_oss", DEFAULTS, layers)
+GPT_OSS = Family("GptOssForCausalLM", "gpt_oss", layers, own={"rope_scaling": None, "rope_parameters": None})

@@ -18,13 +18,13 @@ class RawConfig:
     """
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.values, self._defaults = values, defaults
+        self.values, self.defaults = values, defaults
         self.default_theta: float = defaults.get("rope_theta", 10_000.0)
 
     def get(self, key: str) -> Any:
         """Where the default is true, false or a name, the value is of that kind too, or null. Raises ModelError: else
         any text would switch things on."""
-        default = self._defaults[key]
+        default = self.defaults[key]
         value = self.values.get(key, default)
         if isinstance(default, bool):
             return flag({key: value}, key)
@@ -45,7 +45,7 @@ class RawConfig:
 
     def count(self, key: str) -> int:
         """A whole number above 0; null is the default. Raises ModelError."""
-        return self.optional_count(key) or self._defaults[key]
+        return self.optional_count(key) or self.defaults[key]
 
     def size(self, key: str) -> int:
         """A whole number from 0 on; null is 0. Raises ModelError."""
@@ -65,7 +65,7 @@ class RawConfig:
 
     def number(self, key: str) -> float:
         """A number above 0; null is the default. Raises ModelError."""
-        return number(self.values, key, self._defaults[key])
+        return number(self.values, key, self.defaults[key])
 
     def optional_number(self, key: str) -> float | None:
         """A number above 0, or null. Raises ModelError."""

@@ -1,7 +1,7 @@
 """Architectures that nothing here can serve, by name: what each needs that is not there.
 
-They are transformers' classes or known from the hub. Whoever has no family of its own is looked up here before anything
-else is tried, without torch.
+They are transformers' classes or known from the hub. A class without a family of its own is looked up here before
+anything else is tried, without torch.
 """
 
 from __future__ import annotations

@@ -6,38 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ModelError
-from .cohere import COHERE
-from .cohere2 import COHERE2
-from .deepseek_v2 import DEEPSEEK_V2
-from .deepseek_v3 import DEEPSEEK_V3
-from .eurobert import EUROBERT
-from .exaone4 import EXAONE4
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3
 from .family import Family
-from .gemma import GEMMA
-from .gemma2 import GEMMA2
-from .gemma3 import GEMMA3, GEMMA3_PICTURES
-from .glm import GLM, GLM4
-from .glm4_moe import GLM4_MOE
-from .glm4_moe_lite import GLM4_MOE_LITE
+from .gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_PICTURES
+from .glm import GLM, GLM4, GLM4_MOE
 from .gpt_oss import GPT_OSS
-from .granite import GRANITE
-from .granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from .head_spec import base_name
-from .llama import LLAMA, LLAMA_BOTH_WAYS
-from .minicpm3 import MINICPM3
-from .mistral import MISTRAL
-from .mixtral import MIXTRAL
-from .olmo import OLMO2, OLMO3
-from .olmoe import OLMOE
-from .phi3 import PHI3
-from .qwen2 import QWEN2
-from .qwen2_moe import QWEN2_MOE
-from .qwen3 import QWEN3
-from .qwen3_moe import QWEN3_MOE
+from .llama import (
+    EUROBERT,
+    GRANITE,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    LLAMA,
+    LLAMA_BOTH_WAYS,
+    MISTRAL,
+    MIXTRAL,
+    PHI3,
+    SEED_OSS,
+    SMOLLM3,
+)
+from .olmo import COHERE, COHERE2, EXAONE4, OLMO2, OLMO3, OLMOE
+from .qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from .raw_config import architectures, model_type
 from .refused import refusal
-from .seed_oss import SEED_OSS
-from .smollm3 import SMOLLM3
 
 FAMILIES = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GEMMA3_PICTURES, PHI3, GLM, GLM4, GRANITE, COHERE, COHERE2,

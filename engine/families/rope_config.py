@@ -100,31 +100,16 @@ def _rope(
         "original_max_position_embeddings"
     )
     if kind == "llama3":
-        return RopeConfig(
-            kind,
-            theta,
-            number(values, "factor"),
-            original,
-            low_freq_factor=number(values, "low_freq_factor"),
-            high_freq_factor=number(values, "high_freq_factor"),
-        )
+        low, high = number(values, "low_freq_factor"), number(values, "high_freq_factor")
+        return RopeConfig(kind, theta, number(values, "factor"), original, low_freq_factor=low, high_freq_factor=high)
     factor = number(values, "factor", max_position / original)
+    temperature = RawConfig(values, {"attention_factor": None}).optional_number("attention_factor")
+    scaled = RopeConfig(kind, theta, factor, original, attention_factor=temperature)
     if kind == "longrope":
-        return RopeConfig(
-            kind,
-            theta,
-            factor,
-            original,
-            attention_factor=RawConfig(values, {"attention_factor": None}).optional_number("attention_factor"),
-            short_factor=_numbers(values, "short_factor"),
-            long_factor=_numbers(values, "long_factor"),
-        )
-    return RopeConfig(
-        kind,
-        theta,
-        factor,
-        original,
-        attention_factor=RawConfig(values, {"attention_factor": None}).optional_number("attention_factor"),
+        short, long = _numbers(values, "short_factor"), _numbers(values, "long_factor")
+        return replace(scaled, short_factor=short, long_factor=long)
+    return replace(
+        scaled,
         beta_fast=_optional(values, "beta_fast") or 32.0,
         beta_slow=_optional(values, "beta_slow") or 1.0,
         mscale=_optional(values, "mscale"),

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError, unreadable
+from ..quant.format import TensorInfo
 from ..quant.ggml_types import BLOCKS, CODE_BOOKS, FLOATS
 from .gguf_config import read_config, read_generation_config
 from .gguf_families import BARE, FAMILIES, GGUFFamily, shapes_of
 from .gguf_file import GGUFTensor, read_gguf
-from .tensor_info import TensorInfo
 
 if TYPE_CHECKING:  # what cannot be served is refused before torch is imported
     from torch import Tensor

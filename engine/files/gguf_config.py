@@ -10,8 +10,7 @@ from typing import Any
 from ..errors import ModelError, unreadable
 from ..quant.ggml_types import BLOCKS
 from .gguf_families import FAMILIES, GGUFFamily
-from .gguf_file import GGUFFile, GGUFTensor, Strings
-from .gguf_keys import Keys, is_number
+from .gguf_file import GGUFFile, GGUFTensor, Keys, Strings, is_number
 
 _CONTROL = 3  # of tokenizer.ggml.token_type
 # Control tokens that end an answer, whether a key names them or not: older files name only one.

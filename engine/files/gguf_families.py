@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .gguf_keys import Keys
+from .gguf_file import Keys
 
 Settings = dict[str, Any]  # under the names of config.json
 # Name of a layer's tensor → transformers'. Experts' are stacked in the file, [E, N, K], and one each in a folder.
@@ -149,10 +149,7 @@ def _granite(keys: Keys, config: Settings) -> Settings:
 
 
 def _cohere(keys: Keys, config: Settings) -> Settings:
-    return {
-        "logit_scale": keys.positive("logit_scale"),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.file.tensors,
-    }
+    return {"logit_scale": keys.positive("logit_scale"), "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.file.tensors}
 
 
 def _gpt_oss(keys: Keys, config: Settings) -> Settings:
@@ -176,22 +173,18 @@ FAMILIES: Mapping[str, GGUFFamily] = {
     "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", "qwen2_moe", QWEN_MOE, _qwen_moe, qkv_bias=True),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", "qwen3_moe", QWEN_MOE, _qwen_moe),
     "gemma": GGUFFamily("GemmaForCausalLM", "gemma", raised_norms=True),
-    "gemma2": GGUFFamily(
-        "Gemma2ForCausalLM", "gemma2", GEMMA2, _gemma2, raised_norms=True, layers_with_windows=True
-    ),
+    "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", GEMMA2, _gemma2, raised_norms=True, layers_with_windows=True),
     "gemma3": GGUFFamily(
         "Gemma3ForCausalLM", "gemma3_text", GEMMA2, _gemma3, raised_norms=True, layers_with_windows=True
     ),
-    "phi3": GGUFFamily(
-        "Phi3ForCausalLM", "phi3", PHI3, _phi3, rotates_a_part=True, layers_with_windows=True
-    ),
+    "phi3": GGUFFamily("Phi3ForCausalLM", "phi3", PHI3, _phi3, rotates_a_part=True, layers_with_windows=True),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", OLMO2),
     "granite": GGUFFamily("GraniteForCausalLM", "granite", LLAMA, _granite, permuted=True),
     "gpt-oss": GGUFFamily("GptOssForCausalLM", "gpt_oss", GPT_OSS, _gpt_oss, layers_with_windows=True),
     "command-r": GGUFFamily(
         "CohereForCausalLM", "cohere", COHERE, _cohere, norm_eps=("attention.layer_norm_epsilon", "layer_norm_eps")
     ),
-}  # fmt: skip
+}
 
 
 def shapes_of(config: Settings) -> dict[str, tuple[int, ...]]:

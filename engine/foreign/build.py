@@ -1,4 +1,4 @@
-"""A model of transformers as its config describes it, without weights."""
+"""A model of transformers without weights, and what it calls in place of its own attention and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, initialization
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.integrations import moe
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import AttentionInterface
 
-from ..describe.choice import Foreign
-from ..errors import ModelError, one_line
+from ...kernels.experts.moe import ExpertWeights, experts
+from ..describe.model_config import Foreign
+from ..errors import ConfigError, ModelError, one_line
 from ..layers.rope import RotaryEmbedding
-from . import hooks
 
 _PATCHING = threading.Lock()
 _FIXED = "rope_type_that_is_fixed"  # attribute of a module whose rope_type no longer says it
@@ -40,7 +42,7 @@ def make_config(foreign: Foreign) -> PreTrainedConfig:
         raise ModelError(
             f"transformers cannot read config.json ({type(error).__name__}: {one_line(error)}): correct the file"
         ) from error
-    config._attn_implementation = config._experts_implementation = hooks.NAME
+    config._attn_implementation = config._experts_implementation = NAME
     if config.is_encoder_decoder or config.get_text_config() is not config:
         raise ModelError(
             f"architecture {foreign.architecture} is not served: it has an encoder or parts beside text; use another "
@@ -51,7 +53,7 @@ def make_config(foreign: Foreign) -> PreTrainedConfig:
 
 def build(foreign: Foreign, dtype: torch.dtype, device: torch.device, max_len: int) -> PreTrainedModel:
     """Parameters on meta, tables (rotary frequencies) on `device`, for contexts up to `max_len`. Raises ModelError."""
-    hooks.register()
+    register()
     config, kind = make_config(foreign), _class(foreign)
     before = torch.get_default_dtype()
     try:
@@ -156,3 +158,70 @@ def body_of(model: PreTrainedModel) -> PreTrainedModel:
     """The decoder below the head; the model itself where it has none."""
     body: PreTrainedModel = model.get_decoder()
     return getattr(model, "model", model) if body is model else body
+
+
+NAME = "vserve"  # of both, in a config
+CALLED = "paged"  # attribute of a module that calls attention: what is to answer
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **given: Any
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], rotated, key [1, KV, T, D], value [1, KV, T, Dv] → [1, T, H, Dv].
+
+    transformers makes no mask for an implementation that it does not know: attention_mask is None, or the model's own.
+    """
+    return module.__dict__[CALLED](query, key, value, attention_mask, given), None
+
+
+def run_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """x [T, hidden], ids int64 and weights [T, k] of each token's experts → [T, hidden].
+
+    The same numbers whatever shares the batch in fp32, no atomics. Most mixtures go to our own kernels, the others to
+    torch's grouped product, for which the host does not wait in bf16 on Hopper and later.
+    """
+    if x.device.type == "meta":
+        return x.new_empty(x.shape)
+    if _are_gated_by_silu(module):
+        matrices = ExpertWeights(module.gate_up_proj, module.down_proj)  # type: ignore[arg-type]
+        return experts(x.contiguous(), ids.int(), weights.float(), matrices)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing() and not _goes_into_a_graph(x):
+        raise ConfigError(
+            "these experts, which transformers' code computes, go into CUDA graphs in bfloat16 on Hopper GPUs and "
+            "later only: pass --dtype bfloat16 there, or --enforce-eager"
+        )
+    result: Tensor = moe.grouped_mm_experts_forward(module, x, ids, weights)
+    return result
+
+
+def expert_sizes(model: nn.Module) -> set[tuple[int, int]]:
+    """(experts a token, experts) of the mixtures that our own kernels compute."""
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 1
+    found = set()
+    for module in model.modules():
+        stacked = getattr(module, "gate_up_proj", None)
+        if isinstance(stacked, Tensor) and hasattr(module, "has_gate") and _are_gated_by_silu(module):
+            found.add((int(chosen), stacked.shape[0]))
+    return found
+
+
+def _are_gated_by_silu(module: Any) -> bool:
+    """down(silu(gate(x)) · up(x)) with [E, 2I, H] and [E, H, I], and nothing else."""
+    return (
+        module.has_gate
+        and module.is_concatenated
+        and not (module.is_transposed or module.has_bias or getattr(module, "has_post_expert_norm", False))
+        and type(module)._apply_gate is moe._default_apply_gate
+        and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    )
+
+
+def _goes_into_a_graph(x: Tensor) -> bool:
+    """Elsewhere torch's grouped product loops over the groups, for which the host waits."""
+    return x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def register() -> None:
+    AttentionInterface.register(NAME, attend)
+    moe.ExpertsInterface.register(NAME, run_experts)

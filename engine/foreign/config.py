@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..describe.choice import Foreign
-from ..describe.model_config import ModelConfig
+from ..describe.model_config import Foreign, ModelConfig
 from ..errors import ModelError
 from .build import build
 from .probe import Probe

@@ -19,7 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ..describe.model_config import ModelConfig
 from ..errors import ModelError, one_line
 from ..files.checkpoint import FLOAT_TYPES, Checkpoint
-from ..files.tensor_info import TensorInfo
+from ..quant.format import TensorInfo
 from .build import build
 
 logger = logging.getLogger(__name__)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...kernels.attention.attention_inputs import Scoring
+from ...kernels.attention.attention_parts import Scoring
 from ...kernels.sampling.argmax import best_of_pieces, of_pieces
-from ..describe.choice import Foreign
-from ..describe.foreign_layout import Cut, Layout
-from ..describe.model_config import ModelConfig
+from ..describe.model_config import Cut, Foreign, Layout, ModelConfig
+from ..errors import ModelError
 from ..families.layer_spec import AttentionSpec, KVSpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.embedding import Embedding, LMHead
@@ -23,11 +22,12 @@ from ..layers.head import Head as PoolingHead
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..quant.weights import Placement, WeightHolder, WeightMap
-from . import hooks
-from .build import OwnRotation, body_of, build
+from .build import CALLED, OwnRotation, body_of, build, expert_sizes
 from .modules import Norm, Part, Plain, Product, SharedInput, own_tensors, put
-from .probe import kept_in_fp32
-from .rank_specs import specs_of_rank
+from .probe import Probe, kept_in_fp32
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Step:
@@ -115,14 +115,14 @@ class TransformersModel(nn.Module):
         self._put_products(model, layout)
         for path, (eps, less_one) in layout.norms.items():
             size = model.get_parameter(f"{path}.weight").shape[0]
-            norm = RMSNorm(size, eps, place, less_one=less_one)
+            norm = RMSNorm((size,), eps, place, less_one=less_one)
             self._map[path] = norm, ""
             put(model, path, Norm(norm))
         self._hold_the_rest(model, layout.cuts)
         if place.tp_size > 1:
             for path in layout.summed:
                 model.get_submodule(path).register_forward_hook(self._sum)
-        self.experts = hooks.expert_sizes(model)
+        self.experts = expert_sizes(model)
         self.body, self.given, self.head = body_of(model), Given(), model
         put(model, next(path for path, module in model.named_modules() if module is self.body), self.given)
         self.eval()
@@ -149,7 +149,7 @@ class TransformersModel(nn.Module):
                 spec.num_heads, spec.num_kv_heads, spec.head_dim, index, still,
                 Scoring(spec.scale, spec.window, spec.soft_cap), value_dim=spec.value_dim,
             )  # fmt: skip
-            model.get_submodule(path).__dict__[hooks.CALLED] = PagedAttention(attention, self._step)
+            model.get_submodule(path).__dict__[CALLED] = PagedAttention(attention, self._step)
             found.append(attention)
         return found
 
@@ -225,7 +225,7 @@ class TransformersModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] → fp32 [N, vocab]."""
         self.given.hidden = hidden[None]
-        logits: Tensor = self.head(inputs_embeds=self.given.hidden, use_cache=False).logits  # nobody embeds anything
+        logits: Tensor = self.head(inputs_embeds=self.given.hidden, use_cache=False).logits  # nothing is embedded
         del self.given.hidden
         return logits[0].float()
 
@@ -253,3 +253,49 @@ class TransformersModel(nn.Module):
 
 def _modules(holder: WeightHolder) -> list[nn.Module]:
     return list(holder.modules()) if isinstance(holder, nn.Module) else []
+
+
+class _Shapes(nn.Module):
+    """In the place of a product that is divided, on meta: what would come of it."""
+
+    def __init__(self, linear: nn.Linear, cut: Cut, place: Placement) -> None:
+        super().__init__()
+        mine = place.span(cut.length, cut.unit)[1]
+        row = cut.rule == "row"
+        self.inputs = mine if row and not cut.whole else linear.in_features
+        self.outputs = linear.out_features if row or cut.whole else mine
+        self.weight = linear.weight  # for code that looks at its dtype or device
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.inputs:
+            raise ValueError(f"a product of {self.inputs} columns gets {x.shape[-1]}")
+        return x.new_empty(*x.shape[:-1], self.outputs)
+
+
+def specs_of_rank(
+    model: PreTrainedModel, layout: Layout, whole: Sequence[AttentionSpec], place: Placement
+) -> list[AttentionSpec]:
+    """What each call of attention has on this rank: seen in a forward of `model`, which is on meta, and is taken apart
+    here. `whole`: on one. Raises ModelError where its code does not go along."""
+    for path, cut in layout.cuts.items():
+        if isinstance(linear := dict(model.named_modules()).get(path), nn.Linear):
+            put(model, path, _Shapes(linear, cut, place))
+    size = place.tp_size
+    try:
+        found = list(Probe(model).specs.values())
+    except ModelError as error:
+        raise _refused(model, size, str(error)) from error
+    for path, spec, before in zip(layout.attention, found, whole, strict=True):
+        parts = size if layout.is_divided(path) else 1
+        heads, keys = before.num_heads // parts, max(1, before.num_kv_heads // parts)
+        if (spec.num_heads, spec.num_kv_heads) != (heads, keys) or (spec.sinks and parts > 1):
+            raise _refused(model, size, f"{path} has {spec.num_heads} heads over {spec.num_kv_heads} on a rank")
+    return found
+
+
+def _refused(model: PreTrainedModel, size: int, why: str) -> ModelError:
+    return ModelError(
+        f"--tensor-parallel-size {size}: the code of {type(model).__name__}, which transformers has, does not go along "
+        f"with its own plan ({why}): leave it out, or take --data-parallel-size {size} for as many that each hold all "
+        "of the model"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,13 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from ..describe.foreign_layout import Layout
+from ..describe.model_config import Layout
 from ..errors import ModelError, one_line
 from ..families.layer_spec import AttentionSpec, LayerSpec, MLPSpec
-from . import hooks
-from .build import body_of
-from .norms import as_rms_norm, eps_of, may_be_norm
-from .shards import with_plan
+from .build import CALLED, body_of
+from .modules import with_plan
 
 _TOKENS = 37  # a number that nothing else in a model is likely to be
 # What some models hand to attention and the kernels do not have. Others (dropout, positions, …) change nothing here.
@@ -73,11 +72,11 @@ class Probe:
         self.hidden_size = int(output[0].shape[-1])
 
     def _watched(self) -> Any:
-        """All modules report: who calls attention, what is multiplied by whom."""
+        """All modules report: which calls attention, and which multiplies what."""
         stack = _Undo()
         for path, module in self.model.named_modules():
-            module.__dict__[hooks.CALLED] = partial(self._record, path, module)
-            stack.calls.append(partial(module.__dict__.pop, hooks.CALLED, None))
+            module.__dict__[CALLED] = partial(self._record, path, module)
+            stack.calls.append(partial(module.__dict__.pop, CALLED, None))
             if type(module) is nn.Linear or may_be_norm(module):
                 stack.calls.append(module.register_forward_pre_hook(partial(self._called, path)).remove)
         return stack
@@ -227,3 +226,52 @@ class _Undo:
     def __exit__(self, *_: Any) -> None:
         for call in self.calls:
             call()
+
+
+def may_be_norm(module: nn.Module) -> bool:
+    """By its shape: one vector of weights and nothing else."""
+    weight = module._parameters.get("weight")
+    return (
+        "norm" in type(module).__name__.lower()
+        and weight is not None
+        and weight.dim() == 1
+        and len(module._parameters) == 1
+        and not module._buffers
+        and not module._modules
+        and eps_of(module) is not None
+    )
+
+
+def eps_of(module: nn.Module) -> float | None:
+    for name in ("variance_epsilon", "eps", "epsilon", "norm_eps"):
+        if isinstance(value := getattr(module, name, None), float):
+            return value
+    return None
+
+
+def as_rms_norm(module: nn.Module) -> tuple[float, bool] | None:
+    """(eps, whether weights are less one) where it is an RMS norm: it is tried on random numbers."""
+    given, eps = module._parameters["weight"], eps_of(module)
+    assert given is not None and eps is not None
+    size = given.shape[0]
+    tried = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(5, size, generator=generator), torch.randn(size, generator=generator)
+    tried._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    try:
+        with torch.no_grad():
+            found = tried(x)
+            tiny = tried(x * 1e-4)
+    except Exception:
+        return None
+    for offset in (0.0, 1.0):
+        if all(
+            isinstance(got, Tensor) and torch.allclose(got, _rms(x, weight + offset, eps), rtol=1e-4, atol=1e-5)
+            for got, x in ((found, x), (tiny, x * 1e-4))
+        ):
+            return eps, bool(offset)
+    return None
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

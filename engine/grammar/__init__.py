@@ -3,6 +3,5 @@
 grammar: grammars that outputs must follow
 grammar_libraries: xgrammar and llguidance, their vocabularies read by their C interfaces, which leave the
     interpreter's lock to others
-guide: one output's way through its grammar, and the account of what it costs
-thinking: where an output stands in its reasoning
+guide: one output's way through its grammar: the reasoning before it, and the account of what masks cost
 """

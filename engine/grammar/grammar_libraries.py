@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # who only starts an engine does not need it
+if TYPE_CHECKING:  # starting an engine alone does not need it
     import numpy as np
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class GrammarError(Exception):
 
 
 def load() -> None:
-    """Loads both: 50 ms, with the interpreter's lock for much of it. Raises nothing: who needs them hears of it."""
+    """Loads both: 50 ms, with the interpreter's lock for much of it. Raises nothing: what needs them hears of it."""
     try:
         xgrammar()
         _llguidance()

@@ -1,14 +1,12 @@
 """The layers that models are assembled from.
 
-attention: attention over the paged KV cache
+attention: attention over the paged KV cache, and sinks
 embedding: token ids → vectors, and vectors → logits
-expert_load: how many tokens each expert of a mixture got
+routing: the router of a mixture, and the counts of tokens by expert
 experts: the experts of a mixture
 head: products behind the pooled hidden state, in fp32 whatever the model's type
 linear: the only place that multiplies by weights
 norm: norms, alone or fused with the residual addition before them
 rope: rotary position embedding (Su et al., arXiv:2104.09864) and the ways to stretch it, as transformers computes
     them
-routing: the router of a mixture
-sinks: attention sinks (arXiv 2309.17453), as gpt-oss has learned them
 """

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.attention import DecodeWorkspace, PrefillWork, decode_attention, prefill_attention
 from ...kernels.attention.attention_beside import MIN_DECODES, attend_beside
-from ...kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from ...kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring, UniformBatch
 from ...kernels.attention.attention_prefill_hopper import supports, takes
 from ...kernels.attention.kv_unpack import PromptPages, UnpackedPrompts
 from ...kernels.attention.latent_prompts import ExpandedPrompts
 from ...kernels.attention.rope_kv import rope_write_kv
 from ..families.layer_spec import KVSpec
+from ..quant.format import FLOATS, Format, Stored
+from ..quant.weights import Placement, frozen
 from .norm import RMSNorm
 from .rope import RotaryEmbedding
-from .sinks import Sinks
 
 
 @dataclass(slots=True)
@@ -116,7 +119,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """query [T, H, D], key [T, KV, D], value [T, KV, Dv], positions int32 [T] → [T, H·Dv].
 
-        query is overwritten, and key may be. The step's keys and values go into the cache first. last_only: nobody
+        query is overwritten, and key may be. The step's keys and values go into the cache first. last_only: nothing
         needs more than the results of each request's last token; the others may be undefined.
 
         Without a cache (the memory profiling run) nothing is attended to: zeros of the right shape.
@@ -173,3 +176,32 @@ class Attention(nn.Module):
         if cache.key_scales is None or pages is None or not batch.max_query_len:
             return None
         return batch.unpacked(cache) if supports(query, pages.like(cache), self.scoring, out) else None
+
+
+class Sinks(nn.Module):
+    """fp32, as scores are; in a checkpoint they stand below the attention, without a module of their own."""
+
+    weight: nn.Parameter
+
+    def __init__(self, num_heads: int, place: Placement) -> None:
+        super().__init__()
+        self.num_heads, self.place = num_heads, place
+        self.span = place.span(num_heads)
+
+    def choose(self, formats: Mapping[str, Format]) -> None:
+        assert not formats, "no format stores vectors"
+
+    def expected(self, part: str) -> dict[str, Stored]:
+        return {"sinks": Stored((self.num_heads,), FLOATS)}
+
+    def create(self) -> None:
+        self.weight = frozen(torch.empty(self.span[1], dtype=torch.float32, device=self.place.device))
+
+    def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        self.weight.copy_(tensors["sinks"].narrow(0, *self.span))
+
+    def finish(self) -> None:
+        pass
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.weight.normal_(generator=generator)

@@ -12,9 +12,8 @@ from ...kernels.linear.fp8_rows import Fp8Rows
 from ...kernels.sampling.argmax import best_of_pieces, of_pieces
 from ..quant.decoded import decoded
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
-from ..quant.staging import copy_weight
 from ..quant.unquantized import Tied
-from ..quant.weights import Placement, vocab_share
+from ..quant.weights import Placement, copy_weight, vocab_share
 from .linear import Adapter, Linear
 
 

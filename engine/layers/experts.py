@@ -16,12 +16,10 @@ from ..errors import ModelError
 from ..families.layer_spec import MoESpec
 from ..quant.codes import Codes
 from ..quant.decoded import decoded, finite
-from ..quant.experts import Biases, ExpertsMethod, QuantizedExperts
+from ..quant.experts import Biases, ExpertsMethod, PackedExperts, QuantizedExperts
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from ..quant.fp4 import decode_experts
-from ..quant.packed_experts import PackedExperts
-from ..quant.staging import copy_weight
-from ..quant.weights import Placement, keep_at_hand
+from ..quant.weights import Placement, copy_weight, keep_at_hand
 
 PARTS = ("gate", "up", "down")
 STACKED = "stacked"  # the part of a file that has all experts in one tensor

@@ -66,9 +66,7 @@ class Adapter(Protocol):
         """Whether some row of the step under way has one."""
         ...
 
-    def added(
-        self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False, gated: bool = False
-    ) -> Tensor:  # fmt: skip
+    def added(self, x: Tensor, multiply: Callable[[], Tensor], late: bool = False, gated: bool = False) -> Tensor:
         """multiply(), the product y [T, out] of this rank with x [T, in], += B A x, in place → y; gated: → silu of its
         first half times the second. Only where it is active. late: the product is."""
         ...
@@ -98,7 +96,7 @@ class Linear(nn.Module):
         super().__init__()
         self.shape = LinearShape(in_features, parts, place, rule, unit, bias, row_order, pieces)
         self.adapter: Adapter | None = None
-        self.adds_few = False  # to the residual, of few rows too, where somebody behind it gains by that
+        self.adds_few_rows = False  # to the residual, even of few rows, where a module behind it gains by that
 
     def choose(self, formats: Mapping[str, Format]) -> None:
         if not formats:
@@ -146,7 +144,7 @@ class Linear(nn.Module):
 
     def _added(
         self, adapter: Adapter, x: Tensor | Fp8Rows, residual: Tensor | None = None, gated: bool = False
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         assert isinstance(x, Tensor), "fp8_input asks for none in a step with adapters"
         late = len(x) <= self.method.add_up_to
         return adapter.added(x, lambda: self.method.multiply(x, residual, late=late), late, gated)
@@ -172,7 +170,7 @@ class Linear(nn.Module):
         """What an adapter adds to is rounded once more: of few rows it has to be, for rows without one to keep their
         bits."""
         add_rows = self.method.add_rows
-        few = self.adds_few and rows <= self.method.add_up_to
+        few = self.adds_few_rows and rows <= self.method.add_up_to
         return few or (add_rows is not None and rows >= add_rows and not self.is_adapted)
 
     def silu_mul(self, x: Tensor | Fp8Rows, reader: Linear | None = None) -> Tensor | Fp8Rows:
@@ -183,9 +181,7 @@ class Linear(nn.Module):
             return self._added(adapter, x, gated=True) if joined is None else joined
         return self.method.silu_mul(x, None if reader is None else reader.fp8_input(x.shape[0]))
 
-    def activate(
-        self, x: Tensor | Fp8Rows, activation: Activation, reader: Linear | None = None
-    ) -> Tensor | Fp8Rows:  # fmt: skip
+    def activate(self, x: Tensor | Fp8Rows, activation: Activation, reader: Linear | None = None) -> Tensor | Fp8Rows:
         """[T, in] → [T, out / 2] of this rank: the first half activated, times the second; as `reader` takes it."""
         if activation == "silu":
             return self.silu_mul(x, reader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ..quant.weights import Placement, frozen, keep_at_hand
 
 
 class Reader(Protocol):
-    """Who alone reads what a norm makes, of so many rows, or first, and passes it on: see Linear and Router."""
+    """The only module that reads what a norm makes, or the first, which passes it on: see Linear and Router."""
 
     def norms(self, rows: int) -> bool: ...
 
@@ -47,9 +47,12 @@ class Norm(nn.Module):
         scale: float = 1.0,
         group: Group = ALONE,
         span: tuple[int, int] | None = None,
+        less_one: bool = False,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.shape, self.eps, self.place, self.order, self.scale, self.group = shape, eps, place, order, scale, group
+        self.less_one, self.has_bias = less_one, bias
         self.span = (0, shape[0]) if span is None else span
 
     def choose(self, formats: Mapping[str, Format]) -> None:
@@ -88,23 +91,9 @@ class Norm(nn.Module):
 class RMSNorm(Norm):
     """y = x / sqrt(mean(x²) + eps) · weight, accumulated in fp32 (Zhang and Sennrich, arXiv:1910.07467).
 
-    less_one: the checkpoint has the weights less one. They are kept in fp32, for bf16 is coarser near one than where
-    they are stored.
+    shape (size,). less_one: the checkpoint has the weights less one. They are kept in fp32, for bf16 is coarser near
+    one than where they are stored.
     """
-
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        place: Placement,
-        order: Tensor | None = None,
-        scale: float = 1.0,
-        group: Group = ALONE,
-        span: tuple[int, int] | None = None,
-        less_one: bool = False,
-    ) -> None:
-        super().__init__((size,), eps, place, order, scale, group, span)
-        self.less_one = less_one
 
     def create(self) -> None:
         super().create()
@@ -138,20 +127,6 @@ class LayerNorm(Norm):
 
     shape (size,), or (heads, size) where each head has weights of its own.
     """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        eps: float,
-        place: Placement,
-        order: Tensor | None = None,
-        scale: float = 1.0,
-        group: Group = ALONE,
-        span: tuple[int, int] | None = None,
-        bias: bool = False,
-    ) -> None:
-        super().__init__(shape, eps, place, order, scale, group, span)
-        self.has_bias = bias
 
     def expected(self, part: str) -> dict[str, Stored]:
         found = super().expected(part)
@@ -194,20 +169,11 @@ class NoNorm(nn.Module):
         return residual, residual
 
 
-def make_norm(
-    kind: NormKind,
-    shape: tuple[int, ...],
-    eps: float,
-    place: Placement,
-    order: Tensor | None = None,
-    scale: float = 1.0,
-    group: Group = ALONE,
-    span: tuple[int, int] | None = None,
-) -> Norm:
+def make_norm(kind: NormKind, shape: tuple[int, ...], eps: float, place: Placement, **settings: Any) -> Norm:
+    """settings: Norm's."""
     if kind in ("layer", "layer_bias"):
-        return LayerNorm(shape, eps, place, order, scale, group, span, bias=kind == "layer_bias")
-    (size,) = shape
-    return RMSNorm(size, eps, place, order, scale, group, span, less_one=kind == "rms_less_one")
+        return LayerNorm(shape, eps, place, bias=kind == "layer_bias", **settings)
+    return RMSNorm(shape, eps, place, less_one=kind == "rms_less_one", **settings)
 
 
 def norm_divided(pairs: Sequence[tuple[Norm, Tensor]], group: Group) -> None:

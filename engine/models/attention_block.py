@@ -7,15 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...kernels.attention.attention_inputs import Scoring
+from ...kernels.attention.attention_parts import Scoring
 from ...kernels.linear.fp8_rows import Fp8Rows
 from ..describe.model_config import ModelConfig
 from ..families.layer_spec import AttentionSpec
-from ..layers.attention import Attention, AttentionBatch
+from ..layers.attention import Attention, AttentionBatch, Sinks
 from ..layers.linear import Linear
 from ..layers.norm import Norm, RMSNorm, make_norm, norm_divided
 from ..layers.rope import RotaryEmbedding, halves_first
-from ..layers.sinks import Sinks
 from ..quant.weights import Placement, WeightMap, keep_at_hand
 
 
@@ -72,12 +71,7 @@ class AttentionBlock(nn.Module):
             sinks=Sinks(spec.num_heads, place) if spec.sinks else None,
         )
         self.output = Linear(
-            spec.num_heads * dim,
-            {"out": config.hidden_size},
-            place=place,
-            rule="row",
-            unit=dim,
-            bias=spec.output_bias,
+            spec.num_heads * dim, {"out": config.hidden_size}, place=place, rule="row", unit=dim, bias=spec.output_bias
         )
         keep_at_hand(self)
 
@@ -129,8 +123,8 @@ def _qk_norm(
         assert kind.startswith("rms"), "the ranks exchange no means"
         return make_norm(kind, (size,), config.norm_eps, place, span=place.span(size, dim))
     if spec.qk_norm == "each":
-        return make_norm(kind, (size // dim, dim), config.norm_eps, place, order, span=place.span(size // dim))
-    return make_norm(kind, (dim,), config.norm_eps, place, order) if spec.qk_norm else None
+        return make_norm(kind, (size // dim, dim), config.norm_eps, place, order=order, span=place.span(size // dim))
+    return make_norm(kind, (dim,), config.norm_eps, place, order=order) if spec.qk_norm else None
 
 
 def _of_heads(order: Tensor, size: int) -> Tensor:

@@ -19,10 +19,9 @@ from ..layers.routing import watch
 from ..parallel.group import ALONE, Group
 from ..quant.weights import Placement, WeightMap, keep_at_hand
 from .attention_block import AttentionBlock
-from .features import Features
 from .latent_attention import LatentAttentionBlock
-from .mixture import Mixture
-from .mlp import MLP
+from .mlp import MLP, Mixture
+from .model import Features
 
 _AFTER = ("post", "both")  # places of norms, where what is added to the residual stream is normed first
 
@@ -61,7 +60,7 @@ class DecoderLayer(nn.Module):
         scale, parallel = spec.residual_scale, spec.norms == "parallel"
         first, after = spec.norms != "post", spec.norms in _AFTER
         # A product may add to the residual stream itself, where it is no summand of this rank.
-        self.adds = not after and scale == 1.0 and place.tp_size == 1
+        self.adds_to_residual = not after and scale == 1.0 and place.tp_size == 1
         self.group = place.group if after else ALONE
         self.attention_norm = norm(first, before, summands(config, layer - 1, place))
         self.attention = make_attention(spec.attention, config, layer, rotary, place)
@@ -70,8 +69,8 @@ class DecoderLayer(nn.Module):
         self.mlp = make_mlp(spec.mlp, config.hidden_size, place)
         self.mlp_after = _norm(config, place) if after else None
         # A router norms what it reads where nothing is left to be added before.
-        self.attention.output.adds_few = isinstance(self.mlp, Mixture)
-        # Who alone reads what a norm makes, or first.
+        self.attention.output.adds_few_rows = isinstance(self.mlp, Mixture)
+        # The modules that alone, or first, read what each norm makes.
         reader = self.attention.qkv if isinstance(self.attention, AttentionBlock) and not parallel else None
         self._readers = (reader, self.mlp.gate_up if isinstance(self.mlp, MLP) else self.mlp.router)
         keep_at_hand(self)
@@ -90,12 +89,7 @@ class DecoderLayer(nn.Module):
         }
 
     def forward(
-        self,
-        x: Tensor | None,
-        residual: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        wanted: Tensor | None = None,
+        self, x: Tensor | None, residual: Tensor, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor]:
         """x: what is still to be added to residual [T, hidden], which is updated in place; → the same of the next.
         Where ranks share the model, x is a summand of what is added, until a norm comes.
@@ -104,7 +98,7 @@ class DecoderLayer(nn.Module):
         """
         of_attention, of_mlp = self._readers
         normed, residual = self.attention_norm(x, residual, of_attention)
-        x = self.attention(normed, residual if self.adds else None, positions, batch, wanted)
+        x = self.attention(normed, residual if self.adds_to_residual else None, positions, batch, wanted)
         if self.attention_after is not None:
             x = self.group.all_reduce(x)
             self.attention_after.in_place(x)
@@ -115,7 +109,7 @@ class DecoderLayer(nn.Module):
         else:
             normed, residual = self.mlp_norm(x, residual, of_mlp)
             x = None
-        y = self.mlp(normed, residual if self.adds else None)
+        y = self.mlp(normed, residual if self.adds_to_residual else None)
         if self.mlp_after is not None:
             y = self.group.all_reduce(y)
             self.mlp_after.in_place(y)
@@ -167,7 +161,7 @@ class CausalLM(nn.Module):
                 self.pooling_head = Head(config.head, config.vocab_size, place, tied)
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
         self._elsewhere = tuple(self._other_stages())  # beginnings of names in the checkpoint
-        self.features: Features | None = None  # that somebody drafts by
+        self.features: Features | None = None  # hidden states that a drafting head reads; None: none does
         routers = [layer.mlp.router if isinstance(layer.mlp, Mixture) else None for layer in self._layers]
         self.expert_load = watch(routers, place.device)
         self.eval()

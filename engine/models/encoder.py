@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ...kernels.attention.rope import apply_rope_torch
 from ..describe.model_config import ModelConfig
-from ..families.encoder_spec import EncoderLayerSpec, EncoderSpec
+from ..families.encoders import EncoderLayerSpec, EncoderSpec
 from ..layers.attention import Attention
 from ..layers.embedding import Embedding
 from ..layers.head import Head

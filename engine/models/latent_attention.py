@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.attention import decode_attention
-from ...kernels.attention.attention_inputs import PagedCache, Scoring
+from ...kernels.attention.attention_parts import PagedCache, Scoring
 from ...kernels.attention.latent_kv import write_latent
 from ...kernels.attention.latent_prompts import expanded_attention
 from ...kernels.norm.norm import rms_norm
@@ -80,11 +80,11 @@ class LatentAttentionBlock(nn.Module):
         self.q_norm: RMSNorm | None = None
         if spec.q_rank:
             self.down = Linear(hidden, {"q": spec.q_rank, "kv": row}, place=place, bias=spec.bias)
-            self.q_norm = RMSNorm(spec.q_rank, INNER_EPS, place)
+            self.q_norm = RMSNorm((spec.q_rank,), INNER_EPS, place)
         else:
             self.down = Linear(hidden, {"kv": row}, place=place, bias=spec.bias)
         self.query = Linear(spec.q_rank or hidden, {"q": spec.num_heads * head}, place=place, rule="column", unit=head)
-        self.kv_norm = RMSNorm(rank, INNER_EPS, place)
+        self.kv_norm = RMSNorm((rank,), INNER_EPS, place)
         self.expansion = LatentExpansion(spec, place)
         self.num_heads = self.query.shape.rows // head  # of this rank
         self.attention = Attention(
@@ -161,16 +161,12 @@ class LatentAttentionBlock(nn.Module):
         if decodes:
             absorbed = self._absorb(plain[:decodes])
             absorbed[..., spec.kv_rank :] = rotated[:decodes, :, spec.nope_dim :]
-            attended = decode_attention(
-                absorbed, cache, batch.decodes, attention.scoring, workspace=batch.workspace
-            )  # fmt: skip
+            attended = decode_attention(absorbed, cache, batch.decodes, attention.scoring, workspace=batch.workspace)
             self._values(attended, values[:decodes])
         rotated[decodes:, :, : spec.nope_dim] = plain[decodes:]
         assert batch.expanded is not None
         expansion = self.expansion
-        expanded_attention(
-            rotated, cache, batch.expanded, expansion.keys, expansion.values, attention.scoring, values
-        )  # fmt: skip
+        expanded_attention(rotated, cache, batch.expanded, expansion.keys, expansion.values, attention.scoring, values)
         return values
 
     def _absorb(self, plain: Tensor) -> Tensor:

@@ -1,12 +1,21 @@
-"""The MLP between two products."""
+"""A layer's MLP: between two products, or a mixture of experts."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
 from ...kernels.linear.fp8_rows import Fp8Rows
-from ..families.layer_spec import MLPSpec
+from ..describe.model_config import ModelConfig
+from ..families.layer_spec import LayerSpec, MLPSpec, MoESpec
+from ..layers.experts import Experts
 from ..layers.linear import Linear
+from ..layers.norm import Normed
+from ..layers.routing import Router
 from ..quant.weights import Placement, WeightMap, keep_at_hand
 
 
@@ -31,3 +40,65 @@ class MLP(nn.Module):
     def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None) -> Tensor | None:
         """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
         return self.down.add_to(residual, self.gate_up.activate(x, self.activation, self.down))
+
+
+class Mixture(nn.Module):
+    """Σ_k w_k · expert_k(x) of the experts that the router chooses, and a shared one for all tokens."""
+
+    def __init__(self, spec: MoESpec, hidden: int, place: Placement) -> None:
+        super().__init__()
+        self.router = Router(spec.routing, hidden, place)
+        self.experts = Experts(spec, hidden, place)
+        self.shared = (
+            MLP(MLPSpec(spec.shared_inner, fused=spec.shared_fused), hidden, place) if spec.shared_inner else None
+        )
+        self.shared_gate = Linear(hidden, {"out": 1}, place=place) if spec.shared_gate else None
+
+    def weight_map(self, prefix: str) -> WeightMap:
+        found: WeightMap = {f"{prefix}.router": (self.router, ""), **self.experts.weight_map(f"{prefix}.experts")}
+        if self.shared is not None:
+            found |= self.shared.weight_map(f"{prefix}.shared_expert")
+        if self.shared_gate is not None:
+            found[f"{prefix}.shared_expert_gate"] = (self.shared_gate, "out")
+        return found
+
+    def forward(self, x: Normed, residual: Tensor | None) -> Tensor | None:
+        """→ None: all has been added to residual, which is rounded once. Where residual is None, the result itself."""
+        assert not isinstance(x, Fp8Rows), "a router asks for none"
+        x, ids, weights = self.router(x, self.experts.mine)
+        beside = None
+        if self.shared is not None:
+            beside = self.shared(x, None)
+            if self.shared_gate is not None:
+                beside *= torch.sigmoid(self.shared_gate(x))
+        total: Tensor = self.experts(x, ids, weights, beside, residual)
+        return total if residual is None else None
+
+
+def has_experts(config: ModelConfig) -> bool:
+    return any(isinstance(layer.mlp, MoESpec) for layer in config.layers)
+
+
+def with_stored_experts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    """The same with experts as the checkpoint has them, whose tensors' names and shapes are given: a tensor an expert,
+    or one of all, in either direction. Libraries have changed their minds about it."""
+    single = any(re.search(r"\.experts\.\d+\.", name) for name in shapes)
+
+    def as_stored(spec: MoESpec) -> MoESpec:
+        if single:
+            return replace(spec, stored="")
+        if any(name.endswith(f".{spec.stacked_names[0]}_blocks") for name in shapes):
+            return replace(spec, stored="blocks")
+        found = next((shape for name, shape in shapes.items() if name.endswith(f".{spec.stacked_names[0]}")), ())
+        rows, columns = 2 * spec.inner, config.hidden_size
+        if found[1:] == (rows, columns) == (columns, rows) and spec.stored:
+            return spec  # the family knows
+        if found[1:] == (rows, columns):
+            return replace(spec, stored="stacked")
+        return replace(spec, stored="transposed") if found[1:] == (columns, rows) else spec
+
+    def layer_as_stored(layer: LayerSpec) -> LayerSpec:
+        return replace(layer, mlp=as_stored(layer.mlp)) if isinstance(layer.mlp, MoESpec) else layer
+
+    known = {layer: layer_as_stored(layer) for layer in set(config.layers)}  # of many layers, few differ
+    return replace(config, layers=tuple(known[layer] for layer in config.layers))

@@ -1,4 +1,4 @@
-"""Texts one behind the other, without padding, each of which attends to itself alone."""
+"""Texts one behind the other, each of which attends to itself alone: for encoders, and decoders that read both ways."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+
+from ...kernels.attention.rope import apply_rope_torch
+from ...kernels.norm.norm import rms_norm
+from ..layers.attention import Attention
+from .attention_block import AttentionBlock
+from .blocks import CausalLM
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -69,6 +75,35 @@ class Packed:
         if not 0 < window < length:
             return None
         if (length, window) not in self._masks:
-            places = torch.arange(length, device=device)
-            self._masks[length, window] = (places[:, None] - places).abs() < window
+            positions = torch.arange(length, device=device)
+            self._masks[length, window] = (positions[:, None] - positions).abs() < window
         return self._masks[length, window]
+
+
+class PackedAttention(nn.Module):
+    """Of one layer, in the place of attention over a cache: norms of heads, rotation, and the texts at hand."""
+
+    def __init__(self, cached: Attention) -> None:
+        super().__init__()
+        assert cached.sinks is None and not cached.scoring.soft_cap, "refused before"
+        self.rotary, self.scoring, self.q_norm, self.k_norm = (
+            cached.rotary, cached.scoring, cached.q_norm, cached.k_norm,
+        )  # fmt: skip
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, batch: Packed, last_only: bool = False
+    ) -> Tensor:
+        """query [T, H, D], key and value [T, KV, D] → [T, H·D]. query and key are overwritten."""
+        for norm, heads in ((self.q_norm, query), (self.k_norm, key)):
+            if norm is not None:
+                rms_norm(heads, norm.weight, norm.eps, out=heads)
+        apply_rope_torch(query, key, positions, self.rotary.cos_sin)
+        return batch.attend(query, key, value, self.scoring.scale, self.scoring.window).flatten(1)
+
+
+def attend_both_ways(model: CausalLM) -> None:
+    """Once its weights are there."""
+    for layer in model.layers:
+        block = layer.attention
+        assert isinstance(block, AttentionBlock)
+        block.attention = PackedAttention(block.attention)  # type: ignore[assignment]

@@ -7,8 +7,7 @@ from math import prod
 import torch
 
 from ..describe.model_config import ModelConfig
-from ..files.tensor_info import TensorInfo
-from ..quant.format import FLOATS
+from ..quant.format import FLOATS, TensorInfo
 from ..quant.online import OnlineScheme
 from ..speculation.loading import Draft
 from ..weights.loader import count_parameters

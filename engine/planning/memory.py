@@ -13,7 +13,7 @@ import torch
 
 from ..cache.batch import Shape
 from ..cache.kv_layout import KVLayout
-from ..describe.gain import more_cards
+from ..describe.divide import more_cards
 from ..errors import ConfigError
 from ..link.sampling_params import SamplingParams
 from ..models.model import Model

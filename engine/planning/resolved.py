@@ -12,8 +12,8 @@ import torch
 
 from ...kernels.linear.linear_hopper import even_rows
 from ..cache.kv_format import KVSettings
+from ..describe.divide import check_stages, context_cost, stage_layers
 from ..describe.model_config import ModelConfig
-from ..describe.stages import check_stages, context_cost, stage_layers
 from ..errors import ConfigError
 from ..families.layer_spec import MoESpec
 from ..link.messages import EngineInfo

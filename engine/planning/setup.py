@@ -11,9 +11,8 @@ import torch
 from ..cache.kv_format import KVFormat, planned_format
 from ..cache.kv_layout import KVLayout
 from ..cache.latent_prompts import LatentPrompts
-from ..describe.divide import check_divides, kv_share
+from ..describe.divide import check_divides, kv_share, stage_layers
 from ..describe.model_config import ModelConfig
-from ..describe.stages import stage_layers
 from ..errors import ConfigError
 from ..files.checkpoint import checkpoint_bytes
 from ..options.config import EngineConfig, SchedulerConfig

@@ -64,8 +64,7 @@ class Table4:
         import torch
 
         from .codes import Codes
-        from .integers import flat_groups
-        from .unpack import nibbles
+        from .integers import flat_groups, nibbles
 
         state = self._state(tensors, rows, columns)
         absmax = tensors["weight.absmax"]

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ModelError
-from .headers import pair, section
-from .scales import CHANNEL, TENSOR
+from .format import CHANNEL, TENSOR, pair, section
 from .settings import expression, flag, names
 
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError
-from .format import DUMMY_STD, Stored
-from .fp8 import one_number
-from .headers import EXPONENTS, beside, refuse_scaled_inputs
-from .scales import Scales, powers_of_two
+from .eight_bits import one_number
+from .format import DUMMY_STD, EXPONENTS, Scales, Stored, beside, powers_of_two, refuse_scaled_inputs
 from .settings import Headers
 
 if TYPE_CHECKING:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from .format import Format
 
 
 @dataclass(frozen=True)
@@ -65,3 +70,19 @@ BLOCKS = (  # decoded to codes: engine/quant/gguf_blocks.py
 CODE_BOOKS = (  # dequantised when they are loaded, by the package gguf
     "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4",
 )  # fmt: skip
+
+
+class GGUFScheme:
+    """A `Scheme`; `config`: with the type that modules have where there are no tensors ("type")."""
+
+    method = "gguf"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.default = str(config["type"])
+
+    def format(self, path: str, stored: Mapping[str, tuple[str, tuple[int, ...]]] | None) -> Format | None:
+        kind = self.default if stored is None else stored["weight"][0] if "weight" in stored else FLOATS[0]
+        if kind in FLOATS:
+            return None
+        format: Format = import_module(".gguf_blocks", __package__).format_of(kind, path)
+        return format

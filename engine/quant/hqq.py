@@ -58,8 +58,7 @@ class Hqq:
 
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
         from .codes import Codes
-        from .integers import flat_groups
-        from .unpack import fields
+        from .integers import fields, flat_groups
 
         self._check(tensors, rows, columns)
         shifts = [self.bits * i for i in reversed(range(PER_WORD[self.bits]))]

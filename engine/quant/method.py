@@ -13,8 +13,7 @@ from ...kernels.norm.activation import silu_mul
 from .codes import Codes, joined
 from .decoded import decoded
 from .format import DUMMY_STD, FLOATS, Format, Stored
-from .matrix import FloatMatrix, make_matrix
-from .packed import PackedMatrix
+from .matrix import FloatMatrix, PackedMatrix, make_matrix
 from .unquantized import Unquantized
 from .weights import LinearShape
 

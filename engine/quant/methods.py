@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-# quant_method of a checkpoint → the module with its scheme, and the scheme.
+# quant_method of a checkpoint → the module with its scheme, the scheme, and its name for people.
 READ = {
-    "awq": ("awq", "AwqScheme"),
-    "gptq": ("gptq", "GptqScheme"),
-    "auto_round": ("auto_round", "AutoRoundScheme"),
-    "hqq": ("hqq", "HqqScheme"),
-    "bitsandbytes": ("bitsandbytes", "BitsAndBytesScheme"),
-    "compressed_tensors": ("compressed_tensors", "CompressedTensorsScheme"),
-    "fp8": ("fp8", "Fp8Scheme"),
-    "fbgemm_fp8": ("fp8", "FbgemmFp8Scheme"),
-    "mxfp8": ("fp8", "Mxfp8Scheme"),
-    "mxfp4": ("fp4", "Mxfp4Scheme"),
-    "modelopt": ("modelopt", "ModelOptScheme"),
-    "quark": ("quark", "QuarkScheme"),
-    "gguf_file": ("gguf_scheme", "GGUFScheme"),
-}
-LABELS = {
-    "awq": "AWQ",
-    "gptq": "GPTQ",
-    "auto_round": "AutoRound",
-    "hqq": "HQQ",
-    "compressed_tensors": "compressed-tensors",
-    "fp8": "FP8",
-    "fbgemm_fp8": "FBGEMM FP8",
-    "mxfp8": "MXFP8",
-    "mxfp4": "MXFP4",
-    "modelopt": "ModelOpt",
-    "quark": "Quark",
-    "gguf_file": "GGUF",
+    "awq": ("gptq", "AwqScheme", "AWQ"),
+    "gptq": ("gptq", "GptqScheme", "GPTQ"),
+    "auto_round": ("gptq", "AutoRoundScheme", "AutoRound"),
+    "hqq": ("hqq", "HqqScheme", "HQQ"),
+    "bitsandbytes": ("bitsandbytes", "BitsAndBytesScheme", "bitsandbytes"),
+    "compressed_tensors": ("compressed_tensors", "CompressedTensorsScheme", "compressed-tensors"),
+    "fp8": ("eight_bits", "Fp8Scheme", "FP8"),
+    "fbgemm_fp8": ("eight_bits", "FbgemmFp8Scheme", "FBGEMM FP8"),
+    "mxfp8": ("eight_bits", "Mxfp8Scheme", "MXFP8"),
+    "mxfp4": ("fp4", "Mxfp4Scheme", "MXFP4"),
+    "modelopt": ("modelopt", "ModelOptScheme", "ModelOpt"),
+    "quark": ("quark", "QuarkScheme", "Quark"),
+    "gguf_file": ("ggml_types", "GGUFScheme", "GGUF"),
 }
 # Other names that checkpoints use.
 ALIASES = {
@@ -93,23 +79,11 @@ AT_LOAD: dict[str, tuple[str, str | None]] = {
 }
 # What others quantise at load, vserve not → the nearest it does.
 NOT_AT_LOAD = {
-    "mxfp8": "fp8",
-    "mxfp4": "int4",
-    "nvfp4": "int4",
-    "nvfp4_per_token": "int4",
-    "deepspeedfp": "fp8",
-    "tpu_int8": "int8",
-    "neuron_quant": "int8",
-    "ipex": "int8",
-    "rtn": "int4",
-    "quanto": "int8",
-    "torchao": "int4",
-    "eetq": "int8",
-    "higgs": "int4",
-    "fp_quant": "int4",
-    "humming": "int4",
-    "fbgemm_fp8": "fp8",
-    "hqq": "int4",
+    **dict.fromkeys(("mxfp8", "deepspeedfp", "fbgemm_fp8"), "fp8"),
+    **dict.fromkeys(
+        ("mxfp4", "nvfp4", "nvfp4_per_token", "rtn", "torchao", "higgs", "fp_quant", "humming", "hqq"), "int4"
+    ),
+    **dict.fromkeys(("tpu_int8", "neuron_quant", "ipex", "quanto", "eetq"), "int8"),
 }
 _INT4 = "GPTQ or AWQ, 4 bit"
 _OWN = "stored in a kernel's own layout"
@@ -157,4 +131,4 @@ REFUSED = {
     "moe_wna16": ("moe_wna16", _INT4),
     "gguf": ("GGUF inside a Hugging Face folder", "the .gguf file itself: pass its path"),
 }
-UNREAD = "GPTQ, AWQ, compressed-tensors or FP8"  # nearest for a name that nobody told us of
+UNREAD = "GPTQ, AWQ, compressed-tensors or FP8"  # nearest for a name that stands in no table here

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError
+from .eight_bits import HEADS, INPUT, Fp8, find_fp8
+from .format import CHANNEL, EXPONENTS, TENSOR, Scales, matched, named, quantised, section
 from .fp4 import Fp4, find_fp4
-from .fp8 import HEADS, INPUT, Fp8, find_fp8
-from .headers import EXPONENTS, matched, named, quantised, section
-from .scales import CHANNEL, TENSOR, Scales
 from .settings import Headers, names
 
 if TYPE_CHECKING:
@@ -74,8 +73,8 @@ def _known(algorithm: Any) -> str | None:
 
 
 def _kv_cache_scheme(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    if told := section(values, "kv_cache_scheme"):
-        return told
+    if scheme := section(values, "kv_cache_scheme"):
+        return scheme
     if values.get("kv_cache_quant_algo") == "FP8":
         return {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
     return None  # NVFP4's and others' need no scale of the checkpoint to be served in 16 bits

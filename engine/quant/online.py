@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .format import DUMMY_STD, FLOATS, Stored
-from .fp8 import HEADS
-from .headers import named, quantised
+from .eight_bits import HEADS
+from .format import DUMMY_STD, FLOATS, Stored, named, quantised
 from .settings import Headers
 
 if TYPE_CHECKING:

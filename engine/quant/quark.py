@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError
-from .format import DUMMY_STD, Stored
+from .eight_bits import HEADS, INPUT, Fp8, find_fp8, find_int8, plain_int8
+from .format import CHANNEL, DUMMY_STD, TENSOR, Scales, Stored, matched, named, quantised, section
 from .fp4 import Fp4, find_fp4
-from .fp8 import HEADS, INPUT, Fp8, find_fp8
-from .headers import matched, named, quantised, section
-from .int8 import find_int8, plain_int8
-from .scales import CHANNEL, TENSOR, Scales
 from .settings import SCALES, Headers, names, whole_groups
 
 if TYPE_CHECKING:
@@ -42,10 +39,7 @@ class QuarkInt4:
     def expected(self, rows: int, columns: int) -> dict[str, Stored]:
         whole_groups(columns, self.group or None)
         groups, words = -(-columns // (self.group or columns)), -(-rows // 8)
-        tensors = {
-            "weight": Stored((columns, words), ("I32",)),
-            "weight_scale": Stored((groups, rows), SCALES),
-        }
+        tensors = {"weight": Stored((columns, words), ("I32",)), "weight_scale": Stored((groups, rows), SCALES)}
         if self.zeros:
             tensors["weight_zero_point"] = Stored((groups, words), ("I32",))
         return tensors
@@ -149,7 +143,7 @@ class QuarkScheme:
         if stored is None:
             if layer.dtype is None or named(path, HEADS) or matched(path, self.ignored):
                 return None
-            return self._told(layer)
+            return self._without_files(layer)
         if not quantised(stored):
             return None
         dtype = stored.get("weight", ("",))[0]
@@ -167,7 +161,8 @@ class QuarkScheme:
             f"{_READ}: download the checkpoint again"
         )
 
-    def _told(self, layer: _Layer) -> Format:
+    def _without_files(self, layer: _Layer) -> Format:
+        """The format that the configuration alone says."""
         block = TENSOR if layer.qscheme == "per_tensor" else CHANNEL
         match layer.dtype:
             case "fp8_e4m3":

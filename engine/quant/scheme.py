@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError, unreadable
-from .format import Scheme
-from .methods import ALIASES, AT_LOAD, FITS, LABELS, NOT_AT_LOAD, READ, REFUSED, UNREAD
+from .format import FLOATS, Scheme
+from .methods import ALIASES, AT_LOAD, FITS, NOT_AT_LOAD, READ, REFUSED, UNREAD
+from .online import OnlineScheme
 
 _NOTHING = ("", "none", "auto")  # of --quantization
 # Files beside config.json, in the order they are looked for → the method they are of.
@@ -23,9 +24,9 @@ def read_quantization(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] | 
     None: it is not quantised. Otherwise `quant_method` is set. Raises ModelError for files that cannot be read.
     """
     text = raw.get("text_config")
-    places = (raw, text if isinstance(text, Mapping) else {})
+    objects = (raw, text if isinstance(text, Mapping) else {})
     for key in ("quantization_config", "compression_config", "quantization"):
-        for values in places:
+        for values in objects:
             if values.get(key) is not None:
                 config = _with_method(values[key], key)
                 if config["quant_method"] == "modelopt" and not {"quant_algo", "quantization"} & config.keys():
@@ -58,7 +59,7 @@ def make_scheme(config: Mapping[str, Any] | None, asked: str | None) -> Scheme |
     kind = _kind(method, config)
     if wanted is not None and not any(m == method and part in kind.lower() for m, part in FITS.get(wanted, ())):
         raise ModelError(f"the checkpoint is {_described(method, config, kind)}: leave --quantization {asked} out")
-    module, scheme = READ[method]
+    module, scheme, _ = READ[method]
     return getattr(import_module(f".{module}", __package__), scheme)(config)
 
 
@@ -124,7 +125,7 @@ def _described(method: str, config: Mapping[str, Any], kind: str) -> str:
     if method == "bitsandbytes":
         bits = 8 if config.get("load_in_8bit") or config.get("_load_in_8bit") else 4
     detail = kind or (f"{bits} bit" if bits else "")
-    return LABELS.get(method, method) + (f", {detail}" if detail else "")
+    return (READ[method][2] if method in READ else method) + (f", {detail}" if detail else "")
 
 
 def _with_method(values: Any, key: str) -> dict[str, Any]:
@@ -165,3 +166,40 @@ def _read(file: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise ModelError(f"{file} holds a {type(found).__name__} where an object belongs: download it again")
     return found
+
+
+BLOCKS = "_blocks"  # experts of gpt-oss
+# Ends of names that only quantised tensors have → what writes them.
+_SIGNS = {
+    "qweight": "GPTQ or AWQ", "weight_packed": "compressed-tensors", "W_q": "HQQ", "weight.absmax": "bitsandbytes",
+    "SCB": "bitsandbytes",
+}  # fmt: skip
+
+
+def check_claims(scheme: Scheme | None, paths: Iterable[str], dtypes: Mapping[str, str]) -> str | None:
+    """`paths`: of the model's modules; `dtypes`: of the checkpoint's tensors that the model may need, by their names.
+
+    → a line that says that plain numbers are served. Raises ModelError for codes that no configuration explains.
+    """
+    found = next((name for name, dtype in dtypes.items() if _is_code(name, dtype)), None)
+    if scheme is None or isinstance(scheme, OnlineScheme):
+        if found is not None and not found.endswith(BLOCKS):  # those say it themselves
+            kind = next((kind for end, kind in _SIGNS.items() if found.endswith("." + end)), None)
+            raise ModelError(
+                f"{found} is quantized ({f'by {kind}' if kind else f'stored as {dtypes[found]}'}), and config.json has "
+                "no quantization_config that says what it means: take the config.json that came with these weights"
+            )
+        return None
+    if found is not None or scheme.method == "gguf":  # of which one file says both
+        return None
+    if not any(scheme.format(path, None) is not None for path in paths):
+        return None  # the cache alone is quantised
+    return (
+        f"config.json says that the checkpoint is quantized ({scheme.method}), and its files hold plain numbers alone: "
+        "it is served as they are; to quantize it at load, take quantization_config out and pass --quantization"
+    )
+
+
+def _is_code(name: str, dtype: str) -> bool:
+    end = name.rpartition(".")[2]
+    return end in _SIGNS or name.endswith(("weight.absmax", BLOCKS)) or (end == "weight" and dtype not in FLOATS)

@@ -15,7 +15,7 @@ from .messages import AdapterRead, ForgetAdapters, ReadAdapter, ToRank
 if TYPE_CHECKING:
     import torch
 
-    from ..adapters.store import AdapterStore
+    from ..adapters.layout import AdapterStore
 
 
 class OtherStores:

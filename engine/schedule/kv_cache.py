@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from itertools import cycle, groupby
 
-from ..cache.kv_capacity import longest_request
+from ..cache.kv_layout import longest_request
 from ..errors import require
 from ..options.config import SchedulerConfig
 from .block_pool import NULL_BLOCK, BlockPool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..cache.kv_capacity import blocks_held
+from ..cache.kv_layout import blocks_held
 from .block_pool import NULL_BLOCK, BlockPool
 
 

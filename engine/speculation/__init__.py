@@ -1,12 +1,8 @@
-"""Tokens that somebody drafts are verified several in a step. Answers stay what they are; only their speed changes.
+"""Drafted tokens are verified several in a step. Answers stay what they are; only their speed changes.
 
 draft_config: what a checkpoint that drafts is
-draft_model: a smaller model with the target's tokens, which drafts by itself
-drafter: who drafts
-heads: heads of EAGLE
-loading: from what --speculative-config names to who drafts
+networks: the networks that draft: heads of EAGLE, MTP layers, a smaller model
+drafter: what every drafter does, acceptance that is imposed, and pages for keys of what is only drafted
+loading: from what --speculative-config names to the drafter
 model_drafter: drafts by a model or a head
-mtp: the layer behind a model's last one that drafts
-scratch: where keys and values of drafts of drafts go
-synthetic: acceptance that is imposed, for measuring what so many right drafts would bring
 """

@@ -13,7 +13,7 @@ from ..errors import ModelError
 from ..families.layer_spec import AttentionSpec, MLPSpec
 from ..families.raw_config import RawConfig, architectures
 from ..files.model_file import read_config
-from ..files.tensor_info import TensorInfo
+from ..quant.format import TensorInfo
 from ..quant.scheme import make_scheme, read_quantization
 
 _SPECULATORS = "transformer_layer_config"  # what the library of that name calls the config of the layer

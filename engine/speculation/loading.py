@@ -1,4 +1,4 @@
-"""From what --speculative-config names to who drafts: found, told apart, held against the target, loaded."""
+"""From what --speculative-config names to a drafter: found, told apart, held against the target, loaded."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from ..describe.reading import read_folder
 from ..errors import ConfigError, ModelError
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.model_file import read_config
-from ..files.tensor_info import TensorInfo
 from ..models.blocks import CausalLM
 from ..models.model import Model
 from ..options.speculation import NAME, Speculation
 from ..parallel.group import ALONE
+from ..quant.format import TensorInfo
 from ..quant.weights import Placement
 from ..weights.loader import load_beside, load_model, make_beside
 from .draft_config import HeadConfig, check_draft_model, infer_method, read_head
-from .draft_model import DraftModel
-from .heads import EagleHead
 from .model_drafter import ModelDrafter, Network
-from .mtp import MTPHead, check_has_layer
+from .networks import DraftModel, EagleHead, MTPHead, check_has_layer
 
 logger = logging.getLogger(__name__)
 _CALLED = {
@@ -108,7 +106,7 @@ def load_drafter(draft: Draft, target: Model, max_model_len: int, few: ModelConf
 
 
 def _place(draft: Draft, target: CausalLM) -> Placement:
-    """Of those who share who drafts."""
+    """The ranks that share the drafter."""
     return replace(target.place, group=ALONE, whole_experts=False) if draft.settings.num_ranks == 1 else target.place
 
 

@@ -2,7 +2,7 @@
 
 Everything is on the device and of sizes that follow from the step's padded shape, so that a CUDA graph can be made of
 it. Keys and values of what is known go to the request's own blocks, in layers of the same cache; those of drafts do not
-(scratch.py). Rows of padding get drafts like others, which go to the row that is nobody's: they cost next to nothing
+(drafter.py). Rows of padding get drafts like others, which go to a row that no request has: they cost next to nothing
 beside the weights that are read for the rest.
 """
 
@@ -23,10 +23,10 @@ from ...kernels.sampling.sampling import sample
 from ..cache.batch import QUERY_START, ROWS, SAMPLE_INDEX, Batch, Shape
 from ..cache.rows import NUM_COLUMNS, SEED, TOP_K, RowTables, aligned
 from ..layers.attention import Attention, AttentionBatch
-from ..models.features import Features
+from ..models.model import Features
 from ..options.speculation import Speculation
 from ..parallel.group import ALONE, Group
-from .scratch import Scratch, pages_for
+from .drafter import Scratch, pages_for
 
 
 class Network(Protocol):
@@ -112,7 +112,7 @@ class ModelDrafter:
         writable = torch.where(sampled, rows, tables.dummy_row)
         proposed = torch.zeros_like(rows)
         if count:
-            known.clamp_(max=tables.history.max_len - 1)  # of who has filled its context
+            known.clamp_(max=tables.history.max_len - 1)  # of requests that have filled their context
             # All verify the same: what two ranks have drawn alike, as a rule, they may have rounded otherwise.
             drafts = self.group.broadcast(self._draft(tables, rows, sampled, known, hidden, count))
             _write(tables, writable, known, drafts)

@@ -14,8 +14,7 @@ import numpy as np
 
 from ..adapters.loading import AdapterLoading
 from ..grammar.grammar import Grammars, Matcher
-from ..grammar.guide import Guide
-from ..grammar.thinking import ThinkingMatcher
+from ..grammar.guide import Guide, ThinkingMatcher
 from ..link.messages import (
     AbortRequests,
     AddGrammar,

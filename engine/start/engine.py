@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ..adapters.store import AdapterStore
-from ..describe.gain import more_cards
+from ..adapters.layout import AdapterStore
+from ..describe.divide import more_cards
 from ..describe.model_config import ModelConfig
 from ..link.messages import EngineInfo, Progress
 from ..options.config import EngineConfig

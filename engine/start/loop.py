@@ -12,8 +12,8 @@ from itertools import islice
 
 import msgspec
 
+from ..adapters.layout import AdapterStore
 from ..adapters.loading import AdapterLoading, Others
-from ..adapters.store import AdapterStore
 from ..link.messages import (
     HISTORY,
     AbortRequests,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..adapters.layout import SlotLayout
-from ..adapters.store import AdapterStore
+from ..adapters.layout import AdapterStore, SlotLayout
 from ..adapters.tables import AdapterTables
 from ..models.model import Model
 from ..planning.resolved import Resolved

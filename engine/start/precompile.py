@@ -113,8 +113,8 @@ def helpers_beside(
     config: EngineConfig, dtype: torch.dtype, model: ModelConfig, format: KVFormat, draft: Draft | None, card_bytes: int
 ) -> int:  # fmt: skip
     """How many the card of rank 0, which has the last stage, holds while the engine loads its weights onto it."""
+    from ..describe.divide import stage_layers
     from ..describe.model_config import ModelConfig, few_layers
-    from ..describe.stages import stage_layers
     from ..parallel.pipeline import Stage
     from ..planning.draft_size import draft_bytes
     from ..planning.shape import kept_weights, shape_of

@@ -15,13 +15,12 @@ import torch
 
 from ...kernels.linear.cublaslt import accumulate_in_fp32
 from ..adapters.adapter import Adapter
-from ..adapters.store import find_adapter
+from ..adapters.layout import find_adapter
 from ..cache.kv_format import KVFormat, loaded_format
-from ..describe.divide import check_divides
+from ..describe.divide import check_divides, check_stages, stage_layers
 from ..describe.model_config import ModelConfig
 from ..describe.model_source import resolve_model_path
 from ..describe.reading import read_model_config
-from ..describe.stages import check_stages, stage_layers
 from ..errors import ConfigError
 from ..link.messages import Progress
 from ..models.model import Model
@@ -38,7 +37,7 @@ from ..planning.memory import WORST_SAMPLING, plan_memory, weight_bytes
 from ..planning.resolved import Fitted, Machine, Resolved, resolve, step_limits
 from ..planning.shortage import is_out_of_memory, out_of_memory
 from ..planning.weight_size import check_weights
-from ..quant.packed import has_kernels
+from ..quant.matrix import has_kernels
 from ..ranks.agreement import check_equal, union
 from ..ranks.messages import Seat
 from ..ranks.network import advice
@@ -85,7 +84,7 @@ class Rank:
             )
             model_config = read_model_config(path, config)
             if (foreign := model_config.foreign) is not None:
-                logger.info("%s", foreign.told(config.model_impl))
+                logger.info("%s", foreign.log_line(config.model_impl))
             self._asked = asked = resolve(config, model_config, machine)
             _warn(asked.notices)
             if limits := step_limits(config, asked):

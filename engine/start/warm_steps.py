@@ -14,8 +14,8 @@ from ..families.layer_spec import MoESpec
 from ..link.sampling_params import SamplingParams
 from ..models.model import Model
 from ..planning.memory import WORST_SAMPLING
-from ..quant.packed import PackedMatrix
-from ..quant.packed_experts import PackedExperts
+from ..quant.experts import PackedExperts
+from ..quant.matrix import PackedMatrix
 from ..step.dummy_plan import FEW, SHORT
 from ..step.graphs import MIXED_DECODE_ROWS, draft_sizes
 

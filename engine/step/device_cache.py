@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...kernels.attention.attention_inputs import PagedCache
+from ...kernels.attention.attention_parts import PagedCache
 from ...kernels.attention.kv_fp8 import fixed_scales
 from ...kernels.attention.kv_unpack import PromptPages
 from ..cache.kv_format import KVFormat

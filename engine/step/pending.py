@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layers.expert_load import ExpertCounter
+from ..layers.routing import ExpertCounter
 from ..link.plan import NOT_FINITE, NOTHING_ALLOWED, StepPlan, StepResult, TokenLogprobs
 from .pooling import Pooled
 from .prompt_logprobs import PromptScores

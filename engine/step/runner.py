@@ -16,15 +16,14 @@ from ..cache.batch import WANTED, Batch, BatchBuilder, Shape
 from ..cache.kv_format import NUMBERS, KVFormat
 from ..cache.kv_layout import KVLayout
 from ..cache.rows import RowTables
-from ..layers.expert_load import ExpertCounter, ExpertLoad
+from ..layers.routing import ExpertCounter, ExpertLoad
 from ..link.plan import StepPlan, StepResult
 from ..link.sampling_params import SamplingParams
 from ..models.model import Model
 from ..options.speculation import NO_DRAFTS, Speculation
 from ..schedule.planner import BESIDE_DRAFTS
-from ..speculation.drafter import Drafter, NgramDrafter
+from ..speculation.drafter import Always, Drafter, NgramDrafter, thresholds
 from ..speculation.model_drafter import ModelDrafter
-from ..speculation.synthetic import Always, thresholds
 from .compilations import LateCompilations
 from .device_cache import DeviceCache
 from .dummy_plan import dummy_plan

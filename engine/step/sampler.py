@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling.argmax import argmax
-from ...kernels.sampling.bad_words import apply_bad_words
+from ...kernels.sampling.masks import apply_bad_words, apply_token_mask
 from ...kernels.sampling.penalties import apply_logit_bias, apply_penalties
 from ...kernels.sampling.sampling import sample, token_logprobs
-from ...kernels.sampling.token_mask import apply_token_mask
 from ..cache.batch import SampleBatch
 from ..cache.rows import (
     ALLOWED,

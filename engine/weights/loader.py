@@ -21,19 +21,19 @@ from ..describe.divide import check_divides
 from ..describe.model_config import ModelConfig
 from ..errors import ModelError
 from ..files.checkpoint import Checkpoint, open_checkpoint
-from ..files.tensor_info import TensorInfo
+from ..layers.attention import Sinks
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..models.blocks import CausalLM
-from ..models.both_ways import attend_both_ways
 from ..models.encoder import Encoder
-from ..models.mixture import has_experts, with_stored_experts
+from ..models.mlp import has_experts, with_stored_experts
 from ..models.model import Loadable, Model
+from ..models.packed import attend_both_ways
 from ..parallel.group import ALONE, Group, SingleGroup
 from ..parallel.pipeline import WHOLE, Stage
+from ..quant.format import TensorInfo
 from ..quant.kv_scales import read_cache_scales
-from ..quant.weights import Placement, WeightHolder
-from .dummy_weights import fill_with_noise
+from ..quant.weights import LinearShape, Placement, WeightHolder
 from .matching import Load, by_module, choose_formats, claims_of, match
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def load_model(
 ) -> Model:
     """The model of `model_path` on `device`, its weights in `dtype`, frozen, ready for contexts up to `max_model_len`.
 
-    `group`: those who share it; this rank takes its part of each matrix. `whole_experts`: and of the experts some, all
+    `group`: its ranks; this rank takes its part of each matrix. `whole_experts`: and of the experts some, all
     of each. `stage`: or of some layers alone. Raises ModelError where the model cannot be divided over so many.
     `admit` gets (parameters, bytes in the checkpoint), of what this rank has of them, before anything is allocated, and
     raises what is too large.
@@ -307,3 +307,28 @@ def _load(checkpoint: Checkpoint, loads: list[Load], progress: Progress) -> None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def fill_with_noise(model: Loadable, seed: int, progress: Callable[[int, int], None]) -> None:
+    """Layer by layer on the device, always in the same order: a seed gives the same weights again."""
+    device, group = model.place.device, model.place.group
+    alike = torch.Generator(device).manual_seed(seed)  # what every rank has
+    own = alike if group.size == 1 else torch.Generator(device).manual_seed(seed + 1 + group.rank)
+    holders: dict[int, WeightHolder] = {}
+    sizes: dict[int, int] = {}
+    for holder, part in model.weight_map().values():
+        num_elements = sum(prod(stored.shape) for stored in holder.expected(part).values())
+        holders[id(holder)] = holder
+        sizes[id(holder)] = sizes.get(id(holder), 0) + num_elements * model.place.dtype.itemsize
+    done, total = 0, sum(sizes.values())
+    progress(0, total)
+    for key, holder in holders.items():
+        holder.randomize(own if _is_divided(holder) else alike)
+        done += sizes[key]
+        progress(done, total)
+
+
+def _is_divided(holder: WeightHolder) -> bool:
+    """Whether ranks have parts of it."""
+    shape = getattr(holder, "shape", None)
+    return isinstance(holder, (Experts, Sinks)) or (isinstance(shape, LinearShape) and shape.rule != "replicated")

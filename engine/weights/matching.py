@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 
 from ..errors import ModelError, and_more
 from ..files.checkpoint import Checkpoint
-from ..files.tensor_info import TensorInfo
 from ..foreign.modules import Plain
 from ..layers.head import Projection
 from ..layers.norm import Norm
 from ..models.model import Loadable
-from ..quant.claims import check_claims
-from ..quant.format import FLOATS, Format
-from ..quant.headers import named
+from ..quant.format import FLOATS, Format, TensorInfo, named
 from ..quant.online import ROUTERS
+from ..quant.scheme import check_claims
 from ..quant.weights import WeightHolder
 
 # Scales of a quantised cache and of attention's inputs, under all of the names that they have had: no module's tensors.
@@ -51,7 +49,8 @@ def choose_formats(model: Loadable, stored: dict[str, dict[str, TensorInfo]] | N
     for path, (holder, part) in model.weight_map().items():
         holders[id(holder)] = holder
         chosen = formats.setdefault(id(holder), {})
-        plain = isinstance(holder, (Norm, Plain)) or (stored is None and named(path, ROUTERS))  # nobody quantises these
+        # No format quantises these.
+        plain = isinstance(holder, (Norm, Plain)) or (stored is None and named(path, ROUTERS))
         if scheme is not None and not plain:
             described = None if stored is None else {name: (t.dtype, t.shape) for name, t in stored[path].items()}
             if (format := scheme.format(path, described)) is not None:

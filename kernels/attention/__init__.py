@@ -4,13 +4,10 @@ attention: attention over the paged KV cache
 attention_beside: decode and prefill attention of a step at the same time, on a Hopper GPU
 attention_decode: decode attention over the paged KV cache
 attention_decode_fp8: decode attention over a cache of 8-bit codes (kv_fp8.py)
-attention_inputs: what attention is told beside the query
-attention_parts: what the Triton kernels of attention share
+attention_parts: what the kernels of attention share: arguments, functions on the device, splits of a context
 attention_prefill: prefill attention over the paged KV cache in Triton
 attention_prefill_gluon: the Gluon kernel behind attention_prefill_hopper.py
 attention_prefill_hopper: prefill attention on Hopper GPUs
-attention_splits: into how many splits decode attention cuts a context, and the scratch for their partial results
-    until the merge
 history: where the tokens of requests are on the device
 kv_fp8: keys and values of 8 bits
 kv_unpack: cached keys and values of 8 bits, unpacked for the kernel that reads pages by TMA

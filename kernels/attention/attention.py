@@ -2,17 +2,16 @@
 
 Both read keys and values from the cache only; `rope_write_kv` has put the step's own tokens there before. CUDA tensors
 go to the Triton kernels (attention_decode.py, attention_prefill.py) or, for most prompts on a Hopper GPU, to that of
-attention_prefill_hopper.py, others to the twins below, the CPU path. attention_inputs.py says what all of them take.
+attention_prefill_hopper.py, others to the twins below, the CPU path. attention_parts.py says what all of them take.
 """
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_decode import decode_attention_triton
-from .attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from .attention_parts import DecodeWorkspace, PagedCache, RaggedBatch, Scoring, UniformBatch
 from .attention_prefill import prefill_attention_triton
 from .attention_prefill_hopper import prefill_attention_hopper, supports
-from .attention_splits import DecodeWorkspace
 from .kv_fp8 import decode
 from .prefill_work import PrefillWork
 
@@ -74,12 +73,7 @@ def prefill_attention(
 
 
 def decode_attention_torch(
-    query: torch.Tensor,
-    cache: PagedCache,
-    batch: UniformBatch,
-    scoring: Scoring,
-    *,
-    out: torch.Tensor | None = None,
+    query: torch.Tensor, cache: PagedCache, batch: UniformBatch, scoring: Scoring, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`decode_attention` in plain torch: many short contexts as one padded batch, others request by request."""
     keys, values, table = cache.keys, cache.values, cache.block_table
@@ -115,12 +109,7 @@ def decode_attention_torch(
 
 
 def prefill_attention_torch(
-    query: torch.Tensor,
-    cache: PagedCache,
-    batch: RaggedBatch,
-    scoring: Scoring,
-    *,
-    out: torch.Tensor | None = None,
+    query: torch.Tensor, cache: PagedCache, batch: RaggedBatch, scoring: Scoring, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`prefill_attention` in plain torch, request by request."""
     if out is None:
@@ -227,11 +216,7 @@ def _attend_to_one_head(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
 
 
 def _attend_explicitly(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scoring: Scoring,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
     """What scaled_dot_product_attention does not offer: soft cap and sinks. mask: bool [q, n], True = visible."""
     query_len, num_heads, key_size = query.shape
@@ -255,12 +240,7 @@ def _attend_explicitly(
 
 
 def _attend_short(
-    query: torch.Tensor,
-    cache: PagedCache,
-    blocks: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_length: int,
-    scale: float,
+    query: torch.Tensor, cache: PagedCache, blocks: torch.Tensor, seq_lens: torch.Tensor, max_length: int, scale: float
 ) -> torch.Tensor:
     """Single-token decodes as one padded batch: blocks [B, max_blocks], seq_lens in 1..max_length. Gives [B, H, Dv]."""
     num_requests, num_heads, key_size = query.shape

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ..launch.pdl import next_launch_is_plain
 from .attention_decode import decode_attention_triton
-from .attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from .attention_parts import DecodeWorkspace, PagedCache, RaggedBatch, Scoring, UniformBatch
 from .attention_prefill_hopper import num_processors, prefill_attention_hopper
-from .attention_splits import DecodeWorkspace
 from .prefill_work import PrefillWork
 
 MIN_DECODES = 32  # fewer end too soon for it to pay

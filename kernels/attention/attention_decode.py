@@ -16,9 +16,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..launch.pdl import pdl_options
 from ..launch.tiles import fits, tile_table
 from .attention_decode_fp8 import decode_fp8_kernel
-from .attention_inputs import PagedCache, Scoring, UniformBatch
-from .attention_parts import LOG2E, LOWEST, soft_cap_scores, split_size_of, visible_keys
-from .attention_splits import DecodeWorkspace, choose_splits, processors
+from .attention_parts import (
+    LOG2E,
+    LOWEST,
+    DecodeWorkspace,
+    PagedCache,
+    Scoring,
+    UniformBatch,
+    choose_splits,
+    processors,
+    soft_cap_scores,
+    split_size_of,
+    visible_keys,
+)
 from .kv_fp8 import TOKEN_SCALES, packs, scale_kind, tl_code
 
 LATENT_SHARE = 2  # a program that loads keys in two tiles takes as much of an SM as so many others
@@ -180,10 +190,7 @@ def _decode_kernel(
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=store_mask)
 
 
-@triton.jit(
-    do_not_specialize=["min_split_tokens", "num_splits"],
-    do_not_specialize_on_alignment=["seq_lens_ptr"],
-)
+@triton.jit(do_not_specialize=["min_split_tokens", "num_splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def _merge_kernel(
     out_ptr, partial_out_ptr, partial_lse_ptr, seq_lens_ptr,
     min_split_tokens, num_splits, stride_out_token, stride_out_head,

@@ -9,8 +9,7 @@ import triton.language as tl
 
 from ..launch.tiles import fits, tile_table
 from .attention_decode import key_tail, tile_size
-from .attention_inputs import PagedCache, RaggedBatch, Scoring
-from .attention_parts import LIFT, LOG2E, LOWEST, soft_cap_scores
+from .attention_parts import LIFT, LOG2E, LOWEST, PagedCache, RaggedBatch, Scoring, soft_cap_scores
 from .kv_fp8 import as_numbers, scale_kind
 
 

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from ..launch.pdl import launched_plainly
 from ..launch.tma import descriptor, num_processors
-from .attention_inputs import PagedCache, RaggedBatch, Scoring
-from .attention_parts import LOG2E
+from .attention_parts import LOG2E, PagedCache, RaggedBatch, Scoring
 from .attention_prefill_gluon import CHUNK, HALF, ROWS, SIZE, prefill_hopper_kernel
 from .prefill_work import PrefillWork
 

@@ -1,9 +1,9 @@
 """Where the tokens of requests are on the device: in pages beside their keys and values, the newest ones in a ring.
 
 A block of the KV cache that holds all tokens of a sequence has a page for their ids too, found through the same block
-table: so histories take what the cache holds, a prefix that is shared is there once, and nobody has to hand out
+table: so histories take what the cache holds, a prefix that is shared is there once, and nothing has to hand out
 memory for them. A token gets its page when a step computes it, as its keys and values do. What is sampled, or drafted
-behind that, has no block yet; it waits in a ring of the request's own row, which nobody else ever has.
+behind that, has no block yet; it waits in a ring of the request's own row, which no other ever has.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ def page_places(table_ptr, position, inside, PAGE: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(
-    pages_ptr, table_ptr, recent_ptr, position, num_paged, inside, PAGE: tl.constexpr, RING: tl.constexpr
-):  # fmt: skip
+def load_tokens(pages_ptr, table_ptr, recent_ptr, position, num_paged, inside, PAGE: tl.constexpr, RING: tl.constexpr):
     """Of the row whose table and ring begin there, of which num_paged tokens are in pages; 0 where not inside."""
     is_paged = inside & (position < num_paged)
     token = tl.load(pages_ptr + page_places(table_ptr, position, is_paged, PAGE), mask=is_paged, other=0)

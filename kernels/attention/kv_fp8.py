@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..norm.magnitude import of_magnitude
+from ..norm.activation import of_magnitude
 
 # float8 type → its largest number
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_inputs import PagedCache, RaggedBatch, Scoring, neighbouring_pages
+from .attention_parts import PagedCache, RaggedBatch, Scoring, neighbouring_pages
 from .attention_prefill import prefill_attention_triton
 from .kv_fp8 import as_numbers, decode
 from .prefill_work import PrefillWork

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .attention import prefill_attention_torch
-from .attention_inputs import PagedCache, RaggedBatch, Scoring, neighbouring_pages
+from .attention_parts import PagedCache, RaggedBatch, Scoring, neighbouring_pages
 from .attention_prefill import PrefillTile, prefill_attention_triton, prefill_tile
 
 MOST_REQUESTS = 16  # of a piece: prefill attention's kernel has another variant for more
@@ -99,7 +99,7 @@ class ExpandedPrompts:
         count = int(counts.sum())
         places = np.stack(
             (np.repeat(self.rows[first:last], counts), np.arange(count) - np.repeat(starts, counts))
-        ).astype(np.int64)  # fmt: skip
+        ).astype(np.int64)
         prompts = self.prompts
         piece = RaggedBatch(
             _sent(starts.astype(np.int32), device),

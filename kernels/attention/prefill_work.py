@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_inputs import RaggedBatch
+from .attention_parts import RaggedBatch
 
 BLOCK_M = 128  # rows of a tile: query tokens x grouped heads
 LINE = 8  # int32 a line, of which five are used
@@ -24,7 +24,7 @@ _PLACES, _OTHERS = 64, 128  # places of a program, and how many it compares them
 class PrefillWork:
     """Makes the table of a batch when the first layer asks for it.
 
-    last_only: of each request only the block with its last token, where nobody needs the others.
+    last_only: of each request only the block with its last token, where the others are not needed.
     """
 
     batch: RaggedBatch

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..norm.magnitude import magnitude
+from ..norm.activation import magnitude
 from ..norm.norm import normalize, rms_scale
 from .kv_fp8 import encode_triton, token_scale
 

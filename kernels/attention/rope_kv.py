@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..launch.pdl import pdl_options
-from ..norm.magnitude import INFINITE, magnitude
+from ..norm.activation import INFINITE, magnitude
 from .kv_fp8 import FIXED_SCALES, TOKEN_SCALES, encode, encode_triton, scale_kind, token_scale, token_scales
 from .rope import apply_rope_torch, qk_norm_rope_torch, rotate_heads
 

@@ -54,9 +54,7 @@ def place_of_program(
 
 
 @triton.jit
-def pairs_of_block(
-    pairs_ptr, block, num_pairs, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, SORTED: tl.constexpr
-):  # fmt: skip
+def pairs_of_block(pairs_ptr, block, num_pairs, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, SORTED: tl.constexpr):
     """int32 [ROWS], the first of the block's; num_pairs where it has no more."""
     m = tl.arange(0, ROWS)
     if SORTED:

@@ -20,7 +20,7 @@ from ..launch.tiles import fits, tile_table
 from ..linear.fp8_linear import MANY, fp8_linear_torch, takes_fp8
 from ..linear.fp8_rows import BLOCK, Fp8Rows, e4m3_words, fp8_rows, fp8_rows_torch, scale_and_factor
 from ..linear.planes import TILE
-from ..norm.magnitude import magnitude
+from ..norm.activation import magnitude
 from .expert_codes import ExpertCodes
 from .moe import gated, sum_of_experts
 from .moe_blocks import Order, order_pairs, pairs_of_block, place_of_program

@@ -110,9 +110,7 @@ def next_slot(slot, last):
 
 
 @triton.jit
-def plus_lora(
-    acc, h_ptr, b_ptr, slot, pair, n, part, stride_slot, PARTS: tl.constexpr, RANK: tl.constexpr
-):  # fmt: skip
+def plus_lora(acc, h_ptr, b_ptr, slot, pair, n, part, stride_slot, PARTS: tl.constexpr, RANK: tl.constexpr):
     """acc [N, M] + B h: of rows n of the B at b_ptr + slot · stride_slot, and the h of this part."""
     BLOCK_R: tl.constexpr = 16 if RANK % 32 else 32
     r = tl.arange(0, BLOCK_R)

@@ -242,9 +242,7 @@ def sort_pairs_triton(ids: torch.Tensor, num_experts: int, block: int) -> Sorted
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
     chunk = 1024 if num_pairs <= LITTLE_PAIRS else 4096  # no more, so that few kernels are compiled
     options = {"num_warps": 8 if chunk > 1024 else 4}
-    _count_kernel[(num_experts,)](
-        ids, counts, num_pairs, CHUNK=chunk, **options, **pdl_options(ids, ids.shape[0])
-    )  # fmt: skip
+    _count_kernel[(num_experts,)](ids, counts, num_pairs, CHUNK=chunk, **options, **pdl_options(ids, ids.shape[0]))
     _sort_kernel[(num_experts,)](
         ids, counts, found.pairs, found.experts, found.num_blocks, num_pairs,
         EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), BLOCK=block, CHUNK=chunk, **options,

@@ -95,9 +95,7 @@ def fp8_product(x: Fp8Rows, matrix: Packed) -> Product:
     """The codes' product by cuBLAS, rows with one scale each."""
     one = unit(x.values.device)
     launched_plainly(x.values.device)
-    y = torch._scaled_mm(
-        x.values, fp8_values(matrix).t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=FAST
-    )  # fmt: skip
+    y = torch._scaled_mm(x.values, fp8_values(matrix).t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=FAST)
     return Product(y[:, : matrix.rows], x.scales, matrix.scales[0])
 
 

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..attention.kv_fp8 import packs
 from ..launch.pdl import pdl_options
-from ..norm.magnitude import magnitude, of_magnitude
+from ..norm.activation import magnitude, of_magnitude
 from ..norm.norm import normalize, rms_scale
 
 MAX = 448.0  # of e4m3
@@ -164,7 +164,7 @@ def e4m3_words(low, high, PACKED: tl.constexpr):
 
 @triton.jit
 def scale_and_factor(largest):
-    """Of rows or groups whose numbers have these largest magnitudes (magnitude.py): the scale of their codes, and what
+    """Of rows or groups whose numbers have these largest magnitudes (activation.py): the scale of their codes, and what
     makes codes of numbers. One division each: a division a number took a third of these kernels' instructions."""
     largest = tl.maximum(of_magnitude(largest), 1e-10, propagate_nan=tl.PropagateNan.ALL)
     return largest / 448.0, tl.div_rn(tl.zeros_like(largest) + 448.0, largest)

@@ -45,9 +45,8 @@ def _place(tile, tiles_m, tiles_n, group):
 
 @gluon.jit
 def _fetch(
-    x_desc, weight_desc, smem, bars, m, left, right, first_k, end_k, step, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+    x_desc, weight_desc, smem, bars, m, left, right, first_k, end_k, step, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
+):
     """Tiles of x and of the weight, from first_k on → the ring's next step."""
     x_smem, weight_smem, _ = smem
     full, empty = bars
@@ -79,9 +78,7 @@ def _turns(present_ptr, steps, RANK: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_b(
-    b_desc, slots, present_ptr, smem, bars, turn, left, right, step, RANK: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
+def _fetch_b(b_desc, slots, present_ptr, smem, bars, turn, left, right, step, RANK: gl.constexpr, STAGES: gl.constexpr):
     """B of a turn's slots: rows for gate and zeros, zeros and rows for up → the ring's next step."""
     SLOTS: gl.constexpr = BLOCK_K // (2 * RANK)
     weight_smem = smem[1]
@@ -141,9 +138,7 @@ def _produce(
 
 
 @gluon.jit
-def _low_of_rows(
-    low, row, dtype: gl.constexpr, RANK: gl.constexpr, RUNS: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
+def _low_of_rows(low, row, dtype: gl.constexpr, RANK: gl.constexpr, RUNS: gl.constexpr, layout: gl.constexpr):
     """Of ROWS tokens: slots, and h of gate and of up [ROWS, RANK], 0 where there is none."""
     h_ptr, slots_ptr, places_ptr, used_ptr, tokens, splits, columns = low
     token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -169,9 +164,7 @@ def _low_of_rows(
 
 @gluon.jit
 def _sleep(nanoseconds: gl.constexpr):
-    gl.inline_asm_elementwise(
-        "nanosleep.u32 $1; // $0", "=r,n", [nanoseconds], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    gl.inline_asm_elementwise("nanosleep.u32 $1; // $0", "=r,n", [nanoseconds], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ..attention.attention_splits import processors
+from ..attention.attention_parts import processors
 from ..launch.pdl import pdl_options
 from ..launch.tiles import fits, tile_table
 from .planes import BITS, TILE, Packed, decoders

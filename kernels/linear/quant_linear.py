@@ -251,9 +251,7 @@ def _quant_kernel(
                     group = tl.minimum((block * BLOCK_K + plane * PLANE) // GROUP, groups - 1) * group_stride
                     scale = tl.load(scales_ptr + row + group).to(tl.float32)
                     shift = tl.load(shifts_ptr + row + group).to(tl.float32) if HAS_SHIFT else scale
-                    w = _scaled_numbers(
-                        words, scale, shift, plane, ASM0, ASM1, ASM2, ASM3, HAS_SHIFT, dtype
-                    )  # fmt: skip
+                    w = _scaled_numbers(words, scale, shift, plane, ASM0, ASM1, ASM2, ASM3, HAS_SHIFT, dtype)
                 else:
                     w = _numbers(words, plane, ASM0, ASM1, ASM2, ASM3, dtype)
                 total = tl.dot(w, x, total)

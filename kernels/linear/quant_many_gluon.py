@@ -252,10 +252,8 @@ def quant_many_kernel(
     WIDTH: gl.constexpr = words_desc.block_type.shape[1]
     smem = (
         gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, HALF], x_desc.layout),
-        gl.allocate_shared_memory(
-            words_desc.dtype, [CODE_STAGES * CONSUMERS * BOXES, ROWS, WIDTH], words_desc.layout
-        ),
-    )  # fmt: skip
+        gl.allocate_shared_memory(words_desc.dtype, [CODE_STAGES * CONSUMERS * BOXES, ROWS, WIDTH], words_desc.layout),
+    )
     x_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     words_full = gl.allocate_shared_memory(gl.int64, [CODE_STAGES, 1], mbarrier.MBarrierLayout())

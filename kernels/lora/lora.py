@@ -89,9 +89,7 @@ def _plainly(tensor: Tensor) -> dict[str, Any]:
     return {"PDL": False}
 
 
-def shrink(
-    x: Tensor, a: Tensor, used: Tensor, tiles: Tiles, beside: bool = False, leads: bool = False
-) -> Tensor:  # fmt: skip
+def shrink(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles, beside: bool = False, leads: bool = False) -> Tensor:
     """x [T, K], a [slots, N, K] → fp32 [splits, T, N], whose sum over splits is A x by places of
     `tiles.order`; what no tile has stays undefined. used int32 [slots]: 0 where an adapter has nothing here, and so
     nothing is computed. beside: the launch just before is a product with x that lets others start once x is there
@@ -131,7 +129,7 @@ def expand(h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, y
 
 def expand_silu_mul(
     h: Tensor, b: Tensor, columns: Columns, used: Tensor, tiles: Tiles, counts: Tensor, y: Tensor
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """silu_mul (activation.py) of y after expand, whose halves are two products, or one's → [T, out / 2]. counts: of
     ByToken."""
     if y.device.type == "cuda" and is_activated_by_gluon(b, columns, tiles, y):
@@ -258,9 +256,7 @@ def is_shrunk_by_gluon(x: Tensor, a: Tensor, tiles: Tiles) -> bool:
     )  # fmt: skip
 
 
-def shrink_gluon(
-    x: Tensor, a: Tensor, used: Tensor, tiles: Tiles, beside: bool = False, leads: bool = False
-) -> Tensor:  # fmt: skip
+def shrink_gluon(x: Tensor, a: Tensor, used: Tensor, tiles: Tiles, beside: bool = False, leads: bool = False) -> Tensor:
     (num_tokens, k), n, tiling = x.shape, a.shape[1], tiles.tiling
     if x.stride(1) != 1 or a.stride(2) != 1:
         raise ValueError("the last dimensions of x and A must be contiguous: call contiguous()")

@@ -1,4 +1,4 @@
-"""The gated activations SwiGLU and GeGLU without their projections (Shazeer 2020, arXiv 2002.05202)."""
+"""SwiGLU and GeGLU without their products (Shazeer 2020, arXiv 2002.05202); magnitudes, among which NaN is greatest."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..launch.pdl import pdl_options
+
+INFINITE = tl.constexpr(0x7F800000)  # magnitude of infinity, below which is every number
+
+
+@triton.jit
+def magnitude(x):
+    """The bits of |x|, fp32 → int32: in the order of the numbers, and NaN is above them all, where a GPU's maxima of
+    floats pass over it."""
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def of_magnitude(bits):
+    """|x| again."""
+    return bits.to(tl.float32, bitcast=True)
 
 
 def silu_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,7 +80,7 @@ def _gated_triton(x: torch.Tensor, out: torch.Tensor | None, gelu: bool) -> torc
 @triton.jit
 def _gated_kernel(
     x_ptr, out_ptr, size, x_stride, out_stride, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ...engine.describe.hub_gguf import choose, model_files, split_name
+from ...engine.describe.model_source import choose, model_files, split_name
 from ...engine.errors import ConfigError, ModelError
 from ...engine.options.config import EngineConfig
 from ...engine.options.model_path import cache_folder, is_gguf

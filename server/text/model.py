@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from ...engine.describe.hub_gguf import hub_gguf, split_name
+from ...engine.describe.model_source import hub_gguf, split_name
 from ...engine.describe.overrides import overridden, overrides
 from ...engine.describe.reading import reads_both_ways
 from ...engine.errors import ConfigError

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from vserve.engine.describe.hub_gguf import choose, hub_gguf
-from vserve.engine.describe.model_source import resolve_model_path
+from vserve.engine.describe.model_source import choose, hub_gguf, resolve_model_path
 from vserve.engine.errors import ModelError
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.options.model_path import find_model

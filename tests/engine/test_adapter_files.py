@@ -19,11 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vserve.engine.adapters import peft_config
+from vserve.engine.adapters import peft_files
 from vserve.engine.adapters.adapter import WEIGHTS_FILE, Adapter
-from vserve.engine.adapters.layout import SlotLayout
-from vserve.engine.adapters.peft_config import CONFIG_FILE, AdapterError
-from vserve.engine.adapters.store import AdapterStore
+from vserve.engine.adapters.layout import AdapterStore, SlotLayout
+from vserve.engine.adapters.peft_files import CONFIG_FILE, AdapterError
 from vserve.engine.link.messages import LoadAdapter
 from vserve.engine.link.plan import ADAPTER_UNUSABLE
 from vserve.engine.link.sampling_params import SamplingParams
@@ -95,7 +94,7 @@ SPOILT: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 def test_what_is_no_file_of_an_adapter(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, spoil, words = SPOILT[name]
     if name == "too large":
-        monkeypatch.setattr(peft_config, "LARGEST", 1999)
+        monkeypatch.setattr(peft_files, "LARGEST", 1999)
     spoil(folder / file)
     assert words in refusal(folder)
 

@@ -12,7 +12,7 @@ import pytest
 
 from vserve.engine.adapters import patterns
 from vserve.engine.adapters.patterns import PatternError, first_matches
-from vserve.engine.adapters.peft_config import AdapterError, PeftConfig
+from vserve.engine.adapters.peft_files import AdapterError, PeftConfig
 
 EXPERTS = [
     f"model.layers.{i}.mlp.experts.{e}.{n}_proj" for i in range(24) for e in range(250) for n in ("gate", "up", "down")

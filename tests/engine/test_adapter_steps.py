@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.engine.adapters.store import AdapterStore
+from vserve.engine.adapters.layout import AdapterStore
 from vserve.engine.link.messages import AddRequest, LoadAdapter
 from vserve.engine.link.plan import StepPlan
 from vserve.engine.link.sampling_params import SamplingParams

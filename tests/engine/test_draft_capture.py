@@ -19,12 +19,11 @@ from vserve.engine.layers.attention import AttentionBatch
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.options.speculation import Speculation
 from vserve.engine.quant.weights import Placement
-from vserve.engine.speculation.draft_model import DraftModel
-from vserve.engine.speculation.heads import EagleHead
 from vserve.engine.speculation.loading import find_draft
 from vserve.engine.speculation.model_drafter import ModelDrafter
+from vserve.engine.speculation.networks import DraftModel, EagleHead
 from vserve.engine.weights.matching import choose_formats
-from vserve.kernels.attention.attention_inputs import PagedCache
+from vserve.kernels.attention.attention_parts import PagedCache
 
 META = torch.device("meta")
 

@@ -15,8 +15,7 @@ import vserve.engine.grammar.guide as guide_module
 import vserve.engine.start.arrivals as arrivals_module
 import vserve.engine.step.runner as runner_module
 from vserve.engine.grammar.grammar import BACKENDS, GrammarError, GrammarMatcher, Vocabulary, pack, prepare
-from vserve.engine.grammar.guide import Guide
-from vserve.engine.grammar.thinking import ThinkingMatcher
+from vserve.engine.grammar.guide import Guide, ThinkingMatcher
 from vserve.engine.link.sampling_params import SamplingParams, Thinking
 from vserve.server.grammar.compile import compile
 from vserve.server.grammar.constraint import Constraint

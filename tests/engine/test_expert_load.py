@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.layers.expert_load import WINDOW, ExpertCounter, ExpertLoad
+from vserve.engine.layers.routing import WINDOW, ExpertCounter, ExpertLoad
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.step import runner
 

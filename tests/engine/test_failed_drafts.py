@@ -11,8 +11,8 @@ import torch
 
 from vserve.engine.link.plan import StepPlan
 from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.speculation.drafter import Scratch
 from vserve.engine.speculation.model_drafter import ModelDrafter
-from vserve.engine.speculation.scratch import Scratch
 from vserve.engine.step.runner import ModelRunner
 
 SERVED = {"max_num_seqs": 128, "max_model_len": 112}

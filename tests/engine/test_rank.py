@@ -16,8 +16,8 @@ from vserve.engine.options.config import EngineConfig
 from vserve.engine.parallel.group import ALONE
 from vserve.engine.planning.memory import MemoryPlan
 from vserve.engine.quant.codes import Codes
-from vserve.engine.quant.packed import PackedMatrix
-from vserve.engine.quant.packed_experts import PackedExperts
+from vserve.engine.quant.experts import PackedExperts
+from vserve.engine.quant.matrix import PackedMatrix
 from vserve.engine.quant.weights import Placement
 from vserve.engine.ranks import agreement
 from vserve.engine.start import rank, warm_steps

@@ -18,7 +18,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-import vserve.engine.cache.kv_capacity as kv_capacity_module
+import vserve.engine.cache.kv_layout as kv_capacity_module
 import vserve.engine.grammar.guide as guide_module
 import vserve.engine.schedule.block_pool as block_pool_module
 import vserve.engine.schedule.kv_cache as kv_cache_module

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.describe.gain import more_cards
+from vserve.engine.describe.divide import more_cards
 from vserve.engine.describe.model_config import ModelConfig
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError

@@ -18,7 +18,7 @@ import vserve.engine.start.arrivals as arrivals_module
 import vserve.engine.step.runner as runner_module
 from vserve.engine.cache.rows import RowTables
 from vserve.engine.errors import ConfigError
-from vserve.engine.grammar.thinking import ThinkingMatcher
+from vserve.engine.grammar.guide import ThinkingMatcher
 from vserve.engine.link.sampling_params import Pooling, SamplingParams, Thinking
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.options.speculation import Speculation, read_speculation

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from vserve.engine.cache.kv_format import NUMBERS
+from vserve.engine.describe.divide import context_cost, stage_layers
 from vserve.engine.describe.reading import parse_model_config
-from vserve.engine.describe.stages import context_cost, stage_layers
 from vserve.engine.link.plan import StepPlan, StepResult
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import SchedulerConfig

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from vserve.engine.cache.kv_format import NUMBERS
+from vserve.engine.describe.divide import stage_layers
 from vserve.engine.describe.reading import parse_model_config, read_model_config
-from vserve.engine.describe.stages import stage_layers
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.parallel.pipeline import Stage
 from vserve.engine.planning.card import CARDS, NETWORK, NVLINK4, PCIE4

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vserve.engine.grammar.thinking import ThinkingMatcher
+from vserve.engine.grammar.guide import ThinkingMatcher
 from vserve.engine.link.sampling_params import SamplingParams, Thinking
 
 VOCAB, EOS, BEGIN, END, ANSWER = 70, 0, 40, 41, 50

@@ -27,7 +27,7 @@ from vserve.engine.parallel import group
 from vserve.engine.quant import unquantized
 from vserve.engine.quant.weights import Placement
 from vserve.engine.weights.matching import choose_formats
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.attention.rope_kv import rope_write_kv_torch
 from vserve.kernels.norm.activation import silu_mul_torch
 from vserve.kernels.norm.norm import add_rms_norm_torch, rms_norm_torch

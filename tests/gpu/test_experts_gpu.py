@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vserve.engine.quant.codes import Codes
-from vserve.engine.quant.packed_experts import PackedExperts
+from vserve.engine.quant.experts import PackedExperts
 from vserve.engine.quant.weights import Placement
 from vserve.kernels.experts.moe import ExpertWeights, experts_torch
 from vserve.kernels.experts.moe_fp8 import experts_fp8_torch, experts_fp8_triton, fp8_expert_tile

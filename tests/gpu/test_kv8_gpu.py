@@ -23,7 +23,7 @@ from vserve.kernels.attention.attention import (
     prefill_attention,
     prefill_attention_torch,
 )
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.attention.attention_prefill_hopper import prefill_attention_hopper, supports
 from vserve.kernels.attention.kv_fp8 import (
     LARGEST,

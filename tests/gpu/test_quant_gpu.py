@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from vserve.engine.layers.linear import Linear
-from vserve.engine.quant import packed as packed_module
+from vserve.engine.quant import matrix as packed_module
 from vserve.engine.quant.codes import Codes
+from vserve.engine.quant.matrix import PackedMatrix
 from vserve.engine.quant.online import Online
-from vserve.engine.quant.packed import PackedMatrix
 from vserve.engine.quant.weights import Placement
 from vserve.kernels.linear import fp8_linear as products
 from vserve.kernels.linear import linear

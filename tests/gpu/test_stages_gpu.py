@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.engine.describe.divide import stage_layers
 from vserve.engine.describe.reading import read_folder
-from vserve.engine.describe.stages import stage_layers
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import SchedulerConfig
 from vserve.engine.parallel.pipeline import WHOLE, Stage

@@ -17,9 +17,8 @@ from vserve.kernels.attention.attention import (
     prefill_attention_torch,
 )
 from vserve.kernels.attention.attention_decode import decode_attention_triton, decode_tile
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring, UniformBatch, choose_splits
 from vserve.kernels.attention.attention_prefill import prefill_attention_triton
-from vserve.kernels.attention.attention_splits import choose_splits
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])  # the interpreter's bf16 dot is wrong
@@ -553,7 +552,7 @@ def test_decode_in_a_cuda_graph(rng: torch.Generator, device: str) -> None:
 _COMPILE_LATENT = """
 from vserve.kernels.launch import pdl
 from vserve.kernels.attention.attention_decode import decode_attention_triton
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.attention.attention_prefill import prefill_attention_triton
 
 JITFunction.__getitem__ = warm_up_instead
@@ -597,7 +596,7 @@ def test_latent_attention_compiles_for_hopper(heads: int, dtype: str, run_for_ho
 _COMPILE = """
 from vserve.kernels.launch import pdl
 from vserve.kernels.attention.attention_decode import decode_attention_triton
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.attention.attention_prefill import prefill_attention_triton
 from vserve.kernels.attention.rope_kv import rope_write_kv_triton
 

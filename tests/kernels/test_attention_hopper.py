@@ -19,7 +19,7 @@ from vserve.kernels.attention.attention import (
     prefill_attention_torch,
 )
 from vserve.kernels.attention.attention_beside import attend_beside
-from vserve.kernels.attention.attention_inputs import PagedCache, Scoring, UniformBatch
+from vserve.kernels.attention.attention_parts import PagedCache, Scoring, UniformBatch
 from vserve.kernels.attention.attention_prefill import prefill_attention_triton
 from vserve.kernels.attention.attention_prefill_hopper import prefill_attention_hopper, supports
 
@@ -202,7 +202,7 @@ _COMPILE = """
 import subprocess
 import triton
 from vserve.kernels.attention import prefill_work
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring
 from vserve.kernels.attention.attention_prefill_hopper import prefill_attention_hopper
 
 prefill_work.prefill_work = prefill_work.prefill_work_triton

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from vserve.kernels.sampling import bad_words
+from vserve.kernels.sampling import masks
 
 from .histories import history_of
 
@@ -23,7 +23,7 @@ def apply(path: str, device: str, logits: torch.Tensor, token_ids: torch.Tensor,
     result = logits.clone().to(where)
     tensors = [torch.tensor(values, dtype=torch.int32, device=where) for values in lists]
     name = "apply_bad_words" if path == "public" else f"apply_bad_words_{path}"
-    assert getattr(bad_words, name)(result, history_of(token_ids.to(where), page=5), *tensors) is None
+    assert getattr(masks, name)(result, history_of(token_ids.to(where), page=5), *tensors) is None
     return result.cpu()
 
 
@@ -83,7 +83,7 @@ def test_rows_of_a_wider_buffer(path: str, device: str) -> None:
     buffer = torch.zeros(2, 9, device=where)
     token_ids = torch.tensor([[4, 1, 2, 3]], dtype=torch.int32, device=where)
     lists = [[0, 0], [1, 2], [4, 3], *flatten([(0, [2, 3, 0]), (1, [1, 2, 4]), (1, [2, 4]), (0, [])])]
-    function = getattr(bad_words, "apply_bad_words" if path == "public" else f"apply_bad_words_{path}")
+    function = getattr(masks, "apply_bad_words" if path == "public" else f"apply_bad_words_{path}")
     function(buffer[:, 2:7], history_of(token_ids), *(torch.tensor(x, dtype=torch.int32, device=where) for x in lists))
     # The word (1, 2, 4) begins in the prompt of the second row.
     assert (buffer == -float("inf")).nonzero().tolist() == [[0, 2], [1, 6]]

@@ -129,7 +129,7 @@ def launch_dependent_kernels() -> None:
 def launch_other_kernels() -> None:
     from vserve.kernels.attention import history
     from vserve.kernels.rows import batch_inputs
-    from vserve.kernels.sampling import bad_words, ngram, penalties, sampling, verify
+    from vserve.kernels.sampling import masks, ngram, penalties, sampling, verify
 
     block_table = i32(5, 256)
     tokens = history.History(i32(100, 16), block_table, i32(5, 16), i32(5, 12)[:, 10], 4096)
@@ -148,7 +148,7 @@ def launch_other_kernels() -> None:
     counts = i32(64, vocabulary)
     history.read_tokens_triton(tokens, i32(4), i32(4), i32(9), i32(9))
     ngram.propose_ngrams_triton(tokens, i32(5), i32(4), i32(4), i32(5), i32(4), 2, 4, 3)
-    bad_words.apply_bad_words_triton(logits, tokens, i32(2), i32(2), i32(2), i32(3), i32(4), i32(9))
+    masks.apply_bad_words_triton(logits, tokens, i32(2), i32(2), i32(2), i32(3), i32(4), i32(9))
     penalties.apply_penalties_triton(logits, tokens, i32(2), i32(2), i32(2), one, one, one, i32(2), counts)
     penalties.apply_logit_bias_triton(logits, i32(2), i32(3), i32(600, 2))
 

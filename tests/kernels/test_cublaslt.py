@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from vserve.engine.layers.linear import Linear
 from vserve.engine.options.config import EngineConfig
-from vserve.engine.quant import products as layer_module
+from vserve.engine.quant import unquantized as layer_module
 from vserve.engine.quant.weights import Placement
 from vserve.engine.start import rank
 from vserve.kernels.launch import tiles

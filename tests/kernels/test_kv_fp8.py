@@ -19,7 +19,7 @@ from vserve.kernels.attention.attention import (
     prefill_attention_torch,
 )
 from vserve.kernels.attention.attention_decode import decode_attention_triton
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.attention.attention_prefill import prefill_attention_triton
 from vserve.kernels.attention.kv_fp8 import LARGEST, decode, encode, fixed_scales, token_scales
 from vserve.kernels.attention.kv_unpack import PromptPages
@@ -352,7 +352,7 @@ def test_unpacked_prompts(
 _COMPILE = """
 from vserve.kernels.attention import attention_decode, kv_unpack
 from vserve.kernels.launch import pdl
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.attention.attention_prefill import prefill_attention_triton
 from vserve.kernels.attention.kv_fp8 import fixed_scales
 from vserve.kernels.attention.rope_kv import rope_write_kv_triton

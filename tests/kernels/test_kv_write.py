@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vserve.kernels.attention.attention import decode_attention
-from vserve.kernels.attention.attention_inputs import PagedCache, Scoring, UniformBatch
+from vserve.kernels.attention.attention_parts import PagedCache, Scoring, UniformBatch
 from vserve.kernels.attention.rope_kv import rope_write_kv, rope_write_kv_triton, write_kv_torch
 
 

@@ -12,7 +12,7 @@ import torch
 
 from vserve.kernels.attention import latent_prompts
 from vserve.kernels.attention.attention import prefill_attention_torch
-from vserve.kernels.attention.attention_inputs import PagedCache
+from vserve.kernels.attention.attention_parts import PagedCache
 from vserve.kernels.attention.attention_prefill import prefill_attention_triton, prefill_tile
 from vserve.kernels.attention.latent_prompts import (
     ExpandedPrompts,
@@ -185,7 +185,7 @@ def test_only_keys_beyond_128_have_a_tile_of_their_own() -> None:
 
 
 _COMPILE = """
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring
 from vserve.kernels.attention.attention_prefill import prefill_attention_triton
 from vserve.kernels.attention.latent_prompts import expanded_tile
 JITFunction.__getitem__ = warm_up_instead

@@ -10,7 +10,7 @@ import torch
 
 from vserve.engine.layers import attention as layer
 from vserve.kernels.attention import attention_beside, attention_prefill_hopper
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring, UniformBatch
 from vserve.kernels.launch import pdl
 
 CPU = torch.device("cpu")

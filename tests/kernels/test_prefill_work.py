@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.attention.attention_inputs import RaggedBatch
+from vserve.kernels.attention.attention_parts import RaggedBatch
 from vserve.kernels.attention.prefill_work import PrefillWork, prefill_work_torch, prefill_work_triton
 
 

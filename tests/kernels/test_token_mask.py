@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vserve.kernels.sampling import token_mask
+from vserve.kernels.sampling import masks
 
 
 @pytest.fixture(params=["torch", "triton", "public"])
@@ -18,7 +18,7 @@ def apply(path: str, device: str, logits: torch.Tensor, rows: list[int], bits: t
     result = logits.clone().to(where)
     name = "apply_token_mask" if path == "public" else f"apply_token_mask_{path}"
     index = torch.tensor(rows, dtype=torch.int32, device=where)
-    assert getattr(token_mask, name)(result, index, bits.to(where)) is None
+    assert getattr(masks, name)(result, index, bits.to(where)) is None
     return result.cpu()
 
 
@@ -51,7 +51,7 @@ def test_rows_of_wider_buffers(path: str, device: str) -> None:
     buffer = torch.zeros(2, 50, device=where)
     bits = torch.tensor([[7, 7, 0b101], [7, 7, -2]], dtype=torch.int32, device=where)[:, 2:]
     rows = torch.tensor([1, 0], dtype=torch.int32, device=where)
-    function = getattr(token_mask, "apply_token_mask" if path == "public" else f"apply_token_mask_{path}")
+    function = getattr(masks, "apply_token_mask" if path == "public" else f"apply_token_mask_{path}")
     function(buffer[:, 5:10], rows, bits)
     inf = float("inf")
     assert buffer[1].tolist() == [0] * 6 + [-inf, 0, -inf, -inf] + [0] * 40

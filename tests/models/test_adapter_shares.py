@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from vserve.engine.adapters.adapter import Adapter
-from vserve.engine.adapters.layout import SlotLayout
-from vserve.engine.adapters.store import AdapterStore
+from vserve.engine.adapters.layout import AdapterStore, SlotLayout
 from vserve.engine.adapters.tables import AdapterTables
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError

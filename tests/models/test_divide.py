@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.describe.divide import check_divides, whole_experts
-from vserve.engine.describe.gain import more_ranks, more_stages
+from vserve.engine.describe.divide import check_divides, more_ranks, more_stages, whole_experts
 from vserve.engine.describe.model_config import ModelConfig
 from vserve.engine.describe.reading import parse_model_config, read_folder
 from vserve.engine.errors import ModelError

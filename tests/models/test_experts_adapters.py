@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from vserve.engine.adapters.adapter import Adapter
-from vserve.engine.adapters.layout import SlotLayout
-from vserve.engine.adapters.peft_config import AdapterError
-from vserve.engine.adapters.store import AdapterStore
+from vserve.engine.adapters.layout import AdapterStore, SlotLayout
+from vserve.engine.adapters.peft_files import AdapterError
 from vserve.engine.adapters.tables import AdapterTables
 from vserve.engine.errors import ConfigError
 from vserve.engine.families.layer_spec import MoESpec, RoutingSpec

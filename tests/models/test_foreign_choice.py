@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from vserve.engine.describe.choice import Foreign, choose
+from vserve.engine.describe.model_config import Foreign, choose
 from vserve.engine.describe.reading import check_model, parse_model_config, read_folder, read_model_config
 from vserve.engine.errors import ModelError
 from vserve.engine.families.registry import FAMILIES
@@ -128,7 +128,7 @@ def test_names_are_looked_up_without_torch_or_transformers() -> None:
     code = """
 import sys, time
 started = time.monotonic()
-from vserve.engine.describe.choice import choose
+from vserve.engine.describe.model_config import choose
 from vserve.engine.files.model_file import ModelError
 assert choose({"architectures": ["GPTNeoXForCausalLM"]}).architecture == "GPTNeoXForCausalLM"
 try:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vserve.engine.describe.model_config import ModelConfig
 from vserve.engine.describe.reading import read_folder, without_windows
 from vserve.engine.errors import ModelError
-from vserve.engine.foreign import hooks
+from vserve.engine.foreign import build as foreign_build
 from vserve.engine.foreign.model import TransformersModel
 from vserve.engine.foreign.modules import Norm, Part, Product
 from vserve.engine.layers.embedding import Embedding
@@ -76,7 +76,9 @@ def test_logits_equal_transformers(
     folder = foreign_model(model_type)
     model = load(folder)
     assert_equal(parity, model, folder)
-    monkeypatch.setattr(hooks, "experts", lambda x, *_: torch.zeros_like(x))  # the kernels' twin looks at numbers
+    monkeypatch.setattr(
+        foreign_build, "experts", lambda x, *_: torch.zeros_like(x)
+    )  # the kernels' twin looks at numbers
     with NoSync():
         parity_step(parity, model)
 
@@ -163,7 +165,7 @@ def test_whose_experts(
     foreign_model: Callable[..., Path], parity: Any, model_type: str, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, calls = load(foreign_model(model_type)), []
-    monkeypatch.setattr(hooks, "experts", lambda x, *_: calls.append(len(x)) or torch.zeros_like(x))
+    monkeypatch.setattr(foreign_build, "experts", lambda x, *_: calls.append(len(x)) or torch.zeros_like(x))
     parity.PagedRunner(model, parity.sequences()).step(ONE_STEP)
     assert bool(calls) == ours
 

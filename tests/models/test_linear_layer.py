@@ -14,8 +14,7 @@ from torch.nn import functional
 from vserve.engine.layers.embedding import Embedding, LMHead
 from vserve.engine.layers.linear import Linear
 from vserve.engine.parallel.group import SingleGroup
-from vserve.engine.quant.products import Products
-from vserve.engine.quant.unquantized import Unquantized
+from vserve.engine.quant.unquantized import Products, Unquantized
 from vserve.engine.quant.weights import Placement
 from vserve.kernels.norm.activation import silu_mul
 
@@ -207,7 +206,7 @@ def test_products_of_few_and_of_many_rows_add_to_the_residual() -> None:
     assert not added()
     layer.method.add_up_to = 3
     assert not added(), "nobody gains by it"
-    layer.adds_few = True
+    layer.adds_few_rows = True
     assert added()
     layer.adapter = Adds(lambda given: torch.ones(1))
     assert added(), "rows without adapter have the same bits whatever the step"

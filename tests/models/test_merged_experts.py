@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from vserve.engine.adapters.adapter import Adapter
 from vserve.engine.adapters.layout import SlotLayout
-from vserve.engine.adapters.peft_config import AdapterError
+from vserve.engine.adapters.peft_files import AdapterError
 
 Load = Callable[[Path], Any]
 FAMILIES = (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vserve.engine.describe.reading import parse_model_config
 from vserve.engine.errors import ModelError
-from vserve.engine.models.mixture import with_stored_experts
+from vserve.engine.models.mlp import with_stored_experts
 
 Parity = Any  # test_model_parity.py
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from vserve.engine.describe.reading import parse_model_config, read_folder
 from vserve.engine.errors import ModelError
 from vserve.engine.families import registry
 from vserve.engine.families.encoders import ENCODERS
+from vserve.engine.families.family import TRANSFORMERS
 from vserve.engine.families.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
 from vserve.engine.families.rope_config import ROPE_TYPES
 from vserve.engine.models.blocks import CausalLM
@@ -568,6 +570,20 @@ def test_what_cannot_be_served_is_refused_in_one_line(keys: dict[str, Any], mess
         parse_model_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | keys)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    root = Path(__file__).parents[2]
+    written = runpy.run_path(str(root / "tools" / "docs" / "family_defaults.py"))
+    assert (root / "configs" / "families.json").read_text() == written["table"](), (
+        "run python tools/docs/family_defaults.py"
+    )
+
+
+def test_a_family_has_defaults_of_its_own_only_where_transformers_has_others() -> None:
+    for family in (*registry.FAMILIES, *registry.BOTH_WAYS):
+        known = TRANSFORMERS[family.like or family.model_type]
+        assert all(known.get(key) != value or key not in known for key, value in family.own.items()), family
 
 
 OF_ANY_KIND = ("x", -1, 0, 1.5, True, [], ["x"], [99], {"a": 1}, math.nan, math.inf, 10**30, [None], None)

@@ -20,7 +20,7 @@ from vserve.engine.models.blocks import CausalLM
 from vserve.engine.models.mlp import MLP
 from vserve.engine.quant.unquantized import Unquantized
 from vserve.engine.weights.loader import load_model
-from vserve.kernels.attention.attention_inputs import PagedCache
+from vserve.kernels.attention.attention_parts import PagedCache
 
 PAGE = 4
 LENGTHS = (45, 30)
@@ -346,7 +346,7 @@ def test_products_that_add_to_the_residual(
         for which, first, logits in runner.step(plan, last_only=last_only):
             assert difference([logits], [oracle(folder)[which][first : first + len(logits)]]) < 2e-4
     # The last layer goes on with two rows. What is normed or scaled before it is added, no product adds.
-    adds = [((layer in outputs) + (layer in dense)) * layer.adds for layer in model.layers]
+    adds = [((layer in outputs) + (layer in dense)) * layer.adds_to_residual for layer in model.layers]
     adding = sum(adds[:-1] if last_only else adds)
     assert seen == [21] * adding + [9] * adding
 
@@ -372,7 +372,7 @@ def test_routers_that_norm_what_they_read(
     for layer in mixtures:
         layer.mlp.router.norm_rows = layer.attention.output.method.add_up_to = 8
     for layer in plain.layers:
-        layer.adds = False  # all is added by norms
+        layer.adds_to_residual = False  # all is added by norms
     routed, seen = routing.norm_router, []
     monkeypatch.setattr(routing, "norm_router", lambda x, *more: (seen.append(len(x.rows)), routed(x, *more))[1])
     runners = PagedRunner(model, sequences()), PagedRunner(plain, sequences())
@@ -382,7 +382,7 @@ def test_routers_that_norm_what_they_read(
             assert torch.equal(logits.argmax(-1), others.argmax(-1))
             assert difference([logits], [others]) < 2e-5
             assert difference([logits], [oracle(folder)[which][first : first + len(logits)]]) < 2e-4
-    norming = sum(layer.adds for layer in mixtures)
+    norming = sum(layer.adds_to_residual for layer in mixtures)
     assert seen == [rows for rows in (8, 2, 1) for _ in range(norming)]
 
 

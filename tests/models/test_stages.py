@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from vserve.engine.cache.kv_layout import KVLayout
+from vserve.engine.describe.divide import check_stages, context_cost, split, stage_layers
 from vserve.engine.describe.model_config import ModelConfig
 from vserve.engine.describe.reading import check_model, parse_model_config, read_folder
-from vserve.engine.describe.stages import check_stages, context_cost, split, stage_layers
 from vserve.engine.errors import ModelError
 from vserve.engine.families.layer_spec import KVSpec
-from vserve.engine.files.safetensors_files import SafetensorsFiles
+from vserve.engine.files.checkpoint import SafetensorsFiles
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.parallel.pipeline import Stage, stage_of
 from vserve.engine.planning.memory import weight_bytes

@@ -19,7 +19,7 @@ from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.files.checkpoint import checkpoint_bytes, open_checkpoint, read_headers
 from vserve.engine.layers.linear import Linear
 from vserve.engine.models.blocks import CausalLM
-from vserve.engine.quant.staging import PIECE, SMALL, copy_weight
+from vserve.engine.quant.weights import PIECE, SMALL, copy_weight
 from vserve.engine.weights.loader import count_parameters, load_model
 
 INDEX = "model.safetensors.index.json"

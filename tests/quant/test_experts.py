@@ -15,8 +15,7 @@ from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ModelError
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.planning.weight_size import weight_size
-from vserve.engine.quant.experts import QuantizedExperts
-from vserve.engine.quant.packed_experts import PackedExperts
+from vserve.engine.quant.experts import PackedExperts, QuantizedExperts
 from vserve.engine.start.described import describe
 from vserve.engine.start.expert_info import describe_experts, told_of_experts
 from vserve.engine.weights.loader import load_model
@@ -107,8 +106,8 @@ def test_fp8_products_leave_steps_with_adapters_to_others(
     layer, calls = model.layers[0].mlp, list[str]()
     for name in ("experts_fp8", "experts_codes"):
         record = lambda x, *_, name=name, **more: calls.append(name) or x  # noqa: E731
-        monkeypatch.setattr(f"vserve.engine.quant.packed_experts.{name}", record)
-    monkeypatch.setattr("vserve.engine.quant.packed_experts.fp8_expert_tile", lambda *_: 1)
+        monkeypatch.setattr(f"vserve.engine.quant.experts.{name}", record)
+    monkeypatch.setattr("vserve.engine.quant.experts.fp8_expert_tile", lambda *_: 1)
     layer.experts.method.fp8 = True
     layer(torch.ones(9, 64, dtype=torch.float16), None)
     layer.experts.adapter = SimpleNamespace(lora=lora_of(model))

@@ -15,18 +15,15 @@ from torch import Tensor
 from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.quant import quantize
 from vserve.engine.quant.codes import Codes
-from vserve.engine.quant.compressed_ints import PackedInts
-from vserve.engine.quant.compressed_tensors import CompressedTensorsScheme
+from vserve.engine.quant.compressed_tensors import CompressedTensorsScheme, PackedInts
 from vserve.engine.quant.config_groups import Group, find_group
 from vserve.engine.quant.decoded import decoded as loaded
-from vserve.engine.quant.format import Format, Scheme
+from vserve.engine.quant.eight_bits import FbgemmFp8Scheme, Fp8Scheme, Int8, Mxfp8Scheme
+from vserve.engine.quant.format import Format, Scheme, powers_of_two
 from vserve.engine.quant.fp4 import Mxfp4Scheme, decode_experts
-from vserve.engine.quant.fp8 import FbgemmFp8Scheme, Fp8Scheme, Mxfp8Scheme
-from vserve.engine.quant.int8 import Int8
 from vserve.engine.quant.modelopt import ModelOptScheme
 from vserve.engine.quant.online import KINDS, Online, OnlineScheme
 from vserve.engine.quant.quark import QuarkScheme
-from vserve.engine.quant.scales import powers_of_two
 
 TYPES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",

@@ -11,9 +11,8 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from vserve.engine.errors import ModelError
-from vserve.engine.quant.ggml_types import BLOCKS, BY_NAME, CODE_BOOKS, REMOVED, TYPES
+from vserve.engine.quant.ggml_types import BLOCKS, BY_NAME, CODE_BOOKS, REMOVED, TYPES, GGUFScheme
 from vserve.engine.quant.gguf_blocks import FORMATS, dequantized
-from vserve.engine.quant.gguf_scheme import GGUFScheme
 
 ROWS, BLOCKS_A_ROW = 64, 24
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from vserve.engine.errors import ModelError
-from vserve.engine.quant.auto_round import AutoRoundScheme
-from vserve.engine.quant.awq import Awq, AwqScheme
 from vserve.engine.quant.bitsandbytes import BitsAndBytesScheme, Int8Rows, Table4
-from vserve.engine.quant.gptq import Gptq, GptqScheme
+from vserve.engine.quant.gptq import AutoRoundScheme, Awq, AwqScheme, Gptq, GptqScheme
 from vserve.engine.quant.hqq import Hqq, HqqScheme
 
 UP = "model.layers.0.mlp.up_proj"
@@ -269,13 +267,13 @@ def test_what_bitsandbytes_leaves_out(names: list[str], skipped: bool) -> None:
 
 def test_refusing_needs_no_torch() -> None:
     code = (
-        "import sys; from vserve.engine.quant import auto_round, awq, bitsandbytes, compressed_ints, gptq, hqq\n"
+        "import sys; from vserve.engine.quant import bitsandbytes, compressed_tensors, gptq, hqq\n"
         "config = dict(bits=4, group_size=128, load_in_4bit=True, quant_config={'weight_quant_params': {'axis': 1}})\n"
-        "for scheme in (gptq.GptqScheme, awq.AwqScheme, auto_round.AutoRoundScheme, hqq.HqqScheme, "
+        "for scheme in (gptq.GptqScheme, gptq.AwqScheme, gptq.AutoRoundScheme, hqq.HqqScheme, "
         "bitsandbytes.BitsAndBytesScheme):\n"
         "    found = scheme(config)\n"
         "    assert found.format('model.layers.0.mlp.up_proj', None).expected(64, 128)\n"
-        "assert compressed_ints.PackedInts(4).expected(64, 128)\n"
+        "assert compressed_tensors.PackedInts(4).expected(64, 128)\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

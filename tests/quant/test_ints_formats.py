@@ -8,17 +8,14 @@ import pytest
 import torch
 
 from vserve.engine.errors import ModelError
-from vserve.engine.quant.awq import Awq
 from vserve.engine.quant.bitsandbytes import Int8Rows, Table4
-from vserve.engine.quant.compressed_ints import PackedInts
+from vserve.engine.quant.compressed_tensors import PackedInts
 from vserve.engine.quant.decoded import decoded
-from vserve.engine.quant.format import Format, Stored
-from vserve.engine.quant.fp8 import Fp8
-from vserve.engine.quant.gptq import Gptq
+from vserve.engine.quant.eight_bits import Fp8, Int8
+from vserve.engine.quant.format import Format, Scales, Stored
+from vserve.engine.quant.gptq import Awq, Gptq
 from vserve.engine.quant.hqq import Hqq
-from vserve.engine.quant.int8 import Int8
 from vserve.engine.quant.quark import QuarkInt4
-from vserve.engine.quant.scales import Scales
 
 I32, F = ("I32",), ("F16", "BF16", "F32")
 

@@ -15,13 +15,11 @@ import torch
 from safetensors import safe_open
 
 from vserve.engine.errors import ModelError
-from vserve.engine.quant.auto_round import AutoRoundScheme
-from vserve.engine.quant.awq import AwqScheme
 from vserve.engine.quant.bitsandbytes import BitsAndBytesScheme
 from vserve.engine.quant.codes import Codes
-from vserve.engine.quant.compressed_ints import PackedInts
+from vserve.engine.quant.compressed_tensors import PackedInts
 from vserve.engine.quant.format import Format
-from vserve.engine.quant.gptq import GptqScheme
+from vserve.engine.quant.gptq import AutoRoundScheme, AwqScheme, GptqScheme
 from vserve.engine.quant.hqq import HqqScheme
 from vserve.engine.quant.quantize import to_nf4
 

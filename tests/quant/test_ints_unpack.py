@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vserve.engine.quant.awq import Awq
-from vserve.engine.quant.compressed_ints import PackedInts
-from vserve.engine.quant.gptq import Gptq
-from vserve.engine.quant.unpack import bit_stream, fields, nibbles
+from vserve.engine.quant.compressed_tensors import PackedInts
+from vserve.engine.quant.gptq import Awq, Gptq
+from vserve.engine.quant.integers import bit_stream, fields, nibbles
 
 
 def pack_row(codes: list[int], bits: int) -> list[int]:

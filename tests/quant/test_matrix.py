@@ -15,11 +15,10 @@ from torch.nn import functional
 from vserve.engine.layers.linear import Linear
 from vserve.engine.parallel.group import SingleGroup
 from vserve.engine.quant.codes import Codes, joined
-from vserve.engine.quant.format import Stored
-from vserve.engine.quant.fp8 import Fp8
+from vserve.engine.quant.eight_bits import Fp8
+from vserve.engine.quant.format import CHANNEL, Scales, Stored
 from vserve.engine.quant.matrix import CodesMatrix, Int4Matrix, make_matrix
 from vserve.engine.quant.method import Dequantized
-from vserve.engine.quant.scales import CHANNEL, Scales
 from vserve.engine.quant.weights import LinearShape, Placement
 
 NF4 = torch.tensor([

@@ -16,11 +16,11 @@ from vserve.engine.layers import norm as norms
 from vserve.engine.layers.linear import Linear
 from vserve.engine.models.attention_block import AttentionBlock
 from vserve.engine.models.mlp import MLP
+from vserve.engine.quant import matrix as packed_module
 from vserve.engine.quant import method
-from vserve.engine.quant import packed as packed_module
 from vserve.engine.quant.codes import Codes
+from vserve.engine.quant.matrix import PackedMatrix
 from vserve.engine.quant.online import Online
-from vserve.engine.quant.packed import PackedMatrix
 from vserve.engine.quant.quantize import to_fp8, to_fp8_blocks
 from vserve.engine.quant.weights import Placement
 from vserve.engine.weights.loader import load_model
@@ -153,7 +153,7 @@ def on_hopper(packed: None, load_module: Callable[[Path], Any], monkeypatch: pyt
 def test_products_of_few_rows_add_to_the_residual(on_hopper: Any, kind: str) -> None:
     place, generator = Placement(torch.bfloat16, torch.device("cpu")), torch.Generator().manual_seed(0)
     layer = Linear(128, {"out": 40}, place=place, bias=True)
-    layer.adds_few = True
+    layer.adds_few_rows = True
     layer.choose({"out": Online(kind)})
     layer.create()
     weight, bias = torch.randn(40, 128, generator=generator) / 8, torch.randn(40, generator=generator)

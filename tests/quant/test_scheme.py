@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vserve.engine.errors import ModelError
-from vserve.engine.quant.methods import ALIASES, AT_LOAD, FITS, LABELS, NOT_AT_LOAD, READ, REFUSED
+from vserve.engine.quant.methods import ALIASES, AT_LOAD, FITS, NOT_AT_LOAD, READ, REFUSED
 from vserve.engine.quant.online import KINDS, OnlineScheme
 from vserve.engine.quant.scheme import make_scheme, read_quantization
 
@@ -109,7 +109,7 @@ def test_every_name_on_every_checkpoint(name: str, method: str) -> None:
         assert scheme is not None and scheme.method == config["quant_method"].removesuffix("_file")
         return
     line = refusal(config, name)
-    assert line.startswith(f"the checkpoint is {LABELS.get(method, method)}")
+    assert line.startswith(f"the checkpoint is {READ[method][2]}")
     assert line.endswith(f": leave --quantization {name} out")
 
 
@@ -188,7 +188,6 @@ def test_every_method_of_transformers_is_known() -> None:
 
 def test_the_tables_hold_together() -> None:
     assert set(ALIASES.values()) <= READ.keys()
-    assert LABELS.keys() <= READ.keys()
     assert not READ.keys() & REFUSED.keys() and not ALIASES.keys() & REFUSED.keys()
     assert {method for fits in FITS.values() for method, _ in fits} <= READ.keys()
     assert {kind for kind, _ in AT_LOAD.values()} == KINDS.keys()

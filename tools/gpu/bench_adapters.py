@@ -26,8 +26,7 @@ from model_folder import LLAMA_8B, write_model
 from safetensors.torch import save_file
 
 from vserve import LLM, LoRARequest, SamplingParams
-from vserve.engine.adapters.layout import SlotLayout
-from vserve.engine.adapters.store import AdapterStore
+from vserve.engine.adapters.layout import AdapterStore, SlotLayout
 from vserve.engine.adapters.tables import AdapterTables
 from vserve.engine.cache.batch import Shape
 from vserve.engine.describe.reading import read_folder

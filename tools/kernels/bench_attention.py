@@ -17,10 +17,16 @@ import triton
 from torch.nn.functional import scaled_dot_product_attention
 
 from vserve.kernels.attention.attention_decode import decode_attention_triton, decode_tile
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring, UniformBatch
+from vserve.kernels.attention.attention_parts import (
+    DecodeWorkspace,
+    PagedCache,
+    RaggedBatch,
+    Scoring,
+    UniformBatch,
+    choose_splits,
+)
 from vserve.kernels.attention.attention_prefill import prefill_attention_triton, prefill_tile
 from vserve.kernels.attention.attention_prefill_hopper import prefill_attention_hopper
-from vserve.kernels.attention.attention_splits import DecodeWorkspace, choose_splits
 from vserve.kernels.attention.prefill_work import PrefillWork
 from vserve.kernels.attention.rope_kv import rope_write_kv_triton
 

@@ -18,7 +18,7 @@ import torch
 from bench_attention import KV_HEADS, LAYERS, PAGE, SIZE, attempt, decode_run, prefill_run, settings
 
 from vserve.kernels.attention.attention_decode import decode_tile
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring
 from vserve.kernels.attention.attention_prefill import prefill_attention_triton
 from vserve.kernels.attention.attention_prefill_hopper import prefill_attention_hopper
 from vserve.kernels.attention.kv_fp8 import fixed_scales

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vserve.kernels.attention import latent_prompts
 from vserve.kernels.attention.attention import prefill_attention
-from vserve.kernels.attention.attention_inputs import PagedCache, RaggedBatch, Scoring
+from vserve.kernels.attention.attention_parts import PagedCache, RaggedBatch, Scoring
 from vserve.kernels.attention.attention_prefill import PrefillTile
 from vserve.kernels.attention.latent_prompts import ExpandedPrompts, LatentSizes, expanded_attention
 

@@ -1,10 +1,11 @@
-"""adapter_config.json of PEFT's LoRA: what scales each pair of matrices, and what cannot be served."""
+"""The files of PEFT's LoRA: adapter_config.json, and adapter_model.safetensors, which may change while it is read."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,9 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError, one_line
+import torch
+from torch import Tensor
+
+from ..errors import ModelError, one_line, unreadable
+from ..files.checkpoint import FLOAT_TYPES, read_header
+from ..quant.format import TensorInfo
 from .patterns import PatternError, check_pattern, endings, first_matches
-from .weights_file import Stamp, stamp_of
 
 CONFIG_FILE = "adapter_config.json"
 LARGEST = 16 << 20  # bytes of it
@@ -257,3 +262,63 @@ def _check_pattern(name: str, pattern: str) -> None:
         check_pattern(pattern)
     except PatternError as error:
         raise AdapterError(f"{name} has {error}") from None
+
+
+# Parsing JSON holds the interpreter's lock: this much takes about a second, in which no step runs. Three pairs of
+# each of 256 experts in 60 layers take 14 million bytes.
+LONGEST_HEADER = 16 << 20
+Stamp = tuple[int, ...]  # tells a file from what takes its place, on one host
+SAMPLE = 1024  # bytes of each tensor: training changes nearly all of its numbers
+
+
+def stamp_of(file: Path | int) -> Stamp:
+    """`file`: or its descriptor. Raises OSError."""
+    found = os.stat(file)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class WeightsFile:
+    """Its tensors are copied, never mapped: a process that touches a page of a mapped file behind its end,
+    because it has been cut short, is killed (SIGBUS). All are of one version of the file. Raises ModelError."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            with file.open("rb") as stream:
+                self.stamp = stamp_of(stream.fileno())
+                self.headers: dict[str, TensorInfo]
+                self.headers, self._starts = read_header(stream, file, LONGEST_HEADER)
+                self.digest = self._digest(stream.fileno())
+        except PermissionError:
+            raise unreadable(file) from None
+        except OSError as error:
+            raise ModelError(f"cannot read {file} ({one_line(error)}): get the adapter again") from None
+
+    def _digest(self, descriptor: int) -> str:
+        """What tells its content from another's on any host, without reading all of it. Raises OSError."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, info in self.headers.items():
+            length = min(SAMPLE, info.num_bytes)
+            digest.update(repr((name, info.dtype, info.shape, self._starts[name])).encode())
+            digest.update(os.pread(descriptor, length, self._starts[name] + (info.num_bytes - length) // 2))
+        return digest.hexdigest()
+
+    def read(self, name: str) -> Tensor:
+        """As stored. From any thread."""
+        info = self.headers[name]
+        memory = bytearray(info.num_bytes)
+        try:
+            with self.file.open("rb", buffering=0) as stream:
+                stream.seek(self._starts[name])
+                view, done = memoryview(memory), 0
+                while done < len(memory) and (count := stream.readinto(view[done:])):
+                    done += count
+                whole = done == len(memory) and stamp_of(stream.fileno()) == self.stamp
+        except OSError as error:
+            raise ModelError(f"cannot read {name} from {self.file} ({one_line(error)}): get it again") from None
+        if not whole:
+            raise ModelError(f"{self.file} has changed while it was read: load it again when it is whole")
+        dtype = FLOAT_TYPES[info.dtype]
+        if not memory:  # which frombuffer refuses
+            return torch.empty(info.shape, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype).view(info.shape)

@@ -1,4 +1,4 @@
-"""8-bit floats: e4m3 codes with a scale for the matrix, a row, or a block (also MXFP8's of powers of two)."""
+"""Codes of 8 bits: floats (e4m3 with a scale for the matrix, a row or a block; MXFP8) and whole numbers (INT8 W8A8)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ModelError
-from .format import DUMMY_STD, Stored
-from .headers import EXPONENTS, beside, named, pair, quantised, refuse_scaled_inputs
-from .scales import CHANNEL, TENSOR, Scales, find_scales
+from .format import (
+    CHANNEL,
+    DUMMY_STD,
+    EXPONENTS,
+    TENSOR,
+    Scales,
+    Stored,
+    beside,
+    find_scales,
+    named,
+    pair,
+    quantised,
+    refuse_scaled_inputs,
+)
 from .settings import SCALES, Headers, names, whole_groups
 
 if TYPE_CHECKING:
@@ -17,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .codes import Codes
+
 
 _SPREAD = 64.0  # of dummy codes: seven standard deviations stay below e4m3's largest, 448
 # Modules that no writer quantises unless the files say so.
@@ -164,3 +176,92 @@ class Mxfp8Scheme:
         if stored is None:
             return None if named(path, (*self.ignored, *HEADS)) else Fp8(self._scales)
         return find_fp8(path, stored, block=(1, 32)) if quantised(stored) else None
+
+
+_ZEROS = ("I8", "I32", *SCALES)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """w = (weight - weight_zero_point) · weight_scale, codes of `bits` bits in bytes.
+
+    `static`: the checkpoint fixes the input's scale. One that fixes a zero point as well is served with a scale for
+    each token instead, which has no rounding that the fixed one would avoid: `Codes` has no zero point of the input.
+    """
+
+    as_stored: ClassVar[bool] = True  # codes are the file's
+    scales: Scales
+    bits: int = 8
+    zeros: Scales | None = None
+    static: bool = False
+    beside: tuple[tuple[str, Stored], ...] = ()
+
+    @property
+    def name(self) -> str:
+        rows, columns = self.scales.block
+        share = f"G={columns}" if columns else "per channel" if rows else "per tensor"
+        zeros = ", zero points" if self.zeros else ""
+        return f"INT{self.bits} {share}{zeros}{', static' if self.static else ''}"
+
+    def expected(self, rows: int, columns: int) -> dict[str, Stored]:
+        if self.scales.block[0] == 1:
+            whole_groups(columns, self.scales.block[1] or None)
+        tensors = {
+            "weight": Stored((rows, columns), ("I8",)),
+            self.scales.suffix: self.scales.stored(rows, columns),
+            **dict(self.beside),
+        }
+        if self.zeros is not None:
+            tensors[self.zeros.suffix] = self.zeros.stored(rows, columns)
+        if self.static:
+            tensors["input_scale"] = replace(tensors.get("input_scale", Stored((1,), SCALES)), optional=False)
+        return tensors
+
+    def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
+        from .codes import Codes
+
+        low, high = -(1 << (self.bits - 1)), (1 << (self.bits - 1)) - 1
+        if self.bits < 8 and not (low <= int(tensors["weight"].min()) and int(tensors["weight"].max()) <= high):
+            raise ModelError(
+                f"weight holds codes from {int(tensors['weight'].min())} to {int(tensors['weight'].max())}, with "
+                f"num_bits {self.bits} they go from {low} to {high}: correct config.json, or download it again"
+            )
+        scales = self.scales.read(tensors, rows, columns)
+        zeros = None if self.zeros is None else self.zeros.read(tensors, rows, columns)
+        input_scale = None
+        if self.static and "input_zero_point" not in tensors:
+            input_scale = one_number(tensors["input_scale"], "input_scale")
+        group = self.scales.group(columns)
+        return Codes(tensors["weight"], scales, group, self.bits, zeros, input_scale=input_scale)
+
+    def dummy(self, rows: int, columns: int, generator: torch.Generator) -> Codes:
+        import torch
+
+        from .codes import Codes
+
+        device, highest = generator.device, 2 ** (self.bits - 1) - 1
+        spread = highest / 4
+        values = torch.empty(rows, columns, device=device).normal_(0, spread, generator=generator)
+        codes = values.round_().clamp_(-highest, highest).to(torch.int8)
+        group = self.scales.group(columns)
+        scales = torch.full((rows, -(-columns // group)), DUMMY_STD / spread, device=device)
+        zeros = None if self.zeros is None else torch.zeros_like(scales)
+        return Codes(codes, scales, group, self.bits, zeros, input_scale=4 / 127 if self.static else None)
+
+
+def find_int8(
+    path: str, stored: Headers, bits: int = 8, static: bool = False, block: tuple[int, int] | None = None
+) -> Int8:
+    """How the module at `path` is stored, by its headers. Raises ModelError where scales have no known shape."""
+    refuse_scaled_inputs(path, stored)
+    scales = find_scales(path, stored, "weight_scale", block)
+    zeros = None
+    if "weight_zero_point" in stored:
+        zeros = Scales("weight_zero_point", scales.block, scales.shape, _ZEROS)
+    return Int8(scales, bits, zeros, static, beside(stored))
+
+
+def plain_int8(block: tuple[int, int], bits: int, symmetric: bool, static: bool) -> Int8:
+    """As the configuration has it, where there are no files."""
+    zeros = None if symmetric else Scales("weight_zero_point", block, dtypes=_ZEROS)
+    return Int8(Scales("weight_scale", block), bits, zeros, static)
