@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from ..describe.model_source import from_hub
+from ..link.turns import short_turns
 from ..options.model_path import is_hub_name
 from .adapter import WEIGHTS_FILE, Adapter
 from .layout import Packed, SlotLayout
 from .peft_config import CONFIG_FILE, AdapterError
-
-USUAL_TURN = sys.getswitchinterval()  # seconds
-SHORT_TURN = 0.0005
-
-
-@contextmanager
-def _taking_short_turns() -> Iterator[None]:
-    """Who parses and converts in Python keeps the interpreter's lock for a turn, and a step needs it several times:
-    with turns of the usual 5 ms others' tokens came up to 20 ms late."""
-    sys.setswitchinterval(SHORT_TURN)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(USUAL_TURN)
 
 
 class AdapterStore:
@@ -42,7 +27,7 @@ class AdapterStore:
         """From any thread; `folder`: or a name on the hub. `check` sees it before its tensors are read, and may raise
         ModelError, as this does."""
         found = find_adapter(folder, self._download_dir)
-        with _taking_short_turns():
+        with short_turns():
             adapter = Adapter.open(found)
             if check is not None:
                 check(adapter)

@@ -158,6 +158,69 @@ def test_too_much_waiting_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     run(test)
 
 
+async def give(made: Lanes, tenant: int, size: int, work: Callable[[], Any]) -> asyncio.Task[Any]:
+    """It waits, or is at work."""
+
+    async def run() -> Any:
+        lanes.TENANT.set(tenant)
+        return await made.run(size, work)
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    return task
+
+
+@pytest.mark.parametrize("size", [10, LONG])
+def test_keys_and_addresses_have_turns(size: int) -> None:
+    async def test(made: Lanes) -> None:
+        gate, order = Gate(), []
+        tasks = [await give(made, 1, size, gate) for _ in range(2)]
+        await begun(gate)
+        for tenant in (1,) * 40 + (2, 3, 2):
+            tasks.append(await give(made, tenant, size, lambda tenant=tenant: order.append(tenant)))
+        gate.open.set()
+        await asyncio.gather(*tasks)
+        assert order.index(2) < 5 and order.index(3) < 5 and [i for i, tenant in enumerate(order) if tenant == 2][1] < 8
+
+    run(test)
+
+
+def test_work_is_that_of_the_key(new_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, tenants, ordinary = new_client(api_key=("first", "second")), [], Lanes.run
+
+    def run(self: Lanes, size: int, work: Any) -> Any:
+        tenants.append(lanes.TENANT.get())
+        return ordinary(self, size, work)
+
+    monkeypatch.setattr(Lanes, "run", run)
+    for key in ("first", "second", "first"):
+        headers = {"authorization": f"Bearer {key}"}
+        assert client.post("/tokenize", {"prompt": "long " * 1000}, headers=headers).status_code == 200
+    assert len(set(tenants)) == 2 and 0 not in tenants
+
+
+def test_whose_text_waits_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tenant cannot take the room for all: of its own the latest leaves, and hears why."""
+    monkeypatch.setattr(lanes, "MAX_WAITING", 4 * LONG)
+
+    async def test(made: Lanes) -> None:
+        gate = Gate()
+        many = [await give(made, 1, LONG, gate) for _ in range(5)]  # one of them is at work
+        await begun(gate)
+        one = await give(made, 2, LONG, lambda: "one")
+        with pytest.raises(ApiError) as refused:
+            await many[-1]
+        assert refused.value.status == 429 and refused.value.code == "queue_full"
+        assert made.waiting_size == 4 * LONG
+        with pytest.raises(ApiError):
+            await (await give(made, 1, LONG, gate))
+        gate.open.set()
+        assert await asyncio.gather(one, *many[:-1]) == ["one"] + ["through"] * 4
+        assert made.waiting_size == 0 and not made._held
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "threads"),
     [("tokenizer_pool_size", 0, lanes.NUM_THREADS), ("tokenizer_pool_size", 1, 1), ("renderer_num_workers", 7, 7)],
@@ -357,8 +420,8 @@ def test_who_leaves_while_others_are_tokenised_is_not_waited_for(
         _, writer = await send(port, path, body)
         await until(lambda: len(server.lanes._short) == 1)
         writer.close()
-        (job,) = server.lanes._short
-        await until(job.done.cancelled)
+        (entry,) = server.lanes._short
+        await until(entry[3].done.cancelled)
         for gate in gates:
             gate.open.set()
         await asyncio.gather(*blocked)
