@@ -69,6 +69,8 @@ class RouterApp:
         self.lanes = Lanes(NUM_LANES)  # where large bodies are looked at
         self._http = http
         self._passes_cancelling = server_key is None or asks_for_keys
+        # Else the client's own key goes to the servers, and they judge of its page.
+        self.judges_origins = server_key is not None or asks_for_keys
         self._server_key = None if server_key is None else f"Bearer {server_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -288,6 +290,8 @@ class RouterApp:
 
     def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         unsent = _NOT_SENT if self._server_key is None else _NOT_SENT | {b"authorization", b"x-api-key"}
+        if self.judges_origins:
+            unsent |= {b"origin"}
         headers = passed_on(scope["headers"], but=unsent)
         if self._server_key is not None:
             headers.append((b"authorization", self._server_key))
