@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 from vserve.engine.errors import ConfigError
+from vserve.engine.link.turns import SHORT_TURN, USUAL_TURN, short_turns
 from vserve.server import lanes
 from vserve.server.app import create_app
 from vserve.server.errors import ApiError
@@ -197,6 +199,27 @@ def test_work_is_that_of_the_key(new_client: Any, monkeypatch: pytest.MonkeyPatc
         headers = {"authorization": f"Bearer {key}"}
         assert client.post("/tokenize", {"prompt": "long " * 1000}, headers=headers).status_code == 200
     assert len(set(tenants)) == 2 and 0 not in tenants
+
+
+def test_turns_are_short_until_the_last_long_work_has_ended() -> None:
+    """With --engine-in-process adapters are read in the same process."""
+
+    async def test(made: Lanes) -> None:
+        assert await made.run(SHORT, sys.getswitchinterval) == USUAL_TURN
+        with short_turns():
+            assert await made.run(LONG, sys.getswitchinterval) == SHORT_TURN
+            assert sys.getswitchinterval() == SHORT_TURN
+        gate = Gate()
+        working = await give(made, 0, LONG, gate)
+        await begun(gate)
+        with short_turns():
+            pass
+        assert sys.getswitchinterval() == SHORT_TURN
+        gate.open.set()
+        await working
+        assert sys.getswitchinterval() == USUAL_TURN
+
+    run(test)
 
 
 def test_whose_text_waits_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
