@@ -41,7 +41,7 @@ from .generation import quota
 from .generation.admission import Admission
 from .http.auth import Authentication, Locks
 from .http.body_limit import BodyLimit
-from .http.middleware import Cors, HttpMetrics, RequestMiddleware
+from .http.middleware import Cors, HttpMetrics, RequestMiddleware, cors_options
 from .http.page import load_page
 from .lanes import NUM_THREADS, Lanes
 from .observe.exposition import MetricsPage
@@ -50,7 +50,6 @@ from .observe.request_log import RequestLog
 from .observe.tracing import Tracer
 from .openapi import DOCS, add_openapi
 from .options.config import ServerConfig
-from .options.http import json_list
 from .state import ServerState
 from .text.beside import Beside
 from .text.model import TextModel
@@ -140,15 +139,7 @@ def create_app(
         app.add_middleware(Authentication, locks=locks)
         if config.api_key_file is not None or config.admin_api_key_file is not None:
             state.reloads["keys"] = locks.reload
-    app.add_middleware(
-        Cors,
-        origins=None if config.allowed_origins is None else json_list("allowed_origins", config.allowed_origins),
-        needs_keys=locks.need_keys,
-        allow_methods=json_list("allowed_methods", config.allowed_methods),
-        allow_headers=json_list("allowed_headers", config.allowed_headers),
-        allow_credentials=config.allow_credentials,
-        expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
-    )
+    app.add_middleware(Cors, **cors_options(config, locks.need_keys, [IGNORED_HEADER]))
     app.add_middleware(RequestMiddleware, metrics=http_metrics, listeners=listeners)
     add_openapi(app)
     return app

@@ -1,17 +1,23 @@
-"""Threads for what takes long: short work passes long work, and what nobody waits for any more is not begun."""
+"""Threads for what takes long: short work passes long work, and what nobody waits for any more is not begun.
+
+Keys and addresses have turns in both kinds, as requests have in the engine's queue: nobody's many texts or bodies are
+in the way of another's one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import itertools
-import sys
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ..engine.link.turns import short_turns
+from ..engine.schedule.fair_queue import Entry, FairQueue
 from .errors import ApiError
 
 T = TypeVar("T")
@@ -19,20 +25,34 @@ T = TypeVar("T")
 SHORT = 64 << 10  # characters: some 20 ms of tokenising
 CHARACTERS_A_SECOND = 2_000_000  # about; longer work lets come first what comes so much later and is shorter
 MAX_WAITING = 64 << 20  # characters of long work
-USUAL_TURN = sys.getswitchinterval()  # seconds
-SHORT_TURN = 0.0005  # of the interpreter's lock, beside long work
 NUM_THREADS = 4  # few: they compete with the event loop and, on the CPU, with the model itself
 
+# Whose the request is that a task works on: see http/tenant.py. What a task gives to a lane is that tenant's.
+TENANT: ContextVar[int] = ContextVar("tenant", default=0)
 
-@dataclass(order=True)
+
+@dataclass(eq=False)
 class Job:
-    rank: float  # seconds; the lowest is next
-    number: int
-    size: int = field(compare=False)
-    work: Callable[[], Any] = field(compare=False)
-    done: asyncio.Future[Any] = field(compare=False)
-    since: float = field(compare=False)  # of the loop's clock
-    begun: bool = field(default=False, compare=False)
+    size: int
+    tenant: int
+    work: Callable[[], Any]
+    done: asyncio.Future[Any]
+    since: float  # of the loop's clock
+    waits: bool = True
+    overrun = 0.0  # what it is about is known before
+
+    @property
+    def is_long(self) -> bool:
+        return self.size > SHORT
+
+    @property
+    def cost(self) -> float:
+        """Characters, as fairness counts."""
+        return max(1, self.size)
+
+    def run(self) -> Any:
+        with short_turns() if self.is_long else contextlib.nullcontext():
+            return self.work()
 
 
 def _nothing() -> None:
@@ -41,8 +61,6 @@ def _nothing() -> None:
 
 class Lanes:
     """All but `run`'s work happens in the event loop. One thread is kept for short work."""
-
-    num_long = 0  # threads at long work, of all lanes
 
     def __init__(
         self,
@@ -58,10 +76,11 @@ class Lanes:
         self._waited_for = waited_for
         self.num_running = 0  # threads at work
         self.waiting_size = 0  # characters of long work that waits
+        self._held: Counter[int] = Counter()  # the same by tenant; those with none have no entry
         self._num_threads = num_threads
         self._num_long = 0  # threads at long work
-        self._short: list[Job] = []
-        self._long: list[Job] = []
+        self._short: FairQueue[Job] = FairQueue()
+        self._long: FairQueue[Job] = FairQueue()
         self._numbers = itertools.count()
         self._waited: set[asyncio.Future[Any]] = set()
         self._end_cause: Exception | None = None
@@ -69,28 +88,19 @@ class Lanes:
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """The result of `work`, whose time is about that of tokenising `size` characters. Whoever is cancelled leaves
-        at once; work that was begun is done all the same. Raises ApiError (429) where too much waits, and what `fail`
-        was given.
+        at once; work that was begun is done all the same. Raises ApiError (429) where too much waits, of whose tenant
+        has most of it, and what `fail` was given.
         """
         if self._end_cause is not None:
             raise self._end_cause
         loop = asyncio.get_running_loop()
-        is_long = size > SHORT
-        if is_long and self.waiting_size and self.waiting_size + size > MAX_WAITING:
-            self._rejected()
-            raise ApiError(
-                429,
-                f"Too much text waits (to {self._what}): {self.waiting_size} characters, this request brings {size}, "
-                f"and at most {MAX_WAITING} may wait; try again in 1 s.",
-                type="rate_limit_error",
-                code="queue_full",
-                headers={"retry-after": "1"},
-            )
-        job = Job(
-            loop.time() + size / CHARACTERS_A_SECOND, next(self._numbers), size, work, loop.create_future(), loop.time()
-        )  # fmt: skip
-        heapq.heappush(self._long if is_long else self._short, job)
-        self.waiting_size += size * is_long
+        job = Job(size, TENANT.get(), work, loop.create_future(), loop.time())
+        if job.is_long:
+            self._make_room(job)
+        # Of one tenant the shorter of two long ones comes first, but none waits for ever.
+        entry = (0, job.since + size / CHARACTERS_A_SECOND, next(self._numbers), job)
+        self._lane(job).add(entry)
+        self._count(job, 1)
         self._waited.add(job.done)
         self._begin()
         try:
@@ -98,10 +108,41 @@ class Lanes:
             return result
         finally:
             self._waited.discard(job.done)
-            if not job.begun:
-                job.begun = True
-                job.work = _nothing  # it stays in its lane until its turn comes: its text need not
-                self.waiting_size -= size * is_long
+            self._leave(entry)
+
+    def _lane(self, job: Job) -> FairQueue[Job]:
+        return self._long if job.is_long else self._short
+
+    def _count(self, job: Job, sign: int) -> None:
+        """Long work waits from now on, or no longer."""
+        if job.is_long:
+            self.waiting_size += sign * job.size
+            self._held[job.tenant] += sign * job.size
+            if not self._held[job.tenant]:
+                del self._held[job.tenant]
+
+    def _make_room(self, job: Job) -> None:
+        """For long work: who came last of the tenant with most of it gives way. Raises ApiError (429) where that is who
+        comes."""
+        while self.waiting_size and self.waiting_size + job.size > MAX_WAITING:
+            self._rejected()
+            tenant = max(self._held, key=self._held.__getitem__, default=job.tenant)
+            if self._held[tenant] <= self._held[job.tenant] + job.size:
+                raise self._full(job)
+            latest = max((entry for entry in self._long if entry[3].tenant == tenant), key=lambda entry: entry[2])
+            self._leave(latest)
+            if not latest[3].done.done():
+                latest[3].done.set_exception(self._full(latest[3]))
+
+    def _full(self, job: Job) -> ApiError:
+        return ApiError(
+            429,
+            f"Too much text waits (to {self._what}): {self.waiting_size} characters, {self._held[job.tenant]} of this "
+            f"key or address, this request brings {job.size}, and at most {MAX_WAITING} may wait; try again in 1 s.",
+            type="rate_limit_error",
+            code="queue_full",
+            headers={"retry-after": "1"},
+        )
 
     def _begin(self) -> None:
         while self.num_running < self._num_threads:
@@ -109,14 +150,13 @@ class Lanes:
             lane = self._short or (self._long if room else None)
             if not lane:
                 return
-            job = heapq.heappop(lane)
-            if job.begun:  # its client has left
-                continue
-            job.begun = True
-            is_long = job.size > SHORT
-            self.waiting_size -= job.size * is_long
+            entry = next(lane.in_turn())
+            lane.start(entry)
+            job = entry[3]
+            job.waits = False
+            self._count(job, -1)
             self.num_running += 1
-            self._count_long(is_long)
+            self._num_long += job.is_long
             loop = job.done.get_loop()
             self._waited_for(loop.time() - job.since)
 
@@ -124,11 +164,19 @@ class Lanes:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(self._end, job, future)
 
-            self._pool.submit(job.work).add_done_callback(ended)
+            self._pool.submit(job.run).add_done_callback(ended)
+
+    def _leave(self, entry: Entry[Job]) -> None:
+        """It waits no longer, if it did, and its text is not kept. Idempotent."""
+        job = entry[3]
+        if job.waits:
+            job.waits = False
+            self._lane(job).remove(entry)
+            self._count(job, -1)
 
     def _end(self, job: Job, future: Future[Any]) -> None:
         self.num_running -= 1
-        self._count_long(-(job.size > SHORT))
+        self._num_long -= job.is_long
         self._begin()
         if job.done.done():
             return
@@ -136,13 +184,6 @@ class Lanes:
             job.done.set_exception(error)
         else:
             job.done.set_result(future.result())
-
-    def _count_long(self, change: int) -> None:
-        """Beside long work the event loop asks for the interpreter's lock again and again, each time for a turn's
-        length and for each thread that waits with it: turns are short then."""
-        self._num_long += change
-        Lanes.num_long += change
-        sys.setswitchinterval(SHORT_TURN if Lanes.num_long else USUAL_TURN)
 
     def fail(self, error: Exception) -> None:
         """Whoever waits, or would, gets this instead."""

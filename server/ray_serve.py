@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -22,10 +21,11 @@ from ..engine.options.config import EngineConfig
 from .client.replicas import make_client
 from .client.routing import Load, Router
 from .errors import ApiError
-from .lanes import Lanes
+from .http.tenant import tenant_of
+from .lanes import TENANT, Lanes
 from .options.config import ServerConfig
 from .options.keywords import from_keywords
-from .router.asked import LARGEST_BODY, NUM_LANES, Ask, Asked, look
+from .router.asked import LARGEST_BODY, NUM_LANES, Ask, Asked, asked_of
 from .router.begun import lost
 
 logger = logging.getLogger(__name__)
@@ -166,8 +166,8 @@ class Front:
 
     async def _answer(self, request: Request) -> Response:
         body, path = await self._body(request), request.scope["path"]
-        asked = await look(body, self._lanes, request.headers.get("authorization", ""))
-        asked = replace(asked, session=request.headers.get("x-session-id"))
+        TENANT.set(tenant_of(request.scope))
+        asked = await asked_of(request, body, self._lanes)
         ask = Ask(asked, asked.num_tokens)
         headers = [pair for pair in request.headers.raw if pair[0] not in HOP]
         is_stored = request.method == "POST" and asked.is_stored(path)

@@ -31,11 +31,10 @@ class AdapterBook:
         self.paths: dict[int, str] = {}  # of all that requests may name
         self.names: dict[int, str] = {}  # what clients call them
         self.busy: Callable[[], set[int]] = set  # adapters that steps in flight have
-        self._somebody_waits = False  # for a slot, as far as this pass has seen
-        # Of requests past one that waits for a slot: the id of that one. It is remembered over passes that do not
-        # come to it, as there may be no row free, until it leaves the queue.
-        self._waiter: int | None = None
-        self._num_passes = 0
+        self._waiter: int | None = None  # the first request of this pass, by its id, that waits for a slot
+        # How many have started past one that was the first to wait, until it leaves the queue. Of each its own: tenants
+        # take turns, so that another's may be the first in the next pass, and there may be no row free in some passes.
+        self._passes: Counter[int] = Counter()
 
     # ---- what is there ----
     def remove(self, id: int) -> None:
@@ -71,14 +70,14 @@ class AdapterBook:
     # ---- requests ----
     def begin_pass(self) -> None:
         """Over the queue, from its head."""
-        self._somebody_waits = False
+        self._waiter = None
 
     def may_start(self, id: int, request: int) -> bool:
         """Whether this request with this adapter, or none, could run now. One that cannot waits, and lets others pass;
         but only PATIENCE of those that keep slots, or the host's room, from it."""
         if not id:
             return True
-        patient = not self._somebody_waits or self._num_passes < PATIENCE
+        patient = self._waiter is None or self._passes[self._waiter] < PATIENCE
         if id in self.running:
             return patient
         if id not in self.slots and id not in self.on_host:
@@ -94,7 +93,8 @@ class AdapterBook:
 
     def start(self, id: int, request: int) -> tuple[int, AdapterCopy | None]:
         """→ the slot of a request that starts, and what has to be copied there first."""
-        self._num_passes += self._somebody_waits
+        if self._waiter is not None:
+            self._passes[self._waiter] += 1
         self.leave(id, request)
         self.running[id] += 1
         if id in self.on_host:
@@ -116,15 +116,11 @@ class AdapterBook:
     def leave(self, id: int, request: int) -> None:
         """The request has left the queue, to run or to end."""
         self.fetched.discard(id)
-        if request == self._waiter:
-            self._waiter, self._num_passes = None, 0
+        self._passes.pop(request, None)
 
     def _wait(self, request: int) -> None:
-        if self._somebody_waits:
-            return
-        self._somebody_waits = True
-        if self._waiter is None:  # tenants take turns: another's may be the first to wait in this pass
-            self._waiter, self._num_passes = request, 0
+        if self._waiter is None:
+            self._waiter = request
 
     def forget(self, ids: set[int]) -> None:
         """The copies of these into their slots may have failed: they are copied anew."""

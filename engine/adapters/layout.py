@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +15,7 @@ from ..errors import ConfigError, and_more
 from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
 from ..layers.linear import Linear
+from ..link.turns import short_turns
 from ..models.model import Model
 from ..options.model_path import is_hub_name
 from ..quant.weights import LinearShape
@@ -249,21 +248,6 @@ def _view(memory: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
     return memory.narrow(-1, start, prod(shape)).unflatten(-1, shape)
 
 
-USUAL_TURN = sys.getswitchinterval()  # seconds
-SHORT_TURN = 0.0005
-
-
-@contextmanager
-def _taking_short_turns() -> Iterator[None]:
-    """Parsing and converting in Python keeps the interpreter's lock for a turn, and a step needs it several times:
-    with turns of the usual 5 ms others' tokens came up to 20 ms late."""
-    sys.setswitchinterval(SHORT_TURN)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(USUAL_TURN)
-
-
 class AdapterStore:
     """Which of them stay here is decided elsewhere: see AdapterBook."""
 
@@ -276,7 +260,7 @@ class AdapterStore:
         """From any thread; `folder`: or a name on the hub. `check` sees it before its tensors are read, and may raise
         ModelError, as this does."""
         found = find_adapter(folder, self._download_dir)
-        with _taking_short_turns():
+        with short_turns():
             adapter = Adapter.open(found)
             if check is not None:
                 check(adapter)

@@ -24,6 +24,8 @@ _RAW = 0  # xgrammar.VocabType: tokens are the bytes that they stand for
 _SPECIAL = 0xFF  # llguidance: the first byte of a token that is no text
 _XGRAMMAR = ("CompiledGrammar", "Grammar", "GrammarCompiler", "GrammarMatcher", "TokenizerInfo")
 _MESSAGE = 1000  # bytes of an error
+_UNKNOWN_LLGUIDANCE = "this release of llguidance is not known: install the one that constraints.txt names"
+_TRIAL, _TRIAL_STOP = [b"a", b"b", b""], 2  # a vocabulary, and its stop token
 
 
 class GrammarError(Exception):
@@ -31,12 +33,38 @@ class GrammarError(Exception):
 
 
 def load() -> None:
-    """Loads both: 50 ms, with the interpreter's lock for much of it. Raises nothing: what needs them hears of it."""
+    """Loads both: 50 ms, with the interpreter's lock for much of it, and tries what is asked of them. Raises nothing:
+    what needs them hears of it."""
     try:
-        xgrammar()
-        _llguidance()
+        _try_xgrammar()
+        _try_llguidance()
     except Exception as error:
         logger.warning("structured outputs are unavailable: %s: %s", type(error).__name__, error)
+
+
+def _try_xgrammar() -> None:
+    """A grammar of one word, on the way from the compiler's process to a mask. Raises whatever is wrong with it."""
+    import numpy as np
+
+    library, row = xgrammar(), np.zeros((1, 1), np.int32)
+    info = library.TokenizerInfo.deserialize_json(tokenizer_info(_TRIAL, [_TRIAL_STOP]).decode("ascii"))
+    grammar = library.Grammar.from_ebnf('root ::= "b"', "root")
+    compiled = library.GrammarCompiler(info, 1, False, -1).compile_grammar_ebnf(grammar)
+    matcher = library.GrammarMatcher(
+        library.CompiledGrammar.deserialize_json(str(compiled.serialize_json()), info), None, False, -1, None
+    )
+    matcher.fill_next_token_bitmask(row, 0, False)
+    if row[0, 0] & 0b111 != 0b010 or not matcher.accept_token(1, False):
+        raise GrammarError("this release of xgrammar is not known: install the one that constraints.txt names")
+
+
+def _try_llguidance() -> None:
+    """Whether what was made by the C interface is a tokenizer for the Python module. Raises likewise."""
+    import numpy as np
+
+    made = tokenizer(np.array([1, 1, 0], np.uint32), b"ab", [_TRIAL_STOP])
+    if made.vocab_size != len(_TRIAL) or made.eos_token != _TRIAL_STOP or made.tokenize_str("ba") != [1, 0]:
+        raise GrammarError(_UNKNOWN_LLGUIDANCE)
 
 
 def _folder(package: str) -> Path:
@@ -101,7 +129,7 @@ def _llguidance() -> ctypes.CDLL:
 
     # Both are one pointer to the same: see tokenizer.
     if LLTokenizer.__basicsize__ != object.__basicsize__ + ctypes.sizeof(ctypes.c_void_p):
-        raise GrammarError("this release of llguidance is not known: install the one that constraints.txt names")
+        raise GrammarError(_UNKNOWN_LLGUIDANCE)
     library = ctypes.CDLL(str(_lib.__file__))
     library.llg_new_tokenizer_v2.restype = ctypes.c_void_p
     library.llg_free_tokenizer.argtypes = (ctypes.c_void_p,)

@@ -8,4 +8,5 @@ messages: what the API process and the engine process say to each other
 plan: one step as the scheduler hands it to the runner, and what comes back
 private_folder: folders that processes of a server meet in
 sampling_params: what a request asks for
+turns: how long a thread keeps the interpreter's lock
 """

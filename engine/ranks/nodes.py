@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from ..errors import ConfigError
@@ -19,7 +20,7 @@ from .handshake import Guest, Hello, difference, is_loopback, meet
 logger = logging.getLogger(__name__)
 
 REMINDER = 30.0  # seconds between two lines that say who is waited for
-STRANGERS = 64  # who may be about to say who they are, at the same time: then who has waited longest gives way
+STRANGERS = 64  # who may be about to say who they are, at the same time: then one of the address with most gives way
 LAST_WORD = 1.0  # seconds in which it may turn out why a node has hung up
 
 
@@ -125,7 +126,7 @@ class Nodes:
         self.nodes: dict[int, Node] = {}
         self.sockets: dict[int, socket.socket] = {}  # to ranks
         self._closed = False
-        self._strangers: dict[socket.socket, None] = {}  # who have proved nothing, the longest first
+        self._strangers: dict[socket.socket, str] = {}  # from where, who have proved nothing; the longest first
         self._lock = threading.Lock()
         self._arrivals: queue.Queue[tuple[Guest, str]] = queue.Queue()
         self._listener = listen(address, port)
@@ -229,28 +230,38 @@ class Nodes:
                 time.sleep(BEAT / 10)
                 continue
             with self._lock:
-                self._strangers[sock] = None
-                longest = next(iter(self._strangers)) if len(self._strangers) > STRANGERS else None
-            if longest is not None:
-                self._forget(longest)
-                with contextlib.suppress(OSError):
-                    longest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                self._strangers[sock] = address[0]
+                if len(self._strangers) > STRANGERS:
+                    self._give_way()
             threading.Thread(target=self._meet, args=(sock, address[0]), name="vserve-hello", daemon=True).start()
+
+    def _give_way(self) -> None:
+        """With the lock. Who has waited longest, of the address that most have come from: a flood of its own."""
+        counts = Counter(self._strangers.values())
+        host = max(counts, key=counts.__getitem__)
+        longest = next(sock for sock, its_host in self._strangers.items() if its_host == host)
+        del self._strangers[longest]
+        with contextlib.suppress(OSError):
+            longest.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def _meet(self, sock: socket.socket, host: str) -> None:
         """On a thread of its own: who says nothing keeps nobody waiting."""
         try:
-            self._arrivals.put((meet(sock, self._secret), host))
+            guest = meet(sock, self._secret)
+            if not self._forget(sock):
+                raise ConnectionError("it gave way to others")
         except Exception as error:  # whatever a stranger may say
-            if sock in self._strangers:  # else it gave way: of many such not a word
+            if self._forget(sock):  # else it gave way: of many such not a word
                 logger.warning("%s has dialled in, and is not let in: %s", host, error or type(error).__name__)
             sock.close()
-        finally:
-            self._forget(sock)
+            return
+        self._arrivals.put((guest, host))
 
-    def _forget(self, sock: socket.socket) -> None:
+    def _forget(self, sock: socket.socket) -> bool:
+        """Whether it was a stranger until now: who is none, because it has proved that it knows the secret, gives way
+        to nobody any more."""
         with self._lock:
-            self._strangers.pop(sock, None)
+            return self._strangers.pop(sock, None) is not None
 
 
 def listen(address: str, port: int) -> socket.socket:

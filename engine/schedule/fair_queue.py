@@ -1,9 +1,10 @@
-"""The requests that wait, and who of them is next: between tenants whoever has been served least, and of one tenant
-whoever came first. With one tenant that is the order in which they came.
+"""Who waits, and who of them is next: between tenants whoever has been served least, and of one tenant whoever came
+first. With one tenant that is the order in which they came. Requests wait so for the engine, and in the server texts
+and bodies for a thread (server/lanes.py).
 
-It is start-time fair queueing. What a tenant has been served, in tokens, is charged when a request starts, of its
-answer only what it is likely to have; the rest follows when it has ended. A tenant that joins counts as served as much
-as those who wait: it neither pays for the time before nor is paid for it.
+It is start-time fair queueing. What a tenant has been served is charged when a request starts, of its answer only what
+it is likely to have; the rest follows when it has ended. A tenant that joins counts as served as much as those who
+wait: it neither pays for the time before nor is paid for it.
 """
 
 from __future__ import annotations
@@ -11,33 +12,46 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
 
 from ..errors import require
-from .request import Request
 
-Entry = tuple[int, float, int, Request]  # sorts by (priority, arrival, order of add): smaller runs first
-# Of a tenant's first request: (priority, whether it has not begun, tokens served to the tenant, order of add, tenant).
+
+class Waiting(Protocol):
+    tenant: int
+
+    @property
+    def cost(self) -> float:
+        """What its tenant is charged when it starts; 0: it has begun, and was charged then."""
+
+    @property
+    def overrun(self) -> float:
+        """How much more than it was charged it has cost."""
+
+
+T = TypeVar("T", bound=Waiting)
+Entry = tuple[int, float, int, T]  # sorts by (priority, arrival, order of add): smaller runs first
+# Of a tenant's first request: (priority, whether it has not begun, what the tenant was served, order of add, tenant).
 # Who has begun and was preempted comes first.
 Turn = tuple[int, bool, float, int, int]
 
-LIKELY_ANSWER = 256  # tokens, where a request may have as many: few ask for what they get
 REMEMBERED = 1 << 12  # tenants that do not wait, of whom it is known what they were served
 
 
-class Line:
+class Line(Generic[T]):
     """Of one tenant."""
 
     __slots__ = ("entries", "served", "turn")
 
     def __init__(self, served: float) -> None:
-        self.entries: list[Entry] = []  # sorted
-        self.served = served  # tokens, on the queue's clock
+        self.entries: list[Entry[T]] = []  # sorted
+        self.served = served  # on the queue's clock
         self.turn: Turn | None = None  # as it stands among the others
 
 
-class FairQueue:
+class FairQueue(Generic[T]):
     def __init__(self) -> None:
-        self._lines: dict[int, Line] = {}  # by tenant; none is empty
+        self._lines: dict[int, Line[T]] = {}  # by tenant; none is empty
         self._turns: list[Turn] = []  # of each line, sorted
         self._served: dict[int, float] = {}  # of tenants without a line, while others wait
         self._clock = 0.0  # about what those who wait have been served
@@ -46,11 +60,11 @@ class FairQueue:
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[Entry[T]]:
         """In the order in which they would start."""
         yield from self.in_turn()
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Entry[T]) -> None:
         tenant = entry[3].tenant
         if (line := self._lines.get(tenant)) is None:
             line = self._lines[tenant] = Line(max(self._clock_at(entry[0]), self._served.pop(tenant, 0.0)))
@@ -66,7 +80,7 @@ class FairQueue:
             return self._clock
         return min(self._clock, self._turns[index - 1][2])
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: Entry[T]) -> None:
         """It has ended while it waited."""
         tenant = entry[3].tenant
         line = self._lines[tenant]
@@ -74,9 +88,9 @@ class FairQueue:
         self._length -= 1
         self._turn(tenant, line)
 
-    def start(self, entry: Entry) -> None:
+    def start(self, entry: Entry[T]) -> None:
         """It waits no longer; its tenant is served what it costs."""
-        tenant, cost = entry[3].tenant, cost_of(entry[3])
+        tenant, cost = entry[3].tenant, entry[3].cost
         line = self._lines[tenant]
         if cost:
             # Those who join from now on are ahead of this tenant, and behind those who have waited, however many come.
@@ -84,18 +98,16 @@ class FairQueue:
             line.served += cost
         self.remove(entry)
 
-    def settle(self, request: Request) -> None:
+    def settle(self, waiting: T) -> None:
         """It has ended: its answer was longer than was likely, or shorter."""
-        if request.first_scheduled is None:
-            return  # nothing was charged
-        tenant, difference = request.tenant, request.num_output_tokens - likely_answer(request)
+        tenant, difference = waiting.tenant, waiting.overrun
         if (line := self._lines.get(tenant)) is not None:
             line.served += difference
             self._turn(tenant, line)
         elif tenant in self._served:
             self._served[tenant] += difference
 
-    def in_turn(self) -> Iterator[Entry]:
+    def in_turn(self) -> Iterator[Entry[T]]:
         """In the order in which they would start, for as long as nothing joins and nothing ends. The one that has come
         last may be started; who was passed over counts as served, for those behind."""
         turns, index = self._turns[:], 0
@@ -109,13 +121,13 @@ class FairQueue:
             tenant = turn[4]
             entries = self._lines[tenant].entries
             entry = entries[place]
-            served = turn[2] + cost_of(entry[3])
+            served = turn[2] + entry[3].cost
             yield entry
             place += place < len(entries) and entries[place] is entry
             if place < len(entries):
                 heapq.heappush(later, (turn_of(entries[place], served), place))
 
-    def _turn(self, tenant: int, line: Line) -> None:
+    def _turn(self, tenant: int, line: Line[T]) -> None:
         """Where the tenant stands among the others, after a change of its line."""
         turn = turn_of(line.entries[0], line.served) if line.entries else None
         if turn == line.turn:
@@ -146,15 +158,6 @@ class FairQueue:
         require(not self._served.keys() & lines.keys(), "a tenant is in two places")
 
 
-def turn_of(entry: Entry, served: float) -> Turn:
-    priority, _, number, request = entry
-    return priority, request.first_scheduled is None, served, number, request.tenant
-
-
-def likely_answer(request: Request) -> int:
-    return min(request.sampling.max_tokens, LIKELY_ANSWER)
-
-
-def cost_of(request: Request) -> int:
-    """Tokens that its tenant is charged when it starts: for the first time."""
-    return 0 if request.first_scheduled is not None else request.num_prompt_tokens + likely_answer(request)
+def turn_of(entry: Entry[T], served: float) -> Turn:
+    priority, _, number, waiting = entry
+    return priority, waiting.cost > 0, served, number, waiting.tenant

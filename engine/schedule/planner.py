@@ -219,7 +219,7 @@ class Planner:
             if sharing is not None:
                 sharing.note(request, request.num_computed_tokens + num_new, self.kv)
 
-    def _next(self, queue: Iterator[Entry]) -> Entry | None:
+    def _next(self, queue: Iterator[Entry[Request]]) -> Entry[Request] | None:
         """Of the rest of the queue, who may begin; None for nobody. Who may not in its turn may not for the rest of the
         pass, so that each is looked at once."""
         sharing, adapters = self.sharing, self.adapters

@@ -10,6 +10,8 @@ from ..grammar.guide import Guide
 from ..link.plan import TokenLogprobs
 from ..link.sampling_params import SamplingParams
 
+LIKELY_ANSWER = 256  # tokens, where a request may have as many: few ask for what they get
+
 
 class Status(enum.IntEnum):
     WAITING = 0
@@ -138,6 +140,20 @@ class Request:
     def target(self) -> int:
         """Tokens that exist, counting those whose value is still on the device; with drafts, at most."""
         return len(self.token_ids) + self.num_in_flight_tokens
+
+    @property
+    def cost(self) -> int:
+        """Tokens that its tenant is charged when it starts: for the first time."""
+        return 0 if self.first_scheduled is not None else self.num_prompt_tokens + self._likely_answer
+
+    @property
+    def overrun(self) -> int:
+        """Tokens of its answer beyond those that were charged, or below 0."""
+        return 0 if self.first_scheduled is None else self.num_output_tokens - self._likely_answer
+
+    @property
+    def _likely_answer(self) -> int:
+        return min(self.sampling.max_tokens, LIKELY_ANSWER)
 
     @property
     def finished(self) -> bool:

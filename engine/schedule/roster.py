@@ -13,8 +13,8 @@ class Roster:
     """A request waits or runs, with a row, until it is removed. Whoever moves it takes care of its blocks."""
 
     def __init__(self, num_rows: int, *, by_priority: bool) -> None:
-        self.entries: dict[int, Entry] = {}  # of all, by id
-        self.waiting = FairQueue()
+        self.entries: dict[int, Entry[Request]] = {}  # of all, by id
+        self.waiting: FairQueue[Request] = FairQueue()
         self.running: dict[int, Request] = {}  # in the order of admission
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.num_constrained = 0  # with a grammar
@@ -38,7 +38,7 @@ class Roster:
         """Each once; ids that are unknown, or of finished requests, are passed over."""
         return [self.entries[id][3] for id in dict.fromkeys(ids) if id in self.entries]
 
-    def start(self, entry: Entry) -> None:
+    def start(self, entry: Entry[Request]) -> None:
         """This one of the queue runs from now on. There has to be a free row."""
         request = entry[3]
         self.waiting.start(entry)
@@ -82,7 +82,7 @@ class Roster:
         require(self._lengths.keys() == {r.id for r in waiting}, "lengths of requests that do not wait")
         require(self.num_waiting_tokens == sum(self._lengths.values()), "waiting tokens miscounted")
 
-    def _enqueue(self, entry: Entry) -> None:
+    def _enqueue(self, entry: Entry[Request]) -> None:
         request = entry[3]
         self.waiting.add(entry)
         # Remembered: a request that was preempted grows by its samples in flight while it waits.

@@ -28,8 +28,8 @@ async def _run(
             if log is not None:
                 log.add(data)
                 store.num_log_bytes += len(data)
-                if store.num_log_bytes > store.max_bytes:
-                    events.generation.cancel()  # all logs together may take as much as what is stored
+                if store.num_log_bytes > store.max_bytes:  # all logs together may take as much as what is stored
+                    (store.largest_log() or events).generation.cancel()
         ended()
     finally:
         events.generation.close()

@@ -16,6 +16,7 @@ from ..generation.answer import Answer
 from ..generation.choice import Choice, Prompt
 from ..generation.embedding import EmbeddingChoice, EmbeddingOptions, numbers, packed
 from ..generation.generation import Generation
+from ..generation.weight import NUMBER, check_vectors
 from ..http.auth import key_of
 from ..text.encoding import Encoder
 from ..wire.pooled import EncodedRequest, InputRequest, PooledRequest
@@ -26,6 +27,7 @@ from .tokens import chat_tokens
 
 class PooledDialect(Dialect):
     body: PooledRequest
+    bytes_per_number = NUMBER  # of what the answer is made of
 
     @property
     def param(self) -> str:
@@ -41,6 +43,8 @@ class PooledDialect(Dialect):
         return Load(min(self.num_prompts, most), min(num_tokens, self.server.admission.capacity), self.param)
 
     async def prepare(self, prompts: Sequence[Prompt]) -> Ready:
+        limit, info = self.server.config.max_answer_bytes, self.server.client.info
+        check_vectors(prompts, limit, info, self.param, self.bytes_per_number)
         return Ready(prompts, EmbeddingOptions())
 
     def slowness(self, answers: Sequence[Answer]) -> int:

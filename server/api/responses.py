@@ -16,7 +16,7 @@ from ..dialects.pages import page
 from ..dialects.pieces import NONE, Pieces
 from ..dialects.responses.beginning import beginning, repeated
 from ..dialects.responses.events import ResponseEvents
-from ..dialects.responses.history import History, newest
+from ..dialects.responses.history import History, has_turns, newest
 from ..dialects.responses.items import item_messages
 from ..dialects.responses.listed import input_items
 from ..dialects.responses.log import EventLog
@@ -99,7 +99,15 @@ class ResponseToItems(Chatting):
             return await super().tokens()
         most, pieces = self.server.max_body_size(), self._history.pieces
         shorter = partial(newest, pieces, most, MAX_ITEMS)
-        pieces = await on_bodies(self.request, pieces.num_bytes >> 2, shorter)
+        pieces, before = await on_bodies(self.request, pieces.num_bytes >> 2, shorter), pieces
+        if pieces is not before and not has_turns(pieces) and not any(m["role"] == "user" for m in self.body.messages):
+            raise bad_request(
+                f"No user message is within the latest {most} bytes (--max-body-size) in {MAX_ITEMS} messages of the "
+                "conversation that this response goes on from, and 'input' brings none: send one, or the latest part "
+                "of the conversation, as 'input'.",
+                "previous_response_id",
+                "context_length_exceeded",
+            )
         self._history = replace(self._history, pieces=pieces)
         self._asked.items = self._asked.items.latest(most, MAX_ITEMS)
         token_ids = await fitted(self.request, self.body, self._history)

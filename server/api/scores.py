@@ -16,6 +16,7 @@ from ..generation.embedding import embedding, of_embeddings, resolve_pooled
 from ..generation.generation import Generation
 from ..generation.scores import activation_of, check_scores_pairs, cosine, encode_pair, score
 from ..generation.tasks import CLASSIFY, EMBED
+from ..generation.weight import UNTOLD
 from ..text.encoding import FREE, MOST, TURN
 from ..text.tokenizer import Pair
 from ..wire.scores import PairRequest, RerankRequest, ScoreRequest
@@ -48,6 +49,7 @@ class Pairs(PooledDialect):
 
     body: PairRequest
     tasks = (CLASSIFY, EMBED)
+    bytes_per_number = UNTOLD
 
     @property
     def num_prompts(self) -> int:

@@ -26,6 +26,7 @@ EXAMPLES = (
 _SERVER = (
     "host", "port", "uds", "timeout_keep_alive", "header_timeout", "body_timeout", "write_timeout", "max_body_size",
     "max_header_size", "max_header_count", "max_request_line", "max_connections", "api_key", "public_metrics",
+    "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials",
     "ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers",
     "shutdown_timeout", "log_level", "log_format",
 )  # fmt: skip

@@ -3,7 +3,7 @@ stores most makes room, so that nobody's many answers drive out another's few.""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Lock
@@ -86,6 +86,19 @@ class Store:
         """One that is under way."""
         stream = self.running.get((owner, id))
         return None if stream is None or stream.generation.closed else stream
+
+    def largest_log(self) -> ResponseEvents | None:
+        """Of the owner whose running responses have most bytes of events, the one that has most of them."""
+        logs = [
+            (owner, events, events.log.num_bytes)
+            for (owner, _), events in self.running.items()
+            if events.log is not None and not events.generation.closed
+        ]
+        sizes: Counter[str] = Counter()
+        for owner, _, size in logs:
+            sizes[owner] += size
+        greediest = max(logs, key=lambda log: (sizes[log[0]], log[2]), default=None)
+        return None if greediest is None else greediest[1]
 
     def __len__(self) -> int:
         return sum(len(share.stored) for share in self._shares.values())

@@ -7,7 +7,8 @@ import math
 import time
 from collections.abc import Callable
 
-from ..client.board import Board
+from ...engine.errors import ConfigError
+from ..client.board import MOST_KEYS, Board
 from ..errors import ApiError, bad_request
 from .admission import retry_after
 from .generation import Generation
@@ -126,16 +127,23 @@ class Quota:
         self, requests_per_minute: int, tokens_per_minute: int, board: Board | None = None, digest: bytes = b"",
         max_open_requests: int = 0,
     ) -> None:  # fmt: skip
-        """`board`: of several API processes, which share it; `digest`: of the key, by which they know it."""
-        limited = board is not None and (requests_per_minute or tokens_per_minute or max_open_requests)
-        place = board.place(digest) if board is not None and limited else None
-        each = [None if board is None or place is None else Shared(board, place, kind) for kind in (0, 1)]
+        """`board`: of several API processes, which share it; `digest`: of the key, by which they know it. Raises
+        ConfigError where they know too many keys to share the limits of this one."""
+        # What is open has a place without a limit, too: one may be set while it is open.
+        place = None if board is None else board.place(digest)
+        if board is not None and place is None and (requests_per_minute or tokens_per_minute or max_open_requests):
+            raise ConfigError(
+                f"a key has limits that hold over all API processes, and these have no room for more than {MOST_KEYS} "
+                "keys since the server's start: leave its limits out, or start the server again"
+            )
+        each: list[Shared | None] = [None, None]
+        if board is not None and place is not None and (requests_per_minute or tokens_per_minute):
+            each = [Shared(board, place, kind) for kind in (0, 1)]
+            board.watch(place, self)
         self._requests = Bucket(requests_per_minute, each[0])
         self._tokens = Bucket(tokens_per_minute, each[1])
         self.max_open_requests = max_open_requests
         self.open = OpenRequests(board, place)
-        if board is not None and place is not None:
-            board.watch(place, self)
 
     @property
     def limits(self) -> tuple[int, int, int]:

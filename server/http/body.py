@@ -32,12 +32,17 @@ def decode(raw: bytes) -> Any:
         # A colon after a quote stands behind each key, and may stand in strings: as many as there are keys in `value`
         # means that none came twice. Only where there are more, a second and slower parser has to tell.
         if len(_KEY.findall(raw)) != _num_keys(value):
-            json.loads(raw, object_pairs_hook=_unique)
+            check_keys(raw)
         return value
     except (msgspec.DecodeError, ValueError) as error:  # of UTF-8, too
         raise invalid(shorten(str(error))) from None
     except RecursionError:
         raise invalid("it is nested too deeply") from None
+
+
+def check_keys(raw: bytes) -> None:
+    """Raises ValueError, which names a key that comes twice in its object."""
+    json.loads(raw, object_pairs_hook=_unique)
 
 
 def invalid(why: str) -> ApiError:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..client.board import BODIES, Board
 from ..errors import ApiError
+from ..lanes import TENANT
 from .tenant import tenant_of
 
 SMALL = 64 << 10  # bytes; such bodies are not counted: the number of connections bounds them
@@ -130,6 +131,8 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        tenant = tenant_of(scope)
+        TENANT.set(tenant)  # each request has a task of its own
         length = next((value for name, value in scope["headers"] if name == b"content-length"), None)
         limit = self.limit()
         if length is not None and int(length) > limit:
@@ -139,7 +142,7 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         most, received = max(TOGETHER * limit, AT_LEAST), 0
-        held = scope.setdefault("state", {})["held_body"] = HeldBody(self, tenant_of(scope))
+        held = scope.setdefault("state", {})["held_body"] = HeldBody(self, tenant)
 
         async def count() -> Message:
             nonlocal received

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ApiError, bad_request, shorten
-from .body import invalid, parse
+from .body import check_keys, invalid, parse
 
 # A body below all of these is read, and validated, in the few milliseconds that the event loop can spare.
 LARGE = 256 << 10  # bytes
@@ -44,11 +44,13 @@ def decode(raw: bytes) -> Any:
     num_keys = check(raw)
     try:
         value = _read(raw, DEPTH)
+        if (has_twice := _num_keys(value) != num_keys) and len(raw) <= LARGE:
+            check_keys(raw)  # of a larger one it would take all of the interpreter's time for too long
     except (msgspec.DecodeError, ValueError) as error:
         raise invalid(shorten(str(error))) from None
     except RecursionError:
         raise invalid("it is nested too deeply") from None
-    if _num_keys(value) != num_keys:
+    if has_twice:
         raise invalid("a key of an object comes twice")
     return value
 

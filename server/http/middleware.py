@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from ipaddress import ip_address
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
@@ -17,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..errors import ApiError, internal_error, shorten
 from ..histogram import Histogram
 from ..observe.request_log import Finished
+from ..options.http import HttpConfig, json_list
 from .path import check_path, drop_slash
 from .request_id import clean_id
 
@@ -34,6 +38,9 @@ LOOPBACK = (
     r"https?://(localhost|tauri\.localhost|127(\.\d{1,3}){3}|0\.0\.0\.0|\[::1\])(:\d+)?"
     r"|(app|file|tauri|vscode-file|vscode-webview)://.*"
 )
+
+# Of names that no public name server knows: a page of such a host is nobody else's.
+PRIVATE_DOMAINS = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
 
 
 class HttpMetrics(Collector):
@@ -202,9 +209,13 @@ class Cors(CORSMiddleware):
         origin = headers.get("origin")
         if origin is None or self.is_allowed_origin(origin) or scope.get("state", {}).get("forwarded"):
             return None
-        # Behind a proxy the host may be another; no page can set either header.
-        is_own = headers.get("sec-fetch-site") == "same-origin" or origin.partition("://")[2] == headers.get("host")
-        return None if is_own else origin
+        # Behind a proxy the host may be another. No page can set either header; browsers send the first where a name
+        # is sure to be that of who answers (https, localhost). Otherwise whoever owns a public name may have let it
+        # point here while his page was open (DNS rebinding): then it is no proof that origin and host are the same.
+        if headers.get("sec-fetch-site") == "same-origin":
+            return None
+        host = headers.get("host", "")
+        return None if origin.partition("://")[2] == host and not _is_public_name(host) else origin
 
     async def simple_response(self, scope: Scope, receive: Receive, send: Send, request_headers: Headers) -> None:
         def forward(message: Message) -> Awaitable[None]:
@@ -213,6 +224,30 @@ class Cors(CORSMiddleware):
             return send(message)
 
         await self.app(scope, receive, forward)
+
+
+def cors_options(config: HttpConfig, needs_keys: bool, exposed: Sequence[str] = ()) -> dict[str, Any]:
+    """What Cors is told. `exposed`: headers of answers that pages may read, beside the usual ones."""
+    return {
+        "origins": None if config.allowed_origins is None else json_list("allowed_origins", config.allowed_origins),
+        "needs_keys": needs_keys,
+        "allow_methods": json_list("allowed_methods", config.allowed_methods),
+        "allow_headers": json_list("allowed_headers", config.allowed_headers),
+        "allow_credentials": config.allow_credentials,
+        "expose_headers": ["x-request-id", "retry-after", *exposed],
+    }
+
+
+def _is_public_name(host: str) -> bool:
+    """Whether anybody can have a host of that name: it is no IP address, has several parts, and is in no domain that
+    is for private networks."""
+    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+    try:
+        ip_address(name.strip("[]"))
+    except ValueError:
+        name = name.lower().rstrip(".")
+        return "." in name and not name.endswith(PRIVATE_DOMAINS)
+    return False
 
 
 def _origin_not_allowed(origin: str) -> ApiError:

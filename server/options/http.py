@@ -79,7 +79,8 @@ class HttpConfig:
     max_answer_bytes: int | None = option(
         None, "bytes of memory that one answer may take which is not streamed, or stored, if each choice is as long as "
         "it may be; beyond them 400; 0: no limit (default: what a single choice needs that fills the context, with 20 "
-        "log-probabilities a token, 256 MiB at least)", group="limits", bounds=UNLIMITED,
+        "log-probabilities a token, 256 MiB at least; of embeddings what 2048 vectors need)",
+        group="limits", bounds=UNLIMITED,
     )  # fmt: skip
     max_header_size: int = option(
         64 << 10, "bytes of a request's headers; beyond them 431", group="limits", bounds=POSITIVE

@@ -24,10 +24,9 @@ from ..errors import ApiError
 from ..http.auth import is_admin_path
 from ..http.hops import passed_on
 from ..http.middleware import HttpMetrics
-from ..http.path import has_dot_segments
 from ..http.request_id import MAX_ID_LENGTH, TAG_HEADER, TAG_LENGTH, clean_id
 from ..lanes import Lanes
-from .asked import NUM_LANES, Asked, look
+from .asked import NUM_LANES, Asked, asked_of
 from .backend import Backend, Backends
 from .begun import Begun, Verdict, lost
 from .body import Body
@@ -69,6 +68,8 @@ class RouterApp:
         self.lanes = Lanes(NUM_LANES)  # where large bodies are looked at
         self._http = http
         self._passes_cancelling = server_key is None or asks_for_keys
+        # Else the client's own key goes to the servers, and they judge of its page.
+        self.judges_origins = server_key is not None or asks_for_keys
         self._server_key = None if server_key is None else f"Bearer {server_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -207,10 +208,7 @@ class RouterApp:
         """What the request is about, and its id. Raises ApiError (400)."""
         headers, state, path = request.headers, request.scope["state"], request.scope["path"]
         # With the servers' own key, all clients are one to them.
-        who = "" if self._server_key else headers.get("authorization") or headers.get("x-api-key", "")
-        asked = Asked()
-        if "json" in headers.get("content-type", ""):
-            asked = await look(body.content, self.lanes, who)
+        asked = await asked_of(request, body.content, self.lanes, by_key=self._server_key is None)
         ids = asked.ids
         if (named := _IDS.match(path)) is not None and named[1] not in _VERBS:
             ids = (*ids, named[1])
@@ -221,10 +219,7 @@ class RouterApp:
         is_named = bool(asked.request_id) or clean_id(headers.get("x-request-id", "")) == state["request_id"]
         if path.startswith(ONE_MODEL):
             asked = replace(asked, model=path.removeprefix(ONE_MODEL), longer_than=0)  # as in the list of all
-        session = headers.get("x-session-id")
-        if session is not None and who:
-            session = f"{who}\0{session}"
-        return replace(asked, ids=ids, is_named=is_named, session=session)
+        return replace(asked, ids=ids, is_named=is_named)
 
     async def _offer(
         self, backend: Backend, num_tokens: int, scope: Scope, body: Body
@@ -288,6 +283,8 @@ class RouterApp:
 
     def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         unsent = _NOT_SENT if self._server_key is None else _NOT_SENT | {b"authorization", b"x-api-key"}
+        if self.judges_origins:
+            unsent |= {b"origin"}
         headers = passed_on(scope["headers"], but=unsent)
         if self._server_key is not None:
             headers.append((b"authorization", self._server_key))
@@ -324,8 +321,9 @@ def _patience(read: float | None) -> dict[str, Any]:
 
 
 def _is_routed(path: str, method: str) -> bool:
+    """Of paths that RequestMiddleware has checked: none has dot segments."""
     cancels = path == "/abort_request" or path.startswith("/v1/requests/")
-    if has_dot_segments(path.encode()) or (is_admin_path(path) and not cancels):
+    if is_admin_path(path) and not cancels:
         return False
     if path == "/v1/chat/completions" and method == "GET":
         return False  # a list of what one server has stored

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
+from starlette.requests import Request
 
 from ..client.routing import Keys, prefix_keys
 from ..http.large_body import LARGE, check
@@ -50,6 +51,18 @@ class Ask:
     asked: Asked
     num_tokens: int
     begun: bool = False
+
+
+async def asked_of(request: Request, body: bytes, lanes: Lanes, *, by_key: bool = True) -> Asked:
+    """What the body and the headers say. `by_key`: each key has prefixes and sessions of its own, with those who come
+    behind. Raises ApiError (400)."""
+    headers = request.headers
+    who = (headers.get("authorization") or headers.get("x-api-key", "")) if by_key else ""
+    asked = await look(body, lanes, who) if "json" in headers.get("content-type", "") else Asked()
+    session = headers.get("x-session-id")
+    if session is not None and who:
+        session = f"{who}\0{session}"
+    return replace(asked, session=session)
 
 
 async def look(body: bytes, lanes: Lanes, who: str = "") -> Asked:

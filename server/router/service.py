@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import httpx
+from starlette.types import ASGIApp
 
 from ..http.auth import Authentication, Locks
 from ..http.body_limit import BodyLimit
-from ..http.middleware import RequestMiddleware
+from ..http.middleware import Cors, RequestMiddleware, cors_options
 from ..http.server import Server
 from ..http.uvicorn_options import uvicorn_options
 from ..options.config import ServerConfig
@@ -24,6 +25,16 @@ from .backend import Backends
 logger = logging.getLogger("vserve")
 
 LAST_BYTES = 2  # seconds
+
+
+def guarded(router: RouterApp, config: ServerConfig, locks: Locks) -> RequestMiddleware:
+    """The application that clients reach."""
+    app: ASGIApp = BodyLimit(router, lambda: config.max_body_size or LARGEST_BODY, lambda reason: None)
+    if locks.are_needed:
+        app = Authentication(app, locks)
+    if router.judges_origins:
+        app = Cors(app, **cors_options(config, locks.need_keys))
+    return RequestMiddleware(app, router.http_metrics)
 
 
 class RouterService:
@@ -41,10 +52,9 @@ class RouterService:
         locks = Locks(config)
         self.app = RouterApp(self._backends, self._http, server_key=server_key, asks_for_keys=locks.are_needed)
         self._rejected: Counter[str] = Counter()
-        app = BodyLimit(self.app, lambda: config.max_body_size or LARGEST_BODY, lambda reason: None)
-        guarded = Authentication(app, locks) if locks.are_needed else app
-        door = RequestMiddleware(guarded, self.app.http_metrics)
-        self._server = Server(door, last_bytes=LAST_BYTES, **uvicorn_options(config, self._refused))
+        self._server = Server(
+            guarded(self.app, config, locks), last_bytes=LAST_BYTES, **uvicorn_options(config, self._refused)
+        )
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> None:

@@ -244,6 +244,32 @@ def test_leaving_early_leaves_nothing_behind(random_server: str) -> None:
     assert re.fullmatch("[a-f]{25}", choice["message"]["content"])
 
 
+def test_who_has_left_the_compiler_keeps_nobody_waiting(demo: str, attacks: Any) -> None:
+    """24 grammars that take as long as one may, whose clients have gone: none is begun but the two that run already."""
+
+    def compiled() -> float:
+        return attacks.sum_of(httpx.get(f"{demo}/metrics").text, "vllm:grammar_compile_seconds_count")
+
+    def bomb(number: int) -> bytes:
+        grammar = "root ::= " + " ".join(f'("{number}x{i}")?' for i in range(8000))
+        body = {"messages": QUESTION, "max_tokens": 4, "structured_outputs": {"grammar": grammar}}
+        return attacks.post(json.dumps(body).encode(), path="/v1/chat/completions")
+
+    chat(demo, response_format=json_schema(CAPITAL))
+    before, begun = compiled(), time.monotonic()
+    clients = [attacks.connect(demo) for _ in range(24)]
+    for number, client in enumerate(clients):
+        client.sendall(bomb(number))
+    time.sleep(1)  # all wait, or two are compiled
+    for client in clients:
+        client.close()
+    rounds = 1 + (time.monotonic() - begun) // 5  # of two each: 5 s is what a compilation may take
+    renamed = {**CAPITAL, "properties": {**CAPITAL["properties"], "town": {"type": "string", "maxLength": 5}}}
+    answer = chat(demo, response_format=json_schema(renamed))["choices"][0]["message"]["content"]
+    jsonschema.validate(json.loads(answer), renamed)
+    assert 1 <= compiled() - before <= 1 + 2 * rounds
+
+
 _LEAVES = st.sampled_from(
     [
         {"type": "boolean"}, {"type": "null"}, {"type": "integer", "minimum": 0, "maximum": 50}, {"enum": ["a", 7]},

@@ -172,7 +172,7 @@ def test_nobody_waits_for_ever_while_all_rows_are_taken() -> None:
 
 
 def test_nobody_waits_for_ever_among_tenants_that_take_turns() -> None:
-    """In each pass another one may be the first to wait for the slot: what all have let pass counts."""
+    """In each pass another one may be the first to wait for the slot: each is passed by so many at most."""
     scheduler, device = make(max_loras=1, max_cpu_loras=3)
     book = book_of(scheduler)
     for adapter in (11, 12, 13):
@@ -189,6 +189,32 @@ def test_nobody_waits_for_ever_among_tenants_that_take_turns() -> None:
         if done[12] and done[13]:
             break
     assert done[12] == done[13] == 1 and done[11] <= 3 * PATIENCE
+
+
+def test_the_patience_of_one_is_not_spent_on_another() -> None:
+    """Who has just come is passed, also when one who has waited long is further back in the queue."""
+    book, numbers = AdapterBook(1, 3), iter(range(1000, 2000))
+    for adapter in (11, 12, 13):
+        book.paths[adapter] = f"path {adapter}"
+        book.arrived(adapter)
+    book.start(11, 1)
+
+    def passes(*waiting: tuple[int, int]) -> bool:
+        """Whether a request for the adapter that runs starts behind these (adapter, request)."""
+        book.begin_pass()
+        assert not any(book.may_start(*one) for one in waiting)
+        request = next(numbers)
+        may = book.may_start(11, request)
+        if may:
+            book.start(11, request)
+            book.stop(11)
+        return may
+
+    assert [passes((12, 100)) for _ in range(PATIENCE + 1)] == [True] * PATIENCE + [False]
+    assert passes((13, 200)) and passes((13, 200), (12, 100))
+    assert not passes((12, 100), (13, 200))
+    book.leave(12, 100)
+    assert [passes((13, 200)) for _ in range(PATIENCE)].count(True) == PATIENCE - 2
 
 
 def test_who_is_gone_is_waited_for_no_longer() -> None:

@@ -12,8 +12,8 @@ from vserve.engine.link.messages import RequestOutput
 from vserve.engine.link.plan import StepResult
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import SchedulerConfig
-from vserve.engine.schedule.fair_queue import LIKELY_ANSWER, Entry, FairQueue
-from vserve.engine.schedule.request import Request
+from vserve.engine.schedule.fair_queue import Entry, FairQueue
+from vserve.engine.schedule.request import LIKELY_ANSWER, Request
 from vserve.engine.schedule.scheduler import Scheduler
 
 
@@ -21,11 +21,11 @@ class Plain:
     """The same, of lists that are searched through."""
 
     def __init__(self) -> None:
-        self.waiting: list[Entry] = []
+        self.waiting: list[Entry[Request]] = []
         self.served: dict[int, float] = {}
         self.clock = 0.0
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Entry[Request]) -> None:
         tenant = entry[3].tenant
         if all(other[3].tenant != tenant for other in self.waiting):
             heads = {other[3].tenant: other for other in sorted(self.waiting, reverse=True)}.values()
@@ -34,12 +34,12 @@ class Plain:
             self.served[tenant] = max(clock, self.served.get(tenant, 0))
         self.waiting.append(entry)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: Entry[Request]) -> None:
         self.waiting.remove(entry)
         if not self.waiting:
             self.served, self.clock = {}, 0.0
 
-    def start(self, entry: Entry) -> None:
+    def start(self, entry: Entry[Request]) -> None:
         tenant, cost = entry[3].tenant, self.cost(entry)
         if cost:
             num_tenants = len({other[3].tenant for other in self.waiting})
@@ -51,12 +51,12 @@ class Plain:
         if request.first_scheduled is not None and request.tenant in self.served:
             self.served[request.tenant] += request.num_output_tokens - min(LIKELY_ANSWER, request.sampling.max_tokens)
 
-    def cost(self, entry: Entry) -> int:
+    def cost(self, entry: Entry[Request]) -> int:
         request = entry[3]
         new = request.first_scheduled is None
         return new * (request.num_prompt_tokens + min(LIKELY_ANSWER, request.sampling.max_tokens))
 
-    def order(self) -> list[Entry]:
+    def order(self) -> list[Entry[Request]]:
         left, served, order = sorted(self.waiting), dict(self.served), []
         while left:
             heads = {entry[3].tenant: entry for entry in reversed(left)}.values()
@@ -69,7 +69,8 @@ class Plain:
 
 def test_who_joins_pays_nothing_for_others_of_another_priority() -> None:
     """They start first, and those who wait beside the newcomer have been served nothing meanwhile."""
-    queue, numbers = FairQueue(), count()
+    queue: FairQueue[Request] = FairQueue()
+    numbers = count()
 
     def add(tenant: int, priority: int) -> None:
         number = next(numbers)
@@ -92,7 +93,8 @@ def test_the_order_is_that_of_a_plain_list(by_priority: bool) -> None:
     seen: Counter[str] = Counter()
     for seed in range(150):
         rng = random.Random(seed)
-        queue, plain, running = FairQueue(), Plain(), []
+        queue: FairQueue[Request] = FairQueue()
+        plain, running = Plain(), []
         num_tenants = rng.choice([1, 2, 3, 10])
         for number in range(120):
             if rng.random() < 0.6:
@@ -145,7 +147,8 @@ def test_the_order_is_that_of_a_plain_list(by_priority: bool) -> None:
 
 @pytest.mark.parametrize("by_priority", [False, True])
 def test_of_one_tenant_all_come_in_the_order_of_their_rank(by_priority: bool) -> None:
-    rng, queue, entries = random.Random(1), FairQueue(), []
+    queue: FairQueue[Request] = FairQueue()
+    rng, entries = random.Random(1), []
     for number in range(300):
         request = Request(number, [1] * rng.randint(1, 50), SamplingParams(max_tokens=rng.randint(1, 50)), tenant=7)
         rank = (rng.choice([0, 0, -1]), rng.random()) if by_priority else (0, 0.0)

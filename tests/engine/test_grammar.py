@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from llguidance import LLTokenizer
 
-from vserve.engine.grammar import grammar
+from vserve.engine.grammar import grammar, grammar_libraries
 from vserve.engine.grammar.grammar import GrammarError, Grammars, Matcher, pack, prepare
 from vserve.engine.grammar.grammar_libraries import load as load_libraries
 from vserve.engine.grammar.grammar_libraries import xgrammar
@@ -172,6 +174,24 @@ def test_a_large_vocabulary_and_first_grammars_keep_no_thread_waiting(longest_ga
 
     load_libraries()  # as an engine does before it is ready
     assert settles_within(0.15, lambda: longest_gap(load)), "some call keeps the interpreter's lock"
+
+
+@pytest.mark.parametrize("name", ["_try_xgrammar", "_try_llguidance"])
+def test_libraries_are_tried_before_anybody_needs_them(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A release whose names are there, and do something else."""
+    load_libraries()
+    assert not caplog.records
+    if name == "_try_xgrammar":
+        matcher = SimpleNamespace(fill_next_token_bitmask=lambda *given: None, accept_token=lambda *given: True)
+        other = SimpleNamespace(**{**vars(xgrammar()), "GrammarMatcher": lambda *given: matcher})
+        monkeypatch.setattr(grammar_libraries, "xgrammar", lambda: other)
+    else:
+        monkeypatch.setattr(grammar_libraries, "tokenizer", lambda *given: LLTokenizer("byte"))
+    load_libraries()
+    (record,) = caplog.records
+    assert "structured outputs are unavailable" in record.getMessage() and "is not known" in record.getMessage()
 
 
 def test_loading_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,51 @@ def test_silent_strangers_keep_no_node_out() -> None:
         rank.close()
 
 
+def flood(stack: contextlib.ExitStack, address: tuple[str, int], host: str) -> None:
+    """Returns when all have come as far as to the first word."""
+    for _ in range(nodes.STRANGERS + 8):
+        sock = stack.enter_context(socket.create_connection(address, 30, source_address=(host, 0)))
+        with contextlib.suppress(OSError):
+            sock.recv(64)
+
+
+def test_strangers_of_one_address_keep_out_no_node_of_another_that_is_shaking_hands() -> None:
+    with gathering(node1=(1,)) as first, contextlib.ExitStack() as stack:
+        node = stack.enter_context(socket.create_connection(first.nodes.address))
+        challenge = handshake.receive(node, handshake.Challenge)
+        flood(stack, first.nodes.address, "127.0.0.2")
+        said = handshake.transcript(challenge.nonce, hello())
+        proof = handshake.proof("open sesame", b"node", said)
+        handshake.send(node, msgspec.structs.replace(hello(), proof=proof))
+        handshake.receive(node, handshake.Welcome)
+        rank = stack.enter_context(dial(first.nodes.address, "open sesame", hello(1, 1)))
+        assert first.join() is None and rank
+
+
+def test_who_has_proved_the_secret_gives_way_to_nobody() -> None:
+    with gathering(node1=(1,)) as first, contextlib.ExitStack() as stack:
+        arrivals, proved, go_on = first.nodes._arrivals, threading.Event(), threading.Event()
+        ordinary = arrivals.put
+
+        def put(arrival: Any) -> None:
+            proved.set()
+            assert go_on.wait(60)
+            ordinary(arrival)
+
+        arrivals.put = put  # type: ignore[method-assign, assignment]
+        dialled: list[socket.socket] = []
+        node = threading.Thread(target=lambda: dialled.append(dial(first.nodes.address, "open sesame", hello())))
+        node.start()
+        assert proved.wait(60)
+        arrivals.put = ordinary  # type: ignore[method-assign]
+        flood(stack, first.nodes.address, "127.0.0.1")
+        go_on.set()
+        node.join(60)
+        stack.enter_context(dialled[0])
+        stack.enter_context(dial(first.nodes.address, "open sesame", hello(1, 1)))
+        assert first.join() is None
+
+
 def test_who_has_proved_nothing_gets_nothing_to_guess_by() -> None:
     """No proof over words of a stranger's choice, by which secrets could be tried without asking again."""
     with gathering(node1=(1,)) as first, socket.create_connection(first.nodes.address) as stranger:

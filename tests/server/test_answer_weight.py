@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from array import array
 from typing import Any
 
 import msgspec
 import pytest
 
-from vserve.server.generation.weight import ENTRY, TOKEN, bytes_per_token
+from vserve.engine.link.messages import RequestOutput
+from vserve.engine.link.sampling_params import ALL
+from vserve.server.generation.weight import ENTRY, NUMBER, TOKEN, VECTOR, bytes_per_token
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -64,6 +67,55 @@ def test_each_way_to_a_large_answer(new_client: Any, url: str, few: Any, many: A
     assert answer.status_code == 200, answer.text
     refused(client.post(url, {**few, **many}), param)
     assert new_client(max_answer_bytes=0).post(url, {**few, **many}).status_code == 200
+
+
+def embeds(engine: Any, hidden_size: int = 64) -> None:
+    engine.info = msgspec.structs.replace(engine.info, hidden_size=hidden_size)
+
+    async def embed(request: Any, mailbox: Any) -> None:
+        width = request.sampling.pooling.dimensions or engine.info.hidden_size
+        count = len(request.token_ids) if request.sampling.pooling.kind == ALL else 1
+        vector = array("f", [index / 7 for index in range(width * count)]).tobytes()
+        engine._put(mailbox, RequestOutput(request.id, [], "stop", embedding=vector))
+
+    engine._run = embed
+
+
+@pytest.mark.parametrize(
+    ("url", "few", "many"),
+    [
+        ("/v1/embeddings", {"input": ["Hi"] * 3}, {"input": ["Hi"] * 4}),
+        ("/v1/embeddings", {"input": ["Hi"] * 4, "dimensions": 4}, {"dimensions": None}),
+        ("/v1/embeddings", {"input": ["Hi"] * 3, "encoding_format": "base64"}, {"input": ["Hi"] * 4}),
+        ("/v2/embed", {"texts": ["Hi"] * 3, "input_type": "search_query", "model": "test"}, {"texts": ["Hi"] * 4}),
+        ("/pooling", {"input": ["Hi"] * 3}, {"input": ["Hi"] * 4}),
+        ("/pooling", {"input": [[5, 6]], "task": "token_embed"}, {"input": [[5, 6] * 8]}),
+    ],
+)
+def test_vectors_too(new_client: Any, engine: Any, url: str, few: Any, many: Any) -> None:
+    embeds(engine)
+    client = new_client(max_answer_bytes=3 * (VECTOR + engine.info.hidden_size * NUMBER))
+    answer = client.post(url, few)
+    assert answer.status_code == 200, answer.text
+    answer, before = client.post(url, {**few, **many}), len(engine.submitted)
+    message = answer.json().get("error", answer.json())["message"]
+    assert answer.status_code == 400 and "--max-answer-bytes" in message, answer.text
+    assert len(engine.submitted) == before
+    for unlimited in (new_client(), new_client(max_answer_bytes=0)):
+        assert unlimited.post(url, {**few, **many}).status_code == 200
+
+
+def test_what_a_vector_is_said_to_need_is_about_what_it_needs(new_client: Any, engine: Any) -> None:
+    embeds(engine, 2048)
+    client, inputs = new_client(), ["Hi"] * 100
+    client.post("/v1/embeddings", {"input": inputs[:1]})
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    assert client.post("/v1/embeddings", {"input": inputs}).status_code == 200
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    need = (peak - before) / len(inputs) / 2048
+    assert need / 3 < NUMBER < 8 * need, need
 
 
 def test_messages_too(new_client: Any) -> None:

@@ -6,12 +6,17 @@ import asyncio
 import json
 import signal
 import socket
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 
 from vserve.engine.options.config import EngineConfig
+from vserve.server.api import background
 from vserve.server.cli.progress import ProgressLine
+from vserve.server.dialects.responses.log import EventLog
+from vserve.server.dialects.store import Store
 from vserve.server.options.config import ServerConfig
 from vserve.server.service import Service
 
@@ -122,6 +127,49 @@ def test_the_events_are_bounded(serve: Any, engine: Any, app: Any) -> None:
         assert app.state.server.responses.num_log_bytes == 0 and engine.num_open == 0
 
     serve(test)
+
+
+class Running:
+    """A response, as far as its log goes."""
+
+    closed = cancelled = False
+
+    def __init__(self) -> None:
+        self.log, self.generation = EventLog(), self
+
+    def close(self) -> None:
+        self.closed = True
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_one_keys_events_end_no_response_of_another_key() -> None:
+    """The room for events is nearly full of one key's when another's come."""
+
+    async def main() -> None:
+        store, over = Store(10, 10_000), asyncio.Event()
+        runs = {name: Running() for name in ("small", "large", "other")}
+        store.running.update({("one" if name != "other" else "two", name): run for name, run in runs.items()})  # type: ignore[misc]
+
+        async def told(size: int, times: int) -> AsyncIterator[bytes]:
+            for _ in range(times):
+                yield b"x" * size
+            await over.wait()
+
+        server: Any = SimpleNamespace(responses=store)
+        tasks = []
+        for name, size, times in (("small", 3000, 1), ("large", 4000, 1), ("other", 500, 9)):
+            ticket: Any = SimpleNamespace(release=lambda: None)
+            run: Any = runs[name]
+            tasks.append(asyncio.create_task(background._run(server, run, told(size, times), ticket, lambda: None)))
+            await asyncio.sleep(0.01)
+        assert [name for name, run in runs.items() if run.cancelled] == ["large"]
+        over.set()
+        await asyncio.gather(*tasks)
+        assert store.num_log_bytes == 0 and store.largest_log() is None
+
+    asyncio.run(main())
 
 
 def test_without_a_store(new_client: Any, engine: Any) -> None:

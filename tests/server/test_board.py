@@ -6,11 +6,13 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vserve.engine.errors import ConfigError
 from vserve.engine.options.config import EngineConfig
 from vserve.server.client.board import FINISHED_TOKENS, MOST_KEYS, REQUESTS, TOKENS, Board
 from vserve.server.errors import ApiError
@@ -18,6 +20,7 @@ from vserve.server.generation import admission, quota
 from vserve.server.generation.admission import Admission
 from vserve.server.generation.quota import Quota
 from vserve.server.http.body_limit import BodyLimit, HeldBody
+from vserve.server.http.keys import load_keys
 from vserve.server.observe.shares import Family, Sample, summed
 from vserve.server.options.config import ServerConfig
 
@@ -66,6 +69,32 @@ def test_a_key_has_one_place_and_one_share(boards: list[Board]) -> None:
             let_in += 1
     assert let_in == 6
     others.check(0, lambda reason: None)
+
+
+def test_a_limit_that_is_read_later_holds_over_all_processes(
+    boards: list[Board], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what was open before there was one."""
+    path = tmp_path / "keys"
+    path.write_text("ada\nbob\n")
+    config = ServerConfig(api_key_file=str(path))
+    before = [load_keys(config, "api_key", board) for board in boards]
+    charges = [key.quota.begin(0, 2) for keys in before[:2] if (key := keys.find(b"ada")) is not None]
+    assert len(charges) == 2
+    path.write_text("ada max-open-requests=5\nbob\n")
+    after = [keys.renewed(load_keys(config, "api_key", board)) for keys, board in zip(before, boards, strict=True)]
+    for keys in after:
+        key = keys.find(b"ada")
+        assert key is not None and key.quota.open.number == 4
+        key.quota.check_open(1, "n", lambda over: 1.0, lambda reason: None)
+        with pytest.raises(ApiError):
+            key.quota.check_open(2, "n", lambda over: 1.0, lambda reason: None)
+    for charge in charges:
+        charge.finish()
+    assert boards[2].open(0) == 0
+    monkeypatch.setattr(Board, "place", lambda self, digest: None)
+    with pytest.raises(ConfigError, match="no room for more than 65536 keys since the server's start"):
+        load_keys(config, "api_key", boards[0])
 
 
 def test_as_many_keys_as_there_may_be_find_their_places(boards: list[Board], slowness: float) -> None:

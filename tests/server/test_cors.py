@@ -82,6 +82,26 @@ def test_without_keys_pages_of_others_change_nothing(engine: Any, text_model: An
     assert len(reloaded) == 3 + len(home)
 
 
+@pytest.mark.parametrize(
+    ("host", "is_public"),
+    [("rebound.example:8000", True), ("rebound.example", True), ("1.2.3.4.example.", True), ("local.example", True),
+     ("1.2.ip6.arpa", True), ("vserve:8000", False), ("gpu1.local:8000", False), ("llm.svc.cluster.local", False),
+     ("app.localhost:1", False), ("10.0.0.5:8000", False), ("[fe80::1]:8000", False), ("LOCALHOST", False)],
+)  # fmt: skip
+def test_a_name_that_anybody_may_own_does_not_make_a_page_this_servers_own(
+    engine: Any, text_model: Any, host: str, is_public: bool
+) -> None:
+    """It may be pointed here when the page is open already. Who is no browser sends no origin, and calls the server as
+    he likes."""
+    app = create_app(engine, ServerConfig(), text_model)
+    page = {"host": host, "origin": f"http://{host}"}
+    assert get(app, "POST", "/reload", **page).status_code == (403 if is_public else 200)
+    assert get(app, "POST", "/reload", host=host).status_code == 200
+    assert get(app, "POST", "/reload", **page, sec_fetch_site="same-origin").status_code == 200
+    named = create_app(engine, ServerConfig(allowed_origins=f'["http://{host}"]'), text_model)
+    assert get(named, "POST", "/reload", **page).status_code == 200
+
+
 LOCAL = ["http://localhost:3000", "http://localhost", "https://127.0.0.1:8443", "http://[::1]:1", "http://127.1.2.3"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 from vserve.engine.errors import ConfigError
+from vserve.engine.link.turns import SHORT_TURN, USUAL_TURN, short_turns
 from vserve.server import lanes
 from vserve.server.app import create_app
 from vserve.server.errors import ApiError
@@ -154,6 +156,90 @@ def test_too_much_waiting_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         assert await made.run(10, lambda: "short") == "short"
         gate.open.set()
         await asyncio.gather(*tasks)
+
+    run(test)
+
+
+async def give(made: Lanes, tenant: int, size: int, work: Callable[[], Any]) -> asyncio.Task[Any]:
+    """It waits, or is at work."""
+
+    async def run() -> Any:
+        lanes.TENANT.set(tenant)
+        return await made.run(size, work)
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    return task
+
+
+@pytest.mark.parametrize("size", [10, LONG])
+def test_keys_and_addresses_have_turns(size: int) -> None:
+    async def test(made: Lanes) -> None:
+        gate, order = Gate(), []
+        tasks = [await give(made, 1, size, gate) for _ in range(2)]
+        await begun(gate)
+        for tenant in (1,) * 40 + (2, 3, 2):
+            tasks.append(await give(made, tenant, size, lambda tenant=tenant: order.append(tenant)))
+        gate.open.set()
+        await asyncio.gather(*tasks)
+        assert order.index(2) < 5 and order.index(3) < 5 and [i for i, tenant in enumerate(order) if tenant == 2][1] < 8
+
+    run(test)
+
+
+def test_work_is_that_of_the_key(new_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, tenants, ordinary = new_client(api_key=("first", "second")), [], Lanes.run
+
+    def run(self: Lanes, size: int, work: Any) -> Any:
+        tenants.append(lanes.TENANT.get())
+        return ordinary(self, size, work)
+
+    monkeypatch.setattr(Lanes, "run", run)
+    for key in ("first", "second", "first"):
+        headers = {"authorization": f"Bearer {key}"}
+        assert client.post("/tokenize", {"prompt": "long " * 1000}, headers=headers).status_code == 200
+    assert len(set(tenants)) == 2 and 0 not in tenants
+
+
+def test_turns_are_short_until_the_last_long_work_has_ended() -> None:
+    """With --engine-in-process adapters are read in the same process."""
+
+    async def test(made: Lanes) -> None:
+        assert await made.run(SHORT, sys.getswitchinterval) == USUAL_TURN
+        with short_turns():
+            assert await made.run(LONG, sys.getswitchinterval) == SHORT_TURN
+            assert sys.getswitchinterval() == SHORT_TURN
+        gate = Gate()
+        working = await give(made, 0, LONG, gate)
+        await begun(gate)
+        with short_turns():
+            pass
+        assert sys.getswitchinterval() == SHORT_TURN
+        gate.open.set()
+        await working
+        assert sys.getswitchinterval() == USUAL_TURN
+
+    run(test)
+
+
+def test_whose_text_waits_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tenant cannot take the room for all: of its own the latest leaves, and hears why."""
+    monkeypatch.setattr(lanes, "MAX_WAITING", 4 * LONG)
+
+    async def test(made: Lanes) -> None:
+        gate = Gate()
+        many = [await give(made, 1, LONG, gate) for _ in range(5)]  # one of them is at work
+        await begun(gate)
+        one = await give(made, 2, LONG, lambda: "one")
+        with pytest.raises(ApiError) as refused:
+            await many[-1]
+        assert refused.value.status == 429 and refused.value.code == "queue_full"
+        assert made.waiting_size == 4 * LONG
+        with pytest.raises(ApiError):
+            await (await give(made, 1, LONG, gate))
+        gate.open.set()
+        assert await asyncio.gather(one, *many[:-1]) == ["one"] + ["through"] * 4
+        assert made.waiting_size == 0 and not made._held
 
     run(test)
 
@@ -357,8 +443,8 @@ def test_who_leaves_while_others_are_tokenised_is_not_waited_for(
         _, writer = await send(port, path, body)
         await until(lambda: len(server.lanes._short) == 1)
         writer.close()
-        (job,) = server.lanes._short
-        await until(job.done.cancelled)
+        (entry,) = server.lanes._short
+        await until(entry[3].done.cancelled)
         for gate in gates:
             gate.open.set()
         await asyncio.gather(*blocked)

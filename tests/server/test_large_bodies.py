@@ -88,9 +88,15 @@ def test_an_empty_list_of_many_bytes() -> None:
 
 
 def test_a_key_that_comes_twice() -> None:
-    raw = b'{"x":[%b],"y":[{"a":1,"a":2}]}' % b",".join([b"1"] * 100_000)
+    raw = b'{"x":[%b],"y":[{"a":1,"a":2}]}' % b",".join([b"1"] * 200_000)
+    assert len(raw) > LARGE
     with pytest.raises(ApiError, match="comes twice"):
         large_body.decode(raw)
+    named = b'{"x":[%b],"y":[{"alpha":1,"alpha":2}]}' % b",".join([b"1"] * 100_000)
+    assert len(named) < LARGE and large_body.work_of(named)
+    for decode in (large_body.decode, small_body.decode):
+        with pytest.raises(ApiError, match="the key 'alpha' comes twice"):
+            decode(named)
 
 
 def test_numbers_that_take_long(client: Any, costs_at_most: Any) -> None:

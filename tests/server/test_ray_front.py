@@ -47,7 +47,8 @@ def call(front: Any, path: str, body: bytes) -> tuple[int, bytes]:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
         await (await front(Request(scope, receive)))(scope, receive, send)
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 

@@ -11,15 +11,18 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from vserve.server.client.routing import prefix_keys
+from vserve.server.http.auth import Locks
 from vserve.server.http.middleware import HttpMetrics, RequestMiddleware
+from vserve.server.lanes import Lanes
 from vserve.server.options.config import ServerConfig
 from vserve.server.router import asked as asked_module
 from vserve.server.router import backend as backend_module
-from vserve.server.router.app import RouterApp, _is_routed
-from vserve.server.router.asked import read
-from vserve.server.router.service import RouterService
+from vserve.server.router.app import RouterApp
+from vserve.server.router.asked import asked_of, read
+from vserve.server.router.service import RouterService, guarded
 
 from .fleet import STREAM, URLS, Fleet, Pieces, run
 
@@ -368,7 +371,6 @@ def test_a_path_with_dots_is_nobodys(path: str) -> None:
         assert status == 400 and b'"invalid_path"' in body and not fleet.asked
 
     run(test)
-    assert not _is_routed(path, "POST")
 
 
 @pytest.mark.parametrize("path", ["/v1/requests/r/cancel", "/abort_request"])
@@ -381,6 +383,56 @@ def test_nobody_cancels_with_the_servers_key_who_has_shown_none(path: str) -> No
             fleet.asked.clear()
             assert (await fleet.call(path, {"request_id": "r"}))[0] == status
             assert bool(fleet.asked) == (status == 200)
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_pages_of_others_have_nothing_done_with_the_servers_key(is_named: bool) -> None:
+    async def test() -> None:
+        fleet = await Fleet().ready()
+        page = {"origin": "https://page.example"}
+        for server_key, api_key, status in (
+            (None, (), 200),
+            ("s", (), 403),
+            ("s", ("own",), 200),
+            (None, ("own",), 200),
+        ):
+            config = ServerConfig(api_key=api_key, allowed_origins='["https://page.example"]' if is_named else None)
+            app = RouterApp(fleet.backends, fleet.http, server_key=server_key, asks_for_keys=bool(api_key))
+            fleet.door = guarded(app, config, Locks(config))
+            fleet.asked.clear()
+            sent: list[Any] = []
+            found, _ = await fleet.call(headers={**page, "authorization": "Bearer own"}, sent=sent)
+            assert found == (200 if is_named else status) and bool(fleet.asked) == (found == 200)
+            judges = app.judges_origins
+            allowed = [value for name, value in sent[0]["headers"] if name == b"access-control-allow-origin"]
+            assert bool(allowed) == (judges and found == 200), "one of them says it, not both"
+            if found == 200:
+                assert ("origin" in fleet.requests[-1].headers) != judges
+            assert (await fleet.call(headers={"authorization": "Bearer own"}))[0] == 200, "who is no page"
+
+    run(test)
+
+
+def test_keys_have_prefixes_and_sessions_of_their_own() -> None:
+    """However the key is brought, before servers and before Ray Serve's replicas."""
+
+    async def test() -> None:
+        lanes, body = Lanes(1), json.dumps({"prompt": "x" * 1000}).encode()
+
+        async def ask(by_key: bool = True, **headers: str) -> tuple[str | None, str]:
+            every = {"content-type": "application/json", "x-session-id": "s"} | headers
+            raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in every.items()]
+            found = await asked_of(Request({"type": "http", "headers": raw}), body, lanes, by_key=by_key)
+            return found.session, str(found.keys)
+
+        each = [await ask(**headers) for headers in ({}, {"authorization": "Bearer a"}, {"authorization": "Bearer b"},
+                                                     {"x_api_key": "a"}, {"x_api_key": "b"})]  # fmt: skip
+        assert all(len(set(values)) == 5 for values in zip(*each, strict=True)), each
+        assert await ask(by_key=False, x_api_key="a") == each[0]
+        assert (await ask(**{"content-type": "text/plain"}))[1] == "[]"
+        lanes.close()
 
     run(test)
 

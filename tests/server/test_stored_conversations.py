@@ -14,6 +14,7 @@ import httpx
 import msgspec
 import pytest
 
+from vserve.server.api import responses
 from vserve.server.dialects.pieces import PIECE, Pieces
 from vserve.server.dialects.responses.history import History, newest
 from vserve.server.dialects.responses.log import EventLog
@@ -72,6 +73,38 @@ def test_the_newest_turns_keep_the_system_message() -> None:
         assert kept[0] == system and kept[1]["role"] == "user" and kept[-1] == turns[-1]
         assert kept[1:] == turns[-len(kept) + 1 :] and 100 < len(kept) <= 502
     assert list(newest(pieces, 10, 801).entries()) == [system]
+
+
+def tool_turns(count: int) -> list[dict[str, Any]]:
+    calls = [{"role": "assistant", "content": "", "tool_calls": []}, {"role": "tool", "content": "x" * 1000}]
+    return [message for _ in range(count) for message in calls]
+
+
+@pytest.mark.parametrize("asked", [0, 2 * PIECE])
+def test_the_newest_user_message_stays_however_much_followed_it(asked: int) -> None:
+    """An agent at work for long: the tools' answers alone are beyond the bound."""
+    system = {"role": "system", "content": "Be kind."}
+    pieces = Pieces.of([system, said(1), said(2, asked), *tool_turns(500)])
+    for num_bytes, num_messages in ((4 * PIECE, 2000), (pieces.num_bytes, 300)):
+        kept = list(newest(pieces, num_bytes, num_messages).entries())
+        assert kept[:2] == [system, said(2, asked)] and kept[2:3] == [tool_turns(1)[0]]
+        assert 50 < len(kept) <= num_messages + 1
+    assert list(newest(pieces, 1000, 2000).entries()) == [system, *([] if asked else [said(2, 0)])]
+
+
+def test_a_conversation_without_its_question_is_refused(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "a", "output": "7"}
+    first = create(client, [said(1, 50), call])
+    goes_on = {"previous_response_id": first["id"], "truncation": "auto", "max_output_tokens": 2}
+    state = client.app.state.server
+    monkeypatch.setattr(responses, "MAX_ITEMS", 2)
+    assert create(client, [output], **goes_on)["status"] in ("completed", "incomplete")
+    monkeypatch.setattr(type(state), "max_body_size", lambda self: 60)
+    refused = client.post("/v1/responses", {"input": [output], **goes_on})
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["code"] == "context_length_exceeded" and "60 bytes" in error["message"]
+    assert create(client, [output, said(2)], **goes_on)["id"]
 
 
 # ---- where the work is done ----

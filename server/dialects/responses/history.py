@@ -47,7 +47,9 @@ class History:
 
 
 def newest(pieces: Pieces, num_bytes: int, num_messages: int) -> Pieces:
-    """The latest turns that are within both, behind the system messages of the beginning; the same where all are."""
+    """The latest turns that are within both, behind the system messages of the beginning; the same where all are. Of a
+    turn that is not, the user's message and the latest of what followed; where that message alone is not, the system
+    messages."""
     if pieces.num_bytes <= num_bytes and len(pieces) <= num_messages:
         return pieces
     system = []
@@ -56,9 +58,33 @@ def newest(pieces: Pieces, num_bytes: int, num_messages: int) -> Pieces:
             break
         system.append(message)
     rest = pieces.latest(num_bytes, num_messages)
-    for at in range(len(rest.texts)):
-        messages = list(rest[at : at + 1].entries())
+    if not (turns := _from("user", rest)).texts:
+        question = _last("user", pieces[: len(pieces.texts) - len(rest.texts)])
+        if question.texts and question.num_bytes <= num_bytes:
+            # An assistant's message comes first: a tool's answers what is left out.
+            turns = question + _from("assistant", pieces.latest(num_bytes - question.num_bytes, num_messages - 1))
+    return Pieces.of(system) + turns
+
+
+def has_turns(pieces: Pieces) -> bool:
+    """Whether `newest` kept more than system messages."""
+    return any(message["role"] not in SYSTEM for message in pieces.last())
+
+
+def _from(role: str, pieces: Pieces) -> Pieces:
+    """From the first message on that has this role."""
+    for at in range(len(pieces.texts)):
+        messages = list(pieces[at : at + 1].entries())
         for i, message in enumerate(messages):
-            if message["role"] == "user":
-                return Pieces.of(system) + Pieces.of(messages[i:]) + rest[at + 1 :]
-    return Pieces.of(system)
+            if message["role"] == role:
+                return Pieces.of(messages[i:]) + pieces[at + 1 :]
+    return NONE
+
+
+def _last(role: str, pieces: Pieces) -> Pieces:
+    """The last message alone that has this role."""
+    for at in reversed(range(len(pieces.texts))):
+        for message in reversed(list(pieces[at : at + 1].entries())):
+            if message["role"] == role:
+                return Pieces.of([message])
+    return NONE
