@@ -15,6 +15,7 @@ from ..errors import ApiError
 from .capabilities import AS_SENT, Capabilities
 from .shape import Message, shape, shape_tools
 
+CALLS = "a call with its arguments and its result"
 SECONDS = 1.0  # of computing, for all questions: a good template takes 0.02; what is not asked then is taken as sent
 _SAID = re.compile(r"Kq\w+?Kz")
 Render = Callable[[list[Message], dict[str, Any]], str]
@@ -65,7 +66,7 @@ class Question:
     lost: dict[str, Any] = field(default_factory=dict)  # what is known where none of them helps
     tools: tuple[dict[str, Any], ...] = ()
     shows_tools: bool = False  # the tools' names are to be there too
-    calls: bool = False  # it is asked where calls are shown
+    calls: bool | None = None  # it is asked only where calls with arguments and results are shown, or are not
 
 
 def _no(name: str) -> tuple[dict[str, Any], ...]:
@@ -99,8 +100,15 @@ QUESTIONS = (
         ([_SYSTEM, _USER, _ANSWER, _DEVELOPER, _NEXT], [_USER, _ANSWER, _NEXT, _DEVELOPER]), _no("later_developer"),
     ),
     Question("tools", ([_USER],), (), {"shows_tools": False}, (TOOL,), True),
-    Question("calls", ([_USER, _CALL, result(1)],), _CALL_WAYS[1:], {"shows_results": False}, (TOOL,)),
-    Question("calls alone", ([_USER, _CALL],), _CALL_WAYS[1:], {"shows_calls": False}, (TOOL,)),
+    Question(CALLS, ([_USER, _CALL, result(1)],), _CALL_WAYS[1:], tools=(TOOL,)),
+    Question(
+        "the names of tools that are called", ([_USER, says("assistant", tool_calls=[call(1, {"a": "b"})])],),
+        _CALL_WAYS[1:], {"shows_calls": False}, (TOOL,), calls=False,
+    ),
+    Question(
+        "results of tools", ([_USER, says("assistant", tool_calls=[call(1, {"a": "b"}, "a_tool")]), result(1)],),
+        _CALL_WAYS[1:], {"shows_results": False}, (TOOL,), calls=False,
+    ),
     Question(
         "a call with text", ([_USER, {**_CALL, "content": said("text")}, result(1)],
                              [_USER, {**_CALL, "content": said("text")}, result(1), _ANSWER, _NEXT]),
@@ -193,10 +201,10 @@ class _Asking:
             else:
                 return
         for question in QUESTIONS:
-            if question.what == "calls alone" and can.shows_results:
-                continue
-            if not question.calls or (can.shows_calls and can.shows_results):
+            if question.calls in (None, CALLS not in can.lost):
                 self.can = can = self._answered(question, can)
+        if not (can.shows_calls and can.shows_results):  # which says it
+            can = replace(can, lost=can.lost - {CALLS})
         if can.shows_tools:
             self.can = can = replace(can, tool_fields=frozenset(self._demanded(can)))
         self.can = replace(can, parts=frozenset(self._taken_in_parts(can)))
@@ -205,7 +213,7 @@ class _Asking:
         for way in ({}, *question.ways):
             other = replace(can, **way)
             if all(self._shows(other, chat, question.tools, question.shows_tools) for chat in question.chats):
-                return self._as_text(question, other) if question.what == "calls" else other
+                return self._as_text(question, other) if question.what == CALLS else other
         if question.lost:
             return replace(can, **question.lost)
         return replace(can, lost=can.lost | {question.what})
