@@ -294,10 +294,15 @@ def missing(prompt: str, chat: list[Message], shaped: list[Message]) -> list[str
     return lost
 
 
+def marks(value: Any) -> list[str]:
+    """All that there are in a text, or in whatever prints as one."""
+    return _SAID.findall(str(value))
+
+
 def _pieces(message: Message) -> Iterator[list[str]]:
     """The marks of the text, and of each call."""
-    yield _SAID.findall(str(message.get("content") or ""))
+    yield marks(message.get("content"))
     calls = [one["function"] for one in message.get("tool_calls", ())]
     for function in (*calls, message.get("function_call")):
         if function is not None:
-            yield _SAID.findall(f"{function['name']} {function['arguments']}")
+            yield marks([function["name"], function["arguments"]])
