@@ -65,6 +65,9 @@ test-all: $(VENV)/.installed-test
 test-gpu: $(if $(filter command environment,$(firstword $(origin PYTHON))),,$(VENV)/.installed-test)
 	$(GPU_PYTHON) tests/gpu/suite.py $(GROUP)
 
+test-templates: $(VENV)/.installed-test
+	PYTHONPATH=.:$(abspath ..) $(BIN)/python tests/templates/real.py $(NAME)
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

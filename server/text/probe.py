@@ -51,6 +51,7 @@ TOOL = tool(description="says a word", parameters=_SCHEMA)
 _USER, _NEXT, _ANSWER = says("user", "user1"), says("user", "user2"), says("assistant", "answer")
 _SYSTEM, _OTHER, _DEVELOPER = says("system", "system1"), says("system", "system2"), says("developer", "developer")
 _CALL = says("assistant", tool_calls=[call(1)])
+_TEXT_AND_CALL = {**_CALL, "content": said("text")}
 _THOUGHT = {"reasoning": "a thought", "reasoning_content": "a thought"}
 _OLD_CALL = says("assistant", function_call=call(1)["function"])
 _OLD_RESULT = {"role": "function", "name": said("tool"), "content": said("result1")}
@@ -110,8 +111,9 @@ QUESTIONS = (
         _CALL_WAYS[1:], {"shows_results": False}, (TOOL,), calls=False,
     ),
     Question(
-        "a call with text", ([_USER, {**_CALL, "content": said("text")}, result(1)],
-                             [_USER, {**_CALL, "content": said("text")}, result(1), _ANSWER, _NEXT]),
+        "a call with text",
+        ([_USER, _TEXT_AND_CALL, result(1)], [_USER, _TEXT_AND_CALL, result(1), _ANSWER, _NEXT],
+         [_USER, says("assistant", tool_calls=[call(2)]), result(2), _TEXT_AND_CALL, result(1)]),
         _no("text_with_call"), tools=(TOOL,), calls=True,
     ),
     Question(
@@ -119,7 +121,7 @@ QUESTIONS = (
         tools=(TOOL,), calls=True,
     ),
     Question(
-        "a call with text and reasoning", ([_USER, {**_CALL, "content": said("text"), **_THOUGHT}, result(1)],),
+        "a call with text and reasoning", ([_USER, {**_TEXT_AND_CALL, **_THOUGHT}, result(1)],),
         _no("text_with_thought"), tools=(TOOL,), calls=True,
     ),
     Question(

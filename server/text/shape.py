@@ -133,7 +133,8 @@ def _later(messages: list[Message], can: Capabilities) -> Iterator[Message]:
     for message in messages:
         if message["role"] == "developer" and not can.later_developer:
             message = {**message, "role": "system"}
-        if message["role"] == "system" and not can.later_system:
+        # Between turns that must alternate it would hide that two are the same person's.
+        if message["role"] in _RULES and not (can.later_system and can.user_turns):
             held.append({**message, "role": "user"})
             continue
         if message["role"] not in _RESULTS:
@@ -270,7 +271,7 @@ def _turns(messages: Iterator[Message], can: Capabilities) -> Iterator[Message]:
 
 
 def _says_nothing(message: Message) -> bool:
-    return not text_of(message.get("content")) and not any(name in message for name in ("tool_calls", *THOUGHTS))
+    return not text_of(message.get("content")) and "tool_calls" not in message
 
 
 def _may_join(first: Message, second: Message, can: Capabilities) -> bool:
