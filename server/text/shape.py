@@ -22,7 +22,9 @@ def shape(messages: list[Message], can: Capabilities, *, continued: bool = False
     What is taken as it is stays the same object.
     """
     in_parts = any(isinstance(message.get("content"), list) for message in messages)
-    by_old_names = not can.function_call and any("function_call" in one or one["role"] == "function" for one in messages)
+    by_old_names = not can.function_call and any(
+        "function_call" in one or one["role"] == "function" for one in messages
+    )
     if can.as_sent and not in_parts and not by_old_names:
         return messages
     if in_parts:
@@ -60,7 +62,9 @@ def _described(schema: Any) -> dict[str, Any]:
         return {"description": "", "type": "object"}
     types = schema.get("type")
     if types is None:
-        others = [one for word in ("anyOf", "oneOf", "allOf") for one in schema.get(word) or () if isinstance(one, dict)]
+        others = [
+            one for word in ("anyOf", "oneOf", "allOf") for one in schema.get(word) or () if isinstance(one, dict)
+        ]
         types = [one["type"] for one in others if isinstance(one.get("type"), str)]
     if isinstance(types, list):
         types = next((one for one in types if one != "null"), "string")
@@ -253,11 +257,11 @@ def _turns(messages: Iterator[Message], can: Capabilities) -> Iterator[Message]:
             continue
         if last is None:
             last = message
-        elif role == before == "user" and not can.user_turns:
-            last = _joined(last, message)
-        elif role == before == "assistant" and not can.assistant_turns and _may_join(last, message, can):
-            last = _joined(last, message)
-        elif role == "user" and before in _RESULTS and can.user_after_result == "joined":
+        elif (
+            (role == before == "user" and not can.user_turns)
+            or (role == before == "assistant" and not can.assistant_turns and _may_join(last, message, can))
+            or (role == "user" and before in _RESULTS and can.user_after_result == "joined")
+        ):
             last = _joined(last, message)
         else:
             yield last

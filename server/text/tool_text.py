@@ -43,9 +43,7 @@ def calls_in(
     return [(name, json.loads(arguments or "{}")) for name, arguments in found]
 
 
-def reads(
-    format: ToolFormat, reasoning: ReasoningFormat | None, written: str, special: Collection[str]
-) -> bool:
+def reads(format: ToolFormat, reasoning: ReasoningFormat | None, written: str, special: Collection[str]) -> bool:
     """Whether the probe's call is read in what a template writes of it. `special`: the special tokens, of which an
     answer keeps those of its formats."""
     kept = (*format.markers, *(() if reasoning is None else reasoning.markers))

@@ -638,7 +638,9 @@ def test_ids_in_the_history_are_those_that_the_template_accepts(speaking_model: 
 def test_without_a_known_format_calls_are_json(
     new_client: Any, engine: Any, say: Any, grammars: Grammars, text_model: TextModel
 ) -> None:
-    client = new_client(model=replace(text_model, tokenizer=text_model.tokenizer.with_template("{{ tools }}{{ messages }}")))
+    client = new_client(
+        model=replace(text_model, tokenizer=text_model.tokenizer.with_template("{{ tools }}{{ messages }}"))
+    )
     client.app.state.server.grammars = grammars
     engine.script = say('[{"name": "search", "parameters": {"q": 1}}]')
     choice = whole(client, tools=TOOLS, tool_choice="required", max_tokens=60)

@@ -1,5 +1,5 @@
-"""make test-templates: the templates of real models, from source distributions that carry them. What was said must be in
-the prompt.
+"""make test-templates: the templates of real models, from source distributions that carry them. What was said must
+be in the prompt.
 
     python tests/templates/real.py [--folder FOLDER] [NAME …]
 
@@ -93,7 +93,9 @@ def format_of(made: Tokenizer, source: str) -> str:
     if not written:
         return formats.tools.name
     found = reader_of(formats.tools, formats.reasoning, written, special)
-    return formats.tools.name if found is formats.tools else f"{formats.tools.name}: {found.name if found else 'unread'}"
+    return (
+        formats.tools.name if found is formats.tools else f"{formats.tools.name}: {found.name if found else 'unread'}"
+    )
 
 
 def _cell(found: Counter[str]) -> str:
