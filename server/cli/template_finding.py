@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...engine.errors import ModelError
+from ...engine.errors import ConfigError, ModelError
 from ...engine.files.gguf_file import read_gguf
 from ...engine.options.config import EngineConfig
 from ...engine.options.model_path import find_model, is_gguf
@@ -13,16 +13,17 @@ from ..text.files import read_tokenizer
 from ..text.gguf_tokenizer import read_gguf_tokenizer
 from ..text.tokenizer import Tokenizer
 from .finding import OK, WARN, Finding
+from .model_finding import from_hub_cache
 
 
 def template_findings(engine: EngineConfig) -> Iterator[Finding]:
     """None for a model that is not here, or has no chat template that can be read."""
-    folder = find_model(engine.model)
-    if folder is None:
-        return
     try:
+        folder = find_model(engine.model) or from_hub_cache(engine)
+        if folder is None:
+            return
         files = read_gguf_tokenizer(read_gguf(folder)) if is_gguf(folder) else read_tokenizer(folder)
-    except (ModelError, OSError, ValueError):  # whoever loads it says so
+    except (ConfigError, ModelError, OSError, ValueError):  # whoever loads it says so
         return
     if files is None or not files.templates:
         return

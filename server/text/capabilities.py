@@ -59,7 +59,7 @@ class Capabilities:
         for spec in fields(self):
             value = getattr(self, spec.name)
             if spec.name == "tool_fields" and value:
-                yield f"it demands fields of tools that may be left out, which are filled in: {', '.join(sorted(value))}"
+                yield f"it demands fields of tools that may be left out, and gets them: {', '.join(sorted(value))}"
             elif spec.name == "lost" and value:
                 yield from (f"it loses or refuses, however it is put: {what}" for what in sorted(value))
             elif value != spec.default:

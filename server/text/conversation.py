@@ -48,8 +48,10 @@ class Message(TypedDict, total=False):
 
 
 def messages(value: Any, where: str = "messages") -> list[dict[str, Any]]:
-    """Content is in each of them, also where the client left it out beside tool calls: a string, or a list of text parts
-    where there are several. Raises ApiError."""
+    """Content is in each of them, also where the client left it out beside tool calls: a string, or several text parts.
+
+    Raises ApiError.
+    """
     if not isinstance(value, list):
         raise bad_request(f"'{where}' must be a list of messages.", where, "invalid_type")
     if not value:

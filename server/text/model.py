@@ -146,7 +146,7 @@ def _formats(tokenizer: Tokenizer, model_type: str | None, config: ServerConfig)
 
 
 def _asked(tokenizer: Tokenizer, formats: Formats, config: ServerConfig) -> Formats:
-    """The formats, once the template has been asked what it takes and writes: one that does not read the calls which the
+    """The formats, once the template has been asked what it takes and writes: one that does not read the calls that the
     template itself writes is the wrong one."""
     try:
         template = tokenizer.template(tools=True)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
-from os.path import commonprefix
 from typing import Any
 
 from ..errors import ApiError
@@ -53,6 +52,7 @@ _SYSTEM, _OTHER, _DEVELOPER = says("system", "system1"), says("system", "system2
 _CALL = says("assistant", tool_calls=[call(1)])
 _TEXT_AND_CALL = {**_CALL, "content": said("text")}
 _THOUGHT = {"reasoning": "a thought", "reasoning_content": "a thought"}
+_CUT = says("assistant", tool_calls=[call(1, f'{{"key": "{said("cut")}')])
 _OLD_CALL = says("assistant", function_call=call(1)["function"])
 _OLD_RESULT = {"role": "function", "name": said("tool"), "content": said("result1")}
 
@@ -130,7 +130,7 @@ QUESTIONS = (
         tools=(TOOL,), calls=True,
     ),
     Question(
-        "arguments that were cut off", ([_USER, says("assistant", tool_calls=[call(1, f'{{"key": "{said("cut")}')]), result(1)],),
+        "arguments that were cut off", ([_USER, _CUT, result(1)],),
         _no("cut_arguments"), tools=(TOOL,), calls=True,
     ),
     Question(
@@ -179,7 +179,7 @@ def written_call(render: Render, can: Capabilities) -> str:
     if not (can.shows_tools and can.shows_calls):
         return ""
     whole, before, text = prompt(_USER, _CALL), prompt(_USER, begun=True), prompt(_USER, _ANSWER)
-    at = len(commonprefix((whole, before)))
+    at = next((i for i, (a, b) in enumerate(zip(whole, before, strict=False)) if a != b), min(len(whole), len(before)))
     if at < len(before):  # it would begin otherwise, such as with reasoning: from the line on where they part
         at = whole.rfind("\n", 0, at) + 1
     end = text.partition(_ANSWER["content"])[2]
@@ -282,8 +282,7 @@ class OutOfTimeError(Exception):
 
 
 def missing(prompt: str, chat: list[Message], shaped: list[Message]) -> list[str]:
-    """What was said in `chat` and is not in the prompt, or stands otherwise than in `shaped`, where only rules may stand
-    anywhere."""
+    """What was said in `chat` and is not in the prompt, or stands otherwise than in `shaped`; rules may stand anywhere."""
     lost = [mark for message in chat for piece in _pieces(message) for mark in piece if mark not in prompt]
     at = 0
     for message in shaped:

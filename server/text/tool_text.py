@@ -107,7 +107,7 @@ class ToolText:
     def calls(self, calls: list[tuple[str, Any]]) -> str:
         format = self.format
         texts = [
-            f"{format.begin(name)}{self.arguments(given if isinstance(given, dict) else {'arguments': given})}{format.end}"
+            f"{format.begin(name)}{self.arguments(given if isinstance(given, dict) else {'text': given})}{format.end}"
             for name, given in calls
         ]
         return f"{format.opening}{format.separator.join(texts)}{format.closing}"

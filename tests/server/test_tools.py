@@ -540,7 +540,8 @@ def test_a_model_whose_markers_are_special_tokens(
 
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 HARMONY_TEMPLATE = (
-    "{{ tools | tojson if tools else '' }}{% for m in messages %}{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    "{{ tools | tojson if tools else '' }}"
+    "{% for m in messages %}{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
     "{% endif %}{% for c in m.tool_calls or [] %}<|start|>assistant to=functions.{{ c.function.name }}"
     "<|channel|>commentary json<|message|>{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
     "{% if m.content %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
