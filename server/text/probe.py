@@ -282,7 +282,7 @@ class OutOfTimeError(Exception):
 
 
 def missing(prompt: str, chat: list[Message], shaped: list[Message]) -> list[str]:
-    """What was said in `chat` and is not in the prompt, or stands otherwise than in `shaped`; rules may stand anywhere."""
+    """What was said in `chat` and is not in the prompt, or stands otherwise than in `shaped`; rules stand anywhere."""
     lost = [mark for message in chat for piece in _pieces(message) for mark in piece if mark not in prompt]
     at = 0
     for message in shaped:

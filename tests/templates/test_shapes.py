@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields
 from typing import Any
 
@@ -68,3 +69,52 @@ def test_a_template_that_takes_everything_gets_it_as_it_is() -> None:
         chat = [one for one in as_templates_get(history(seed, agent=True)) if isinstance(one["content"], str)]
         can = capabilities("takes everything")
         assert shape(chat, can) is chat and shape_tools(TOOLS, can) is TOOLS
+
+
+def prompt_of(name: str, *chat: dict[str, Any], **more: Any) -> str:
+    return render(name, list(chat), **more)
+
+
+def test_rules_between_a_call_and_its_result_come_after_it() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat = (
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]},
+        {"role": "system", "content": "Mind."}, {"role": "tool", "tool_call_id": "a", "content": "2"},
+    )  # fmt: skip
+    assert prompt_of("system comes first", *chat).endswith("[tool]2[user]Mind.[assistant]")
+
+
+def test_results_follow_their_calls() -> None:
+    calls = [
+        {"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for id, name in (("a", "f"), ("b", "g"))
+    ]
+    results = [{"role": "tool", "tool_call_id": id, "content": id * 3} for id in "ba"]
+    told = prompt_of(
+        "one call a turn", {"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": calls}, *results
+    )
+    assert told == "[user]Hi[assistant]<call>f {}</call>[tool]aaa[assistant]<call>g {}</call>[tool]bbb[assistant]"
+
+
+def test_parts_go_to_templates_that_join_them() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]}
+    assert prompt_of("loops over parts", parts) == "[user]Hithere[assistant]"
+    assert prompt_of("takes everything", parts) == "[user]Hi\nthere[assistant]"
+    last = [parts, {**parts, "role": "assistant"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    assert render("loops over parts", last, **more) == "[user]Hithere[assistant]Hi\nthere"
+
+
+def test_a_slow_template_is_not_asked_for_long() -> None:
+    """One that takes all that it may is rendered a few times, not once a question."""
+    rendered = []
+
+    def render(chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        rendered.append(chat)
+        end = time.thread_time() + SECONDS / 2
+        while time.thread_time() < end:
+            pass
+        return str(chat)
+
+    ask(render)
+    assert len(rendered) <= 3
