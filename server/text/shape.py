@@ -138,7 +138,8 @@ def _later(messages: list[Message], can: Capabilities) -> Iterator[Message]:
         if message["role"] == "developer" and not can.later_developer:
             message = {**message, "role": "system"}
         # Between turns that must alternate it would hide that two are the same person's.
-        if message["role"] in _RULES and not (can.later_system and can.user_turns):
+        lost = message["role"] == "system" and not can.later_system
+        if lost or (message["role"] in _RULES and not can.user_turns):
             held.append({**message, "role": "user"})
             continue
         if message["role"] not in _RESULTS:

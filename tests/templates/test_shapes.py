@@ -10,6 +10,7 @@ import pytest
 
 from vserve.server.errors import ApiError
 from vserve.server.text.capabilities import AS_SENT, Capabilities
+from vserve.server.text.probe import SECONDS, ask
 from vserve.server.text.shape import shape, shape_tools
 
 from .histories import TOOLS, as_templates_get, history, lost, tokenizer
