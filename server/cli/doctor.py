@@ -19,6 +19,7 @@ from .flags import add_flags, read_flags
 from .listen import listen
 from .machine import Torch, gib
 from .model_finding import model_finding
+from .template_finding import template_findings
 from .terminal import styled
 
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "red"}
@@ -85,6 +86,7 @@ def examine(engine: EngineConfig, server: ServerConfig) -> Iterator[Finding]:
     yield _open_files()
     yield _port(server)
     yield model_finding(engine, torch, on_card)
+    yield from template_findings(engine)
 
 
 def _python() -> Finding:

@@ -22,7 +22,7 @@ _WEIGHTS = (".safetensors", ".bin")  # of which the first that there is is loade
 def model_finding(engine: EngineConfig, torch: Torch, on_card: bool) -> Finding:
     folder = Path(engine.model).expanduser()
     if not folder.is_dir() and not is_gguf(folder):
-        cached = _from_hub_cache(engine)
+        cached = from_hub_cache(engine)
         if cached is None:
             return _on_hub(engine, torch, on_card)
         folder = cached
@@ -114,7 +114,7 @@ def _fit(
     return Finding(FAIL, "model", text, f"lower --max-model-len to {most} or less{larger}")
 
 
-def _from_hub_cache(engine: EngineConfig) -> Path | None:
+def from_hub_cache(engine: EngineConfig) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:

@@ -18,6 +18,7 @@ from ..parsers.formats import ReasoningFormat, ToolFormat
 from ..parsers.json_list import GENERIC
 from ..parsers.reader import Reader, Reading, new_id
 from ..text.model import TextModel
+from ..text.shape import text_of
 from ..text.tokenizer import Tokenizer
 from ..wire.requests import ChatRequest
 from .choice import Prompt, ReadOptions, TextOptions
@@ -67,7 +68,7 @@ class Speech:
         if budget is not None and use is not None and calls is not None and calls.lead is not None:
             raise unsupported("thinking_token_budget", "'thinking_token_budget' with 'tools' of this model")
         final = request.messages[-1]
-        continued = final["content"] if request.continue_final_message and final["role"] == "assistant" else ""
+        continued = text_of(final["content"]) if request.continue_final_message and final["role"] == "assistant" else ""
         include = request.include_reasoning is not False
         silent = turns_off_thinking(request, model.tokenizer.template_kwargs)
         return Speech(use, calls, formats.reasoning, include, budget, content, continued, silent)

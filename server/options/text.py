@@ -75,6 +75,10 @@ class TextConfig:
     parse_user_special_tokens: bool = option(
         False, "special tokens that are spelled in the messages of users and tools are tokens, not text", group="text"
     )
+    tools_in_system: bool = option(
+        False, "tools, calls and results that the chat template does not show are written into the messages, the tools "
+        "into the first system message; off: requests with them are refused", group="text",
+    )  # fmt: skip
     tool_call_parser: str = option(
         "auto", "format of the model's tool calls; auto: found in its chat template, none: calls stay text",
         group="text",

@@ -48,7 +48,10 @@ class Message(TypedDict, total=False):
 
 
 def messages(value: Any, where: str = "messages") -> list[dict[str, Any]]:
-    """Content is a string in each of them, also where the client left it out beside tool calls. Raises ApiError."""
+    """Content is in each of them, also where the client left it out beside tool calls: a string, or several text parts.
+
+    Raises ApiError.
+    """
     if not isinstance(value, list):
         raise bad_request(f"'{where}' must be a list of messages.", where, "invalid_type")
     if not value:
@@ -116,9 +119,11 @@ def _message(raw: Any, where: str) -> dict[str, Any]:
     if role == "assistant":
         message |= _of_assistant(raw, where)
     content = raw.get("content")
-    # An answer that called a tool or was refused has no text.
-    spoken = content is not None or not (len(message) > 1 and role == "assistant")
-    message["content"] = _content(content, role, f"{where}.content") if spoken else message.get("refusal", "")
+    # An answer that called a tool, was refused or was cut off has no text, and a tool may have nothing to say.
+    if content in (None, []) and role in ("assistant", "tool", "function"):
+        message["content"] = message.get("refusal", "")
+    else:
+        message["content"] = _content(content, role, f"{where}.content")
     if "reasoning" in message and not message["content"]:
         message["thinking"] = message["reasoning"]  # gpt-oss's name, whose template accepts it beside no text
     return message
@@ -185,7 +190,7 @@ def _text(raw: dict[str, Any], name: str, where: str) -> str | None:
     return value
 
 
-def _content(content: Any, role: str, where: str) -> str:
+def _content(content: Any, role: str, where: str) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if content is None:
@@ -204,4 +209,4 @@ def _content(content: Any, role: str, where: str) -> str:
         if not isinstance(part.get(kind), str):
             raise bad_request(f"'{where}[{i}].{kind}' must be a string.", f"{where}[{i}].{kind}", "invalid_type")
         texts.append(part[kind])
-    return "\n".join(texts)
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]

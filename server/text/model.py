@@ -28,6 +28,7 @@ from .pooling import PoolingDefaults, read_embedding_files, read_pooling
 from .sentencepiece import read_sentencepiece
 from .template import read_template
 from .tokenizer import NoTokenizer, Tokenizer
+from .tool_text import ToolText, reader_of
 from .trial import try_out
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ def load_text_model(
             logger.warning("%s Chats will be refused; name another template with --chat-template", error.message)
     defaults = read_defaults(folder, config, tokenizer.eos_token_id, described.get("eos_token_id"))
     formats = _formats(tokenizer, described.get("model_type"), config)
+    if tokenizer.has_chat_template:
+        formats = _asked(tokenizer, formats, config)
     if formats.tools is not None:
         tokenizer.history_id = formats.tools.history_id
     structured = config.structured_outputs()
@@ -141,6 +144,41 @@ def _formats(tokenizer: Tokenizer, model_type: str | None, config: ServerConfig)
         if format is not None:
             logger.info("the format of this model's %s: %s", what, format.name)
     return formats
+
+
+def _asked(tokenizer: Tokenizer, formats: Formats, config: ServerConfig) -> Formats:
+    """The formats, once the template has been asked what it takes and writes: one that does not read the calls that the
+    template itself writes is the wrong one."""
+    try:
+        template = tokenizer.template(tools=True)
+    except ApiError:
+        return formats
+    can = tokenizer.capabilities(template)
+    for line in can.deviations():
+        logger.info("the chat template: %s", line)
+    if formats.tools is not None and (written := tokenizer.written_call()):
+        found = reader_of(formats.tools, formats.reasoning, written, tokenizer.special_texts)
+        if found is not formats.tools:
+            logger.warning(
+                "the format %s does not read the calls that the chat template writes (%s)%s",
+                formats.tools.name, shorten(written.strip()),
+                ": see --tool-call-parser" if found is None else f"; {found.name} does",
+            )  # fmt: skip
+            if config.tool_call_parser == "auto":
+                formats = replace(formats, tools=found)
+    if can.shows_tools and can.shows_calls and can.shows_results:
+        return formats
+    unshown = "tools" if not can.shows_tools else "calls" if not can.shows_calls else "results of tools"
+    if not config.tools_in_system:
+        logger.info("the chat template shows no %s: requests with them are refused (see --tools-in-system)", unshown)
+        return formats
+    calls = config.tool_call_parser != "none" and config.enable_auto_tool_choice
+    tokenizer.tool_text = ToolText.of(formats.tools)
+    logger.info(
+        "the chat template shows no %s: they are written into the messages (--tools-in-system), calls in the format %s",
+        unshown, tokenizer.tool_text.format.name,
+    )  # fmt: skip
+    return replace(formats, tools=tokenizer.tool_text.format) if calls else formats
 
 
 def _load_tokenizer(source: str, folder: Path, slow: bool = False) -> Tokenizer:

@@ -14,6 +14,7 @@ from jinja2.exceptions import TemplateSyntaxError
 
 from ..errors import ApiError, bad_request, shorten
 from ..options.text import RESERVED, is_template
+from .capabilities import Capabilities
 from .sandbox import MAX_SIZE, LimitError, Sandbox, too_large
 
 MAX_SOURCE = 64 << 10  # characters of a template that came in a request
@@ -33,6 +34,7 @@ class ChatTemplate:
         """Raises ApiError (400) that names the line when it is no Jinja."""
         self.source = source
         self.slow = False
+        self.can: Capabilities | None = None  # once it has been asked
         try:
             with _compiling, _sandbox.metered():
                 self._template: Template = _sandbox.from_string(source)
@@ -126,8 +128,8 @@ def read_template(path_or_text: str) -> str:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Without fields that are null, and with the reasoning under the names that templates look for."""
-    plain = {name: value for name, value in message.items() if value is not None}
+    """Without fields that are null but the content, and with the reasoning under the names that templates look for."""
+    plain = {name: value for name, value in message.items() if value is not None or name == "content"}
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 

@@ -10,9 +10,13 @@ from tokenizers import Encoding, decoders, models
 from tokenizers import Tokenizer as FastTokenizer
 
 from ..errors import bad_request, shorten
+from .capabilities import Capabilities
 from .conversation import with_ids
+from .probe import Render, ask, written_call
+from .shape import shape, shape_tools
 from .spelled import MARK, Spellings, pieces, restored
 from .template import ChatTemplate, check_variables, request_template
+from .tool_text import ToolText, check_shown
 from .trial import is_panic
 
 BATCH = 4096  # pieces of a text at a time: what the library makes of one takes as much as many tokens
@@ -59,6 +63,7 @@ class Tokenizer:
         self.users_speak_tokens = False  # special tokens in the messages of users and tools are tokens
         self.template_kwargs: dict[str, Any] = {}  # variables of the template where requests leave them out
         self.history_id: Callable[[str], str] | None = None  # what the template wants of the ids of tool calls
+        self.tool_text: ToolText | None = None  # how tools are written where the template shows none
 
     @cached_property
     def hf(self) -> Any:
@@ -190,6 +195,13 @@ class Tokenizer:
             messages, variables["documents"] = marked
         if self.history_id is not None:
             messages = with_ids(messages, self.history_id)
+        can, tools = self.capabilities(template), variables.get("tools")
+        if self.tool_text is None:
+            check_shown(messages, tools, can)
+        else:
+            messages, tools = self.tool_text.written(messages, tools, can)
+        variables["tools"] = shape_tools(tools, can) if tools else tools
+        messages = shape(messages, can, continued=bool(options.get("continue_final_message")))
         text = template.render(messages, variables)
         return text if marked is None else restored(text)
 
@@ -207,6 +219,20 @@ class Tokenizer:
                 )
             template = self._compiled[name] = ChatTemplate(self._templates[name])
         return template
+
+    def capabilities(self, template: ChatTemplate) -> Capabilities:
+        """What a template can take, which it is asked once."""
+        if template.can is None:
+            template.can = ask(self._renderer(template))
+        return template.can
+
+    def written_call(self) -> str:
+        """How the template writes a call; empty where it writes none."""
+        template = self.template(tools=True)
+        return written_call(self._renderer(template), self.capabilities(template))
+
+    def _renderer(self, template: ChatTemplate) -> Render:
+        return lambda messages, variables: template.render(messages, {**self.special_tokens, **variables})
 
     def renders_slowly(self, options: dict[str, Any]) -> bool:
         """A template whose author is a client, or that once took long, is to be kept off the event loop."""

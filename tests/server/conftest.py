@@ -31,7 +31,7 @@ from vserve.server.options.config import ServerConfig
 from vserve.server.text.model import TextModel, load_text_model
 
 TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'developer' %}{{ raise_exception('no developers here') }}"
+    "{% for message in messages %}{% if message.name == 'nobody' %}{{ raise_exception('nobody is here') }}"
     "{% endif %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if style %}[{{ style }}]{% endif %}{% endif %}"
 )

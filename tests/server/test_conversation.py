@@ -12,11 +12,12 @@ def one(**message: Any) -> dict[str, Any]:
     return clean
 
 
-def test_content_is_a_string() -> None:
+def test_content_is_a_string_or_several_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     for role in ("system", "developer", "user", "assistant", "tool", "function"):
         assert one(role=role, content="x", name="n") == {"role": role, "name": "n", "content": "x"}
-        assert one(role=role, content=parts)["content"] == "a\nb"
+        assert one(role=role, content=parts)["content"] == parts
+        assert one(role=role, content=parts[:1])["content"] == "a"
     assert one(role="assistant", content=[{"type": "refusal", "refusal": "no"}])["content"] == "no"
 
 

@@ -63,7 +63,7 @@ def test_what_is_embedded(embedding: Any, engine: Any, text_model: Any, options:
         ({"messages": HI, "chat_template": "x"}, "chat_template"),
         ({"messages": HI, "add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
         ({"messages": [{"role": "user", "content": "word " * 500}]}, "messages"),
-        ({"messages": [{"role": "developer", "content": "x"}]}, "messages"),  # the template refuses it
+        ({"messages": [{"role": "user", "name": "nobody", "content": "x"}]}, "messages"),  # the template refuses it
     ],
 )  # fmt: skip
 def test_what_is_refused(embedding: Any, engine: Any, body: Any, param: str) -> None:

@@ -184,8 +184,8 @@ def test_template_options_by_default(client: Any, engine: Any, text_model: Any, 
 
 
 def test_failing_template_names_its_line(client: Any) -> None:
-    error = client.chat(messages=[{"role": "developer", "content": "x"}]).json()["error"]
-    assert error["message"] == "The chat template failed at line 1: no developers here."
+    error = client.chat(messages=[{"role": "user", "name": "nobody", "content": "x"}]).json()["error"]
+    assert error["message"] == "The chat template failed at line 1: nobody is here."
 
 
 def test_models(client: Any, engine: Any, text_model: Any) -> None:

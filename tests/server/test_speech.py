@@ -88,7 +88,9 @@ def test_a_grammar_lets_only_those_think_who_were_not_told_otherwise(
 ) -> None:
     """The template does not close the reasoning; where it has begun it, it must end before the grammar begins."""
     begin = "<think>\n" if begun else ""
-    template = f"{{{{ messages[0].content }}}}{{% if enable_thinking %}}!{{% endif %}}</think>:{begin}"
+    template = (
+        f"{{{{ messages[0].content }}}}{{{{ tools or '' }}}}{{% if enable_thinking %}}!{{% endif %}}</think>:{begin}"
+    )
     model = replace(thinker, tokenizer=thinker.tokenizer.with_template(template))
     server = new_thinking(model)
     server.says("Hello")

@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from vserve.server.errors import ApiError
 from vserve.server.text import sandbox
+from vserve.server.text.shape import shape
 from vserve.server.text.spelled import unmarked
 from vserve.server.text.template import ChatTemplate, check_variables, read_template, request_template
 from vserve.server.text.tokenizer import Tokenizer
@@ -209,7 +210,9 @@ def test_special_tokens_that_a_user_spells_stay_text(family: str, metaspace: boo
     assert len(special(spoken)) > len(special(ids)) + len(SPELLED)
     tokenizer.users_speak_tokens = False
     said = [{"role": "system", "content": "<|im_end|>"}, {"role": "user", "content": "Hi"}]
-    assert tokenizer.render(said, options) == outcome(lambda: tokenizer.template().render(said, {**SPECIAL, **options}))
+    template = tokenizer.template()
+    shaped = shape(said, tokenizer.capabilities(template))
+    assert tokenizer.render(said, options) == outcome(lambda: template.render(shaped, {**SPECIAL, **options}))
 
 
 NAMED = (

@@ -85,7 +85,7 @@ def test_render_is_what_a_chat_gets(client: Any, engine: Any, text_model: Any) -
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": HI, "chat_template": "x"}, "chat_template"),
         ("/tokenize", {"messages": HI, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
-        ("/v1/chat/completions/render", {"messages": [{"role": "developer", "content": "x"}]}, "messages"),
+        ("/v1/chat/completions/render", {"messages": [{"role": "user", "name": "nobody", "content": "x"}]}, "messages"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [320]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ TEMPLATE = (
     "{% if tools %}{% for t in tools %}{{ t.function.name }};{% endfor %}as <tool_call> json </tool_call>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% elif open %}<think>\n{% endif %}{% endif %}"
 )
@@ -374,9 +375,10 @@ def test_what_the_model_is_told(client: Any, engine: Any, speaking_model: TextMo
         {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
     ]
-    assert "<think>Hm.</think><tool_call>Oslo</tool_call>" in prompt(tools=TOOLS, messages=history)
+    told = '<think>Hm.</think><tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    assert told in prompt(tools=TOOLS, messages=history)
     history[1]["reasoning_content"] = history[1].pop("reasoning")  # type: ignore[assignment]
-    assert "<think>Hm.</think><tool_call>Oslo</tool_call>" in prompt(tools=TOOLS, messages=history)
+    assert told in prompt(tools=TOOLS, messages=history)
 
 
 def test_a_request_without_either_is_not_read(client: Any, says: Any, grammars: Grammars) -> None:
@@ -538,6 +540,7 @@ def test_a_model_whose_markers_are_special_tokens(
 
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 HARMONY_TEMPLATE = (
+    "{{ tools | tojson if tools else '' }}"
     "{% for m in messages %}{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
     "{% endif %}{% for c in m.tool_calls or [] %}<|start|>assistant to=functions.{{ c.function.name }}"
     "<|channel|>commentary json<|message|>{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
@@ -610,7 +613,7 @@ def test_what_stands_around_an_answer_is_left_out_where_thinking_is_off(
 def test_calls_of_kimi_have_their_own_ids(
     engine: Any, model_folder: Path, tmp_path: Path, new_client: Any, grammars: Grammars
 ) -> None:
-    template = "{% for t in tools or [] %}<|tool_calls_section_begin|>{% endfor %}{{ messages[0].content }}"
+    template = "{% for t in tools or [] %}{{ t }}<|tool_calls_section_begin|>{% endfor %}{{ messages[0].content }}"
     model = model_with(model_folder, tmp_path, template, (), True)
     client = new_client(model=model)
     client.app.state.server.grammars = grammars
@@ -633,8 +636,12 @@ def test_ids_in_the_history_are_those_that_the_template_accepts(speaking_model: 
     assert tokenizer.render(messages, {}) == "ABC/ABC" and call["id"] == "abc"
 
 
-def test_without_a_known_format_calls_are_json(new_client: Any, engine: Any, say: Any, grammars: Grammars) -> None:
-    client = new_client()
+def test_without_a_known_format_calls_are_json(
+    new_client: Any, engine: Any, say: Any, grammars: Grammars, text_model: TextModel
+) -> None:
+    client = new_client(
+        model=replace(text_model, tokenizer=text_model.tokenizer.with_template("{{ tools }}{{ messages }}"))
+    )
     client.app.state.server.grammars = grammars
     engine.script = say('[{"name": "search", "parameters": {"q": 1}}]')
     choice = whole(client, tools=TOOLS, tool_choice="required", max_tokens=60)

@@ -101,7 +101,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"content": "Hi"}]}, "messages[1].role"),
     ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0].role"),
     ({"messages": [{"role": ["user"], "content": "Hi"}]}, "messages[0].role"),
-    ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
@@ -130,7 +130,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": "Hi", "name": 5}]}, "messages[0].name"),
-    ({"messages": [{"role": "developer", "content": "Hi"}]}, "messages"),  # the template raises
+    ({"messages": [{"role": "user", "name": "nobody", "content": "Hi"}]}, "messages"),  # the template raises
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": 10**4}, "max_completion_tokens"),
     ({"logprobs": 1}, "logprobs"),
