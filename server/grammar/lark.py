@@ -24,6 +24,13 @@ _AS_PYTHON = {
     '{"type": "boolean"}': '("true" | "false" | "True" | "False")',
     '{"type": "null"}': '("null" | "None")',
 }
+# Values of JSON whose keys stand without quotes.
+_SCALARS = r'/-?[0-9]{1,20}(\.[0-9]{1,20})?/ | "true" | "false" | "null"'
+_KEYED = r'/[^{}\[\],:<"\s]{1,100}/ ":" unquoted'
+_UNQUOTED = {
+    "array": '"[" (unquoted ("," unquoted)*)? "]"',
+    "object": f'"{{" ({_KEYED} ("," {_KEYED})*)? "}}"',
+}
 _OF_TEXTS = {"type", "enum", "const", "minLength", "maxLength", "pattern"}  # what is followed without quotes, too
 
 
@@ -161,14 +168,16 @@ class _Writer:
     def _member(self, name: str, schema: Any, grammar: Grammar) -> str:
         """Name, sign, value and what ends it. Raises SchemaError."""
         around, after, most = grammar.get("around", ""), grammar.get("after", ""), grammar["max_whitespace_cnt"]
+        after = after.replace("{}", name)
         of_text, of_other = (self._const(f"{grammar['before']}{name}{sign}") for sign in grammar["signs"])
-        end = self._const(around + after) if after else ""
+        end = self._const(around + grammar.get("after_others", after))
         texts, others = apart(schema) if grammar.get("is_bare") else ([], schema)
         found = [f"{of_text} {self._text(one, around, after, others)}" for one in texts]
         if others is not None:
             value = _AS_PYTHON.get(json.dumps(others)) if grammar.get("is_bare") else None
-            value = value or self._json(others, most)
-            found.append(" ".join(filter(None, (of_other, self._const(around), value, end))))
+            value = value and f"{value} {end}"
+            value = value or self._structure(others, grammar, after) or f"{self._json(others, most)} {end}"
+            found.append(f"{of_other} {self._const(around)} {value}")
         return found[0] if len(found) == 1 else f"({' | '.join(found)})"
 
     def _text(self, schema: dict[str, Any], around: str, after: str, others: Any) -> str:
@@ -190,6 +199,18 @@ class _Writer:
         name = f"T{len(self._terminals)}"
         said = f"({' & '.join(terms)}) {json.dumps(around + after)}"
         return f"{json.dumps(around)} {self._terminals.setdefault(said, name)}"
+
+    def _structure(self, schema: Any, grammar: Grammar, after: str) -> str | None:
+        """Lists and objects of formats that do not write them as JSON, whatever is in them, and what ends them."""
+        kind = grammar.get("structures")
+        if kind is None or not (_has_structures(schema) or not kinds(schema, schema)):
+            return None
+        if kind == "until":
+            return self._expression({"type": "until", "value": after})
+        text = f"{json.dumps(after)} {self._expression({'type': 'until', 'value': after})}"
+        self._rules.setdefault(f"{text} | {_SCALARS} | {_UNQUOTED['array']} | {_UNQUOTED['object']}", "unquoted")
+        allowed = sorted(_UNQUOTED.keys() & kinds(schema, schema))
+        return f"({' | '.join(_UNQUOTED[name] for name in allowed)})" if allowed else "unquoted"
 
     def _option(self, text: str, around: str, after: str) -> str:
         """A text that is listed. Where it has line ends of its own, those around it must be there."""

@@ -122,7 +122,9 @@ def _constraint(
 
     whole = _any([call(name, sequence(format.before_name, text(format.begin(name)))) for name in calls])
     if mode != "auto" or content is not None:
-        several: Grammar = {"type": "list", "content": whole, "separator": text(format.separator)} if parallel else whole
+        several: Grammar = (
+            {"type": "list", "content": whole, "separator": text(format.separator)} if parallel else whole
+        )
         grammar: Grammar = {"type": "sequence", "elements": [text(format.opening), several, text(format.closing)]}
         if content is not None:
             said = {"type": "json_schema", "json_schema": msgspec.json.decode(content)}

@@ -26,14 +26,15 @@ def read(reader: Reader) -> Reading[None]:
 def calls(reader: Reader) -> Reading[bool]:
     """Reads a list of calls. False: there is none, or it breaks off."""
     yield from reader.skip("[")
-    while (yield from _call(reader)):
-        if not (yield from reader.skip(",")):
-            yield from reader.skip("]")
+    while (yield from call(reader)):
+        if (yield from reader.skip(",", "]")) != ",":
+            return True
+        if (yield from reader.skip("]")):  # after a last comma
             return True
     return False
 
 
-def _call(reader: Reader) -> Reading[bool]:
+def call(reader: Reader) -> Reading[bool]:
     word = yield from reader.word_until("(")
     if word is None or not reader.knows(name := word[0].strip()):
         return False

@@ -18,7 +18,8 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields for more text, returns a T
 
 _SPACE = re.compile(r"\s*")
-_KEYS = ("name", "arguments", "parameters", "type", "id")  # of a call
+_NAMES = ("name", "tool_name")
+_KEYS = (*_NAMES, "arguments", "parameters", "type", "id", "tool_call_id")  # of a call
 
 
 def new_id() -> str:
@@ -317,7 +318,7 @@ class Reader:
             key = as_string((yield from self.value()))
             if key is None or (needs_arguments and key not in _KEYS) or not (yield from self.skip(":")):
                 return False
-            if key == "name":
+            if key in _NAMES:
                 given = as_string((yield from self.value()))
                 if not self.knows(given):
                     return False

@@ -93,7 +93,7 @@ def _call(reader: Reader, tags: Tags, stop: re.Pattern[str]) -> Reading[bool | N
         reader.unread(word[1])
     if not reader.knows(name := word[0].split('"')[0].strip()):
         return False
-    schema = _schema(reader.tools[name])
+    schema = schema_of(reader.tools[name])
     properties = schema["properties"]
     arguments: dict[str, Any] = {}
     while (yield from reader.skip(tags.key[0])):
@@ -151,7 +151,8 @@ def _last(tags: tuple[str, str]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _schema(text: str) -> dict[str, Any]:
+def schema_of(text: str) -> dict[str, Any]:
+    """A tool's schema, whose `properties` is an object."""
     found = msgspec.json.decode(text)
     schema = found if isinstance(found, dict) else {}
     return schema if isinstance(schema.get("properties"), dict) else {**schema, "properties": {}}

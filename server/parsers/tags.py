@@ -62,11 +62,15 @@ FORMATS = (
     ),
     tagged("minimax_m2", _invoked("", "minimax:tool_call"), Detection(any=("<minimax:tool_call>",))),
     tagged(
+        "deepseek_v4",
+        _invoked("｜DSML｜", "｜DSML｜tool_calls", _FLAGS),
+        Detection(any=("｜DSML｜",), none=("function_calls",)),
+    ),
+    tagged(
         "deepseek_v32",
         _invoked("｜DSML｜", "｜DSML｜function_calls", _FLAGS),
-        Detection(any=("｜DSML｜function_calls", "function_calls' %}{%- set dsml")),
+        Detection(any=("｜DSML｜",)),
     ),
-    tagged("deepseek_v4", _invoked("｜DSML｜", "｜DSML｜tool_calls", _FLAGS), Detection(any=("｜DSML｜tool_calls",))),
     tagged(
         "hunyuan_v3",
         Tags(
@@ -77,7 +81,7 @@ FORMATS = (
             value=_of_hunyuan("arg_value"),
             shared=True,
         ),
-        Detection(any=("<tool_sep",)),
+        Detection(any=("<tool_sep:opensource>", "'<tool_sep{}>'.format(")),
         aliases=("hy_v3",),
     ),
 )

@@ -32,6 +32,14 @@ def branches(schema: Any, root: Any, depth: int = 0) -> list[dict[str, Any]]:
     return found
 
 
+def merged_branches(schema: Any, root: Any) -> dict[str, Any]:
+    """What any of the branches says of items and properties."""
+    found: dict[str, Any] = {}
+    for branch in branches(schema, root):
+        found |= branch
+    return found
+
+
 def _both(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What follows one of some and one of others."""
     if len(some) * len(others) > _MAX_BRANCHES:
