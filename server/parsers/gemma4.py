@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from .formats import MAX_WHITESPACE, Detection, Grammar, ToolFormat, members
+from .formats import Detection, Grammar, ToolFormat, members
 from .python_text import as_json
 from .reader import Reader, Reading
 

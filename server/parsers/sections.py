@@ -20,8 +20,8 @@ _PREFIX = "functions."  # of a name in Kimi's ids
 def section(
     openings: tuple[str, ...], begin: str, end: str, closings: tuple[str, ...], call: Callable[[Reader], Reading[bool]]
 ) -> Callable[[Reader], Reading[None]]:
-    """`call` reads what stands between `begin` and `end`. A call that is none is text, and so is a line before the first
-    one; those after it are calls all the same."""
+    """`call` reads what stands between `begin` and `end`. A call that is none is text, and so is a line before the
+    first one; those after it are calls all the same."""
 
     def read(reader: Reader) -> Reading[None]:
         while found := (yield from reader.text_until(*openings, begin)):
