@@ -191,7 +191,9 @@ class _Writer:
         if not rules.keys() & _OF_TEXTS - {"type"}:
             text = self._expression({"type": "until", "value": after})
             # What looks like a list or an object is read as one.
-            return text if not _has_structures(others) else f"({json.dumps(after)} | /[^\\[{{\\s]/ {text})"
+            if _has_structures(others):
+                return f"{self._const(around)} ({json.dumps(after)} | /[^\\[{{\\s]/ {text})"
+            return text
         shortest, longest = rules.get("minLength", 0), rules.get("maxLength", "")
         terms = [f"/(?s:.{{{shortest},{longest}}})/", f"~/(?s:.*){_exactly(around + after)}(?s:.*)/"]
         if (pattern := rules.get("pattern")) is not None:
