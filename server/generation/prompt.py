@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
-from ..errors import unsupported
+from ..errors import ApiError, unsupported
+from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from ..wire.requests import ChatRequest
 from ..wire.tokens import TokenizeRequest
@@ -44,13 +46,33 @@ def chat_options(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, t
     return options
 
 
-def turns_off_thinking(request: ChatRequest, defaults: Mapping[str, Any]) -> bool:
-    """Whether it tells the model not to reason, however its template takes that. `defaults`: variables of the template
-    where requests say nothing."""
+def turns_off_thinking(request: ChatRequest, tokenizer: Tokenizer) -> bool:
+    """Whether it tells the model not to reason, however its template takes that, or the server does so by default
+    (--default-chat-template-kwargs). Saying nothing does, where the template makes it reason only when asked."""
     switches = _switches(request.chat_template_kwargs or {})
     if not switches and request.reasoning_effort is None:
-        switches = _switches(defaults)
-    return not any(switches) if switches else request.reasoning_effort == "none"
+        switches = _switches(tokenizer.template_kwargs)
+    if switches or request.reasoning_effort is not None:
+        return not any(switches) if switches else request.reasoning_effort == "none"
+    if request.chat_template is not None or not tokenizer.has_chat_template:
+        return False
+    return thinks_only_when_asked(tokenizer.template())
+
+
+@lru_cache(maxsize=8)
+def thinks_only_when_asked(template: ChatTemplate) -> bool:
+    """Whether a chat looks the same with the switches off as with none set, and otherwise with them on."""
+    chat = [{"role": "user", "content": "Hi"}]
+
+    def prompt(**switches: bool) -> str:
+        return template.render(chat, {"add_generation_prompt": True, **switches})
+
+    try:
+        said = prompt()
+        off, on = (prompt(**dict.fromkeys(SWITCHES, value)) for value in (False, True))
+    except ApiError:  # it needs more than that
+        return False
+    return said == off != on
 
 
 def _switches(variables: Mapping[str, Any]) -> list[Any]:

@@ -70,7 +70,8 @@ class Speech:
         final = request.messages[-1]
         continued = text_of(final["content"]) if request.continue_final_message and final["role"] == "assistant" else ""
         include = request.include_reasoning is not False
-        silent = turns_off_thinking(request, model.tokenizer.template_kwargs)
+        constrained = use is not None or content is not None
+        silent = constrained and turns_off_thinking(request, model.tokenizer)
         return Speech(use, calls, formats.reasoning, include, budget, content, continued, silent)
 
     async def prepare(

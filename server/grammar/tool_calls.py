@@ -6,6 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 
 import msgspec
@@ -114,31 +115,38 @@ def _constraint(
     format: ToolFormat, schemas: dict[str, str], mode: str, parallel: bool, content: str | None
 ) -> Constraint:
     calls = {name: format.arguments(msgspec.json.decode(schema)) for name, schema in schemas.items()}
+    text = partial(const, is_loose=format.loose)
 
-    def call(name: str, begun: str) -> Grammar:
-        return sequence(const(begun), format.after_name, {"type": "arguments", "of": name}, const(format.end))
+    def call(name: str, begun: Grammar) -> Grammar:
+        return sequence(begun, format.after_name, {"type": "arguments", "of": name}, text(format.end))
 
-    whole = _any([call(name, format.begin(name)) for name in calls])
+    whole = _any([call(name, sequence(format.before_name, text(format.begin(name)))) for name in calls])
     if mode != "auto" or content is not None:
-        several: Grammar = {"type": "list", "content": whole, "separator": format.separator} if parallel else whole
-        grammar: Grammar = {"type": "sequence", "elements": [const(format.opening), several, const(format.closing)]}
+        several: Grammar = (
+            {"type": "list", "content": whole, "separator": text(format.separator)} if parallel else whole
+        )
+        grammar: Grammar = {"type": "sequence", "elements": [text(format.opening), several, text(format.closing)]}
         if content is not None:
             said = {"type": "json_schema", "json_schema": msgspec.json.decode(content)}
             grammar = _any([grammar, sequence(const(format.content_begin), said)])
         grammar = sequence(format.lead or const(""), grammar)
     else:
-        then = const(format.closing)  # after the first call
+        then = text(format.closing)  # after the first call
         if parallel and format.opening:
-            then = sequence(star(sequence(const(format.separator), whole)), then)
+            then = sequence(star(sequence(text(format.separator), whole)), then)
         rules: dict[str, list[Grammar]] = {}  # after what triggers it
         for name in calls:
-            begun = format.opening + format.begin(name)
-            trigger = format.trigger or begun
-            rules.setdefault(trigger, []).append(call(name, begun.removeprefix(trigger)))
-        found = [[text, _any(alternatives)] for text, alternatives in rules.items()]
+            begin = format.begin(name)
+            trigger = format.trigger or format.opening + begin
+            if format.opening.startswith(trigger):
+                opened = sequence(text(format.opening.removeprefix(trigger)), format.before_name, text(begin))
+            else:
+                opened = text((format.opening + begin).removeprefix(trigger))
+            rules.setdefault(trigger, []).append(call(name, opened))
+        found = [[trigger, _any(alternatives)] for trigger, alternatives in rules.items()]
         grammar = {"type": "dispatch", "rules": found, "then": then, "loop": parallel and not format.opening}
-    text = msgspec.json.encode({"format": grammar, "arguments": calls}).decode()
-    return Constraint("tools", text, markers=bool(format.markers))
+    described = msgspec.json.encode({"format": grammar, "arguments": calls}).decode()
+    return Constraint("tools", described, markers=bool(format.markers))
 
 
 def _any(elements: list[Grammar]) -> Grammar:

@@ -15,12 +15,13 @@ Grammar = dict[str, Any]  # what lark.py reads
 MAX_WHITESPACE = 8  # characters in a row within the arguments of a call
 
 
-def const(text: str) -> Grammar:
-    return {"type": "const_string", "value": text}
+def const(text: str, is_loose: bool = False) -> Grammar:
+    """`is_loose`: its line ends may be missing."""
+    return {"type": "const_string", "value": text, **({"loose": True} if is_loose else {})}
 
 
 def sequence(*elements: Grammar) -> Grammar:
-    real = [element for element in elements if element != const("")]
+    real = [element for element in elements if element.get("value") != ""]
     return real[0] if len(real) == 1 else {"type": "sequence", "elements": real}
 
 
@@ -37,6 +38,15 @@ def json_arguments(schema: dict[str, Any]) -> Grammar:
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
+def members(schema: dict[str, Any]) -> Grammar:
+    """What each argument must be, by itself, and which of them must be there."""
+    properties = schema.get("properties") or {}
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    if definitions:
+        properties = {k: {**one, **definitions} if isinstance(one, dict) else one for k, one in properties.items()}
+    return {"properties": properties, "required": [name for name in schema.get("required", ()) if name in properties]}
+
+
 @dataclass(frozen=True)
 class Detection:
     """How a chat template gives a format away: it has one of `any`, and none of `none`."""
@@ -51,8 +61,8 @@ class Detection:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """How a model writes tool calls: opening, calls with separators between them, closing. A call is begin(its name),
-    after_name, arguments, end."""
+    """How a model writes tool calls: opening, calls with separators between them, closing. A call is
+    before_name, begin(its name), after_name, arguments, end."""
 
     name: str
     read: Callable[[Reader], Reading[None]]
@@ -64,8 +74,10 @@ class ToolFormat:
     closing: str = ""
     separator: str = ""
     trigger: str | None = None  # from here on a text must be a call; None: from opening and begin(name) on
+    before_name: Grammar = field(default_factory=lambda: const(""))
     after_name: Grammar = field(default_factory=lambda: const(""))
     arguments: Callable[[dict[str, Any]], Grammar] = json_arguments  # of a JSON schema
+    loose: bool = False  # line ends of all these may be missing: other models of the family write none
     # What comes before calls and before other content, where both stand among reasoning: the grammar follows it all.
     lead: Grammar | None = None
     content_begin: str = ""

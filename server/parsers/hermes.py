@@ -12,10 +12,12 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 def read(reader: Reader) -> Reading[None]:
     while (yield from reader.text_until(BEGIN)):
-        if (yield from reader.json_call()):
-            yield from reader.skip(END)
-        else:
+        if not (yield from reader.json_call()):
             reader.reject()
+            continue
+        while (yield from reader.skip("}")) or ((yield from reader.peek()) == "{" and (yield from reader.json_call())):
+            pass  # some models close a brace too many, or write several calls in one pair
+        yield from reader.skip(END)
 
 
 FORMATS = (
@@ -23,7 +25,9 @@ FORMATS = (
         name="hermes",
         aliases=("qwen", "qwen25", "qwen3"),
         # The others write something else between the same tags.
-        detection=Detection(any=(BEGIN,), none=("<function=", "<arg_key>"), model_types=("qwen2", "qwen3")),
+        detection=Detection(
+            any=(BEGIN,), none=("<function=", "<arg_key>", "<tool_calls>", "minimax"), model_types=("qwen2", "qwen3")
+        ),
         read=read,
         begin=lambda name: f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ',
         end=f"}}\n{END}",

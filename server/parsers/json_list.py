@@ -13,7 +13,7 @@ def json_calls(reader: Reader) -> Reading[bool]:
     """Reads a list of calls, or calls without the brackets around them. False: there is none, or it breaks off."""
     bracket = yield from reader.skip("[")
     while (yield from reader.json_call()):
-        if not (yield from reader.skip(",")):
+        if not (yield from reader.skip(",")) and (bracket or (yield from reader.peek()) != "{"):
             if bracket:
                 yield from reader.skip("]")
             return True

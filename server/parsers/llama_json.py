@@ -25,7 +25,9 @@ FORMATS = (
         name="llama3_json",
         aliases=("llama", "llama3", "llama4_json"),
         detection=Detection(
-            any=(TAG, '"parameters": dictionary of argument name'), none=("<tool_call>",), model_types=("llama",)
+            any=(TAG, '"parameters": dictionary of argument name'),
+            none=("<tool_call>", "start_tag"),
+            model_types=("llama",),
         ),
         read=read,
         begin=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',

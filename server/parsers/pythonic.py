@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
-import re
-import warnings
 from typing import Any
 
-from .formats import MAX_WHITESPACE, Detection, Grammar, ToolFormat
+from .formats import MAX_WHITESPACE, Detection, Grammar, ToolFormat, members
+from .python_text import as_json, literal, parsed
 from .reader import Reader, Reading
 
 START, END = "<|python_start|>", "<|python_end|>"
-_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_CONSTANTS = {"true": True, "false": False, "null": None}  # which models that know JSON better write
-MAX_LENGTH = 100_000  # characters of one call
 
 
 def read(reader: Reader) -> Reading[None]:
@@ -31,14 +26,15 @@ def read(reader: Reader) -> Reading[None]:
 def calls(reader: Reader) -> Reading[bool]:
     """Reads a list of calls. False: there is none, or it breaks off."""
     yield from reader.skip("[")
-    while (yield from _call(reader)):
-        if not (yield from reader.skip(",")):
-            yield from reader.skip("]")
+    while (yield from call(reader)):
+        if (yield from reader.skip(",", "]")) != ",":
+            return True
+        if (yield from reader.skip("]")):  # after a last comma
             return True
     return False
 
 
-def _call(reader: Reader) -> Reading[bool]:
+def call(reader: Reader) -> Reading[bool]:
     word = yield from reader.word_until("(")
     if word is None or not reader.knows(name := word[0].strip()):
         return False
@@ -52,50 +48,22 @@ def _call(reader: Reader) -> Reading[bool]:
 
 def keywords(source: str) -> str | None:
     """The JSON object that keyword arguments in parentheses stand for. None: they are no literals."""
-    if len(source) > MAX_LENGTH:
+    call = parsed(f"f({source})")
+    if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
         return None
     try:
-        with warnings.catch_warnings(action="ignore"):  # "\\d" in a string that is not raw
-            call = ast.parse(f"f({source})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
-            return None
-        values = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
-        text = json.dumps(values, ensure_ascii=False, allow_nan=False)
-        return text.encode("utf-16", "surrogatepass").decode("utf-16")  # JSON's way to write the rarer characters
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return as_json({str(keyword.arg): literal(keyword.value) for keyword in call.keywords})
+    except (ValueError, RecursionError):
         return None
-
-
-def _literal(node: ast.expr) -> Any:
-    """As ast.literal_eval, but only what JSON has, and its names too. Raises ValueError."""
-    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str | bool | int | float)):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
-        return _CONSTANTS[node.id]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _literal(node.operand)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return -value
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(element) for element in node.elts]
-    if isinstance(node, ast.Dict):
-        keys = [None if key is None else _literal(key) for key in node.keys]
-        if all(isinstance(key, str) for key in keys):
-            return dict(zip(keys, map(_literal, node.values), strict=True))
-    raise ValueError("no JSON")
 
 
 def grammar(schema: dict[str, Any]) -> Grammar:
-    """Keyword arguments in the order of the schema's properties, their values written as JSON."""
-    properties = schema.get("properties", {})
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    if definitions:
-        properties = {k: {**one, **definitions} if isinstance(one, dict) else one for k, one in properties.items()}
+    """Keyword arguments, their values written as JSON."""
     return {
         "type": "keywords",
-        "properties": properties,
-        "required": [name for name in schema.get("required", ()) if name in properties],
-        "sign": "=",
+        **members(schema),
+        "before": "",
+        "signs": ["=", "="],
         "separator": ", ",
         "max_whitespace_cnt": MAX_WHITESPACE,
     }

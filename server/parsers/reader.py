@@ -18,7 +18,8 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields for more text, returns a T
 
 _SPACE = re.compile(r"\s*")
-_KEYS = ("name", "arguments", "parameters", "type", "id")  # of a call
+_NAMES = ("name", "tool_name")
+_KEYS = (*_NAMES, "arguments", "parameters", "type", "id", "tool_call_id")  # of a call
 
 
 def new_id() -> str:
@@ -192,6 +193,27 @@ class Reader:
         start, self._at = self._at, self._text.find(stop, self._at) + len(stop)
         return self._text[start : self._at - len(stop)]
 
+    def up_to_match(
+        self, pattern: re.Pattern[str], longest: int, accepts: Callable[[re.Match[str], bool], bool]
+    ) -> Reading[tuple[str, re.Match[str]] | None]:
+        """Reads up to what this pattern first finds and `accepts`, given the match and whether all text has come; (what
+        stands before it, the match). None where it never comes. `longest`: characters that a match may have, with what
+        it looks ahead to."""
+        at = self._at
+        while (found := self._found(pattern, at, accepts)) is None:
+            if self._ended:
+                self._starved = True
+                return None
+            at = max(at, len(self._text) - longest)
+            yield
+        start, self._at = self._at, found.start()
+        return self._text[start : self._at], found
+
+    def _found(
+        self, pattern: re.Pattern[str], at: int, accepts: Callable[[re.Match[str], bool], bool]
+    ) -> re.Match[str] | None:
+        return next((found for found in pattern.finditer(self._text, at) if accepts(found, self._ended)), None)
+
     def comes(self, *markers: str) -> Reading[bool]:
         """Waits until one of these has come, or nothing more will. Nothing is read."""
         at, longest = self._at, max(map(len, markers))
@@ -296,7 +318,7 @@ class Reader:
             key = as_string((yield from self.value()))
             if key is None or (needs_arguments and key not in _KEYS) or not (yield from self.skip(":")):
                 return False
-            if key == "name":
+            if key in _NAMES:
                 given = as_string((yield from self.value()))
                 if not self.knows(given):
                     return False

@@ -18,20 +18,28 @@ _PREFIX = "functions."  # of a name in Kimi's ids
 
 
 def section(
-    opening: str, begin: str, end: str, closing: str, call: Callable[[Reader], Reading[bool]]
+    openings: tuple[str, ...], begin: str, end: str, closings: tuple[str, ...], call: Callable[[Reader], Reading[bool]]
 ) -> Callable[[Reader], Reading[None]]:
-    """`call` reads what stands between `begin` and `end`."""
+    """`call` reads what stands between `begin` and `end`. A call that is none is text, and so is a line before the
+    first one; those after it are calls all the same."""
 
     def read(reader: Reader) -> Reading[None]:
-        while (yield from reader.text_until(opening)):
+        while found := (yield from reader.text_until(*openings, begin)):
             before, whole = reader.num_calls, True
+            if found == begin:
+                reader.unread(found)
+            elif (word := (yield from reader.word_until(begin, *openings, *closings))) is not None:
+                reader.unread(word[0] + word[1])
+                if word[0].strip() and word[1] == begin:
+                    reader.mark()
+                    continue
             while whole and (yield from reader.skip(begin)):
                 whole = yield from call(reader)
                 if whole:
                     yield from reader.skip(end)
                     reader.mark()
             if whole and reader.num_calls > before:
-                yield from reader.skip(closing)
+                yield from reader.skip(*closings)
             else:
                 reader.reject()
 
@@ -75,7 +83,7 @@ def _kimi(reader: Reader) -> Reading[bool]:
 _V31 = ToolFormat(
     name="deepseek_v31",
     detection=Detection(any=(_SEP,), none=(_FENCE,)),
-    read=section(_OPENING, _BEGIN, _END, _CLOSING, _deepseek),
+    read=section((_OPENING,), _BEGIN, _END, (_CLOSING,), _deepseek),
     opening=_OPENING,
     begin=lambda name: f"{_BEGIN}{name}{_SEP}",
     end=_END,
@@ -95,7 +103,13 @@ _V3 = replace(
 _KIMI = ToolFormat(
     name="kimi_k2",
     detection=Detection(any=(_KIMI_OPENING,)),
-    read=section(_KIMI_OPENING, _KIMI_BEGIN, _KIMI_END, _KIMI_CLOSING, _kimi),
+    read=section(
+        (_KIMI_OPENING, _KIMI_OPENING.replace("calls", "call")),  # the model writes either
+        _KIMI_BEGIN,
+        _KIMI_END,
+        (_KIMI_CLOSING, _KIMI_CLOSING.replace("calls", "call")),
+        _kimi,
+    ),
     opening=_KIMI_OPENING,
     begin=lambda name: f"{_KIMI_BEGIN}{_PREFIX}{name}:",
     after_name=sequence({"type": "regex", "pattern": "[0-9]{1,3}"}, const(_KIMI_ARGUMENTS)),

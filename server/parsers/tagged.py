@@ -1,155 +1,176 @@
-"""Calls whose arguments stand between tags, each by itself: GLM 4.5, Qwen 3 Coder. Texts are written as they are, other
-values as JSON: which of the two it is, the tool's schema says."""
+"""Calls whose arguments stand between tags, each by itself, texts as they are. A table of the tags is all in which the
+formats differ: their readers and grammars are made of it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import re
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
 
-from .formats import MAX_WHITESPACE, Detection, Grammar, ToolFormat
-from .json_text import kind_of
+from .formats import MAX_WHITESPACE, Detection, Grammar, ToolFormat, members
+from .python_text import as_json
 from .reader import Reader, Reading
+from .values import value_of
 
-BEGIN, END = "<tool_call>", "</tool_call>"
-_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-_FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
-
-
-def value_of(text: str, schema: Any) -> Any:
-    """What an argument's text stands for."""
-    types = kinds(schema)
-    if types == {"string"}:
-        return text
-    try:
-        value = msgspec.json.decode(text.strip())
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return text
-    return text if "string" in types and not types & kind_of(value) else value
+_LONGEST = 200  # characters of a key
 
 
-def kinds(schema: Any) -> set[str]:
-    """The types that a schema names; none where it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    types = schema.get("type")
-    if types is None and isinstance(options := schema.get("enum"), list):
-        return {"string"} if all(isinstance(option, str) for option in options) else set()
-    return {name for name in (types if isinstance(types, list) else [types]) if isinstance(name, str)}
+@dataclass(frozen=True, kw_only=True)
+class Tags:
+    """section[0] function[0] NAME function[1] (key[0] KEY key[1] value[0] VALUE value[1])* end section[1]
+
+    Between them are line ends, or none, whatever the model's template has: both are read, and a grammar allows both.
+    """
+
+    section: tuple[str, str]  # around calls
+    function: tuple[str, str] = ("", "")  # around a name
+    end: str = ""  # of a call; "": its section's
+    key: tuple[str, str]
+    value: tuple[str, str]
+    shared: bool = False  # a section may have several calls; else it is what begins and ends each of them
+    lines: bool = False  # a value stands on lines of its own
+    flags: tuple[str, str] = ("", "")  # of keys, before the last character: for texts, and for other values
+    alone: bool = False  # some models forget the section: function[0] and the name of an offered tool begin a call
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        tags = (*self.section, *self.function, self.end, *self.key, *self.value)
+        return tuple(dict.fromkeys(tag for tag in tags if tag[:1] == "<" and tag[-1:] == ">"))
 
 
-@lru_cache(maxsize=256)
-def _properties(schema: str) -> dict[str, Any]:
-    found = msgspec.json.decode(schema)
-    properties = found.get("properties") if isinstance(found, dict) else None
-    return properties if isinstance(properties, dict) else {}
+def tagged(name: str, tags: Tags, detection: Detection, aliases: tuple[str, ...] = ()) -> ToolFormat:
+    around = [f"{tag}\n" if tag and tags.function[0] else tag for tag in (tags.section[0], tags.end)]
+    begun, ended = (around[0], around[1] + tags.section[1]) if not tags.shared else ("", tags.end)
+    return ToolFormat(
+        name=name,
+        aliases=aliases,
+        detection=detection,
+        read=partial(_read, tags=tags, stop=_stop(tags)),
+        opening=around[0] if tags.shared else "",
+        begin=lambda called: f"{begun}{tags.function[0]}{called}{tags.function[1]}\n",
+        end=ended,
+        closing=f"\n{tags.section[1]}" if tags.shared else "",
+        separator="\n",
+        trigger=tags.section[0],
+        arguments=partial(_grammar, tags=tags),
+        loose=True,
+        markers=tags.markers,
+    )
 
 
-def _written(reader: Reader, name: str, arguments: dict[str, str]) -> bool:
-    """A call with these texts as its arguments. False: they are no text that JSON can hold."""
-    properties = _properties(reader.tools[name])
-    values = {key: value_of(text, properties.get(key)) for key, text in arguments.items()}
-    try:
-        reader.call(name, json.dumps(values, ensure_ascii=False, allow_nan=False))
-    except (ValueError, RecursionError):
+def _read(reader: Reader, tags: Tags, stop: re.Pattern[str]) -> Reading[None]:
+    opening, closing = tags.section
+    begins = [opening, *([tags.function[0]] if tags.alone else [])]
+    while found := (yield from reader.text_until(*begins)):
+        if found != opening:
+            reader.unread(found)
+        begun = reader.num_calls
+        whole = yield from _call(reader, tags, stop)
+        while whole and tags.function[0]:
+            whole = yield from _call(reader, tags, stop)
+        if whole is False or reader.num_calls == begun:
+            reader.reject()
+        else:
+            yield from reader.skip(closing)
+            reader.mark()
+
+
+def _call(reader: Reader, tags: Tags, stop: re.Pattern[str]) -> Reading[bool | None]:
+    """Reads a call. False: it is broken. None: none begins here.
+
+    Its end may be missing where what ends the section follows, or another call.
+    """
+    ends = tuple(filter(None, (tags.end, tags.section[1], tags.function[0])))
+    if tags.function[0] and not (yield from reader.skip(tags.function[0])):
+        return None
+    word = yield from reader.word_until(*([_last(tags.function)] if tags.function[1] else (tags.key[0], ends[0])))
+    if word is None:
         return False
+    if not tags.function[1]:
+        reader.unread(word[1])
+    if not reader.knows(name := word[0].split('"')[0].strip()):
+        return False
+    schema = schema_of(reader.tools[name])
+    properties = schema["properties"]
+    arguments: dict[str, Any] = {}
+    while (yield from reader.skip(tags.key[0])):
+        if (word := (yield from reader.word_until(_last(tags.key)))) is None:
+            return False
+        key = word[0].split('"')[0].strip()
+        if tags.value[0] and not (yield from reader.skip(tags.value[0])):
+            return False
+        text = yield from _value(reader, tags, stop, properties.keys() - arguments.keys() - {key})
+        if text is None:
+            return False
+        is_text = tags.flags[0] and tags.flags[0] in word[0]
+        arguments[key] = text if is_text else value_of(text, properties.get(key), schema)
+    found = yield from reader.skip(*ends)
+    if not found or (written := as_json(arguments)) is None:
+        return False
+    if found != tags.end:
+        reader.unread(found)
+    reader.call(name, written)
     return True
 
 
-def _calls(one: Callable[[Reader], Reading[bool]]) -> Callable[[Reader], Reading[None]]:
-    def read(reader: Reader) -> Reading[None]:
-        while (yield from reader.text_until(BEGIN)):
-            if not (yield from one(reader)):
-                reader.reject()
-            else:
-                yield from reader.skip(END)
-                reader.mark()
+def _value(reader: Reader, tags: Tags, stop: re.Pattern[str], keys: set[str]) -> Reading[str | None]:
+    """Reads a value and what ends it, or up to what shows that its end is missing: one of these `keys`, or the end of
+    a call. None: it never ends."""
 
-    return read
+    def accepts(found: re.Match[str], is_all: bool) -> bool:
+        return found["key"] in keys if found["key"] else bool(found["value"] or found["next"]) or is_all
 
-
-def _glm(reader: Reader) -> Reading[bool]:
-    """name <arg_key>key</arg_key> <arg_value>value</arg_value> …"""
-    word = yield from reader.word_until(_KEY, END)
-    if word is None or not reader.knows(name := word[0].strip()):
-        return False
-    reader.unread(word[1])
-    arguments: dict[str, str] = {}
-    while (yield from reader.skip(_KEY)):
-        key = yield from reader.word_until(_KEY_END)
-        if key is None or not (yield from reader.skip(_VALUE)):
-            return False
-        if (value := (yield from reader.up_to(_VALUE_END))) is None:
-            return False
-        arguments[key[0].strip()] = value
-    return _written(reader, name, arguments)
+    if (found := (yield from reader.up_to_match(stop, 2 * _LONGEST, accepts))) is None:
+        return None
+    text, is_closed = found[0], bool(found[1]["value"])
+    if is_closed:
+        yield from reader.skip(tags.value[1])
+    if tags.lines:
+        text = text.removeprefix("\n")
+    return text.removesuffix("\n") if tags.lines or not is_closed else text
 
 
-def _qwen(reader: Reader) -> Reading[bool]:
-    """<function=name> <parameter=key> value </parameter> … </function>, a line end on either side of the value"""
-    if not (yield from reader.skip(_FUNCTION)):
-        return False
-    word = yield from reader.word_until(">")
-    if word is None or not reader.knows(name := word[0].strip()):
-        return False
-    arguments: dict[str, str] = {}
-    while (yield from reader.skip(_PARAMETER)):
-        key = yield from reader.word_until(">")
-        if key is None or (value := (yield from reader.up_to(_PARAMETER_END))) is None:
-            return False
-        arguments[key[0].strip()] = value.removeprefix("\n").removesuffix("\n")
-    return bool((yield from reader.skip(_FUNCTION_END))) and _written(reader, name, arguments)
+def _stop(tags: Tags) -> re.Pattern[str]:
+    """What ends a value: the tag for it, another key, or a call's end where something follows that only calls have
+    around them. Texts may hold the latter two in other places."""
+    end = tags.end or tags.section[1]
+    around = "|".join(map(re.escape, sorted({*tags.section, tags.function[0]} - {"", end})))
+    return re.compile(
+        rf"(?P<value>{re.escape(tags.value[1])})"
+        rf'|{re.escape(tags.key[0])}(?P<key>[^<>"\n]{{1,{_LONGEST}}})(?=[<>"\n])'
+        rf"|{re.escape(end)}(?=\s{{0,8}}(?:(?P<next>{around})|\Z))"
+    )
 
 
-def grammar(schema: dict[str, Any], *, before: str, sign: str, after: str, rest: str) -> Grammar:
-    """Arguments in the order of the schema's properties: `before`, name, `sign`, value, `after`, `rest`. A text ends
-    where `after` first comes.
-    """
-    properties = schema.get("properties") or {}
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    if definitions:
-        properties = {k: {**one, **definitions} if isinstance(one, dict) else one for k, one in properties.items()}
+def _last(tags: tuple[str, str]) -> str:
+    """What ends a name or a key, before which other attributes may stand."""
+    return tags[1].removeprefix('"')
+
+
+@lru_cache(maxsize=256)
+def schema_of(text: str) -> dict[str, Any]:
+    """A tool's schema, whose `properties` is an object."""
+    found = msgspec.json.decode(text)
+    schema = found if isinstance(found, dict) else {}
+    return schema if isinstance(schema.get("properties"), dict) else {**schema, "properties": {}}
+
+
+def _grammar(schema: dict[str, Any], tags: Tags) -> Grammar:
+    """Arguments as `lark` writes them. A text ends where value[1] first comes."""
+    gap = "\n" if tags.value[0] else ""
     return {
         "type": "keywords",
-        "properties": properties,
-        "required": [name for name in schema.get("required", ()) if name in properties],
-        "texts": [name for name, one in properties.items() if kinds(one) == {"string"}],
-        "any": not properties and schema.get("additionalProperties") is not False,
-        "before": before,
-        "sign": sign,
-        "after": after,
-        "rest": rest,
+        **members(schema),
+        "is_bare": True,
+        "any": not schema.get("properties") and schema.get("additionalProperties") is not False,
+        "before": tags.key[0],
+        "signs": [f"{tags.key[1][:-1]}{flag}{tags.key[1][-1:]}{gap}{tags.value[0]}" for flag in tags.flags],
+        "around": "\n" if tags.lines else "",
+        "after": tags.value[1],
+        "rest": "\n",
         "separator": "",
         "max_whitespace_cnt": MAX_WHITESPACE,
     }
-
-
-FORMATS = (
-    ToolFormat(
-        name="glm45",
-        aliases=("glm47", "glm4_moe"),
-        detection=Detection(any=(_KEY,)),
-        read=_calls(_glm),
-        begin=lambda name: f"{BEGIN}{name}\n",
-        end=END,
-        separator="\n",
-        trigger=BEGIN,
-        arguments=partial(grammar, before=_KEY, sign=f"{_KEY_END}\n{_VALUE}", after=_VALUE_END, rest="\n"),
-        markers=(BEGIN, END, _KEY, _KEY_END, _VALUE, _VALUE_END),
-    ),
-    ToolFormat(
-        name="qwen3_coder",
-        aliases=("qwen3_xml",),
-        detection=Detection(any=(_FUNCTION,)),
-        read=_calls(_qwen),
-        begin=lambda name: f"{BEGIN}\n{_FUNCTION}{name}>\n",
-        end=f"{_FUNCTION_END}\n{END}",
-        separator="\n",
-        trigger=BEGIN,
-        arguments=partial(grammar, before=_PARAMETER, sign=">\n", after=f"\n{_PARAMETER_END}", rest="\n"),
-        markers=(BEGIN, END),
-    ),
-)

@@ -18,7 +18,7 @@ FORMATS = (
         begin="<think>",
         end="</think>",
         answer=("<response>", "</response>"),
-        detection=Detection(any=("<response>",)),
+        detection=Detection(any=("<response></response>",)),
     ),
     ReasoningFormat(
         name="hunyuan_a13b",
@@ -29,8 +29,47 @@ FORMATS = (
         detection=Detection(any=("<answer>",)),
     ),
     ReasoningFormat(
+        name="seed_oss", begin="<seed:think>", end="</seed:think>", detection=Detection(any=("<seed:think>",))
+    ),
+    ReasoningFormat(name="minimax_m3", begin="<mm:think>", end="</mm:think>", detection=Detection(any=("<mm:think>",))),
+    ReasoningFormat(
+        name="hunyuan_v3",
+        begin="<think:opensource>",
+        end="</think:opensource>",
+        aliases=("hy_v3",),
+        detection=Detection(any=("<think:opensource>", "'<think{}>'.format(")),
+    ),
+    ReasoningFormat(
+        name="cohere",
+        begin="<|START_THINKING|>",
+        end="<|END_THINKING|>",
+        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        aliases=("command_r7b", "command_a", "cohere_command3"),
+        detection=Detection(any=("<|START_RESPONSE|>",)),
+    ),
+    ReasoningFormat(
+        name="cohere_text",  # of newer ones
+        begin="<|START_THINKING|>",
+        end="<|END_THINKING|>",
+        answer=("<|START_TEXT|>", "<|END_TEXT|>"),
+        detection=Detection(any=("<|START_THINKING|>",)),
+    ),
+    ReasoningFormat(
+        name="apertus",
+        begin="<|inner_prefix|>",
+        end="<|inner_suffix|>",
+        detection=Detection(any=("<|inner_prefix|>",)),
+    ),
+    ReasoningFormat(
+        name="gemma4",
+        begin="<|channel>thought",
+        end="<channel|>",
+        detection=Detection(any=("<|channel>thought",)),
+        special=("<|channel>",),
+    ),
+    ReasoningFormat(
         name="think",
-        aliases=("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "kimi_k2", "step3"),
+        aliases=("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "kimi_k2", "step3", "minimax_m2"),
         begin="<think>",
         end="</think>",
         detection=Detection(any=("</think>",)),

@@ -155,6 +155,78 @@ RECORDED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     ("qwen3_coder", "<tool_call>\n<function=search>\n</function>\n</tool_call>", "", [call("search", "{}")]),
     ("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=q>\nx\n</parameter>", "", []),
+    # A model forgets a tag.
+    ("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=q>\n/a\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>", "", [call("search", '{"q": "/a", "n": 2}')]),
+    ("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=q>\n</function>\n</parameter\n</function>\n</tool_call> So.", "So.", [call("search", '{"q": "</function>\\n</parameter"}')]),
+    ("qwen3_coder", "<function=search>\n<parameter=q>\nx\n</function>", "", [call("search", '{"q": "x"}')]),
+    ("qwen3_coder", "<tool_call><function=search><parameter=n>1</parameter></tool_call>", "", [call("search", '{"n": 1}')]),
+    ("qwen3_coder", "Well.\n<function=search>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>\nDone.", "Well.\nDone.", [call("search", '{"n": 1}')]),
+    (
+        "qwen3_coder", "<tool_call>\n<function=search>\n<parameter=n>\n1\n</parameter>\n</function>\n<function=get_weather>\n"
+        "<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>", "", [call("search", '{"n": 1}'), call()],
+    ),
+    ("qwen3_coder", "<function=steal>\n<parameter=q>\nx\n</parameter>\n</function>", "", []),
+    ("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=q>\n<parameter=q>\n<parameter=z>\n</parameter>\n</function>", "", [call("search", '{"q": "<parameter=q>\\n<parameter=z>"}')]),
+    (
+        "qwen3_coder", "<tool_call><function=search><parameter=n>1</parameter></function><function=steal></function></tool_call>",
+        "<function=steal></function></tool_call>", [call("search", '{"n": 1}')],
+    ),
+    ("glm45", "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>x\n<arg_key>n</arg_key>\n<arg_value>2</tool_call>\n", "", [call("search", '{"q": "x", "n": 2}')]),
+    (
+        "seed_oss", "<seed:tool_call>\n<function=search>\n<parameter=q>\nx</parameter>\n<parameter=n>2</parameter>\n</function>\n</seed:tool_call>"
+        "\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n</function>\n</seed:tool_call>",
+        "", [call("search", '{"q": "\\nx", "n": 2}'), call()],
+    ),
+    (
+        "minimax_m2", 'I look.\n<minimax:tool_call>\n<invoke name="search">\n<parameter name="q">"a" <b></parameter>\n</invoke>\n<invoke name="get_weather">'
+        '\n<parameter name="city">Paris</parameter>\n</invoke>\n</minimax:tool_call>', "I look.", [call("search", '{"q": "\\"a\\" <b>"}'), call()],
+    ),
+    ("minimax_m2", '<minimax:tool_call><invoke name="steal"></invoke></minimax:tool_call>', "", []),
+    (
+        "deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="search">\n<｜DSML｜parameter name="m" string="true">null</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="n" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', "", [call("search", '{"m": "null", "n": 2}')],
+    ),
+    (
+        "hunyuan_v3", "<tool_calls:opensource>\n<tool_call:opensource>search<tool_sep:opensource>\n<arg_key:opensource>q</arg_key:opensource>\n"
+        "<arg_value:opensource>x</arg_value:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>", "", [call("search", '{"q": "x"}')],
+    ),
+    (
+        "minimax_m3", "A.]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name=\"search\">]<]minimax[>[<q>a <b>]<]minimax[>[</q>]<]minimax[>[<n>2]<]minimax[>[</n>"
+        "]<]minimax[>[<x>]<]minimax[>[<item>1]<]minimax[>[</item>]<]minimax[>[</x>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+        "A.", [call("search", '{"q": "a <b>", "n": 2, "x": [1]}')],
+    ),
+    ("minimax_m3", ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="search">]<]minimax[>[<q>a]<]minimax[>[</n>]<]minimax[>[</invoke>', "", []),
+    (
+        "gemma4", 'Well.<|tool_call>call:search{q:<|"|>a "b" {<tool_call|>}<|"|>,n:2,x:{k:None,l:[<|"|>a<|"|>,true]}}<tool_call|>'
+        '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>',
+        "Well.", [call("search", '{"q": "a \\"b\\" {<tool_call|>}", "n": 2, "x": {"k": null, "l": ["a", true]}}'), call()],
+    ),
+    ("gemma4", "<|tool_call>call:search{q:1<tool_call|>", "", []),
+    ("gemma4", "<|tool_call>call:search{q:[}]<tool_call|>", "", []),
+    (
+        "cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris"}},\n'
+        '    {"tool_call_id": "1", "tool_name": "search", "parameters": {}}\n]<|END_ACTION|>', "", [call(), call("search", "{}")],
+    ),
+    ("nemotron", f'<TOOLCALL>[{{"name": "get_weather", "arguments": {PARIS}}}]</TOOLCALL> So.', "So.", [call()]),
+    ("apertus", f'<|tools_prefix|>[{{"get_weather": {PARIS}}}, {{"search": {NESTED}}}]<|tools_suffix|>', "", [call(), call("search", NESTED)]),
+    ("apertus", '<|tools_prefix|>[{"steal": {}}]<|tools_suffix|>', "", []),
+    ("olmo3", "<function_calls>\nget_weather(city=\"Paris\")\nsearch(q='(\\n')\n</function_calls>\nSo.", "So.", [call(), call("search", '{"q": "(\\n"}')]),
+    ("olmo3", "<function_calls>steal()</function_calls>", "", []),
+    ("functionary_v31", f"<function=get_weather>{PARIS}</function><function=search>{{}}</function>", "", [call(), call("search", "{}")]),
+    ("pythonic", "[\n  get_weather(\n    city='Paris',\n  ),\n]", "", [call()]),
+    ("lfm2", "<|tool_call_start|>[search(q='two\nlines', n=[1, {\"k\": null}])]<|tool_call_end|>", "", [call("search", '{"q": "two\\nlines", "n": [1, {"k": null}]}')]),
+    ("hermes", '<tool_call>\n{"name": "search", "arguments": {}}}\n</tool_call>', "", [call("search", "{}")]),
+    ("hermes", f'<tool_call>\n{{"name": "search", "arguments": {{}}}}\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>', "", [call("search", "{}"), call()]),
+    ("hunyuan_a13b", f'<tool_calls>\n{{"name": "search", "arguments": {{}}}}\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_calls>', "", [call("search", "{}"), call()]),
+    ("xlam", f'<think>Hm.</think>[{{"name": "get_weather", "arguments": {PARIS}}}]', "<think>Hm.</think>", [call()]),
+    (
+        "kimi_k2", f"<|tool_call_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{PARIS}<|tool_call_end|>"
+        "<|tool_call_section_end|>", "", [call()],
+    ),
+    (
+        "kimi_k2", f"<|tool_calls_section_begin|>I look. <|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{PARIS}<|tool_call_end|>"
+        "<|tool_call_begin|>functions.search:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>", "I look.", [call(), call("search", "{}")],
+    ),
     ("deepseek_v31", f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "", [call()]),
     (
         "deepseek_v31",
@@ -289,6 +361,13 @@ THINKING = [
     ("hunyuan_a13b", False, "<answer>\nYes, <b>it</b> is.\n</answer>", "", "Yes, <b>it</b> is."),
     ("hunyuan_a13b", True, "Hm.</think>Yes.", "Hm.", "Yes."),
     ("hunyuan_a13b", True, "Hm. <answer>", "Hm. <answer>", ""),
+    ("seed_oss", False, "<seed:think>\nHm.\n</seed:think>\nYes.", "Hm.", "Yes."),
+    ("minimax_m3", False, "<mm:think>Hm.</mm:think>Yes.", "Hm.", "Yes."),
+    ("cohere", False, "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>", "Hm.", "Yes."),
+    ("cohere_text", True, "Hm.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>", "Hm.", "Yes."),
+    ("apertus", False, "<|inner_prefix|>Hm.<|inner_suffix|>Yes.", "Hm.", "Yes."),
+    ("gemma4", False, "<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
+    ("hunyuan_v3", False, "<think:opensource>Hm.</think:opensource>Yes.", "Hm.", "Yes."),
     (
         "openai_gptoss", True,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>", "Hm.", "Yes.",
@@ -456,6 +535,18 @@ TEMPLATES = {
     "hunyuan_a13b": "within <tool_calls></tool_calls> tags: <tool_calls>[{{ tools }}]</tool_calls>",
     "phi4_mini_json": "{{ message.content + '<|tool|>' + message.tools + '<|/tool|>' }}",
     "lfm2": "List of tools: <|tool_list_start|>{{ tools }}<|tool_list_end|>",
+    "seed_oss": "{{ '<seed:tool_call>' }}<function=example>{{ tools }}",
+    "minimax_m2": "{{ tools }}<minimax:tool_call>\n<invoke name='f'>",
+    "minimax_m3": "{{ tools }}{%- set ns = ']<]minimax[>[' -%}{{ ns ~ '<tool_call>' }}",
+    "deepseek_v32": "{%- set dsml_token = '｜DSML｜' -%}{{ tools }}<{{ dsml_token }}function_calls><{{ dsml_token }}invoke name='",
+    "deepseek_v4": "{%- set dsml_token = '｜DSML｜' -%}{{ tools }}<{{ dsml_token }}tool_calls><{{ dsml_token }}invoke name='",
+    "hunyuan_v3": "{{ '<tool_sep{}>'.format(suffix) }}{{ '<arg_key{}>'.format(suffix) }}{{ tools }}",
+    "gemma4": "{{ '<|tool_call>call:' + name + '{' }}{{ tools }}",
+    "cohere": "{{ tools }}write <|START_ACTION|> followed by a list of tool calls with <|END_ACTION|>",
+    "nemotron": "{{ '<TOOLCALL>[' }}{{ tools }}",
+    "apertus": "{{ tools }}{%- set tools_prefix = '<|tools_prefix|>' -%}",
+    "olmo3": "{{ tools }}{{ '<function_calls>' }}",
+    "functionary_v31": "<|python_tag|><{start_tag}={name}>{parameters}{end_tag} where start_tag => `<function` <function=f>{}</function>{{ tools }}",
     "xlam": 'make calls in a single JSON array: [{"name": "tool_call_name", "arguments": {"a": "b"}}] {{ tools }}',
 }
 
@@ -477,7 +568,7 @@ def test_what_is_chosen_otherwise() -> None:
     assert choose("a.split('</think>')", "", None, "auto", "auto").reasoning is THOUGHTS["think"]
     assert choose("[THINK]", "", None, "auto", "auto").reasoning is THOUGHTS["mistral"]
     with pytest.raises(
-        ValueError, match="--tool-call-parser is 'x': choose one of auto, none, deepseek_v3, deepseek_v31, glm45"
+        ValueError, match="--tool-call-parser is 'x': choose one of auto, none, apertus, cohere, deepseek_v3"
     ):
         choose("", "", None, "x", "auto")
     with pytest.raises(ValueError, match="--reasoning-parser is 'x': choose one of auto, none"):
@@ -509,6 +600,12 @@ def test_the_template_says_how_the_model_reasons() -> None:
         "{{ content.split('<answer>')[-1] }}<think>\n\n</think>": "hunyuan_a13b",
         "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking }}": "openai_gptoss",
         "{{ content.split('</think>')[-1] }}": "think",
+        "{{ '<think>' }}{{ '</think>' }}{{ '\\n<response>' ~ result ~ '</response>' }}": "think",  # MiniMax's results
+        "{%- set think_begin_token = '<seed:think>' -%}": "seed_oss",
+        "{%- set think_begin_token = '<mm:think>' -%}<response>": "minimax_m3",
+        "<|START_THINKING|><|END_THINKING|><|START_RESPONSE|>": "cohere",
+        "<|START_THINKING|><|END_THINKING|><|START_TEXT|>": "cohere_text",
+        "{{ '<|channel>thought\\n' }}": "gemma4",
     }.items():
         assert choose(template, "", None, "auto", "auto").reasoning is THOUGHTS[name]
 

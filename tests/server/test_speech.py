@@ -11,9 +11,26 @@ import pytest
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.server.generation.choice import Prompt
 from vserve.server.generation.generation import PLAIN
+from vserve.server.generation.prompt import thinks_only_when_asked
 from vserve.server.generation.speech import Speech
 from vserve.server.grammar.constraint import Constraint
 from vserve.server.parsers.formats import ReasoningFormat
+from vserve.server.text.template import ChatTemplate
+
+
+@pytest.mark.parametrize(
+    ("source", "only_when_asked"),
+    [
+        ("{{ messages[0].content }}{% if thinking %}<think>{% endif %}", True),
+        ("{% if enable_thinking %}Think first.{% endif %}{{ messages[0].content }}", True),
+        ("{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}", False),  # by default
+        ("{{ messages[0].content }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}", False),
+        ("{{ messages[0].content }}", False),
+        ("{{ raise_exception('no') }}", False),
+    ],
+)
+def test_a_template_may_think_only_when_asked(source: str, only_when_asked: bool) -> None:
+    assert thinks_only_when_asked(ChatTemplate(source)) == only_when_asked
 
 
 class Grammars:
@@ -68,7 +85,7 @@ TOOLS = [{"type": "function", "function": {"name": "search", "parameters": SCHEM
 @pytest.mark.parametrize(
     "request_, more, thinks",
     [
-        (CHAT, JSON, True),
+        (CHAT, JSON, False),  # this template makes the model think only when asked
         (CHAT, JSON | {"chat_template_kwargs": OFF}, False),
         (CHAT, JSON | {"chat_template_kwargs": {"thinking": False}}, False),
         (CHAT, JSON | {"reasoning_effort": "none"}, False),
@@ -76,7 +93,7 @@ TOOLS = [{"type": "function", "function": {"name": "search", "parameters": SCHEM
         (CHAT, JSON | {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, True),
         (CHAT, {"structured_outputs": {"choice": ["yes", "no"]}, "chat_template_kwargs": OFF}, False),
         (CHAT, {"tools": TOOLS, "tool_choice": "required", "reasoning_effort": "none"}, False),
-        (RESPONSE, {"text": FORMAT}, True),
+        (RESPONSE, {"text": FORMAT}, False),
         (RESPONSE, {"text": FORMAT, "reasoning": {"effort": "none"}}, False),
         (MESSAGE, {"output_config": FORMAT}, False),
         (MESSAGE, {"output_config": FORMAT, "thinking": {"type": "disabled"}}, False),
@@ -110,7 +127,7 @@ def test_a_grammar_lets_only_those_think_who_were_not_told_otherwise(
 def test_a_server_may_turn_thinking_off(new_thinking: Any, thinker: Any, more: dict[str, Any], thinks: bool) -> None:
     """For requests that do not say what they want."""
     tokenizer = thinker.tokenizer.with_template(
-        "{{ messages[0].content }}{% if enable_thinking %}!{% endif %}</think>:"
+        "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}!{% endif %}</think>:"
     )
     tokenizer.template_kwargs = OFF
     server = new_thinking(replace(thinker, tokenizer=tokenizer))
@@ -118,6 +135,17 @@ def test_a_server_may_turn_thinking_off(new_thinking: Any, thinker: Any, more: d
     path, body = CHAT
     assert server.client.post(path, body | JSON | more).status_code == 200
     assert (server.engine.submitted[-1].sampling.thinking is not None) == thinks
+
+
+def test_a_grammar_lets_those_think_who_do_so_unasked(new_thinking: Any, thinker: Any) -> None:
+    template = (
+        "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}!{% endif %}</think>:"
+    )
+    server = new_thinking(replace(thinker, tokenizer=thinker.tokenizer.with_template(template)))
+    server.says("Hello")
+    path, body = CHAT
+    assert server.client.post(path, body | JSON).status_code == 200
+    assert server.engine.submitted[-1].sampling.thinking is not None
 
 
 @pytest.mark.parametrize("thinking", [None, {"type": "disabled"}, {"type": "adaptive"}])

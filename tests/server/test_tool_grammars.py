@@ -1,3 +1,4 @@
+# ruff: noqa: E501, recorded texts are as long as they are
 """What the grammars of tool calls let out, by random walks through them."""
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vserve.engine.grammar.grammar import BACKENDS, GrammarMatcher
 from vserve.server.grammar import tool_calls as tool_grammar
 from vserve.server.grammar.compile import CompileError, compile
 from vserve.server.grammar.constraint import Constraint
+from vserve.server.grammar.lark import lark
 from vserve.server.grammar.service import MAX_SOURCE
 from vserve.server.grammar.tools import ToolUse, tool_use
 from vserve.server.parsers.formats import ToolFormat, known
@@ -93,7 +95,21 @@ LEAD = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant<|channel|>c
 TAGS = {
     "glm45": "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
     "qwen3_coder": "<parameter={}>\n{}\n</parameter>\n",
+    "seed_oss": "<parameter={}>{}</parameter>\n",
+    "minimax_m2": '<parameter name="{}">{}</parameter>\n',
+    "hunyuan_v3": "<arg_key:opensource>{}</arg_key:opensource>\n<arg_value:opensource>{}</arg_value:opensource>\n",
 }
+DSML = '<｜DSML｜parameter name="{}" string="{}">{}</｜DSML｜parameter>\n'
+M3 = "]<]minimax[>[<{0}>{1}]<]minimax[>[</{0}>"
+
+
+def opened(format: ToolFormat) -> str:
+    """What stands before the first call."""
+    return format.opening + ('{"tool_call_id": "0", ' if format.name == "cohere" else "")
+
+
+def separator(format: ToolFormat) -> str:
+    return format.separator + ('{"tool_call_id": "1", ' if format.name == "cohere" else "")
 
 
 def begun(format: ToolFormat, name: str) -> str:
@@ -105,7 +121,17 @@ def written(format: ToolFormat, arguments: dict[str, str]) -> str:
     if format.name in TAGS:
         tag = TAGS[format.name]
         return "".join(tag.format(name, one.strip('"') or "x") for name, one in arguments.items())
-    if format.name in ("pythonic", "lfm2"):
+    if format.name.startswith("deepseek_v") and not format.end.startswith(("<｜tool", "\n```")):
+        return "".join(
+            DSML.format(key, "true" if one[:1] == '"' else "false", one.strip('"')) for key, one in arguments.items()
+        )
+    if format.name == "minimax_m3":
+        return "".join(M3.format(key, one.strip('"')) for key, one in arguments.items())
+    if format.name == "gemma4":
+        return ",".join(
+            f"{key}:{one.replace(chr(34), chr(60) + '|' + chr(34) + '|' + chr(62))}" for key, one in arguments.items()
+        )
+    if format.name in ("pythonic", "lfm2", "olmo3"):
         return ", ".join(f"{name}={one}" for name, one in arguments.items())
     return "{" + ", ".join(f'"{name}": {one}' for name, one in arguments.items()) + "}"
 
@@ -137,12 +163,12 @@ def test_the_arguments_of_two_hundred_tools_are_followed(format: Any, mode: str,
     assert len(constraint.text) < MAX_SOURCE // 2, "what is written for people is part of it"
     backend, payload = compile(constraint, byte_vocabulary)
     grammar = BACKENDS[backend](byte_vocabulary, payload)
-    called = format.opening + begun(format, "tool_77")
+    called = opened(format) + begun(format, "tool_77")
     for value, ends in (("[]", True), ("7", False)):
         said = {"t77_p0": '"x"', "t77_p1": "7", "t77_p2": '"b"', "t77_p3": value, "t77_p4": '""'}
         matcher = GrammarMatcher(byte_vocabulary, grammar, constraint.markers)
         text = called + written(format, said) + format.end
-        text += format.separator + begun(format, "tool_3")  # and another one
+        text += separator(format) + begun(format, "tool_3")  # and another one
         assert all(matcher.accept(1 + byte) for byte in text.encode()) == ends, value
 
 
@@ -173,7 +199,8 @@ TEXTS = {
     "city": {"type": "string", "enum": ["Oslo", "</Rome>"]},
     "code": {"type": "string", "pattern": "^[A-Z]+/$", "maxLength": 4},
     "any": {"type": "string", "pattern": "b", "minLength": 2},
-    "maybe": {"type": ["string", "null"]},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "choice": {"anyOf": [{"enum": ["Oslo"]}, {"type": "null"}]},
 }
 
 
@@ -185,7 +212,8 @@ TEXTS = {
         ("city", "Oslo", True), ("city", "</Rome>", True), ("city", "Paris", False),
         ("code", "AB/", True), ("code", "AB", False), ("code", "ABCD/", False), ("code", "ab/", False),
         ("any", "ab", True), ("any", "b", False), ("any", "aa", False),
-        ("maybe", '"x"', True), ("maybe", "null", True), ("maybe", "x", False),
+        ("maybe", '"x"', True), ("maybe", "null", True), ("maybe", "x", True), ("maybe", "12", True),
+        ("choice", "Oslo", True), ("choice", "null", True), ("choice", "Rome", False),
     ],
 )  # fmt: skip
 def test_texts_between_tags_are_followed(name: str, key: str, value: str, allowed: bool, byte_vocabulary: Any) -> None:
@@ -195,13 +223,13 @@ def test_texts_between_tags_are_followed(name: str, key: str, value: str, allowe
     constraint = use.constraints(format, None)[0]
     backend, payload = compile(constraint, byte_vocabulary)
     matcher = GrammarMatcher(byte_vocabulary, BACKENDS[backend](byte_vocabulary, payload), constraint.markers)
-    text = format.begin("f") + TAGS[name].format(key, value) + format.end
+    text = format.opening + format.begin("f") + TAGS[name].format(key, value) + format.end + format.closing
     assert (all(matcher.accept(1 + byte) for byte in text.encode()) and matcher.accept(0)) == allowed
     if allowed:
         reader = Reader(format.read, {"f": use.tools[0].schema})
         arguments = [part.text for part in reader.feed(text) + reader.finish() if isinstance(part, CallArguments)]
         said = json.loads("".join(arguments))
-        assert said == {key: json.loads(value) if key == "maybe" else value}
+        assert said == {key: None if value == "null" else value}
         jsonschema.validate(said, schema)
 
 
@@ -217,8 +245,62 @@ def test_what_no_text_between_tags_follows(name: str, byte_vocabulary: Any) -> N
     constraint = use_of([{"type": "function", "function": tool}], "required").constraints(format, None)[0]
     backend, payload = compile(constraint, byte_vocabulary)
     matcher = GrammarMatcher(byte_vocabulary, BACKENDS[backend](byte_vocabulary, payload), constraint.markers)
-    text = format.begin("f") + TAGS[name].format("day", "2026-01-01") + TAGS[name].format("x", "[1]") + format.end
+    text = TAGS[name].format("day", "2026-01-01") + TAGS[name].format("x", "[1]")
+    text = format.opening + format.begin("f") + text + format.end + format.closing
     assert all(matcher.accept(1 + byte) for byte in text.encode()) and matcher.accept(0)
+
+
+ANY_ORDER = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": "boolean"},
+        "d": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
+    },
+    "required": ["a", "b"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "allowed"),
+    [
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value><arg_key>b</arg_key><arg_value>1</arg_value></tool_call>", True),
+        ("glm45", "<tool_call>f\n<arg_key>b</arg_key>\n<arg_value>1</arg_value>\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call>", True),
+        ("glm45", "<tool_call>f<arg_key>b</arg_key><arg_value>1</arg_value></tool_call>", False),
+        ("glm45", "<tool_call>f<arg_key>b</arg_key><arg_value>1</arg_value><arg_key>b</arg_key>", False),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>x</parameter><parameter=b>1</parameter></function></tool_call>", True),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=c>\nTrue\n</parameter>\n<parameter=b>\n1\n</parameter>\n<parameter=a>\nx", True),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=d>\n[1]\n</parameter>\n<parameter=b>", True),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=d>\n[x", False),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=d>\nx [\n</parameter>\n<parameter=b>", True),
+        ("seed_oss", "<seed:tool_call>\n<function=f>\n<parameter=b>1</parameter>\n<parameter=c>False</parameter>\n<parameter=a>", True),
+        ("gemma4", '<|tool_call>call:f{b:1,c:true,a:<|"|>x "y"<|"|>}<tool_call|>', True),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>x<|"|>}', False),
+        ("gemma4", '<|tool_call>call:f{d:[1,<|"|>x<|"|>,{k:2}],b:1,', True),
+        ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "12", "tool_name": "f", "parameters": {"a": "x", "b": 1}}\n]<|END_ACTION|>', True),
+        ("pythonic", '[f(b=1, a="x")]', True),
+        ("pythonic", "[f(b=1)", False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_the_models_own_spelling_is_allowed(
+    name: str, text: str, allowed: bool, mode: str, byte_vocabulary: Any
+) -> None:
+    """Line ends or none, arguments in any order but each once and none missing, optional texts without quotes."""
+    format = next(format for format in known()[0] if format.name == name)
+    use = use_of([{"type": "function", "function": {"name": "f", "parameters": ANY_ORDER}}], mode)
+    constraint = use.constraints(format, None)[0]
+    backend, payload = compile(constraint, byte_vocabulary)
+    matcher = GrammarMatcher(byte_vocabulary, BACKENDS[backend](byte_vocabulary, payload), constraint.markers)
+    assert all(matcher.accept(1 + byte) for byte in text.encode()) == allowed
+
+
+def test_any_order_takes_few_rules_however_many_tools_there_are(byte_vocabulary: Any) -> None:
+    format = next(format for format in known()[0] if format.name == "qwen3_coder")
+    sizes = []
+    for num_tools in (200, 400):
+        constraint = use_of(many(num_tools, 6), "required").constraints(format, None)[0]
+        sizes.append(len(lark(**json.loads(constraint.text))))
+    assert sizes[1] < 2.2 * sizes[0] and sizes[1] - sizes[0] < sizes[0], "rules of orders are bounded in all"
 
 
 def test_gpt_oss_may_think_before_it_calls_or_answers(byte_vocabulary: Any) -> None:
