@@ -207,7 +207,8 @@ def test_row_24_a_broken_body_behind_whole_requests_does_not_hold_the_connection
 
 def test_row_24_an_upgrade_that_is_not_offered_is_an_ordinary_request(url, attacks):
     upgrade = GET + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
-    assert [status for status, _ in attacks.exchange(url, upgrade)] == [200]
+    upgrade += POST + b"connection: upgrade, close\r\nupgrade: h2c\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+    assert [status for status, _ in attacks.exchange(url, upgrade)] == [200, 200]
 
 
 @pytest.mark.parametrize(
