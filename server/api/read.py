@@ -29,9 +29,14 @@ async def read_request(model: type[Model], request: Request) -> Model:
     body = await work_on_body(request, lambda: validated(model, decode(raw)))
     if (held := getattr(request.state, "held_body", None)) is not None:
         held.release()
-    if body.model_extra and request.app.state.server.config.strict_params:
-        raise unknown_parameter(next(iter(body.model_extra)))
+    check_ignored(request, list(body.model_extra or ()))
     return body
+
+
+def check_ignored(request: Request, names: list[str]) -> None:
+    """Raises ApiError (400) with --strict-params, where something of a request was ignored."""
+    if names and request.app.state.server.config.strict_params:
+        raise unknown_parameter(names[0])
 
 
 def measure(request: Request, raw: bytes) -> Callable[[bytes], Any]:
