@@ -144,10 +144,12 @@ def text_of(content: Any, where: str, kinds: Mapping[str, str]) -> str:
         return content
     if content is None:
         raise bad_request(f"Missing required parameter: '{where}'.", where, "missing_required_parameter")
-    texts = []
-    for i, part in enumerate(objects(content, where, MAX_PARTS)):
-        kind = part.get("type")
-        if not isinstance(kind, str) or kind not in kinds:
-            raise unsupported(f"{where}[{i}].type", f"Content of type {shorten(kind)!r}")
-        texts.append(string(part, kinds[kind], f"{where}[{i}]"))
-    return "\n".join(texts)
+    parts = enumerate(objects(content, where, MAX_PARTS))
+    return "\n".join(part_text(part, f"{where}[{i}]", kinds) for i, part in parts)
+
+
+def part_text(part: Mapping[str, Any], where: str, kinds: Mapping[str, str]) -> str:
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise unsupported(f"{where}.type", f"Content of type {shorten(kind)!r}")
+    return string(part, kinds[kind], where)

@@ -48,7 +48,7 @@ class Message(TypedDict, total=False):
 
 
 def messages(value: Any, where: str = "messages") -> list[dict[str, Any]]:
-    """Content is a string in each of them, also where the client left it out beside tool calls. Raises ApiError."""
+    """Content is a string in each of them, also where the client left it out. Raises ApiError."""
     if not isinstance(value, list):
         raise bad_request(f"'{where}' must be a list of messages.", where, "invalid_type")
     if not value:
@@ -116,9 +116,8 @@ def _message(raw: Any, where: str) -> dict[str, Any]:
     if role == "assistant":
         message |= _of_assistant(raw, where)
     content = raw.get("content")
-    # An answer that called a tool or was refused has no text.
-    spoken = content is not None or not (len(message) > 1 and role == "assistant")
-    message["content"] = _content(content, role, f"{where}.content") if spoken else message.get("refusal", "")
+    # An answer that called a tool, was refused, or was cut off while it thought, has no text.
+    message["content"] = message.get("refusal", "") if content is None else _content(content, role, f"{where}.content")
     if "reasoning" in message and not message["content"]:
         message["thinking"] = message["reasoning"]  # gpt-oss's name, whose template accepts it beside no text
     return message
@@ -188,9 +187,7 @@ def _text(raw: dict[str, Any], name: str, where: str) -> str | None:
 def _content(content: Any, role: str, where: str) -> str:
     if isinstance(content, str):
         return content
-    if content is None:
-        raise bad_request(f"Missing required parameter: '{where}'.", where, "missing_required_parameter")
-    if not isinstance(content, list) or not content:
+    if not isinstance(content, list):
         raise bad_request(f"'{where}' must be a string or a list of content parts.", where, "invalid_type")
     if len(content) > MAX_PARTS:
         raise bad_request(f"'{where}' has {len(content)} parts; at most {MAX_PARTS} are allowed.", where)
