@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Protocol
 
@@ -15,8 +16,11 @@ from .pickled import PATTERNS, PickledFiles, pickled_files
 from .safetensors_files import SafetensorsFiles, safetensors_files
 from .tensor_info import TensorInfo
 
+logger = logging.getLogger(__name__)
+
 FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PICKLED = ("pt", "npcache")  # as --load-format has them: mapped files need no copy in numpy's format
+_ROWS_AT_ONCE = 1024  # of two matrices that are compared
 
 
 class Checkpoint(Protocol):
@@ -81,3 +85,30 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
         if info.dtype in FLOAT_TYPES:
             sizes[FLOAT_TYPES[info.dtype]] = sizes.get(FLOAT_TYPES[info.dtype], 0) + info.num_bytes
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def has_own_head(checkpoint: Checkpoint, embedding: str, head: str) -> bool:
+    """Whether a checkpoint that ties its output matrix to its embedding has another one all the same, as models have
+    whose two were trained apart: then the files say what it is, and config.json does not. A copy of the embedding is
+    none. Raises ModelError where one of them cannot be read."""
+    headers = checkpoint.headers
+    if embedding not in headers or head not in headers:
+        return False
+    shapes = headers[embedding].shape, headers[head].shape
+    if shapes[0] != shapes[1]:
+        return False  # what does not fit is left alone, as a copy is
+    table, matrix = checkpoint.read(embedding), checkpoint.read(head)
+
+    def equal(rows: slice) -> bool:
+        return torch.equal(table[rows].float(), matrix[rows].float())
+
+    some = range(0, len(table), max(1, len(table) // _ROWS_AT_ONCE))  # tell at once, where the two were trained apart
+    same = all(equal(slice(row, row + 1)) for row in some) and all(
+        equal(slice(row, row + _ROWS_AT_ONCE)) for row in range(0, len(table), _ROWS_AT_ONCE)
+    )
+    if not same:
+        logger.warning(
+            "config.json ties %s to %s (tie_word_embeddings), but the checkpoint has another matrix of that name: it "
+            "is used", head, embedding,
+        )  # fmt: skip
+    return not same

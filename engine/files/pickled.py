@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ModelError, one_line, unreadable
+from ..errors import ModelError, absent, one_line, unreadable
 from .model_file import read_index, refuse_pointer
 from .tensor_info import TensorInfo
 
@@ -62,6 +62,8 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=start.startswith(b"PK"))
     except PermissionError:
         raise unreadable(file) from None
+    except FileNotFoundError:
+        raise absent(file) from None
     except UnpicklingError:
         raise ModelError(
             f"{file} is broken, or holds more than tensors, which could run code: {again}, or convert it to safetensors"

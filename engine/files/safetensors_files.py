@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import ModelError, one_line, unreadable
+from ..errors import ModelError, absent, one_line, unreadable
 from .model_file import read_index, refuse_pointer
 from .tensor_info import TensorInfo
 
@@ -46,11 +46,13 @@ class SafetensorsFiles:
                 self.headers |= _read_header(file)
             except PermissionError:
                 raise unreadable(file) from None
-        absent = sorted(name for name in index if name not in self.headers)
-        if absent:
+            except FileNotFoundError:
+                raise absent(file) from None
+        lacking = sorted(name for name in index if name not in self.headers)
+        if lacking:
             raise ModelError(
-                f"{index[absent[0]]} lacks {absent[0]}, which {INDEX} promises ({len(absent)} such tensors): download "
-                "the checkpoint again"
+                f"{index[lacking[0]]} lacks {lacking[0]}, which {INDEX} promises ({len(lacking)} such tensors): "
+                "download the checkpoint again"
             )
         self._mapped = threading.local()  # one mapping a thread and file
 
